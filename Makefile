@@ -1,0 +1,42 @@
+# Each target prepares .venv from constraints.txt first, when it is missing or older than the list of what goes in.
+# Needs nothing but Python with venv: make PYTHON=python3.12 demo
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: help demo test bench lint docs clean
+
+help:
+	@echo "make demo   train a network on digits that worker processes prepare"
+	@echo "make test   run the tests, without the slow ones and the benchmarks"
+	@echo "make bench  print the table of benchmarks"
+	@echo "make lint   check format, style and types"
+	@echo "make docs   build the documentation in docs/_build"
+	@echo "make clean  remove all of the above, and .venv"
+
+demo: .venv/ready
+	$(BIN)/python examples/digits.py
+
+test: .venv/ready
+	$(BIN)/python -m pytest -m "not slow" --timeout 120
+
+bench: .venv/ready
+	$(BIN)/python -m tests.benchmark
+
+lint: .venv/ready
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+docs: .venv/ready
+	$(BIN)/sphinx-build -W --keep-going --quiet docs docs/_build
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation --editable ".[test,docs,lint]"
+	touch $@
+
+clean:
+	rm -rf .venv docs/_build .mypy_cache .pytest_cache .ruff_cache
