@@ -1,0 +1,52 @@
+"""rpcdataloader: dataset loading and preprocessing on other machines, behind torch's ``DataLoader``.
+
+Names are imported when they are first used: the node server sets up its environment before torch is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rpcdataloader.client.refs import RRef
+    from rpcdataloader.client.rpc import rpc_async
+    from rpcdataloader.loader.dataloader import RPCDataloader
+    from rpcdataloader.loader.dataset import RPCDataset
+    from rpcdataloader.loader.seeding import get_sample_seed, set_random_seeds
+    from rpcdataloader.server.run import run_worker
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "RPCDataloader",
+    "RPCDataset",
+    "RRef",
+    "__version__",
+    "get_sample_seed",
+    "rpc_async",
+    "run_worker",
+    "set_random_seeds",
+]
+
+_MODULES = {
+    "RPCDataloader": "rpcdataloader.loader.dataloader",
+    "RPCDataset": "rpcdataloader.loader.dataset",
+    "RRef": "rpcdataloader.client.refs",
+    "get_sample_seed": "rpcdataloader.loader.seeding",
+    "rpc_async": "rpcdataloader.client.rpc",
+    "run_worker": "rpcdataloader.server.run",
+    "set_random_seeds": "rpcdataloader.loader.seeding",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

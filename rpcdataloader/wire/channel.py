@@ -1,0 +1,234 @@
+"""One connection from the first byte on: preamble, handshake, then sealed messages in both directions.
+
+The same class serves both sides. Messages are sent by any thread, one at a time and in the order in which they were
+sealed; one thread receives.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtocolError, RPCError, RPCTimeoutError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.credentials import Credentials
+from rpcdataloader.wire.frames import (
+    HANDSHAKE_LIMITS,
+    PREAMBLE_SIZE,
+    Allocate,
+    Block,
+    Decoder,
+    Limits,
+    Message,
+    MessageType,
+    Preamble,
+    Sealer,
+    encode,
+)
+from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake
+from rpcdataloader.wire.transport import Deadline, Stream, connect
+
+
+class HeapBlock:
+    """A receive buffer of ordinary memory, for messages whose blocks need no pool."""
+
+    __slots__ = ("view",)
+
+    def __init__(self, size_bytes: int) -> None:
+        self.view = memoryview(bytearray(size_bytes))
+
+
+def heap_blocks(_request_id: int, sizes: Sequence[int]) -> list[Block]:
+    """Allocate blocks of ordinary memory (an ``Allocate``)."""
+    return [HeapBlock(size) for size in sizes]
+
+
+class Channel:
+    """An authenticated connection.
+
+    Attributes:
+        name: The peer, for messages: an address or ``"client host:pid"``.
+        peer: What the peer's HELLO said of it.
+        differences: Versions that differ between the two sides without being refused.
+    """
+
+    def __init__(self, stream: Stream, handshake: ClientHandshake | ServerHandshake, name: str) -> None:
+        established = handshake.established
+        if established is None:
+            raise ValueError("the handshake is not complete")
+        self.name = name
+        self.peer: Identity = established.peer
+        self.differences: list[str] = established.differences
+        self.stream = stream
+        self._sealer: Sealer = established.send
+        self._send_lock = threading.Lock()
+        self._decoder = Decoder(heap_blocks, established.receive, Limits())
+
+    def fileno(self) -> int:
+        """The descriptor, for polling."""
+        return self.stream.fileno()
+
+    def allocate_with(self, allocate: Allocate) -> None:
+        """Let ``allocate`` choose the memory that blocks are received into."""
+        self._decoder.allocate = allocate
+
+    def send(
+        self,
+        type: MessageType,
+        request_id: int = 0,
+        payload: bytes | bytearray | memoryview = b"",
+        buffers: Sequence[bytes | bytearray | memoryview] = (),
+        flags: int = 0,
+    ) -> None:
+        """Seal and send one message; blocks until the kernel has taken all of it.
+
+        Raises:
+            ConnectionLostError: The peer is gone.
+        """
+        with self._send_lock:
+            self.stream.send(encode(self._sealer, type, request_id, payload, buffers, flags))
+
+    def send_json(self, type: MessageType, fields: Mapping[str, Any], flags: int = 0) -> None:
+        """Send a message whose payload is a JSON object."""
+        self.send(type, payload=json.dumps(fields).encode(), flags=flags)
+
+    def recv(self) -> Message | None:
+        """Receive the next message; None when the peer has finished and closed between two messages.
+
+        Raises:
+            RemoteProtocolError: The peer sent something forbidden, or somebody altered it on the way.
+            ConnectionLostError: The connection broke, perhaps in the middle of a message.
+        """
+        return _recv(self.stream, self._decoder)
+
+
+def parse_json(message: Message) -> dict[str, Any]:
+    """The JSON object that ``message`` carries.
+
+    Raises:
+        RemoteProtocolError: The payload is something else.
+    """
+    try:
+        fields = json.loads(bytes(message.payload))
+    except ValueError as exc:
+        raise RemoteProtocolError(f"a message of type {message.type} does not hold JSON") from exc
+    if not isinstance(fields, dict):
+        raise RemoteProtocolError(f"a message of type {message.type} does not hold a JSON object")
+    return fields
+
+
+def _recv(stream: Stream, decoder: Decoder) -> Message | None:
+    while True:
+        size = stream.recv_into(decoder.get_buffers())
+        if size == 0:
+            if decoder.mid_message:
+                raise ConnectionLostError(f"connection to {stream.name} lost in the middle of a message")
+            return None
+        message = decoder.buffers_filled(size)
+        if message is not None:
+            return message
+
+
+def open_channel(
+    address: Address,
+    credentials: Credentials,
+    identity: Identity,
+    session_id: bytes,
+    deadline: Deadline,
+    *,
+    retry: bool = False,
+) -> Channel:
+    """Connect to a node server and authenticate both sides.
+
+    Args:
+        session_id: 16 bytes; zeros ask for a new session.
+        deadline: Bounds connecting and the handshake together.
+        retry: Wait for a server that is not there yet (see :func:`~rpcdataloader.wire.transport.connect`).
+
+    Raises:
+        ConnectError: Nobody listens there.
+        AuthenticationError: One side does not know the secret of the other.
+        RemoteProtocolError: The peer is no node server, or one of another version.
+    """
+    stream = connect(address, deadline, retry=retry)
+    try:
+        if credentials.insecure:
+            stream.require_same_user()
+        handshake = ClientHandshake(credentials.secret, identity, session_id)
+        _shake_hands(stream, handshake, deadline)
+        stream.limit(Deadline(None))
+        return Channel(stream, handshake, str(address))
+    except RPCTimeoutError as exc:
+        stream.close()
+        raise ConnectError(
+            f"{address} took the connection and did not finish the handshake in time "
+            "(is it a node server of this package? is it overloaded?)"
+        ) from exc
+    except BaseException:
+        stream.close()
+        raise
+
+
+def recv_preamble(stream: Stream) -> Preamble | None:
+    """Read the clear preamble of a new connection; None when it closed without a word.
+
+    Raises:
+        RemoteProtocolError: The peer speaks another protocol.
+    """
+    buffer = bytearray(PREAMBLE_SIZE)
+    size = stream.recv_into([memoryview(buffer)])
+    if size == 0:
+        return None
+    if size < PREAMBLE_SIZE:
+        raise RemoteProtocolError(f"{stream.name} closed after {size} bytes of a preamble")
+    return Preamble.decode(bytes(buffer))
+
+
+def accept_channel(stream: Stream, preamble: Preamble, credentials: Credentials, identity: Identity) -> Channel:
+    """Authenticate a client whose preamble was read. Its time is limited by whoever forked this process.
+
+    Raises:
+        AuthenticationError: The client does not know the secret.
+        RemoteProtocolError: The client broke the protocol, or has another version.
+    """
+    if credentials.insecure:
+        stream.require_same_user()
+    handshake = ServerHandshake(credentials.secret, identity, preamble)
+    _shake_hands(stream, handshake, Deadline(None))
+    channel = Channel(stream, handshake, "")
+    rank = "" if channel.peer.rank is None else f" rank {channel.peer.rank}"
+    channel.name = stream.name = f"client {channel.peer.host}:{channel.peer.pid}{rank}"
+    return channel
+
+
+def _shake_hands(stream: Stream, handshake: ClientHandshake | ServerHandshake, deadline: Deadline) -> None:
+    decoder = Decoder(heap_blocks, None, HANDSHAKE_LIMITS)
+    while True:
+        stream.limit(deadline)
+        if data := handshake.data_to_send():
+            stream.send([data])
+        if handshake.established is not None:
+            return
+        try:
+            stream.limit(deadline)
+            message = _recv(stream, decoder)
+            if message is None:
+                raise ConnectionLostError(
+                    f"{stream.name} closed the connection during the handshake (is it a node server of this package?)"
+                )
+            handshake.receive(message)
+        except RPCError:
+            # Tell the other side why, if there is something to tell; what failed here is what is raised.
+            if data := handshake.data_to_send():
+                _send_farewell(stream, data)
+            raise
+
+
+def _send_farewell(stream: Stream, data: bytes) -> None:
+    try:
+        stream.send([data])
+    except RPCError:
+        return
+    stream.finish()

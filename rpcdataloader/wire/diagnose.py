@@ -1,0 +1,99 @@
+"""Finds which part of an object cannot be pickled, and the attribute path to it."""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Attempt = Callable[[Any], "BaseException | None"]
+
+
+def find_culprit(obj: Any, path: str, attempt: Attempt) -> tuple[str, Any, BaseException]:
+    """Find the innermost part that cannot be pickled.
+
+    Args:
+        obj: What cannot be pickled as a whole.
+        path: What the caller calls it.
+        attempt: Pickles its argument and returns the error, or None.
+
+    Returns:
+        The path of the part, the part, and why it cannot be pickled. The part is ``obj`` itself if all that it
+        consists of can be pickled, or if pickling it succeeds when it is tried again.
+    """
+    error = attempt(obj)
+    found = None if error is None else _search(obj, path, error, attempt, set())
+    return found or (path, obj, error or RuntimeError("failed once and then succeeded"))
+
+
+def _search(
+    obj: Any, path: str, error: BaseException, attempt: Attempt, visited: set[int]
+) -> tuple[str, Any, BaseException] | None:
+    visited.add(id(obj))
+    is_innermost = True
+    for part_path, part in _parts(obj, path):
+        part_error = attempt(part)
+        if part_error is None:
+            continue
+        # In a cycle, a part fails because of something that it leads back to: then it is not the culprit.
+        is_innermost = False
+        if id(part) not in visited:
+            found = _search(part, part_path, part_error, attempt, visited)
+            if found:
+                return found
+    return (path, obj, error) if is_innermost else None
+
+
+def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield what pickling an object pickles besides, with the path that leads there."""
+    if isinstance(obj, dict):
+        yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
+        yield from ((f"a key of {path}", key) for key in obj)
+    elif isinstance(obj, (list, tuple)):
+        yield from ((f"{path}[{i}]", item) for i, item in enumerate(obj))
+    elif isinstance(obj, (set, frozenset)):
+        yield from ((f"an element of {path}", item) for item in obj)
+    elif isinstance(obj, types.FunctionType):
+        yield from _function_parts(obj, path)
+    elif isinstance(obj, type):
+        yield from ((f"{path}.{name}", value) for name, value in vars(obj).items() if not name.startswith("__"))
+        yield from ((f"{path}.{name}", value) for name, value in vars(obj).items() if inspect.isfunction(value))
+    elif isinstance(obj, types.MethodType):
+        yield from ((f"{path}.__self__", obj.__self__), (f"{path}.__func__", obj.__func__))
+    else:
+        yield from _reduction_parts(obj, path)
+
+
+def _function_parts(function: types.FunctionType, path: str) -> Iterator[tuple[str, Any]]:
+    try:
+        used = inspect.getclosurevars(function)
+    except ValueError:  # a variable of the closure has no value yet
+        return
+    yield from ((f"{path}.<closure>.{name}", value) for name, value in used.nonlocals.items())
+    yield from ((f"{path}.<globals>.{name}", value) for name, value in used.globals.items())
+    yield from ((f"{path}.__defaults__[{i}]", value) for i, value in enumerate(function.__defaults__ or ()))
+    yield from ((f"{path}.{name}", value) for name, value in vars(function).items())
+
+
+def _reduction_parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
+    reduce = copyreg.dispatch_table.get(type(obj))
+    try:
+        reduction = reduce(obj) if reduce else obj.__reduce_ex__(5)
+    except Exception:  # this is why it cannot be pickled
+        return
+    if not isinstance(reduction, tuple):
+        return
+    _, args, state, items, pairs, *_ = (*reduction, None, None, None, None)
+    # Instances with slots have two states: of their dictionary and of their slots.
+    states = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    for part in states:
+        if isinstance(part, dict):
+            yield from ((f"{path}.{name}", value) for name, value in part.items())
+        elif part is not None:
+            yield f"{path}.__getstate__()", part
+    if args:
+        yield from ((f"{path}.__reduce__()[1][{i}]", arg) for i, arg in enumerate(args))
+    yield from ((f"{path}[{i}]", item) for i, item in enumerate(items or ()))
+    yield from ((f"{path}[{key!r}]", value) for key, value in pairs or ())

@@ -1,0 +1,59 @@
+"""What a session takes over of its client's process: where modules of the training script are found.
+
+Only paths that are the client's own travel: the script's folder, the current folder, entries of ``sys.path`` that
+the user added. Nothing under the interpreter's prefix does, since the server has its own installation.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """Where the client's own modules are, and where it ran: absolute paths, in the order of its ``sys.path``."""
+
+    import_path: tuple[str, ...]
+    directory: str
+
+
+def collect() -> Environment:
+    """Describe this process."""
+    try:
+        directory = os.getcwd()
+    except FileNotFoundError:
+        directory = ""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    own = [os.path.dirname(os.path.abspath(script))] if script else []
+    installed = _installed_prefixes()
+    for entry in [*sys.path, directory]:
+        path = os.path.abspath(entry) if entry or directory else ""
+        if path and path not in own and not _under(path, installed):
+            own.append(path)
+    return Environment(tuple(own), directory)
+
+
+def install(environment: Environment) -> None:
+    """Put the client's paths that exist here in front of ``sys.path``, and go to its directory if it exists here."""
+    found = [path for path in environment.import_path if os.path.exists(path)]
+    sys.path[:] = [*found, *(entry for entry in sys.path if entry not in found)]
+    if environment.directory and os.path.isdir(environment.directory):
+        os.chdir(environment.directory)
+
+
+def _installed_prefixes() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    # The standard library and site-packages, and the zip beside them; not the prefix itself, which may be /usr
+    # or a folder that also holds the user's project (a .venv in it is covered by its own site-packages).
+    library = paths["stdlib"]
+    zipped = os.path.join(os.path.dirname(library), f"python{sys.version_info[0]}{sys.version_info[1]}.zip")
+    return tuple({library, paths["platstdlib"], paths["purelib"], paths["platlib"], zipped})
+
+
+def _under(path: str, prefixes: tuple[str, ...]) -> bool:
+    if {"site-packages", "dist-packages"} & set(path.split(os.sep)):
+        return True
+    return any(path == prefix or path.startswith(prefix + os.sep) for prefix in prefixes)

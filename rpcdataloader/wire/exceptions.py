@@ -1,0 +1,143 @@
+"""Exceptions of tasks: they reach the trainer with their own type and the traceback of the worker.
+
+``BaseException`` pickles as a call of its class with its ``args``. That is wrong for every class whose constructor
+takes anything else: it fails, or runs the constructor a second time on its own message. Here an exception is rebuilt
+without its constructor, unless it says itself how it is to be pickled.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rpcdataloader.errors import RemoteError, RemoteTraceback
+from rpcdataloader.wire.picklers import USER_ERRORS, ReplyPickler, Unpickler
+
+#: A longer text is cut in the middle: a message with a whole array in it helps nobody.
+_MAX_TEXT_CHARACTERS = 1 << 16
+
+_Result = TypeVar("_Result")
+
+# Python 3.10 has no groups; isinstance(exc, ()) is false.
+_GROUP: Any = getattr(builtins, "ExceptionGroup", ())
+
+
+def dumps_exception(exc: BaseException, where: str) -> bytes:
+    """Encode an exception. Never fails, whatever the exception does when it is looked at.
+
+    Args:
+        exc: With its traceback, causes and notes, which travel as text.
+        where: Who raised it, such as ``worker 3 (pid 123) on node07:6543``.
+    """
+    name = type(exc).__name__
+    summary = _guard(lambda: _shorten("".join(traceback.format_exception_only(type(exc), exc)).strip()), name)
+    text = _guard(lambda: _shorten("".join(traceback.format_exception(type(exc), exc, exc.__traceback__))), summary)
+    # SystemExit or KeyboardInterrupt of a worker must not end the trainer.
+    recipe = _guard(lambda: _pickle(_reduce(exc)), None) if isinstance(exc, Exception) else None
+    return pickle.dumps((where, summary, text, recipe), protocol=5)
+
+
+def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
+    """Decode an exception. Never fails; runs code that the sender chose.
+
+    Returns:
+        The exception, not raised, with a :class:`~rpcdataloader.errors.RemoteTraceback` as its cause. A
+        :class:`~rpcdataloader.errors.RemoteError` in place of one that is not an ``Exception``, or that cannot be
+        rebuilt here.
+    """
+    try:
+        where, summary, text, recipe = pickle.loads(payload)
+    except USER_ERRORS as error:
+        return RemoteError(f"a task raised an exception whose message cannot be read ({type(error).__name__}: {error})")
+    cause = RemoteTraceback(f"{where}:\n\n{text}")
+    if recipe is not None:
+        try:
+            exc = _rebuild(_unpickle(recipe))
+            exc.__cause__ = cause
+        except USER_ERRORS:  # its class is missing here, or objects to being rebuilt
+            pass
+        else:
+            return exc
+    substitute = RemoteError(f"{where} raised {summary}")
+    substitute.__cause__ = cause
+    return substitute
+
+
+def _guard(attempt: Callable[[], _Result], otherwise: _Result) -> _Result:
+    try:
+        return attempt()
+    except BaseException:  # a __str__ or __reduce__ may raise anything
+        return otherwise
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _MAX_TEXT_CHARACTERS:
+        return text
+    half = _MAX_TEXT_CHARACTERS // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def _pickle(obj: Any) -> bytes:
+    file = io.BytesIO()
+    ReplyPickler(file, None, None).dump(obj)
+    return file.getvalue()
+
+
+def _unpickle(data: bytes) -> Any:
+    return Unpickler(io.BytesIO(data), [], [], adopt_main=False, persistent_load=None).load()
+
+
+def _survives(obj: Any) -> bool:
+    """Tell whether an object can be pickled and rebuilt."""
+    try:
+        return type(_unpickle(_pickle(obj))) is type(obj)
+    except USER_ERRORS:
+        return False
+
+
+def _reduce(exc: BaseException) -> tuple[Any, ...]:
+    """Return a recipe for :func:`_rebuild`."""
+    kind, base = type(exc), _builtin_base(type(exc))
+    if isinstance(exc, _GROUP):
+        members = [_reduce(member) for member in exc.exceptions]
+        return "group", kind, exc.message, members, _without_unpicklable(vars(exc))
+    constructs_itself = kind.__init__ is not base.__init__ or kind.__new__ is not base.__new__
+    reduces_itself = kind.__reduce__ is not base.__reduce__ or kind.__reduce_ex__ is not base.__reduce_ex__
+    if (reduces_itself or not constructs_itself) and _survives(exc):
+        return "whole", exc
+    _, args, *state = base.__reduce__(exc)
+    args = tuple(arg if _survives(arg) else repr(arg) for arg in args)
+    return "parts", kind, args, _without_unpicklable(state[0] if state and state[0] else {})
+
+
+def _without_unpicklable(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if _survives(value)}
+
+
+def _rebuild(recipe: tuple[Any, ...]) -> Exception:
+    how, *details = recipe
+    exc: Any
+    if how == "whole":
+        (exc,) = details
+    elif how == "group":
+        kind, message, members, state = details
+        exc = _GROUP.__new__(kind, message, [_rebuild(member) for member in members])
+        BaseException.__setstate__(exc, state)
+    else:
+        kind, args, state = details
+        # The constructors of builtin classes fill what is not in the dictionary, such as the fields of OSError.
+        base = _builtin_base(kind)
+        exc = base.__new__(kind, *args)
+        base.__init__(exc, *args)
+        BaseException.__setstate__(exc, state)
+    if not isinstance(exc, Exception):
+        raise TypeError(f"{type(exc).__name__} is not an exception for tasks")
+    return exc
+
+
+def _builtin_base(kind: type[BaseException]) -> type[BaseException]:
+    return next(base for base in kind.__mro__ if base.__module__ == "builtins")

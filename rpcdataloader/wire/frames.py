@@ -1,0 +1,492 @@
+"""The wire format: what one message looks like as bytes. Little-endian, without I/O.
+
+A connection starts with a preamble from the client, in clear, 32 bytes::
+
+    offset  size  field
+         0     8  magic          b"RPCDLDR\\x01"
+         8     2  version        of the protocol; judged in the handshake, where both sides can be named
+        10     6  reserved       zero; ignored when received
+        16    16  session id     zero: start a session; else: start a worker of that session
+
+then messages in both directions, each a header, a body and blocks::
+
+    offset  size  field
+         0     4  magic          b"RPDL"
+         4     1  type           see MessageType
+         5     1  flags          see Flag
+         6     2  header size    80
+         8     8  request id
+        16     8  payload size   in bytes
+        24     4  num blocks
+        28     4  reserved       zero
+        32    32  body digest    SHA-256 of the body
+        64    16  MAC            of the 64 bytes above, see Sealer; zero before the handshake has made keys
+        80        body           table of block sizes (8 bytes each), then the payload
+                  blocks         back to back
+
+The preamble, the header and the HELLO message look the same in every version of the protocol, so that sides of
+different versions can tell each other so.
+
+Invariant: no length is believed before its MAC and its limit have been checked, no block is allocated before the
+digest of the table that gives its size, and no message is handed out before all of that. The MAC covers the body
+through its digest; it does not cover the blocks, which are plain data and never unpickled (TLS protects them).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from enum import IntEnum, IntFlag
+from typing import Any, Protocol
+
+from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
+
+PROTOCOL_VERSION = 1
+
+Buffer = bytes | bytearray | memoryview
+
+_PREAMBLE = struct.Struct("<8sHHI16s")
+_PREAMBLE_MAGIC = b"RPCDLDR\x01"
+PREAMBLE_SIZE = _PREAMBLE.size
+SESSION_ID_SIZE = 16
+
+_HEADER = struct.Struct("<4sBBHQQII32s16s")
+_SEALED_PART = struct.Struct("<4sBBHQQII32s")
+_MAGIC = b"RPDL"
+HEADER_SIZE = _HEADER.size
+MAC_SIZE = 16
+_NO_MAC = bytes(MAC_SIZE)
+_COUNTER = struct.Struct("<Q")
+
+# Below this, one more copy of the payload is cheaper than one more element for sendmsg to gather.
+_JOIN_BELOW_BYTES = 16 * 1024
+
+
+class MessageType(IntEnum):
+    """What a message means. Numbers below 16 belong to the set-up of a connection."""
+
+    HELLO = 1
+    AUTH = 2
+    REFUSED = 3
+    WELCOME = 4
+    BUSY = 5
+    CALL = 16
+    REPLY = 17
+    ERROR = 18
+    RELEASE = 19
+    CANCEL = 20
+    LOG = 21
+    GOAWAY = 22
+    EXITED = 23
+    BUILD = 24
+
+
+class Flag(IntFlag):
+    """Bits of the ``flags`` field."""
+
+    OPTIONAL = 1  # A receiver that does not know the type skips the message; without this bit it is an error.
+
+
+# Plain containers: looking a member up in the enumerations costs more than all other checks of a header together.
+_MESSAGE_TYPES: dict[int, MessageType] = {int(member): member for member in MessageType}
+_OPTIONAL = int(Flag.OPTIONAL)
+_KNOWN_FLAGS = _OPTIONAL
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """The first bytes of a connection, from the client.
+
+    Attributes:
+        session_id: 16 bytes; zero to start a new session.
+        version: Version of the protocol that the client speaks.
+    """
+
+    session_id: bytes = bytes(SESSION_ID_SIZE)
+    version: int = PROTOCOL_VERSION
+
+    def __post_init__(self) -> None:
+        if len(self.session_id) != SESSION_ID_SIZE:
+            raise ValueError(f"a session id has {SESSION_ID_SIZE} bytes, not {len(self.session_id)}")
+        if not 0 <= self.version < 2**16:
+            raise ValueError(f"protocol version {self.version} does not fit into two bytes")
+
+    def encode(self) -> bytes:
+        """The 32 bytes to send."""
+        return _PREAMBLE.pack(_PREAMBLE_MAGIC, self.version, 0, 0, self.session_id)
+
+    @classmethod
+    def decode(cls, data: Buffer) -> Preamble:
+        """Read the 32 bytes that a client sent.
+
+        Raises:
+            RemoteProtocolError: These are not the first bytes of our protocol.
+        """
+        if len(data) != PREAMBLE_SIZE:
+            raise RemoteProtocolError(f"the preamble has {PREAMBLE_SIZE} bytes, the peer sent {len(data)}")
+        magic, version, _, _, session_id = _PREAMBLE.unpack(data)
+        if magic != _PREAMBLE_MAGIC:
+            raise RemoteProtocolError(f"the peer does not speak this protocol: its first bytes are {magic!r}")
+        return cls(session_id, version)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest message that is accepted; nothing is allocated for a larger one.
+
+    The defaults are far above every real batch. What they stop is a damaged length, not a large data set.
+    """
+
+    payload_size_bytes: int = 2**36
+    num_blocks: int = 2**20
+    block_size_bytes: int = 2**40
+    message_size_bytes: int = 2**42
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{item.name} must be an int, not {value!r}")
+            if value < 0:
+                raise ValueError(f"{item.name} must not be negative, but is {value}")
+        if self.num_blocks >= 2**32:
+            raise ValueError(f"num_blocks is {self.num_blocks}, but the header counts blocks in 32 bits")
+
+    def find_excess(self, payload_size: int, num_blocks: int, block_sizes: Sequence[int] = ()) -> str | None:
+        """What is too large about a message, in words; None when it is within the limits.
+
+        Args:
+            payload_size: In bytes.
+            num_blocks: What the header says; known before the sizes are.
+            block_sizes: In bytes, when they are known.
+        """
+        if payload_size > self.payload_size_bytes:
+            return f"a payload of {payload_size} bytes is over the limit of {self.payload_size_bytes}"
+        if num_blocks > self.num_blocks:
+            return f"{num_blocks} blocks are over the limit of {self.num_blocks}"
+        if block_sizes and max(block_sizes) > self.block_size_bytes:
+            return f"a block of {max(block_sizes)} bytes is over the limit of {self.block_size_bytes}"
+        if payload_size + sum(block_sizes) > self.message_size_bytes:
+            total = payload_size + sum(block_sizes)
+            return f"a message of {total} bytes is over the limit of {self.message_size_bytes}"
+        return None
+
+
+DEFAULT_LIMITS = Limits()
+
+# Whoever reaches the port may send these messages, so they are small, and the allocator is out of the game.
+HANDSHAKE_LIMITS = Limits(payload_size_bytes=4096, num_blocks=0, block_size_bytes=0, message_size_bytes=4096)
+
+
+class Block(Protocol):
+    """Memory that one block of a message is received into."""
+
+    @property
+    def view(self) -> memoryview:
+        """Writable, contiguous, format ``"B"``, of exactly the requested size, which may be 0."""
+
+
+Allocate = Callable[[int, Sequence[int]], list[Any]]
+"""``allocate(request_id, sizes in bytes)`` gives one :class:`Block` per size, in order."""
+
+
+@dataclass(slots=True)
+class Message:
+    """One message, as it was received.
+
+    Attributes:
+        type: A :class:`MessageType`.
+        flags: Bits of :class:`Flag`.
+        request_id: Chosen by the client; a reply carries that of its request.
+        payload: Belongs to the receiver: the memory is not used again for other messages.
+        blocks: What the allocator gave, filled.
+    """
+
+    type: int
+    flags: int = 0
+    request_id: int = 0
+    payload: Buffer = b""
+    blocks: list[Any] = field(default_factory=list)
+
+
+class Sealer:
+    """Makes or checks the MACs of one direction of a connection.
+
+    A MAC is HMAC-SHA256, cut to 16 bytes, over a counter (8 bytes, little-endian, not sent) and the header up to the
+    MAC. The counter is 0 for the first sealed message and grows with each, so a message that is replayed, dropped,
+    swapped or injected fails, as an altered one does.
+
+    Not thread-safe, and the order matters: messages are sealed in the order in which they are sent, which means under
+    the connection's send lock.
+    """
+
+    __slots__ = ("_counter", "_key")
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._counter = 0
+
+    def seal(self, header_without_mac: Buffer) -> bytes:
+        """The MAC of the next message."""
+        mac = hmac.digest(self._key, _COUNTER.pack(self._counter) + header_without_mac, "sha256")
+        self._counter += 1
+        return mac[:MAC_SIZE]
+
+    def verify(self, header_without_mac: Buffer, mac: bytes) -> None:
+        """Check the MAC of the next message, in constant time.
+
+        Raises:
+            RemoteProtocolError: It is not the one that the holder of the key would have sent now.
+        """
+        if not hmac.compare_digest(self.seal(header_without_mac), mac):
+            raise RemoteProtocolError(
+                f"message {self._counter - 1} from the peer failed authentication (altered, replayed or injected)"
+            )
+
+
+def encode(
+    sealer: Sealer | None,
+    type: int,
+    request_id: int = 0,
+    payload: Buffer = b"",
+    buffers: Sequence[Buffer] = (),
+    flags: int = 0,
+    limits: Limits = DEFAULT_LIMITS,
+) -> list[bytes | memoryview]:
+    """Turn one message into the buffers to send, in this order.
+
+    Blocks are never copied: they, and a large payload, must not change until they have been sent.
+
+    Args:
+        sealer: Of this direction; None in the handshake. Untouched when an error is raised.
+        type: A :class:`MessageType`.
+        request_id: 0 when the message belongs to no request.
+        payload: Usually a pickle.
+        buffers: The blocks: C-contiguous, of any format and shape, empty ones included.
+        flags: Bits of :class:`Flag`.
+        limits: Those of the receiver. Checked here too: it would answer by closing the connection.
+
+    Returns:
+        Never empty; no buffer in it is.
+
+    Raises:
+        LocalProtocolError: The message is over the limits.
+    """
+    payload = _as_bytes(payload)
+    blocks = [_as_bytes(buffer) for buffer in buffers]
+    sizes = [len(block) for block in blocks]
+    excess = limits.find_excess(len(payload), len(sizes), sizes)
+    if excess is not None:
+        raise LocalProtocolError(f"this cannot be sent: {excess}; send it in parts")
+    table = struct.pack(f"<{len(sizes)}Q", *sizes)
+    joined = len(payload) < _JOIN_BELOW_BYTES
+    if joined:
+        table += payload
+        digest = hashlib.sha256(table)
+    else:
+        digest = hashlib.sha256(table)
+        digest.update(payload)
+    header = _SEALED_PART.pack(
+        _MAGIC, type, flags, HEADER_SIZE, request_id, len(payload), len(sizes), 0, digest.digest()
+    )
+    mac = _NO_MAC if sealer is None else sealer.seal(header)
+    pieces: list[bytes | memoryview] = [header + mac + table]
+    if not joined:
+        pieces.append(payload)
+    pieces += filter(None, blocks)
+    return pieces
+
+
+def _as_bytes(buffer: Buffer) -> memoryview:
+    """A view of format ``"B"`` and one dimension; TypeError when the buffer is not contiguous."""
+    view = memoryview(buffer)
+    # An empty view of another shape or format cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainBlock:
+    """A block of a message that is skipped."""
+
+    view: memoryview
+
+
+def _allocate_plain(_request_id: int, sizes: Sequence[int]) -> list[Any]:
+    return [_PlainBlock(memoryview(bytearray(size))) for size in sizes]
+
+
+class Decoder:
+    """Turns the bytes of one direction of a connection into messages, without copying them.
+
+    The caller owns the socket::
+
+        while True:
+            num_bytes = sock.recvmsg_into(decoder.get_buffers())[0]
+            message = decoder.buffers_filled(num_bytes)
+            if message is not None:
+                ...
+
+    A header is received into memory that is used again, a body into memory of its own, and all blocks of a message at
+    once into what ``allocate`` gives. An error is final: the place where the next message starts is lost.
+
+    Args:
+        allocate: Called once for each message with blocks, after its sizes have been checked. An attribute that may
+            be changed between messages.
+        sealer: Of this direction; None before the handshake has made one.
+        limits: An attribute that may be changed between messages.
+    """
+
+    __slots__ = (
+        "_body",
+        "_broken",
+        "_digest",
+        "_header",
+        "_idle",
+        "_message",
+        "_num_blocks",
+        "_pending",
+        "_sealer",
+        "_then",
+        "allocate",
+        "limits",
+    )
+
+    def __init__(self, allocate: Allocate, sealer: Sealer | None = None, limits: Limits = DEFAULT_LIMITS) -> None:
+        self.allocate = allocate
+        self.limits = limits
+        self._sealer = sealer
+        self._header = memoryview(bytearray(HEADER_SIZE))
+        self._idle = [self._header]
+        self._broken: str | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        """Wait for a header. Nothing of the message before is kept alive."""
+        # A plain function, not a bound method: that would be a reference cycle, and blocks would wait for the
+        # garbage collector when a connection ends part-way.
+        self._then: Callable[[Decoder], Message | None] = Decoder._header_filled
+        self._pending = self._idle
+        self._message = Message(0)
+        self._body = self._header[:0]
+        self._num_blocks = 0
+        self._digest = b""
+
+    @property
+    def mid_message(self) -> bool:
+        """Whether the end of the stream, here, would cut a message."""
+        return self._pending is not self._idle
+
+    def set_sealer(self, sealer: Sealer) -> None:
+        """Check the MAC of every message from the next one on."""
+        if self.mid_message:
+            raise LocalProtocolError("keys cannot change in the middle of a message")
+        self._sealer = sealer
+
+    def get_buffers(self) -> list[memoryview]:
+        """The memory to fill next, in order: never empty, no empty view in it.
+
+        Raises:
+            RemoteProtocolError: An earlier message was wrong.
+        """
+        self._check_usable()
+        return self._pending
+
+    def buffers_filled(self, num_bytes: int) -> Message | None:
+        """Take note of ``num_bytes`` that were written into the memory of :meth:`get_buffers`.
+
+        Args:
+            num_bytes: From 1 to the total size of these buffers.
+
+        Returns:
+            The message that these bytes completed, if they did.
+
+        Raises:
+            RemoteProtocolError: The peer broke the format, a limit or the MAC.
+        """
+        self._check_usable()
+        self._advance(num_bytes)
+        if self._pending:
+            return None
+        try:
+            return self._then(self)
+        except Exception as error:
+            self._broken = str(error)
+            raise
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise RemoteProtocolError(f"nothing more can be read from this connection after: {self._broken}")
+
+    def _advance(self, num_bytes: int) -> None:
+        if num_bytes < 1:
+            raise ValueError(f"{num_bytes} bytes cannot have been received")
+        for position, view in enumerate(self._pending):
+            if num_bytes < len(view):
+                # A new list: the caller may still be using the old one.
+                self._pending = [view[num_bytes:], *self._pending[position + 1 :]]
+                return
+            num_bytes -= len(view)
+        if num_bytes:
+            raise ValueError(f"{num_bytes} bytes more than the buffers hold")
+        self._pending = []
+
+    def _expect(self, views: list[memoryview], then: Callable[[Decoder], Message | None]) -> Message | None:
+        """Ask for these views to be filled and go on with ``then``: at once when they have no bytes."""
+        self._then = then
+        # A receive into an empty view returns 0, which looks like the end of the stream.
+        self._pending = [view for view in views if view]
+        return None if self._pending else then(self)
+
+    def _header_filled(self) -> Message | None:
+        magic, code, flags, header_size, request_id, payload_size, num_blocks, reserved, digest, mac = _HEADER.unpack(
+            self._header
+        )
+        if magic != _MAGIC:
+            raise RemoteProtocolError(f"the peer sent no message: {magic!r} is where one should begin")
+        if self._sealer is not None:
+            self._sealer.verify(self._header[:-MAC_SIZE], mac)
+        elif mac != _NO_MAC:
+            raise RemoteProtocolError("the peer sent a message with a MAC before the handshake was over")
+        if header_size != HEADER_SIZE or reserved or flags & ~_KNOWN_FLAGS:
+            raise RemoteProtocolError(
+                f"the peer sent a header that this version cannot read: size {header_size}, flags {flags}, "
+                f"reserved {reserved}"
+            )
+        if code not in _MESSAGE_TYPES and not flags & _OPTIONAL:
+            raise RemoteProtocolError(f"the peer sent a message of the unknown type {code}")
+        self._check_limits(payload_size, num_blocks)
+        self._message = Message(_MESSAGE_TYPES.get(code, code), flags, request_id)
+        self._num_blocks = num_blocks
+        self._digest = digest
+        self._body = memoryview(bytearray(8 * num_blocks + payload_size))
+        return self._expect([self._body], Decoder._body_filled)
+
+    def _body_filled(self) -> Message | None:
+        body, message, num_blocks = self._body, self._message, self._num_blocks
+        # Compared in constant time for uniformity only: nobody can try digests against an authenticated header.
+        if not hmac.compare_digest(hashlib.sha256(body).digest(), self._digest):
+            raise RemoteProtocolError(f"the body of message {message.request_id} was altered on its way")
+        message.payload = body[8 * num_blocks :]
+        if not num_blocks:
+            return self._blocks_filled()
+        sizes = struct.unpack_from(f"<{num_blocks}Q", body)
+        self._check_limits(len(message.payload), num_blocks, sizes)
+        allocate = self.allocate if message.type in _MESSAGE_TYPES else _allocate_plain
+        message.blocks = allocate(message.request_id, sizes)
+        views = [block.view for block in message.blocks]
+        if tuple(map(len, views)) != sizes:
+            raise LocalProtocolError(f"the allocator gave blocks of other sizes than {sizes}")
+        return self._expect(views, Decoder._blocks_filled)
+
+    def _blocks_filled(self) -> Message | None:
+        message = self._message
+        self._reset()
+        return message if message.type in _MESSAGE_TYPES else None
+
+    def _check_limits(self, payload_size: int, num_blocks: int, block_sizes: Sequence[int] = ()) -> None:
+        excess = self.limits.find_excess(payload_size, num_blocks, block_sizes)
+        if excess is not None:
+            raise RemoteProtocolError(f"the peer announced too much: {excess}")

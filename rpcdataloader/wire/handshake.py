@@ -1,0 +1,380 @@
+"""Who is at the other end: versions and a mutual proof of the secret, as a state machine without I/O.
+
+In this order, each message as ``frames.py`` lays it out, with a JSON payload of at most 4 KiB::
+
+    client                                    server
+    preamble, HELLO {nonce, identity}   ->
+                                        <-    HELLO {nonce, identity}
+    AUTH {proof}                        ->
+                                        <-    AUTH {proof}
+
+or, from the side that finds a reason, ``REFUSED {code, text}``. A proof is an HMAC under the shared secret over the
+role of its sender and a hash of all that was said before: the preamble, with the session id, and both HELLOs, with
+fresh nonces, roles and versions. So an old transcript proves nothing, a proof sent back to its sender proves nothing,
+and a man in the middle cannot change what the sides believe about each other. The keys that seal all later messages
+come from the same hash, one for each direction.
+
+Invariant: the client proves that it holds the secret before the server does, neither side trusts the other before it
+has seen the proof, and nothing that is received here is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Literal
+
+from rpcdataloader.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
+from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, Message, MessageType, Preamble, Sealer, encode
+
+NONCE_SIZE = 32
+_PROOF_SIZE = hashlib.sha256().digest_size
+
+# Every use of the secret and of the hash has a label of its own, so that no value can serve for another purpose.
+_TRANSCRIPT_LABEL = b"rpcdataloader handshake transcript"
+_PROOF_LABELS = {"client": b"rpcdataloader proof of the client", "server": b"rpcdataloader proof of the server"}
+_KEY_LABELS = {"client": b"rpcdataloader key client to server", "server": b"rpcdataloader key server to client"}
+
+# Names of hosts are at most 253 characters long, and eight such strings fit into HANDSHAKE_LIMITS.
+_MAX_STRING_CHARS = 255
+_MAX_REFUSAL_CHARS = 500
+
+Role = Literal["client", "server"]
+_ROLE_NAMES = {"client": "client", "server": "node server"}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What one side says about itself in HELLO.
+
+    Attributes:
+        role: ``"client"`` or ``"server"``.
+        host: Name of the machine, for messages.
+        pid: Of the process that holds the connection.
+        rank: In a distributed job; None outside of one.
+        protocol: Version of the wire protocol.
+        python_implementation: Such as ``"CPython"``.
+        python_version: Such as ``"3.11.7"``.
+        machine: Such as ``"x86_64"``.
+        torch: Version of torch.
+        numpy: Version of numpy.
+        cloudpickle: Version of cloudpickle.
+    """
+
+    role: str
+    host: str
+    pid: int
+    rank: int | None
+    protocol: int
+    python_implementation: str
+    python_version: str
+    machine: str
+    torch: str
+    numpy: str
+    cloudpickle: str
+
+    def __str__(self) -> str:
+        return f"the {_ROLE_NAMES.get(self.role, self.role)} on {self.host} (pid {self.pid})"
+
+
+@dataclass(frozen=True, slots=True)
+class Established:
+    """Both sides have proved that they hold the secret.
+
+    Attributes:
+        send: Seals what this side sends from now on.
+        receive: Checks what this side receives from now on.
+        peer: What the other side said about itself.
+        differences: Versions that differ and may matter, for one warning.
+    """
+
+    send: Sealer
+    receive: Sealer
+    peer: Identity
+    differences: list[str]
+
+
+class _Handshake:
+    """What both sides do alike: HELLO, then AUTH, each once.
+
+    Not thread-safe. An error is final. Whatever it was, send :meth:`data_to_send` before closing: it tells the other
+    side why.
+    """
+
+    _role: ClassVar[Role]
+    _peer_role: ClassVar[Role]
+
+    def __init__(self, secret: bytes, identity: Identity, preamble: Preamble, nonce: bytes | None = None) -> None:
+        if not secret:
+            raise ValueError("the secret is empty")
+        if identity.role != self._role:
+            raise ValueError(f"the identity is that of a {identity.role}, not of a {self._role}")
+        if nonce is not None and len(nonce) != NONCE_SIZE:
+            raise ValueError(f"a nonce has {NONCE_SIZE} bytes, not {len(nonce)}")
+        self.established: Established | None = None
+        self._secret = secret
+        self._identity = identity
+        self._preamble = preamble
+        self._nonce = nonce or secrets.token_bytes(NONCE_SIZE)
+        self._hello = _dump(nonce=self._nonce.hex(), identity=asdict(identity))
+        self._expected: MessageType | None = MessageType.HELLO
+        self._outgoing = bytearray()
+        self._peer: Identity | None = None
+        self._transcript = b""
+
+    def data_to_send(self) -> bytes:
+        """What to send to the peer now; the next call does not return it again."""
+        data = bytes(self._outgoing)
+        self._outgoing.clear()
+        return data
+
+    def receive(self, message: Message) -> None:
+        """Take the peer's next message.
+
+        Raises:
+            AuthenticationError: One side does not hold the secret of the other.
+            RemoteProtocolError: The peer is incompatible, or sent what does not belong here.
+            LocalProtocolError: The handshake is over, well or badly.
+        """
+        if self._expected is None:
+            raise LocalProtocolError("the handshake is over, and no message belongs to it any more")
+        expected, self._expected = self._expected, None
+        try:
+            content = _load(message)
+            if message.type == MessageType.REFUSED:
+                raise _refusal_received(content, self._peer_role)
+            if message.type != expected:
+                raise RemoteProtocolError(
+                    f"the {_ROLE_NAMES[self._peer_role]} sent message type {message.type} instead of {expected.name}"
+                )
+            if expected == MessageType.HELLO:
+                self._receive_hello(bytes(message.payload), content)
+                self._expected = MessageType.AUTH
+            else:
+                self._receive_auth(content)
+        except (AuthenticationError, RemoteProtocolError) as error:
+            if message.type != MessageType.REFUSED:
+                self._refuse(error)
+            raise
+
+    def _receive_hello(self, payload: bytes, content: dict[str, Any]) -> None:
+        _hex(content, "nonce", NONCE_SIZE)
+        peer = _load_identity(content.get("identity"))
+        if peer.role != self._peer_role:
+            raise RemoteProtocolError(
+                f"{peer} says that it is a {peer.role}, where only a {self._peer_role} can be; "
+                "is something between the two sides sending messages back?"
+            )
+        problem = _find_incompatibility(self._identity, peer)
+        if problem is not None:
+            raise _IncompatibleError(problem)
+        self._peer = peer
+        hellos = (self._hello, payload) if self._role == "client" else (payload, self._hello)
+        self._transcript = _hash_transcript(self._preamble.encode(), *hellos)
+
+    def _receive_auth(self, content: dict[str, Any]) -> None:
+        assert self._peer is not None  # for mypy: HELLO comes first
+        proof = _hex(content, "proof", _PROOF_SIZE)
+        if not hmac.compare_digest(proof, self._derive(_PROOF_LABELS[self._peer_role])):
+            raise AuthenticationError(
+                f"{self._peer} and {self._identity} do not hold the same secret; "
+                "give both the same token file (by default ~/.config/rpcdataloader/token)"
+            )
+        self.established = Established(
+            send=Sealer(self._derive(_KEY_LABELS[self._role])),
+            receive=Sealer(self._derive(_KEY_LABELS[self._peer_role])),
+            peer=self._peer,
+            differences=_list_differences(self._identity, self._peer),
+        )
+
+    def _derive(self, label: bytes) -> bytes:
+        return hmac.digest(self._secret, label + b"\0" + self._transcript, "sha256")
+
+    def _queue_hello(self) -> None:
+        self._queue(MessageType.HELLO, self._hello)
+
+    def _queue_proof(self) -> None:
+        self._queue(MessageType.AUTH, _dump(proof=self._derive(_PROOF_LABELS[self._role]).hex()))
+
+    def _queue(self, type: MessageType, payload: bytes) -> None:
+        for piece in encode(None, type, payload=payload, limits=HANDSHAKE_LIMITS):
+            self._outgoing += piece
+
+    def _refuse(self, error: Exception) -> None:
+        code = next(code for code, error_class in _REFUSALS.items() if isinstance(error, error_class))
+        self._queue(MessageType.REFUSED, _dump(code=code, text=str(error)[:_MAX_REFUSAL_CHARS]))
+
+
+class ClientHandshake(_Handshake):
+    """The side that connected; it has the preamble and its HELLO to send from the start.
+
+    Args:
+        secret: The shared secret.
+        identity: Of this process, with the role ``"client"``.
+        session_id: 16 bytes, zero to start a session.
+        nonce: 32 bytes, fresh and random when left out, which only tests must not do.
+    """
+
+    _role = "client"
+    _peer_role = "server"
+
+    def __init__(self, secret: bytes, identity: Identity, session_id: bytes, nonce: bytes | None = None) -> None:
+        super().__init__(secret, identity, Preamble(session_id, identity.protocol), nonce)
+        self._outgoing += self._preamble.encode()
+        self._queue_hello()
+
+    def _receive_hello(self, payload: bytes, content: dict[str, Any]) -> None:
+        super()._receive_hello(payload, content)
+        self._queue_proof()
+
+
+class ServerHandshake(_Handshake):
+    """The side that accepted the connection.
+
+    Args:
+        secret: The shared secret.
+        identity: Of this process, with the role ``"server"``.
+        preamble: What the client sent before its HELLO.
+        nonce: 32 bytes, fresh and random when left out, which only tests must not do.
+    """
+
+    _role = "server"
+    _peer_role = "client"
+
+    def _receive_hello(self, payload: bytes, content: dict[str, Any]) -> None:
+        super()._receive_hello(payload, content)
+        self._queue_hello()
+
+    def _receive_auth(self, content: dict[str, Any]) -> None:
+        super()._receive_auth(content)
+        # Only now: to somebody without the secret, the server proves nothing that could be tried against guesses.
+        self._queue_proof()
+
+
+class _IncompatibleError(RemoteProtocolError):
+    """The versions of the two sides do not fit together."""
+
+
+# In this order, since the classes are related. "protocol" stands for every other reason, known or not.
+_REFUSALS: dict[str, type[Exception]] = {
+    "authentication": AuthenticationError,
+    "version": _IncompatibleError,
+    "protocol": RemoteProtocolError,
+}
+
+
+def _refusal_received(content: dict[str, Any], peer_role: Role) -> Exception:
+    code, text = content.get("code"), content.get("text")
+    if not isinstance(code, str) or not isinstance(text, str):
+        return RemoteProtocolError(f"the {_ROLE_NAMES[peer_role]} refused this connection without a reason")
+    error_class = AuthenticationError if code == "authentication" else RemoteProtocolError
+    return error_class(f"the {_ROLE_NAMES[peer_role]} refused this connection: {_printable(text, _MAX_REFUSAL_CHARS)}")
+
+
+def _find_incompatibility(ours: Identity, peer: Identity) -> str | None:
+    """Why nothing may be pickled between these two, naming both; None when it may.
+
+    Code objects are only good for the minor version of Python that made them: a lambda of 3.11 crashes 3.12. Arrays
+    and scalars of numpy 1 and 2 are pickled under different module names.
+    """
+    for describe, advice in (
+        (_describe_protocol, "install the same version of rpcdataloader on both sides"),
+        (_describe_python, "use the same minor version of Python on both sides"),
+        (_describe_numpy, "install the same major version of numpy on both sides"),
+    ):
+        if describe(ours) != describe(peer):
+            return f"{ours} runs {describe(ours)}, {peer} runs {describe(peer)}; {advice}"
+    return None
+
+
+def _describe_protocol(identity: Identity) -> str:
+    return f"version {identity.protocol} of the protocol"
+
+
+def _describe_python(identity: Identity) -> str:
+    return f"{identity.python_implementation} {_cut(identity.python_version, 2)}"
+
+
+def _describe_numpy(identity: Identity) -> str:
+    return f"numpy {_cut(identity.numpy, 1)}"
+
+
+def _list_differences(ours: Identity, peer: Identity) -> list[str]:
+    """Versions that differ without making the two sides incompatible, in words."""
+    pairs = {
+        # "2.11.0+cu128" on the trainer and "2.11.0+cpu" on the nodes is how it should be.
+        "torch": (ours.torch.partition("+")[0], peer.torch.partition("+")[0]),
+        "numpy": (_cut(ours.numpy, 2), _cut(peer.numpy, 2)),
+        "cloudpickle": (ours.cloudpickle, peer.cloudpickle),
+        "machine": (ours.machine, peer.machine),
+    }
+    return [f"{name}: {mine} here, {theirs} on {peer.host}" for name, (mine, theirs) in pairs.items() if mine != theirs]
+
+
+def _cut(version: str, num_parts: int) -> str:
+    return ".".join(version.split(".")[:num_parts])
+
+
+def _hash_transcript(*parts: bytes) -> bytes:
+    digest = hashlib.sha256(_TRANSCRIPT_LABEL)
+    for part in parts:
+        # With the length in front, no byte can move from one part to the next without changing the hash.
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def _dump(**content: object) -> bytes:
+    # Escaped, text that is not ASCII could grow over the limit of a message.
+    return json.dumps(content, ensure_ascii=False).encode()
+
+
+def _load(message: Message) -> dict[str, Any]:
+    """The content of a message of the handshake; what the decoder's limits should have stopped is checked again."""
+    if len(message.payload) > HANDSHAKE_LIMITS.payload_size_bytes or message.blocks:
+        raise RemoteProtocolError("the peer sent a message that is too large for the handshake")
+    if message.request_id or message.flags:
+        raise RemoteProtocolError("the peer sent a message of the handshake with a request id or flags")
+    try:
+        content = json.loads(str(message.payload, "utf-8"))
+    except (ValueError, RecursionError):  # 4 KiB of "[" are nested deeper than Python's stack
+        raise RemoteProtocolError("the peer sent a message of the handshake that is not JSON") from None
+    if not isinstance(content, dict):
+        raise RemoteProtocolError("the peer sent a message of the handshake that is not a JSON object")
+    return content
+
+
+def _hex(content: dict[str, Any], name: str, size_bytes: int) -> bytes:
+    value = content.get(name)
+    try:
+        data = bytes.fromhex(value) if isinstance(value, str) else b""
+    except ValueError:
+        data = b""
+    if len(data) != size_bytes:
+        raise RemoteProtocolError(f"the peer sent a message of the handshake without a {name} of {size_bytes} bytes")
+    return data
+
+
+def _load_identity(content: object) -> Identity:
+    """Build an :class:`Identity` from what a peer that has proved nothing yet says about itself."""
+    values: dict[str, Any] = {}
+    for item in fields(Identity):
+        value = content.get(item.name) if isinstance(content, dict) else None
+        if item.name in ("pid", "rank", "protocol"):
+            valid = (type(value) is int and 0 <= value < 2**63) or (item.name == "rank" and value is None)
+        else:
+            valid = isinstance(value, str)
+            value = _printable(value, _MAX_STRING_CHARS) if isinstance(value, str) else None
+        if not valid:
+            raise RemoteProtocolError(f"the peer sent a HELLO without a valid {item.name}")
+        values[item.name] = value
+    return Identity(**values)
+
+
+def _printable(text: str, max_chars: int) -> str:
+    """Text from a peer, fit for a terminal and a log: no control characters, no line breaks, not endless."""
+    shown = "".join(char if char.isprintable() else "?" for char in text[:max_chars])
+    return shown if len(text) <= max_chars else shown[:-3] + "..."

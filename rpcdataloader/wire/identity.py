@@ -1,0 +1,39 @@
+"""Who this process is, as its HELLO tells the peer."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import socket
+from importlib import metadata
+
+from rpcdataloader.wire.frames import PROTOCOL_VERSION
+from rpcdataloader.wire.handshake import Identity
+
+
+def local_identity(role: str, rank: int | None = None) -> Identity:
+    """Describe this process.
+
+    Args:
+        role: ``"client"`` or ``"server"``.
+        rank: Rank of a distributed trainer.
+    """
+    return Identity(
+        role=role,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        rank=rank,
+        protocol=PROTOCOL_VERSION,
+        python_implementation=platform.python_implementation(),
+        python_version=platform.python_version(),
+        machine=platform.machine(),
+        torch=_version("torch"),
+        numpy=_version("numpy"),
+        cloudpickle=_version("cloudpickle"),
+    )
+
+
+@functools.cache
+def _version(package: str) -> str:
+    return metadata.version(package)

@@ -1,0 +1,159 @@
+"""What the payloads of messages hold, on both sides: one class per message type that carries fields.
+
+WELCOME, BUSY, EXITED and GOAWAY are JSON or empty; CALL, BUILD and REPLY are pickles, read only after their seal
+was checked.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rpcdataloader.errors import RemoteProtocolError
+
+
+class _Json:
+    """Encoding of a flat dataclass as a JSON object."""
+
+    __slots__ = ()
+
+    def encode(self) -> bytes:
+        """The payload."""
+        return json.dumps(asdict(self)).encode()  # type: ignore[call-overload]  # subclasses are dataclasses
+
+    @classmethod
+    def decode(cls, payload: bytes | bytearray | memoryview) -> Any:
+        """Read a payload.
+
+        Raises:
+            RemoteProtocolError: It is not a JSON object with these fields.
+        """
+        try:
+            return cls(**json.loads(bytes(payload)))
+        except (ValueError, TypeError) as exc:
+            raise RemoteProtocolError(f"malformed {cls.__name__} message") from exc
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(_Json):
+    """The server is ready for requests.
+
+    Attributes:
+        node: Host name of the server.
+        pid: Process that serves this connection.
+        session: Hexadecimal session id, for the worker connections that follow.
+        num_workers: What the node server advertises.
+        worker: Number of this worker in its session; 0 for the session itself.
+    """
+
+    node: str
+    pid: int
+    session: str
+    num_workers: int
+    worker: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Busy(_Json):
+    """The server has no room for another worker now."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited(_Json):
+    """A worker of this session ended: its number, process id, and how it ended, in words."""
+
+    worker: int
+    pid: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Goaway(_Json):
+    """The server ends; requests above ``last_request`` will not be answered."""
+
+    last_request: int
+
+
+@dataclass(frozen=True, slots=True)
+class Log(_Json):
+    """A warning, or a log record of warning level or above, of a worker or session."""
+
+    level: int
+    logger: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Make a dataset, in the session if ``shared``, else in each worker that needs it.
+
+    Attributes:
+        key: Chosen by the client; the same on all its nodes.
+        name: For messages.
+        pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``; its blocks are the message's.
+    """
+
+    key: int
+    name: str
+    shared: bool
+    pickled: bytes
+
+    def encode(self) -> bytes:
+        """The payload."""
+        return pickle.dumps((self.key, self.name, self.shared, self.pickled), protocol=5)
+
+    @classmethod
+    def decode(cls, payload: bytes | bytearray | memoryview) -> Build:
+        """Read a payload whose seal was checked."""
+        return cls(*pickle.loads(payload))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Run ``func(*args, **kwargs)``.
+
+    Attributes:
+        keep: Hold the result on the worker and reply with its handle.
+        ordered: Run after everything that was asked before, in the worker's main thread: the loader's requests, which
+            share global random generators.
+        limited: The caller set no limit, so the server's own applies.
+    """
+
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    keep: bool = False
+    ordered: bool = False
+    limited: bool = False
+
+    def fields(self) -> tuple[Any, ...]:
+        """What is pickled: a plain tuple is smaller and faster than the object."""
+        return (self.func, self.args, self.kwargs, self.keep, self.ordered, self.limited)
+
+    @classmethod
+    def decode(cls, fields: tuple[Any, ...]) -> Call:
+        """From the unpickled fields."""
+        return cls(*fields)
+
+
+def pack_handles(handles: Iterable[int]) -> bytes:
+    """The payload of a RELEASE message: handles (or dataset keys) as little-endian 64-bit numbers."""
+    handles = list(handles)
+    return struct.pack(f"<{len(handles)}Q", *handles)
+
+
+def unpack_handles(payload: bytes | bytearray | memoryview) -> list[int]:
+    """The handles of a RELEASE message.
+
+    Raises:
+        RemoteProtocolError: The payload is not a list of 64-bit numbers.
+    """
+    if len(payload) % 8:
+        raise RemoteProtocolError(f"a RELEASE message of {len(payload)} bytes")
+    return list(struct.unpack(f"<{len(payload) // 8}Q", payload))

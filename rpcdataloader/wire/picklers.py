@@ -1,0 +1,200 @@
+"""The picklers of both directions and the unpickler.
+
+They differ from cloudpickle's in three kinds of objects: dense tensors and large numpy arrays go out of band, and
+definitions that travel by value keep their identity.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import io
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import torch
+
+from rpcdataloader.errors import SerializationError
+from rpcdataloader.wire import definitions
+from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Packer, is_dense
+
+#: What user code may raise while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
+USER_ERRORS = (Exception, SystemExit, GeneratorExit)
+
+PersistentId = Callable[[Any], "int | None"]
+
+# cloudpickle's own reducers, for properties, cells, code, modules, memoryviews and the like.
+_CLOUDPICKLE_TABLE: Mapping[type, Any] = cloudpickle.Pickler.dispatch_table.maps[0]
+
+
+def take_tensor(number: int) -> torch.Tensor:
+    """Stand in a pickle for the ``__getitem__`` of the list of the message's tensors; see :class:`Unpickler`."""
+    raise pickle.UnpicklingError(f"tensor {number} can only be loaded with the message that it belongs to")
+
+
+class Pickler(cloudpickle.Pickler):
+    """Collects tensors in ``packer`` and other large buffers in ``buffers``.
+
+    Args:
+        file: What to write to.
+        packer: Takes dense tensors. None pickles them in band, as torch does.
+        buffers: Takes large numpy arrays. None pickles them in band.
+    """
+
+    # The global table itself, so that reducers which users register go on working. cloudpickle's ChainMap over it
+    # would cost a microsecond for every object, which is why reducer_override looks into cloudpickle's own table.
+    dispatch_table = copyreg.dispatch_table
+
+    def __init__(self, file: io.BytesIO, packer: Packer | None, buffers: list[memoryview] | None) -> None:
+        self._packer = packer
+        # Not a method: the pickler would refer to itself, and keep every tensor until the next garbage collection.
+        callback = None if buffers is None else functools.partial(_take_buffer, buffers)
+        super().__init__(file, protocol=5, buffer_callback=callback)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce what is special here; the C pickler asks for everything but the basic types."""
+        kind = type(obj)
+        if kind is torch.Tensor:
+            if self._packer is not None and is_dense(obj):
+                return take_tensor, (self._packer.add(obj),)
+        elif kind is np.ndarray:
+            if obj.nbytes >= MIN_BLOCK_BYTES and not obj.dtype.hasobject:
+                return _reduce_array(obj)
+        elif kind in _CLOUDPICKLE_TABLE:
+            return _CLOUDPICKLE_TABLE[kind](obj)
+        elif definitions.is_definition(obj) and obj is not take_tensor:
+            return self._reduce_definition(obj)
+        return NotImplemented
+
+    def _reduce_definition(self, obj: Any) -> Any:
+        if type(obj) is definitions.LRU_CACHE:
+            by_value = definitions.importable_name(obj) is None or obj.__module__ in definitions.MAIN_NAMES
+            reduction = _reduce_lru_cache(obj) if by_value else NotImplemented
+        else:
+            reduction = super().reducer_override(obj)
+        if isinstance(reduction, tuple) and len(reduction) == 6:  # code and state, as against a name
+            return definitions.reduce_by_value(obj, reduction)
+        return reduction
+
+
+class RequestPickler(Pickler):
+    """Pickles what a client sends.
+
+    Args:
+        file: What to write to.
+        packer: Takes dense tensors. None pickles them in band, as torch does.
+        buffers: Takes large numpy arrays. None pickles them in band.
+        persistent_id: Called with every object; a number replaces the object on the wire.
+    """
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        packer: Packer | None,
+        buffers: list[memoryview] | None,
+        persistent_id: PersistentId | None = None,
+    ) -> None:
+        super().__init__(file, packer, buffers)
+        if persistent_id is not None:
+            self.persistent_id = persistent_id
+        spawned_main = sys.modules.get("__mp_main__")
+        if spawned_main is not None:  # cloudpickle takes this name for a module that can be imported anywhere
+            cloudpickle.register_pickle_by_value(spawned_main)
+
+
+class ReplyPickler(Pickler):
+    """Pickles what a worker sends: what came from the client goes back by name."""
+
+    def _reduce_definition(self, obj: Any) -> Any:
+        origin = definitions.find_origin(obj)
+        reduction = None if origin is None else definitions.reduce_by_name(origin)
+        if reduction is not None:
+            return reduction
+        if definitions.importable_name(obj) is not None:  # of our own __main__ too: never by value
+            return NotImplemented
+        return super()._reduce_definition(obj)
+
+
+class Unpickler(pickle.Unpickler):
+    """Reads what both picklers write.
+
+    Args:
+        file: The pickle.
+        tensors: Of the message.
+        buffers: What the pickler put into ``buffers``, in that order.
+        adopt_main: Give definitions from the client's ``__main__`` their names in ours.
+        persistent_load: Returns the object that a number stands for.
+    """
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        tensors: list[torch.Tensor],
+        buffers: Iterable[memoryview],
+        adopt_main: bool,
+        persistent_load: Callable[[int], Any] | None,
+    ) -> None:
+        super().__init__(file, buffers=buffers)
+        # A function of this module means, in a message, something that knows the message; found once per message.
+        self._meanings: dict[str, Any] = {
+            take_tensor.__name__: tensors.__getitem__,
+            definitions.complete.__name__: definitions.complete_and_adopt if adopt_main else definitions.complete,
+        }
+        self._persistent_load = persistent_load
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the object that a pickle names."""
+        if module.startswith("rpcdataloader.wire.") and name in self._meanings:
+            return self._meanings[name]
+        try:
+            return super().find_class(module, name)
+        except AttributeError as error:
+            raise SerializationError(f"module {module!r} has no {name!r} here: {error}") from error
+
+    def persistent_load(self, pid: int) -> Any:
+        """Return the object that a number stands for."""
+        if self._persistent_load is None:
+            raise pickle.UnpicklingError("the message refers to objects held elsewhere, of which there are none here")
+        return self._persistent_load(pid)
+
+
+def _take_buffer(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
+    """Keep a large buffer out of the pickle; returning True leaves it in."""
+    view = buffer.raw()
+    if view.nbytes < MIN_BLOCK_BYTES:
+        return True
+    buffers.append(view)
+    return False
+
+
+def _reduce_array(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
+    """Reduce an array of any dtype without Python objects to a call of numpy.ndarray over its bytes.
+
+    numpy's own way names private functions that moved between versions, and copies datetimes and strided arrays into
+    the pickle.
+    """
+    if array.flags.c_contiguous:
+        order, flat = "C", array.reshape(-1)
+    elif array.flags.f_contiguous:
+        order, flat = "F", array.T.reshape(-1)
+    else:
+        order, flat = "C", array.flatten()
+    return np.ndarray, (array.shape, array.dtype, pickle.PickleBuffer(flat.view(np.uint8)), 0, None, order)
+
+
+def _reduce_lru_cache(cached: Any) -> tuple[Any, ...]:
+    parameters = cached.cache_parameters()
+    args = (cached.__wrapped__, parameters["maxsize"], parameters["typed"])
+    return _make_lru_cache, args, None, None, None, _set_nothing
+
+
+def _make_lru_cache(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
+    return functools.lru_cache(maxsize, typed)(function)
+
+
+def _set_nothing(cached: Any, state: None) -> None:
+    """All of a cached function is in its arguments; what it has cached stays where it is."""

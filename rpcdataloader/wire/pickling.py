@@ -1,0 +1,168 @@
+"""Objects to a payload and blocks, and back.
+
+The payload is a pickle, then the index of the message's tensors, then the length of that index as a 32-bit number.
+The blocks are numpy arrays and other large buffers in the order of the pickle, then tensors of 64 KiB or more, then
+the slabs of small ones.
+
+This is the only place where anything received is unpickled, apart from exceptions. Nothing gets here before its
+message was authenticated.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rpcdataloader.errors import SerializationError
+from rpcdataloader.wire.diagnose import find_culprit
+from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
+from rpcdataloader.wire.picklers import USER_ERRORS, PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler
+from rpcdataloader.wire.rebuild import rebuild
+from rpcdataloader.wire.slabs import Allocator, Block
+from rpcdataloader.wire.tensors import Index, Packer
+
+__all__ = ["Encoded", "dumps", "dumps_exception", "dumps_reply", "loads", "loads_exception"]
+
+_INDEX_LENGTH = struct.Struct("<I")
+
+_REQUEST_ADVICE = (
+    "build it where it is used: pass a callable and its arguments, RPCDataset(workers, MyDataset, *args), so that "
+    "each node calls it; or open it on first use instead of in the constructor"
+)
+_REPLY_ADVICE = "what a worker sends back must consist of tensors, arrays and objects that pickle accepts"
+
+
+@dataclass(slots=True)
+class Encoded:
+    """What a message carries.
+
+    Attributes:
+        payload: The pickle with its index.
+        buffers: The blocks, in order. They show the memory of the tensors themselves and keep it; who changes a large
+            tensor before it is sent changes what is sent.
+    """
+
+    payload: bytes
+    buffers: list[memoryview]
+
+    @property
+    def size_bytes(self) -> int:
+        """Payload and blocks together."""
+        return len(self.payload) + sum(buffer.nbytes for buffer in self.buffers)
+
+
+def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "object") -> Encoded:
+    """Encode what a client sends.
+
+    Args:
+        obj: Anything. Functions and classes that the worker cannot import travel by value.
+        persistent_id: Called with every object; a number replaces it, and ``persistent_load`` gets that number.
+        name: What the caller calls the object; errors give attribute paths from here.
+
+    Raises:
+        SerializationError: Some part of it cannot be pickled.
+    """
+
+    def make_pickler(file: io.BytesIO, packer: Packer, buffers: list[memoryview]) -> Pickler:
+        return RequestPickler(file, packer, buffers, persistent_id)
+
+    return _dumps(obj, make_pickler, name, _REQUEST_ADVICE)
+
+
+def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:
+    """Encode what a worker sends.
+
+    Args:
+        obj: Anything. Functions and classes that came from the client go back by name.
+        name: What errors call the object.
+
+    Raises:
+        SerializationError: Some part of it cannot be pickled.
+    """
+    return _dumps(obj, ReplyPickler, name, _REPLY_ADVICE)
+
+
+_MakePickler = Callable[[io.BytesIO, Packer, "list[memoryview]"], Pickler]
+
+
+def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Encoded:
+    file, packer = io.BytesIO(), Packer()
+    buffers: list[memoryview] = []
+    try:
+        make_pickler(file, packer, buffers).dump(obj)
+        index, blocks = packer.pack()
+    except USER_ERRORS as error:
+        raise _explain(obj, make_pickler, name, advice, error) from error
+    encoded_index = b"" if index is None else pickle.dumps(tuple(index), protocol=5)
+    file.write(encoded_index)
+    file.write(_INDEX_LENGTH.pack(len(encoded_index)))
+    return Encoded(file.getvalue(), buffers + blocks)
+
+
+def _explain(
+    obj: Any, make_pickler: _MakePickler, name: str, advice: str, error: BaseException
+) -> SerializationError:
+    def attempt(part: Any) -> BaseException | None:
+        try:
+            make_pickler(io.BytesIO(), Packer(), []).dump(part)
+        except USER_ERRORS as error:
+            return error
+        return None
+
+    path, part, reason = find_culprit(obj, name, attempt)
+    kind = f"{type(part).__module__}.{type(part).__qualname__}".removeprefix("builtins.")
+    return SerializationError(f"{path} is a {kind}, which cannot be pickled ({_describe(reason)}): {advice}")
+
+
+def loads(
+    payload: bytes | bytearray | memoryview,
+    blocks: Sequence[Block],
+    *,
+    allocator: Allocator | None = None,
+    persistent_load: Callable[[int], Any] | None = None,
+    adopt_main: bool = False,
+) -> Any:
+    """Decode what :func:`dumps` or :func:`dumps_reply` encoded. Runs code that the sender chose.
+
+    Args:
+        payload: Of an authenticated message.
+        blocks: Its blocks. Tensors and arrays are made over their memory and keep it.
+        allocator: Where the blocks came from; copies of small tensors are made there. None for plain memory.
+        persistent_load: Returns the object for a number that ``persistent_id`` gave.
+        adopt_main: Functions and classes of the sender's ``__main__`` become attributes of ours. For workers, which
+            have no ``__main__`` of their own to protect.
+
+    Raises:
+        SerializationError: Something is missing here, or fails to rebuild.
+    """
+    try:
+        content = memoryview(payload)
+        (index_bytes,) = _INDEX_LENGTH.unpack(content[-_INDEX_LENGTH.size :])
+        index_end = len(content) - _INDEX_LENGTH.size
+        tensors: list[torch.Tensor] = []
+        num_buffers = len(blocks)
+        if index_bytes:
+            index = Index(*pickle.loads(content[index_end - index_bytes : index_end]))
+            num_buffers -= len(index.blocks) + len(index.slabs)
+            tensors = rebuild(index, blocks[num_buffers:], allocator)
+        buffers = [block.view for block in blocks[:num_buffers]]
+        return Unpickler(io.BytesIO(payload), tensors, buffers, adopt_main, persistent_load).load()
+    except SerializationError:
+        raise
+    except ImportError as error:
+        raise SerializationError(
+            f"{error}; the module must be importable here too: put it on a file system that both sides see and into "
+            "PYTHONPATH, or preload it with launch --preload"
+        ) from error
+    except USER_ERRORS as error:
+        raise SerializationError(f"a message cannot be rebuilt: {_describe(error)}") from error
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,110 @@
+"""Out-of-band bytes as tensors; ``tensors.py`` is the way there.
+
+Tensors that did not share memory get a storage each, so that keeping, saving or resizing one does not touch another;
+only more than 64 small ones in pinned memory share their slab. Tensors are made on the storage of their block with
+``set_``, never as views of one base: views share a version counter, and changing one in place would make autograd
+refuse another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from rpcdataloader.wire.slabs import Allocator, Block, PageablePool
+from rpcdataloader.wire.tensors import Index, Layout, Place, Region, Run, SlabIndex
+
+#: Up to so many small tensors of a message get pinned memory of their own, which costs some microseconds each.
+MAX_PINNED_COPIES = 64
+
+
+def rebuild(index: Index, blocks: Sequence[Block], allocator: Allocator | None) -> list[torch.Tensor]:
+    """Make the tensors of a message.
+
+    Args:
+        index: What :meth:`~rpcdataloader.wire.tensors.Packer.pack` returned.
+        blocks: Its blocks, as received.
+        allocator: Where the blocks came from. Memory for small tensors is taken from it too, so that pinned stays
+            pinned. None for plain memory.
+    """
+    rebuilder = _Rebuilder(index.layouts, index.num_tensors)
+    num_large = len(index.blocks)
+    for block, places in zip(blocks[:num_large], index.blocks, strict=True):
+        rebuilder.place(block.tensor, 0, places)
+    num_small = sum(map(_num_regions, index.slabs))
+    for block, slab in zip(blocks[num_large:], index.slabs, strict=True):
+        if _num_regions(slab) == 1:
+            rebuilder.share(block.tensor, slab)
+        elif allocator is None or isinstance(allocator, PageablePool):
+            rebuilder.copy(block.tensor, slab)
+        elif num_small <= MAX_PINNED_COPIES:
+            rebuilder.copy_to(allocator, block.tensor, slab)
+        else:
+            rebuilder.share(block.tensor, slab)
+    rebuilder.make_empty(index.empty)
+    return rebuilder.tensors
+
+
+def _num_regions(slab: SlabIndex) -> int:
+    regions, runs = slab
+    return len(regions) + sum(len(numbers) for _, _, numbers in runs)
+
+
+class _Rebuilder:
+    def __init__(self, layouts: list[Layout], num_tensors: int) -> None:
+        self._layouts = [(getattr(torch, dtype), shape, strides) for dtype, shape, strides in layouts]
+        self.tensors: list[torch.Tensor] = [_NOT_YET] * num_tensors
+
+    def place(self, memory: torch.Tensor, offset_bytes: int, places: list[Place]) -> None:
+        """Make tensors on the storage of some memory."""
+        storage = memory.untyped_storage()
+        for number, layout, offset in places:
+            dtype, shape, strides = self._layouts[layout]
+            tensor = torch.empty(0, dtype=dtype, device="cpu")  # torch.set_default_device may say otherwise
+            self.tensors[number] = tensor.set_(storage, offset_bytes // dtype.itemsize + offset, shape, strides)
+
+    def share(self, memory: torch.Tensor, slab: SlabIndex) -> None:
+        """Leave the tensors where they were received."""
+        for offset, _, places in self._all_regions(slab):
+            self.place(memory, offset, places)
+
+    def copy_to(self, allocator: Allocator, memory: torch.Tensor, slab: SlabIndex) -> None:
+        """Give each region memory of the allocator."""
+        for offset, size_bytes, places in self._all_regions(slab):
+            own = allocator.allocate(size_bytes).tensor
+            self.place(own.copy_(memory[offset : offset + size_bytes]), 0, places)
+
+    def copy(self, memory: torch.Tensor, slab: SlabIndex) -> None:
+        """Give each region plain memory, with the same few calls for a run of 2 or 2,000."""
+        regions, runs = slab
+        for offset, size_bytes, places in regions:
+            self.place(memory[offset : offset + size_bytes].clone(), 0, places)
+        storage = memory.untyped_storage()
+        for offset, layout, numbers in runs:
+            dtype, shape, strides = self._layouts[layout]
+            stacked = torch.empty(0, dtype=dtype, device="cpu")
+            shape, strides = (len(numbers), *shape), (math.prod(shape), *strides)
+            stacked.set_(storage, offset // dtype.itemsize, shape, strides)
+            for number, tensor in zip(numbers, torch.unbind_copy(stacked), strict=True):
+                self.tensors[number] = tensor
+
+    def make_empty(self, empty: list[tuple[int, int]]) -> None:
+        """Make the tensors without elements."""
+        for number, layout in empty:
+            dtype, shape, strides = self._layouts[layout]
+            self.tensors[number] = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+
+    def _all_regions(self, slab: SlabIndex) -> list[Region]:
+        regions, runs = slab
+        return regions + [region for run in runs for region in self._regions(run)]
+
+    def _regions(self, run: Run) -> list[Region]:
+        offset, layout, numbers = run
+        dtype, shape, _ = self._layouts[layout]
+        size_bytes = dtype.itemsize * math.prod(shape)
+        return [(offset + i * size_bytes, size_bytes, [(number, layout, 0)]) for i, number in enumerate(numbers)]
+
+
+_NOT_YET = torch.empty(0, device="cpu")  # fills the list until each tensor is made

@@ -1,0 +1,197 @@
+"""Memory that blocks are received into and batches are collated into.
+
+A :class:`Block` owns its memory through a one-dimensional ``uint8`` tensor. Whatever is built over that memory
+(tensors on the same storage, numpy arrays over the view) keeps it alive, and an allocator reuses the memory only
+after the last of them is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+#: Below this, malloc reuses its own memory without page faults, and a lease would cost more than it saves.
+_MIN_POOLED_BYTES = 1 << 20
+
+#: Free memory kept for reuse: a prefetch window of a few dozen image batches. Memory in use is not limited here.
+_MAX_KEPT_BYTES = 1 << 30
+
+#: One huge page; smaller mappings cannot have any.
+_HUGE_PAGE_BYTES = 1 << 21
+
+
+class Block:
+    """Contiguous memory of one out-of-band buffer.
+
+    Attributes:
+        tensor: ``uint8``, 1-D, the whole block. Tensors are built on *its storage*: the caching allocator of pinned
+            memory recognises a block by its storage, and forgets to wait for copies of any other.
+        view: The same bytes, writable, format ``"B"``. Holding it keeps the memory too.
+    """
+
+    __slots__ = ("tensor", "view")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.view = memoryview(tensor.numpy())
+
+
+class Allocator(Protocol):
+    """Where blocks come from. Called from receiver threads."""
+
+    def allocate(self, size_bytes: int) -> Block:
+        """Return a block of exactly ``size_bytes`` uninitialised bytes; 0 is allowed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Bytes of one :class:`PageablePool`, in units of whole mappings."""
+
+    leased_bytes: int
+    kept_bytes: int
+
+
+class PageablePool:
+    """Recycles large anonymous mappings, because the page faults of fresh ones cost as much as receiving into them.
+
+    A block goes back when nothing refers to its memory any more, wherever and in whichever thread that happens.
+    Thread-safe. In a forked child the pool starts empty.
+
+    Args:
+        max_bytes: Most *free* memory to keep. Beyond it, what was returned first is unmapped, so that the pool
+            follows a change of batch size.
+    """
+
+    def __init__(self, max_bytes: int = _MAX_KEPT_BYTES) -> None:
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes must not be negative, got {max_bytes}")
+        self._max_bytes = max_bytes
+        self._start_empty()
+        _pools.add(self)
+
+    def _start_empty(self) -> None:
+        self._lock = threading.Lock()
+        # Finalizers run in any thread at any point, also inside our lock: all they do is append here.
+        self._returned: deque[mmap.mmap] = deque()
+        self._free: list[mmap.mmap] = []  # oldest return first; guarded by _lock
+        self._mapped_bytes = 0  # leased and free; guarded by _lock
+
+    def allocate(self, size_bytes: int) -> Block:
+        """Lend a block of exactly ``size_bytes`` uninitialised bytes."""
+        if size_bytes < _MIN_POOLED_BYTES:
+            return Block(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
+        capacity = _round_up(size_bytes)
+        memory = self._take(capacity) or _map(capacity)
+        # A new exporter of the buffer for each lease: its death, unlike that of a memoryview, means that neither a
+        # tensor nor a numpy array uses the memory. Capacities are few, so ctypes makes few array types.
+        lease = (ctypes.c_uint8 * capacity).from_buffer(memory)
+        weakref.finalize(lease, self._returned.append, memory).atexit = False
+        return Block(torch.frombuffer(lease, dtype=torch.uint8, count=size_bytes))
+
+    def _take(self, capacity: int) -> mmap.mmap | None:
+        with self._lock:
+            self._collect()
+            for position in range(len(self._free) - 1, -1, -1):  # the last one returned is warm in the cache
+                if len(self._free[position]) == capacity:
+                    return self._free.pop(position)
+            self._mapped_bytes += capacity
+            return None
+
+    def _collect(self) -> None:
+        """Take back what finalizers returned. Called with the lock held."""
+        while self._returned:
+            self._free.append(self._returned.popleft())
+        kept_bytes = sum(map(len, self._free))
+        while kept_bytes > self._max_bytes:
+            size_bytes = len(self._free.pop(0))  # unmapped with its last reference
+            kept_bytes -= size_bytes
+            self._mapped_bytes -= size_bytes
+
+    def stats(self) -> PoolStats:
+        """Count the bytes in use and the free ones."""
+        with self._lock:
+            self._collect()
+            kept_bytes = sum(map(len, self._free))
+            return PoolStats(leased_bytes=self._mapped_bytes - kept_bytes, kept_bytes=kept_bytes)
+
+
+class PinnedAllocator:
+    """Blocks of page-locked memory, which an accelerator copies from without waiting for the CPU.
+
+    Recycling is left to PyTorch's caching host allocator: it alone knows when a copy has finished reading.
+
+    Args:
+        empty: Makes an uninitialised, pinned, 1-D ``uint8`` tensor of so many bytes.
+    """
+
+    def __init__(self, empty: Callable[[int], torch.Tensor] | None = None) -> None:
+        self._empty = empty or functools.partial(torch.empty, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def allocate(self, size_bytes: int) -> Block:
+        """Return a pinned block of exactly ``size_bytes`` uninitialised bytes."""
+        return Block(self._empty(size_bytes))
+
+
+def pinned_allocator() -> PinnedAllocator | None:
+    """Return the allocator for ``pin_memory=True``, or warn as torch does and return None without an accelerator."""
+    problem = _why_not_pinned()
+    if problem is None:
+        return PinnedAllocator()
+    warnings.warn(f"'pin_memory' argument is set as true but {problem}", stacklevel=2)
+    return None
+
+
+def _why_not_pinned() -> str | None:
+    # torch.accelerator came with torch 2.6.
+    accelerator = getattr(torch, "accelerator", None)
+    if not (accelerator.is_available() if accelerator else torch.cuda.is_available()):
+        return "no accelerator is found, then device pinned memory won't be used."
+    if accelerator and accelerator.current_accelerator().type == "mps":
+        return "not supported on MPS now, device pinned memory won't be used."
+    return None
+
+
+def _round_up(size_bytes: int) -> int:
+    """Round up to one of four sizes per power of two, so that batches of similar size share blocks.
+
+    What is rounded up is address space: memory never touched is never given by the kernel.
+    """
+    step = max(1 << (size_bytes.bit_length() - 3), _HUGE_PAGE_BYTES)
+    return -(-size_bytes // step) * step
+
+
+def _map(capacity: int) -> mmap.mmap:
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, capacity)
+    # The default, MAP_SHARED, gets no huge pages and would let a forked child write into our batches.
+    memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without transparent huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+_pools: weakref.WeakSet[PageablePool] = weakref.WeakSet()
+
+
+def _start_pools_empty() -> None:
+    for pool in list(_pools):
+        pool._start_empty()
+
+
+if hasattr(os, "register_at_fork"):
+    # The lock may have been held by a thread that the child does not have. Leases of the parent end in the child's
+    # copy of the old deque, which nobody reads.
+    os.register_at_fork(after_in_child=_start_pools_empty)

@@ -1,0 +1,285 @@
+"""Dense CPU tensors as out-of-band bytes; ``rebuild.py`` is the way back.
+
+A tensor is a span of bytes plus a layout: dtype, shape, strides. Spans of one storage that overlap travel as one
+*region*, so that tensors which shared memory share it again. A region of 64 KiB or more is a block of its own and is
+never copied; smaller ones are gathered into *slabs*. A span more than twice as large as its data travels compact,
+unless other tensors take its bytes along anyway.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import NamedTuple
+
+import torch
+
+#: Regions of this size travel alone, without a copy. Below it, gathering costs less than one more block.
+MIN_BLOCK_BYTES = 1 << 16
+
+#: Keeping one small tensor keeps at most this much memory, where small tensors share a slab at all.
+MAX_SLAB_BYTES = 1 << 20
+
+# Where a region may start in a slab: the largest element, complex128, has 16 bytes.
+_ALIGNMENT = 16
+
+# Types that torch copies by the thousand; others (float8, bits) are copied as plain bytes, one by one.
+_BULK_DTYPES = frozenset(
+    [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+    + [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+)
+
+# ctypes.memmove releases the GIL; beside a busy thread, each of thousands of releases may cost a switch interval.
+_memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+
+# Named dimensions ended with torch 2.12.
+_has_names = getattr(torch.Tensor, "has_names", None)
+
+Place = tuple[int, int, int]  # which tensor, its layout, its offset in the region in elements
+Layout = tuple[str, tuple[int, ...], tuple[int, ...]]  # dtype, shape, strides
+Region = tuple[int, int, list[Place]]  # offset in the slab and size in bytes, the tensors on it
+Run = tuple[int, int, list[int]]  # offset in the slab in bytes, layout, the tensors that have it
+SlabIndex = tuple[list[Region], list[Run]]
+
+
+class Index(NamedTuple):
+    """What the receiver must know to rebuild the tensors of a message. Tensors are numbered as the pickler met them.
+
+    Attributes:
+        num_tensors: How many there are.
+        layouts: The different layouts, to which the rest refers by position.
+        blocks: For each region that is a block of its own, the tensors on it.
+        slabs: What lies in each slab; these are the blocks after those. *Regions* hold any tensors, also several
+            that share memory. *Runs* are contiguous tensors of equal layout, each with memory of its own, without
+            gaps between them: there may be thousands, and the receiver copies them with a few calls.
+        empty: Tensors without elements, and the layout of each.
+    """
+
+    num_tensors: int
+    layouts: list[Layout]
+    blocks: list[list[Place]]
+    slabs: list[SlabIndex]
+    empty: list[tuple[int, int]]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Tell whether bytes, dtype, shape and strides are all there is to this object, of exactly the class Tensor."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.requires_grad
+        and not tensor.__dict__
+        and not (tensor.is_neg() or tensor.is_conj() or tensor.is_quantized or tensor.is_nested)
+        and not (_has_names is not None and _has_names(tensor))
+        # Without memory: an efficient zero tensor, or one whose storage was given back, as FSDP does.
+        and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Geometry:
+    """What the sender derives from a layout, once for all tensors that have it."""
+
+    number: int
+    itemsize: int
+    data_bytes: int
+    span_bytes: int
+    is_sparse: bool  # most of the span is not its own: a column of a matrix, every tenth row
+    in_bulk: bool
+    run: list[tuple[int, int]] = field(default_factory=list)  # address and number of each small tensor sent in a run
+
+
+# One tensor in its storage: address of its first byte and behind its last, number.
+_Member = tuple[int, int, int, _Geometry]
+
+
+class Packer:
+    """Collects the dense tensors of one message while it is pickled, then gathers their bytes all at once."""
+
+    def __init__(self) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._layouts: list[Layout] = []
+        self._geometries: dict[tuple[torch.dtype, torch.Size, tuple[int, ...]], _Geometry] = {}
+        self._blocks: list[list[Place]] = []
+        self._buffers: list[memoryview] = []
+        self._small: list[tuple[int, int, list[Place]]] = []  # address, size in bytes, the tensors on it
+        self._empty: list[tuple[int, int]] = []
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Take in a dense tensor and return its number. Its bytes are first looked at by :meth:`pack`."""
+        self._tensors.append(tensor)
+        return len(self._tensors) - 1
+
+    def pack(self) -> tuple[Index | None, list[memoryview]]:
+        """Return what describes the tensors, None if there are none, and the blocks. These keep what they show."""
+        if not self._tensors:
+            return None, []
+        storages: dict[int, list[_Member]] = {}  # by the address of their first byte
+        for number, tensor in enumerate(self._tensors):
+            geometry = self._geometry(tensor)
+            if geometry.data_bytes == 0:
+                self._empty.append((number, geometry.number))
+                continue
+            start = tensor.data_ptr()
+            first_byte = start - tensor.storage_offset() * geometry.itemsize
+            member = (start, start + geometry.span_bytes, number, geometry)
+            storages.setdefault(first_byte, []).append(member)
+        for first_byte, members in storages.items():
+            if len(members) == 1:
+                self._pack_alone(members[0])
+            else:
+                self._pack_storage(first_byte, members)
+        slabs = self._fill_slabs()
+        return Index(len(self._tensors), self._layouts, self._blocks, slabs, self._empty), self._buffers
+
+    def _geometry(self, tensor: torch.Tensor) -> _Geometry:
+        dtype, shape, strides = tensor.dtype, tensor.shape, tensor.stride()
+        geometry = self._geometries.get((dtype, shape, strides))
+        if geometry is None:
+            itemsize, data_bytes = tensor.element_size(), tensor.nbytes
+            span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+            geometry = _Geometry(
+                number=len(self._layouts),
+                itemsize=itemsize,
+                data_bytes=data_bytes,
+                span_bytes=span * itemsize,
+                is_sparse=span * itemsize > 2 * data_bytes,
+                in_bulk=dtype in _BULK_DTYPES and strides == _contiguous_strides(shape),
+            )
+            self._geometries[dtype, shape, strides] = geometry
+            self._layouts.append((str(dtype).removeprefix("torch."), tuple(shape), strides))
+        return geometry
+
+    def _pack_alone(self, member: _Member) -> None:
+        start, end, number, geometry = member
+        if geometry.is_sparse:
+            self._pack_compact([number])
+        elif geometry.in_bulk and end - start < MIN_BLOCK_BYTES:
+            geometry.run.append((start, number))
+        else:
+            self._pack_region(start, end, [(number, geometry.number, 0)])
+
+    def _pack_storage(self, first_byte: int, members: list[_Member]) -> None:
+        """Make one region of each group of overlapping spans in one storage."""
+        groups: list[tuple[int, int, list[_Member]]] = []  # address of the first byte and behind the last, members
+        sparse: list[_Member] = []
+        for member in sorted(members, key=itemgetter(0)):
+            start, end, _, geometry = member
+            if geometry.is_sparse:
+                sparse.append(member)
+            elif groups and start < groups[-1][1]:
+                group_start, group_end, group = groups.pop()
+                group.append(member)
+                groups.append((group_start, max(group_end, end), group))
+            else:
+                groups.append((start, end, [member]))
+        compact: dict[tuple[int, int], list[int]] = {}
+        for member in sparse:
+            start, end, number, geometry = member
+            for group_start, group_end, group in groups:
+                if group_start <= start and end <= group_end:
+                    group.append(member)
+                    break
+            else:
+                compact.setdefault((start, geometry.number), []).append(number)
+        for numbers in compact.values():
+            self._pack_compact(numbers)
+        for group_start, group_end, group in groups:
+            if len(group) == 1:
+                self._pack_alone(group[0])
+                continue
+            if len({geometry.itemsize for _, _, _, geometry in group}) > 1:
+                # In the storage, every offset is a whole number of elements of its type: let it be one in the region.
+                group_start -= (group_start - first_byte) % _ALIGNMENT
+            places = [
+                (number, geometry.number, (start - group_start) // geometry.itemsize)
+                for start, _, number, geometry in group
+            ]
+            self._pack_region(group_start, group_end, places)
+
+    def _pack_compact(self, numbers: list[int]) -> None:
+        """Send the elements of a tensor, which may have come under several numbers, without what lies between."""
+        copy = self._tensors[numbers[0]].contiguous()
+        for number in numbers:
+            self._tensors[number] = copy  # kept until its bytes are gathered
+        start, geometry = copy.data_ptr(), self._geometry(copy)
+        self._pack_region(start, start + geometry.span_bytes, [(number, geometry.number, 0) for number in numbers])
+
+    def _pack_region(self, start: int, end: int, places: list[Place]) -> None:
+        if end - start < MIN_BLOCK_BYTES:
+            self._small.append((start, end - start, places))
+            return
+        storage = self._tensors[places[0][0]].untyped_storage()
+        # Any dtype, shape and strides in 3 us; numpy() and view() of the tensor itself refuse many.
+        alias = torch.empty(0, dtype=torch.uint8, device="cpu")
+        alias.set_(storage, start - storage.data_ptr(), (end - start,), (1,))
+        self._blocks.append(places)
+        self._buffers.append(memoryview(alias.numpy()))
+
+    def _fill_slabs(self) -> list[SlabIndex]:
+        slabs: list[_Slab] = []
+
+        def slab_with_room(size_bytes: int) -> _Slab:
+            if not slabs or slabs[-1].next_offset + size_bytes > MAX_SLAB_BYTES:
+                slabs.append(_Slab())
+            return slabs[-1]
+
+        for address, size_bytes, places in self._small:
+            slab_with_room(size_bytes).add_region(address, size_bytes, places)
+        for geometry in self._geometries.values():
+            left = geometry.run
+            while left:
+                left = slab_with_room(geometry.data_bytes).add_run(geometry, left)
+        self._buffers += [slab.gather() for slab in slabs]
+        return [slab.index for slab in slabs]
+
+
+class _Slab:
+    """A slab while it is being filled."""
+
+    def __init__(self) -> None:
+        self.index: SlabIndex = ([], [])
+        self._size_bytes = 0
+        self._moves: list[tuple[int, int, int]] = []  # offset in the slab, address, size in bytes
+
+    @property
+    def next_offset(self) -> int:
+        return -(-self._size_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def add_region(self, address: int, size_bytes: int, places: list[Place]) -> None:
+        offset = self.next_offset
+        self.index[0].append((offset, size_bytes, places))
+        self._moves.append((offset, address, size_bytes))
+        self._size_bytes = offset + size_bytes
+
+    def add_run(self, geometry: _Geometry, run: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Add as much of a run as there is room for, and return the rest."""
+        offset, size_bytes = self.next_offset, geometry.data_bytes
+        num_fitting = (MAX_SLAB_BYTES - offset) // size_bytes
+        fitting, rest = run[:num_fitting], run[num_fitting:]
+        self.index[1].append((offset, geometry.number, [number for _, number in fitting]))
+        for address, _ in fitting:
+            self._moves.append((offset, address, size_bytes))
+            offset += size_bytes
+        self._size_bytes = offset
+        return rest
+
+    def gather(self) -> memoryview:
+        memory = bytearray(self._size_bytes)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        for offset, source, size_bytes in self._moves:
+            _memmove(address + offset, source, size_bytes)
+        return memoryview(memory)
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

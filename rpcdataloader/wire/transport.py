@@ -1,0 +1,377 @@
+"""Every socket call of the package: connecting, listening, options, exact receives and gathered sends.
+
+Nothing above this module touches a socket or sees an ``OSError`` of one: failures leave here as
+:class:`~rpcdataloader.errors.ConnectError` or :class:`~rpcdataloader.errors.ConnectionLostError` with their cause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RPCTimeoutError
+from rpcdataloader.wire.address import Address
+
+logger = logging.getLogger("rpcdataloader.client")
+
+# sendmsg and recvmsg take this many pieces at once (IOV_MAX of Linux).
+MAX_PIECES = 1024
+
+# A dead peer is found after 10 + 3 * 5 = 25 seconds without a word, whether or not anything was asked of it. A peer
+# that is merely stopped still answers the probes, since its kernel does: TCP_USER_TIMEOUT would cut it off.
+KEEPALIVE_IDLE = 10
+KEEPALIVE_INTERVAL = 5
+KEEPALIVE_PROBES = 3
+
+# sockaddr_un holds 108 bytes, the final zero included.
+MAX_UNIX_PATH = 107
+
+LISTEN_BACKLOG = 1024
+
+# What the kernel reports when nobody listens there (yet): worth another try until the deadline.
+_NOT_YET = {
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.ECONNABORTED,
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.ETIMEDOUT,
+    errno.ENOENT,
+    errno.EAGAIN,
+}
+
+
+class Deadline:
+    """A point in time that bounds several steps together.
+
+    Args:
+        timeout: Seconds from now, or None for no limit.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self._at = None if timeout is None else time.monotonic() + timeout
+        self._cancelled = threading.Event()
+
+    def remaining(self) -> float | None:
+        """Seconds left, never negative; None when there is no limit."""
+        if self._cancelled.is_set():
+            return 0.0
+        return None if self._at is None else max(0.0, self._at - time.monotonic())
+
+    def cancel(self) -> None:
+        """Let the time be over now, and end pauses that others make; from any thread."""
+        self._cancelled.set()
+
+    def pause(self, seconds: float) -> bool:
+        """Wait for ``seconds``; returns False at once if that would be beyond the limit, or when cancelled."""
+        remaining = self.remaining()
+        if remaining is not None and remaining <= seconds:
+            return False
+        return not self._cancelled.wait(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end of a Unix socket, as the kernel knows it."""
+
+    pid: int
+    uid: int
+
+
+class Stream:
+    """A connected stream socket: gathered sends and exact receives.
+
+    One thread may send while another receives. The socket is blocking, because ``settimeout`` defeats
+    ``MSG_WAITALL``; a wait is ended by :meth:`shutdown` from another thread. :meth:`limit` is for the handshake,
+    whose few bytes need a deadline and no speed.
+    """
+
+    def __init__(self, sock: socket.socket, name: str) -> None:
+        self.name = name
+        self._sock = sock
+        # Also what turns non-blocking an accepted socket that inherited it.
+        sock.settimeout(None)
+
+    def fileno(self) -> int:
+        """The descriptor, for polling."""
+        return self._sock.fileno()
+
+    def limit(self, deadline: Deadline) -> None:
+        """Bound the sends and receives that follow; a deadline without limit makes them block again."""
+        remaining = deadline.remaining()
+        if remaining == 0.0:
+            raise RPCTimeoutError(f"no answer from {self.name} within {deadline.timeout:g} s")
+        self._sock.settimeout(remaining)
+
+    def send(self, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
+        """Send all of ``pieces`` one after the other, without joining or copying them.
+
+        Raises:
+            ConnectionLostError: The peer is gone.
+        """
+        first = 0
+        try:
+            while first < len(pieces):
+                window = pieces[first : first + MAX_PIECES]
+                sent = self._sock.sendmsg(window)
+                for piece in window:
+                    size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
+                    if sent < size:
+                        break
+                    sent -= size
+                    first += 1
+                else:
+                    continue
+                # A partial send: go on inside the piece where the kernel stopped.
+                rest = memoryview(pieces[first]).cast("B")[sent:]
+                pieces = [rest, *pieces[first + 1 :]]
+                first = 0
+        except TimeoutError as exc:
+            raise RPCTimeoutError(f"{self.name} takes no data") from exc
+        except OSError as exc:
+            raise ConnectionLostError(f"connection to {self.name} lost while sending: {exc.strerror or exc}") from exc
+
+    def recv_into(self, views: Sequence[memoryview]) -> int:
+        """Fill ``views`` in order; returns how many bytes arrived: all of them, fewer, or 0 at the end of file.
+
+        The GIL is given up once for the whole wait and taken once at its end, however many segments arrive.
+
+        Raises:
+            ConnectionLostError: The kernel reported an error.
+        """
+        try:
+            if len(views) == 1:
+                return self._sock.recv_into(views[0], 0, socket.MSG_WAITALL)
+            return self._sock.recvmsg_into(views[:MAX_PIECES], 0, socket.MSG_WAITALL)[0]
+        except TimeoutError as exc:
+            raise RPCTimeoutError(f"{self.name} does not answer") from exc
+        except OSError as exc:
+            raise ConnectionLostError(f"connection to {self.name} lost: {exc.strerror or exc}") from exc
+
+    def finish(self) -> None:
+        """Tell the peer that nothing more will be sent; receiving goes on."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+
+    def shutdown(self) -> None:
+        """End the connection in both directions and wake whoever waits in a send or receive."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the descriptor back; idempotent. Does not end a connection that another process shares."""
+        self._sock.close()
+
+    def require_same_user(self) -> None:
+        """Refuse a peer of another user on a Unix socket; does nothing on TCP.
+
+        Raises:
+            AuthenticationError: The peer's user is neither ours nor root.
+        """
+        if self._sock.family != socket.AF_UNIX:
+            return
+        peer = peer_of(self._sock)
+        if peer.uid not in (0, os.geteuid()):
+            raise AuthenticationError(
+                f"{self.name} belongs to user id {peer.uid} and this process to {os.geteuid()}: "
+                "without a secret only the same user may connect"
+            )
+
+
+def peer_of(sock: socket.socket) -> Peer:
+    """Process and user at the other end of a connected Unix socket (``SO_PEERCRED``, unix(7))."""
+    pid, uid, _gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return Peer(pid, uid)
+
+
+def connect(address: Address, deadline: Deadline, *, retry: bool = False) -> Stream:
+    """Connect to ``address``.
+
+    Args:
+        deadline: Bounds name resolution's results taken together and all tries; resolution itself is the C
+            library's and takes what its own configuration says.
+        retry: Try again, with growing pauses, while nobody listens there: the server may still be starting.
+
+    Raises:
+        ConnectError: Nobody answered before the deadline; tells why.
+    """
+    pause = 0.05
+    reported = False
+    while True:
+        try:
+            return _connect_once(address, deadline)
+        except OSError as exc:
+            transient = isinstance(exc, (socket.gaierror, TimeoutError)) or exc.errno in _NOT_YET
+            if not retry or not transient or not deadline.pause(pause):
+                raise ConnectError(f"cannot connect to {address}: {_reason(exc)}") from exc
+            if pause >= 1.0 and not reported:
+                reported = True
+                logger.warning("still waiting for %s: %s", address, _reason(exc))
+        pause = min(2 * pause, 1.0)
+
+
+def _connect_once(address: Address, deadline: Deadline) -> Stream:
+    if address.is_unix:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(_positive(deadline))
+            with _short_path(address.path) as path:
+                sock.connect(path)
+        except BaseException:
+            sock.close()
+            raise
+    else:
+        sock = socket.create_connection((address.host, address.port), timeout=_positive(deadline))
+    _tune(sock)
+    return Stream(sock, str(address))
+
+
+def _positive(deadline: Deadline) -> float | None:
+    remaining = deadline.remaining()
+    # A timeout of 0 would mean non-blocking.
+    return remaining if remaining is None else max(remaining, 1e-3)
+
+
+def _reason(exc: OSError) -> str:
+    if isinstance(exc, socket.gaierror):
+        return f"the host name does not resolve ({exc.strerror})"
+    if isinstance(exc, TimeoutError):
+        return "no answer in time (is the host up, does a firewall drop the port?)"
+    if exc.errno == errno.ECONNREFUSED:
+        return "connection refused (is `python -m rpcdataloader.launch` running there, on that port?)"
+    return exc.strerror or str(exc)
+
+
+def _tune(sock: socket.socket) -> None:
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+
+
+def listen_tcp(host: str, ports: Sequence[int]) -> socket.socket:
+    """Listen on the first of ``ports`` that is free.
+
+    Args:
+        host: Name or address of the interface; ``"::"`` takes IPv4 as well, where the system can.
+        ports: Candidates in order; 0 lets the kernel choose.
+
+    Raises:
+        ConnectError: The host does not resolve to an interface of this machine, or every port is in use.
+    """
+    try:
+        infos = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror as exc:
+        raise ConnectError(f"cannot listen on {host}: the host name does not resolve ({exc.strerror})") from exc
+    family, _type, _proto, _name, sockaddr = infos[0]
+    for port in ports:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
+            sock.bind((sockaddr[0], port, *sockaddr[2:]))
+            sock.listen(LISTEN_BACKLOG)
+        except OSError as exc:
+            sock.close()
+            if exc.errno == errno.EADDRINUSE and port != ports[-1]:
+                continue
+            if exc.errno == errno.EADDRINUSE:
+                tried = str(port) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
+                raise ConnectError(
+                    f"cannot listen on {host}: port {tried} in use; choose another, a range FIRST-LAST, or 0 for any"
+                ) from exc
+            raise ConnectError(f"cannot listen on {host} port {port}: {exc.strerror or exc}") from exc
+        return sock
+    raise ValueError("no port to listen on")
+
+
+def listen_unix(path: str) -> socket.socket:
+    """Listen on a Unix socket that only this user may connect to. A socket file nobody listens on is replaced.
+
+    Raises:
+        ConnectError: The path is in use, or cannot be created.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _short_path(path) as short:
+            _remove_stale(short)
+            # The mode is there from the first moment on, and not only after a chmod.
+            before = os.umask(0o177)
+            try:
+                sock.bind(short)
+            finally:
+                os.umask(before)
+            sock.listen(LISTEN_BACKLOG)
+    except OSError as exc:
+        sock.close()
+        reason = "in use by another server" if exc.errno == errno.EADDRINUSE else exc.strerror or str(exc)
+        raise ConnectError(f"cannot listen on unix:{path}: {reason}") from exc
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+
+
+@contextlib.contextmanager
+def _short_path(path: str) -> Iterator[str]:
+    """A name of ``path`` that fits into a socket address: through a descriptor of its folder, if it is too long."""
+    if len(os.fsencode(path)) <= MAX_UNIX_PATH:
+        yield path
+        return
+    folder, name = os.path.split(path)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
+
+
+def accept(listener: socket.socket) -> tuple[socket.socket, str] | None:
+    """Take one waiting connection; gives the socket and a text that tells who connected.
+
+    Returns None when the connection went away before it could be taken.
+    """
+    try:
+        sock, peer = listener.accept()
+        _tune(sock)
+        if sock.family == socket.AF_UNIX:
+            return sock, f"uid {peer_of(sock).uid}"
+    except OSError:
+        return None
+    return sock, str(peer[0])
+
+
+def resolve(host: str) -> None:
+    """Check that ``host`` resolves.
+
+    Raises:
+        ConnectError: It does not.
+    """
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as exc:
+        raise ConnectError(
+            f"the address that clients shall use, {host}, does not resolve here ({exc.strerror}); "
+            "give one that does with --advertise"
+        ) from exc
