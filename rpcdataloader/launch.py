@@ -1,0 +1,123 @@
+"""``python -m rpcdataloader.launch``: run a node server on this machine.
+
+From the command line to settings to server; nothing else. Once clients can connect, one line appears on standard
+output::
+
+    rpcdataloader ready node07:6543 num_workers=32 pid=4711
+
+Everything else goes to the log: standard error, or ``--log-file``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+# Before torch and numpy are imported below: their thread pools would make the forks of this process unsafe.
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_variable] = "1"
+
+from rpcdataloader.errors import RPCError  # noqa: E402
+from rpcdataloader.server.run import run_server  # noqa: E402
+from rpcdataloader.server.settings import ServerSettings  # noqa: E402
+from rpcdataloader.wire.credentials import INSECURE, load_credentials  # noqa: E402
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; options, help texts and defaults are those of the settings."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rpcdataloader.launch",
+        description="Serve dataset loading on this machine: worker processes for the training processes that connect.",
+        epilog="The secret comes from --token-file, RPCDATALOADER_TOKEN_FILE, RPCDATALOADER_TOKEN, or else from "
+        "~/.config/rpcdataloader/token, which is made on first use. SIGTERM drains, a second SIGTERM ends at once.",
+    )
+    for field in dataclasses.fields(ServerSettings):
+        option = "--" + field.name.replace("_", "-")
+        text = str(field.metadata["help"]).replace("%", "%%")
+        if field.name == "preload":
+            parser.add_argument(option, type=_names, default=(), metavar="MODULE,...", help=text + " (default: none)")
+        else:
+            kind = type(field.default)
+            shown = "" if field.default in ("", None) else " (default: %(default)s)"
+            metavar = {str: field.name.upper(), int: "N", float: "SECONDS"}[kind]
+            parser.add_argument(option, type=kind, default=field.default, metavar=metavar, help=text + shown)
+    parser.add_argument(
+        "--token-file",
+        metavar="FILE",
+        help="read the secret from this file, which nobody else may read (default: none)",
+    )
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="ask for no secret; allowed on a Unix socket, where only this user can connect (default: off)",
+    )
+    parser.add_argument(
+        "--insecure-tcp",
+        action="store_true",
+        help="ask for no secret on TCP either: whoever reaches the port can run anything as you, other users of this "
+        "machine included (default: off)",
+    )
+    parser.add_argument(
+        "--log-file",
+        metavar="FILE",
+        help="append the log and the workers' output to this file (default: standard error)",
+    )
+    return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the server; returns the exit status: 0 after a drain, 1 if it could not start, 2 for wrong arguments."""
+    parser = make_parser()
+    options = vars(parser.parse_args(arguments))
+    token_file, log_file = options.pop("token_file"), options.pop("log_file")
+    insecure, insecure_tcp = options.pop("insecure"), options.pop("insecure_tcp")
+    try:
+        settings = ServerSettings(**options)
+        if (insecure or insecure_tcp) and token_file:
+            raise ValueError("--token-file and --insecure contradict each other")
+        if insecure and not insecure_tcp and not settings.is_unix:
+            raise ValueError(
+                "--insecure on TCP lets every user who reaches the port run code as you; "
+                "use --host unix:/path, or say --insecure-tcp if you are sure"
+            )
+    except ValueError as exc:
+        parser.error(str(exc))
+    try:
+        log = open(log_file, "a", buffering=1) if log_file else sys.stderr  # noqa: SIM115  # open until the end
+        _set_up_logging(log)
+        credentials = INSECURE if insecure or insecure_tcp else load_credentials(token_file=token_file)
+        run_server(settings, credentials, ready=_print_ready_line, write_output=lambda line: _write(log, line))
+    except (RPCError, OSError, ImportError, ValueError) as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _set_up_logging(log: TextIO) -> None:
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    logging.getLogger("rpcdataloader").setLevel(logging.INFO)
+
+
+def _write(log: TextIO, line: str) -> None:
+    log.write(line)
+    log.flush()
+
+
+def _print_ready_line(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The datasets of one client on one node: how each is made, and made once where that can be shared.
+
+A session builds; its workers inherit what it built by the fork. A dataset that cannot be inherited (it started
+threads, or holds files open whose offset all workers would share) is kept as a recipe, and each worker makes its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.server.processes import num_threads, open_files
+from rpcdataloader.wire.pickling import loads
+from rpcdataloader.wire.slabs import Block
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A pickled ``(instance,)`` or ``(callable, args, kwargs)``, and the blocks that the pickle refers to."""
+
+    name: str
+    pickled: bytes
+    blocks: Sequence[Block]
+
+    def build(self) -> Any:
+        """Make the dataset.
+
+        Raises:
+            SerializationError: A module or name that the pickle needs is missing here.
+            Exception: Whatever the callable raises.
+        """
+        made = loads(self.pickled, self.blocks, adopt_main=True)
+        if len(made) == 1:
+            return made[0]
+        factory, args, kwargs = made
+        return factory(*args, **kwargs)
+
+
+class DatasetTable:
+    """Datasets by key; keys are chosen by the client and are the same on all of its nodes."""
+
+    def __init__(self) -> None:
+        self._recipes: dict[int, Recipe] = {}
+        self._built: dict[int, Any] = {}
+
+    def add(self, key: int, recipe: Recipe, *, shared: bool) -> tuple[Any, str | None]:
+        """Take in a dataset.
+
+        Args:
+            shared: Build it here, for the workers that are forked afterwards; False leaves it to them.
+
+        Returns:
+            The dataset, or None where workers build their own; and the reason when they do so although ``shared``
+            was asked for.
+        """
+        self._recipes[key] = recipe
+        if not shared:
+            return None, None
+        threads, files = num_threads(), open_files()
+        dataset = recipe.build()
+        reason = _why_not_shared(threads, files)
+        if reason is not None:
+            return None, reason
+        self._built[key] = dataset
+        # What lives now is not visited by the collector of any fork, so its pages stay shared.
+        gc.collect()
+        gc.freeze()
+        return dataset, None
+
+    def get(self, key: int) -> Any:
+        """The dataset, made now if this process has not done so yet.
+
+        Raises:
+            LocalProtocolError: No such dataset is known here.
+        """
+        if key not in self._built:
+            if key not in self._recipes:
+                raise LocalProtocolError(f"dataset {key} is not known to this process")
+            self._built[key] = self._recipes[key].build()
+        return self._built[key]
+
+    def release(self, keys: Sequence[int]) -> None:
+        """Forget datasets; their memory goes with the last worker that inherited them."""
+        for key in keys:
+            self._recipes.pop(key, None)
+            self._built.pop(key, None)
+        with contextlib.suppress(Exception):
+            gc.unfreeze()
+            gc.collect()
+
+
+def length_of(dataset: object) -> int | None:
+    """``len(dataset)``, or None for a dataset without one."""
+    if not hasattr(dataset, "__len__"):
+        return None
+    return len(dataset)
+
+
+def _why_not_shared(threads: int, files: set[tuple[int, int]]) -> str | None:
+    if num_threads() > threads:
+        return "its constructor started threads, which a fork does not copy"
+    if open_files() - files:
+        return "it holds files open, whose position forked workers would share"
+    return None

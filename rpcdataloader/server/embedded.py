@@ -1,0 +1,29 @@
+"""The node server that a trainer runs for itself. Started by :mod:`rpcdataloader.client.local`, ends with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+
+# As in launch: before torch and numpy are imported.
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_variable] = "1"
+
+from rpcdataloader.server.run import run_server  # noqa: E402
+from rpcdataloader.server.settings import ServerSettings  # noqa: E402
+from rpcdataloader.wire.credentials import Credentials  # noqa: E402
+
+
+def main() -> None:
+    """Read settings from standard input, whose end of file later means that the trainer has gone; serve until then."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    fields = json.loads(sys.stdin.readline())
+    settings = ServerSettings(host=f"unix:{fields['path']}", grace=0.0)
+    credentials = Credentials(fields["token"].encode(), "the embedded pool")
+    run_server(settings, credentials, capped=False, ready=_print_ready_line, lifeline=sys.stdin.fileno())
+
+
+def _print_ready_line(line: str) -> None:
+    print(line, flush=True)

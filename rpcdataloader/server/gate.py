@@ -1,0 +1,71 @@
+"""One new connection, in a fork of its own: read the preamble, become a session or hand the socket to one.
+
+Whatever arrives before the secret was proved is read here and never in the node server. The node server ends a gate
+that takes too long, so nothing here has a clock.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Mapping
+
+from rpcdataloader.errors import AuthenticationError, RPCError
+from rpcdataloader.server.context import ServerContext
+from rpcdataloader.server.link import Link
+from rpcdataloader.server.session import run_session
+from rpcdataloader.wire.channel import accept_channel, recv_preamble
+from rpcdataloader.wire.frames import MessageType, Preamble, encode
+from rpcdataloader.wire.identity import local_identity
+from rpcdataloader.wire.transport import Stream
+
+logger = logging.getLogger("rpcdataloader.server")
+
+
+def run_gate(
+    sock: socket.socket, source: str, node: Link, sessions: Mapping[bytes, Link], context: ServerContext
+) -> None:
+    """Serve one accepted connection until it has become something else.
+
+    Args:
+        source: Who connected, for the log.
+        node: Link to the node server.
+        sessions: The node server's ends of the links to its sessions, by session id: a socket written there
+            arrives at the session.
+    """
+    stream = Stream(sock, source)
+    try:
+        preamble = recv_preamble(stream)
+        if preamble is None:
+            return
+        if any(preamble.session_id):
+            _hand_over(stream, preamble, sessions.get(preamble.session_id))
+            return
+        for session in sessions.values():
+            session.close()
+        channel = accept_channel(stream, preamble, context.credentials, local_identity("server"))
+    except AuthenticationError as exc:
+        logger.warning(
+            "refused %s: %s (this server's secret: %s, fingerprint %s)",
+            source,
+            exc,
+            context.credentials.source,
+            context.credentials.fingerprint,
+        )
+    except RPCError as exc:
+        logger.info("refused %s: %s", source, exc)
+    else:
+        run_session(channel, node, context)
+
+
+def _hand_over(stream: Stream, preamble: Preamble, session: Link | None) -> None:
+    if session is not None:
+        clear = preamble.encode().hex()
+        if session.send("connection", [stream.fileno()], source=stream.name, preamble=clear):
+            return
+    text = "there is no such session on this node server (it ended, or the server was restarted)"
+    refusal = json.dumps({"code": "protocol", "text": text}).encode()
+    stream.send(encode(None, MessageType.REFUSED, payload=refusal))
+    stream.finish()
+    logger.info("refused %s: unknown session", stream.name)

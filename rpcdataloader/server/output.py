@@ -1,0 +1,150 @@
+"""Where standard output, warnings and log records of sessions and workers go.
+
+Output goes through a pipe to the node server, which writes it to its log with the origin in front of every line. The
+descriptors themselves are replaced, so that C libraries are caught. Warnings, and log records of that level and
+above, also go to the client that they belong to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, TextIO
+
+# A line of output is cut here, so that a worker without line feeds cannot grow the node server.
+MAX_LINE = 8192
+
+# What a client is told of its workers' warnings: each text once, and this many different ones per ten seconds.
+MAX_RECORDS = 20
+RECORDS_PERIOD = 10.0
+MAX_REMEMBERED = 1000
+
+
+def redirect_output() -> int:
+    """Send this process's standard output and error into a new pipe; returns its read end, which the caller owns."""
+    read_end, write_end = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(write_end, 1)
+    os.dup2(write_end, 2)
+    os.close(write_end)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # not if the caller replaced it
+    return read_end
+
+
+class OutputReader:
+    """The node server's end of such a pipe.
+
+    Args:
+        descriptor: Read end; owned by this object.
+        prefix: Put in front of every line.
+        write: Takes each finished line, with its line feed.
+    """
+
+    def __init__(self, descriptor: int, prefix: str, write: Callable[[str], None]) -> None:
+        self._descriptor = descriptor
+        self._prefix = prefix
+        self._write = write
+        self._rest = b""
+        os.set_blocking(descriptor, False)
+
+    def fileno(self) -> int:
+        """The descriptor, for polling."""
+        return self._descriptor
+
+    def read(self) -> bool:
+        """Take what is there; returns False, and closes the pipe, once all writers have closed theirs."""
+        try:
+            data = os.read(self._descriptor, 65536)
+        except BlockingIOError:
+            return True
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if self._rest and (not data or len(self._rest) > MAX_LINE):
+            lines.append(self._rest)
+            self._rest = b""
+        for line in lines:
+            self._write(f"{self._prefix} {line[:MAX_LINE].decode(errors='replace')}\n")
+        if not data:
+            os.close(self._descriptor)
+        return bool(data)
+
+    def finish(self) -> None:
+        """Take what has been written so far and close, whoever still holds the other end."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._descriptor, 65536):
+                self._rest += data
+        for line in self._rest.splitlines():
+            self._write(f"{self._prefix} {line[:MAX_LINE].decode(errors='replace')}\n")
+        os.close(self._descriptor)
+
+
+class ClientHandler(logging.Handler):
+    """Passes records of warning level and above to the client, each text once and not too many at a time.
+
+    Args:
+        send: Takes the fields of one LOG message; called from any thread and must not block.
+    """
+
+    def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._send = send
+        self._seen: set[tuple[str, str]] = set()
+        self._period_start = 0.0
+        self._count = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass ``record`` on, unless it was seen before or the limit is reached."""
+        try:
+            text = record.getMessage()
+            if record.exc_info:
+                text += "\n" + logging.Formatter().formatException(record.exc_info)
+        except Exception:
+            self.handleError(record)
+            return
+        key = (record.name, text)
+        now = time.monotonic()
+        if now - self._period_start > RECORDS_PERIOD:
+            self._period_start, self._count = now, 0
+        if key in self._seen or self._count >= MAX_RECORDS:
+            return
+        if len(self._seen) >= MAX_REMEMBERED:
+            self._seen.clear()
+        self._seen.add(key)
+        self._count += 1
+        self._send({"level": record.levelno, "logger": record.name, "text": text[:MAX_LINE]})
+
+
+def tell_client(send: Callable[[dict[str, Any]], None]) -> None:
+    """Pass on warnings and log records of this process from now on; ``send`` as in :class:`ClientHandler`.
+
+    Called again after a fork, it replaces what was set up before.
+    """
+    handler = ClientHandler(send)
+    root = logging.getLogger()
+    for old in [old for old in root.handlers if isinstance(old, ClientHandler)]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        stream = sys.stderr if file is None else file
+        stream.write(warnings.formatwarning(message, category, filename, lineno, line))
+        record = logging.LogRecord(
+            "py.warnings", logging.WARNING, filename, lineno, f"{category.__name__}: {message}", (), None
+        )
+        handler.handle(record)
+
+    warnings.showwarning = show

@@ -1,0 +1,96 @@
+"""Bringing a node server up and serving with it: what ``launch``, ``run_worker`` and the embedded pool share."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import socket
+from collections.abc import Callable
+
+from rpcdataloader.server.context import ServerContext
+from rpcdataloader.server.node import NodeServer, stopping_on_signals, write_to_stderr
+from rpcdataloader.server.settings import ServerSettings
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.credentials import Credentials, load_credentials
+from rpcdataloader.wire.transport import listen_tcp, listen_unix, resolve
+
+
+def run_worker(host: str, port: int, timeout: float = 120, parallel: int = 1) -> None:
+    """Run a node server in this process until SIGTERM or SIGINT; what ``python -m rpcdataloader.launch`` does.
+
+    Sessions and workers are forked from this process, which should not have started threads. It may itself be a
+    daemonic ``multiprocessing.Process``.
+
+    Args:
+        host: Address or name to listen on, or ``unix:/path``.
+        port: Port to listen on; 0 for any free one. Ignored for a Unix socket.
+        timeout: Seconds that an ``rpc_async`` call may take when its caller set no limit; 0 for no limit.
+        parallel: Threads per worker that run the calls of ``rpc_async``.
+
+    Raises:
+        ValueError: An argument is out of range.
+        AuthenticationError: There is no usable secret.
+        ConnectError: The port is in use, or the host is not one of this machine.
+    """
+    settings = ServerSettings(host=host, port=str(port), timeout=timeout, parallel=parallel)
+    run_server(settings, load_credentials())
+
+
+def run_server(
+    settings: ServerSettings,
+    credentials: Credentials,
+    *,
+    capped: bool = True,
+    ready: Callable[[str], None] = lambda _line: None,
+    write_output: Callable[[str], None] = write_to_stderr,
+    lifeline: int | None = None,
+) -> None:
+    """Serve until told to stop.
+
+    Args:
+        capped: Whether ``max_connections`` applies; the embedded pool has no cap.
+        ready: Takes the ready line once clients can connect.
+        write_output: Takes the lines that workers print.
+        lifeline: See :class:`~rpcdataloader.server.node.NodeServer`.
+
+    Raises:
+        ConnectError: The port is in use, or a host does not resolve.
+        ModuleNotFoundError: A module to preload is missing.
+    """
+    for module in settings.preload:
+        importlib.import_module(module)
+    listener, address = _listen(settings)
+    try:
+        context = ServerContext(
+            node=socket.gethostname(),
+            num_workers=settings.workers,
+            parallel=settings.parallel,
+            timeout=settings.timeout,
+            credentials=credentials,
+        )
+        server = NodeServer(
+            listener,
+            context,
+            max_connections=settings.connections if capped else None,
+            grace=settings.grace,
+            write_output=write_output,
+            lifeline=lifeline,
+        )
+        with stopping_on_signals(server):
+            ready(f"rpcdataloader ready {address} num_workers={context.num_workers} pid={os.getpid()}")
+            server.serve()
+    finally:
+        listener.close()
+        if settings.is_unix:
+            with contextlib.suppress(OSError):
+                os.unlink(settings.unix_path)
+
+
+def _listen(settings: ServerSettings) -> tuple[socket.socket, Address]:
+    if settings.is_unix:
+        return listen_unix(settings.unix_path), Address(path=settings.unix_path)
+    advertised = settings.advertised_host()
+    resolve(advertised)
+    listener = listen_tcp(settings.listen_host(), settings.ports)
+    return listener, Address(host=advertised, port=listener.getsockname()[1])

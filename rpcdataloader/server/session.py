@@ -1,0 +1,258 @@
+"""One client on this node: imports its modules, builds its datasets once, forks its workers.
+
+A session has one thread, so that its forks are safe, and serves its control connection in order. While it builds, new
+workers wait, as they want the dataset anyway. It ends when the control connection does: at end of file, or killed by
+the node server, which watches the connection even while user code runs here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rpcdataloader.server.context import ServerContext
+from rpcdataloader.server.datasets import DatasetTable, Recipe, length_of
+from rpcdataloader.server.link import Link
+from rpcdataloader.server.output import redirect_output, tell_client
+from rpcdataloader.server.processes import Process, fork
+from rpcdataloader.server.worker import run_worker_process
+from rpcdataloader.wire.channel import Channel
+from rpcdataloader.wire.frames import Flag, Message, MessageType, Preamble
+from rpcdataloader.wire.messages import Build, Call, Exited, Welcome, unpack_handles
+from rpcdataloader.wire.pickling import dumps_exception, dumps_reply, loads
+from rpcdataloader.wire.slabs import PageablePool
+from rpcdataloader.wire.transport import Stream
+
+logger = logging.getLogger("rpcdataloader.server")
+
+# A forked worker has this many seconds to authenticate its client, and only so many may be at it at the same time:
+# session ids travel in the clear, so anybody who listens on the network can make a session fork.
+HANDSHAKE_TIMEOUT = 10.0
+MAX_UNAUTHENTICATED = 64
+
+
+@dataclass(slots=True)
+class _Forked:
+    """A worker as its session sees it."""
+
+    number: int
+    process: Process
+    link: Link
+    started: float
+    authenticated: bool = False
+
+
+def run_session(channel: Channel, node: Link, context: ServerContext) -> None:
+    """Serve an authenticated control connection until it ends."""
+    session_id = os.urandom(16)
+    output = redirect_output()
+    node.send("session", [output], id=session_id.hex(), client=channel.name)
+    os.close(output)
+    # The node server knows the session before the client does, so that no worker connection can come too early.
+    if node.recv() is None:
+        return
+    welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers)
+    channel.send(MessageType.WELCOME, payload=welcome.encode())
+    logger.info("session of %s started", channel.name)
+    Session(channel, node, context).serve()
+
+
+class Session:
+    """The single-threaded loop of a session."""
+
+    def __init__(self, channel: Channel, node: Link, context: ServerContext) -> None:
+        self._channel = channel
+        self._node = node
+        self._context = context
+        self._where = f"the session (pid {os.getpid()}) on {context.node}"
+        self._datasets = DatasetTable()
+        pool = PageablePool()
+        channel.allocate_with(lambda _id, sizes: [pool.allocate(size) for size in sizes])
+        self._workers: dict[int, _Forked] = {}
+        self._next_number = 0
+        self._draining = False
+        self._finished = False
+        self._poll = select.poll()
+        self._handlers: dict[int, Callable[[], None]] = {}
+
+    def serve(self) -> None:
+        """Run until the client has gone, or until a drain is over."""
+        tell_client(lambda fields: self._channel.send_json(MessageType.LOG, fields, Flag.OPTIONAL))
+        self._watch(self._channel.fileno(), self._on_control)
+        self._watch(self._node.fileno(), self._on_node)
+        while not self._finished:
+            for descriptor, _events in self._poll.poll(self._poll_timeout()):
+                # An earlier handler of this round may have dropped it.
+                if handler := self._handlers.get(descriptor):
+                    handler()
+            self._end_late_handshakes()
+
+    def _watch(self, descriptor: int, handler: Callable[[], None]) -> None:
+        self._handlers[descriptor] = handler
+        self._poll.register(descriptor, select.POLLIN)
+
+    def _unwatch(self, descriptor: int) -> None:
+        del self._handlers[descriptor]
+        self._poll.unregister(descriptor)
+
+    # --- the control connection
+
+    def _on_control(self) -> None:
+        message = self._channel.recv()
+        if message is None:
+            self._finished = True
+        elif message.type == MessageType.BUILD:
+            self._answer(message, self._build)
+        elif message.type == MessageType.CALL:
+            self._answer(message, self._call)
+        elif message.type == MessageType.RELEASE:
+            self._datasets.release(unpack_handles(message.payload))
+        # CANCEL: what arrived before it has been answered already.
+
+    def _answer(self, message: Message, serve: Callable[[Message], Any]) -> None:
+        """One reply per request, whatever happens in it."""
+        try:
+            encoded = dumps_reply(serve(message))
+        except BaseException as exc:
+            error = dumps_exception(exc, self._where)
+            self._channel.send(MessageType.ERROR, message.request_id, error)
+        else:
+            self._channel.send(MessageType.REPLY, message.request_id, encoded.payload, encoded.buffers)
+
+    def _build(self, message: Message) -> dict[str, Any]:
+        build = Build.decode(message.payload)
+        recipe = Recipe(build.name, build.pickled, message.blocks)  # type: ignore[arg-type]  # blocks are the pool's
+        dataset, reason = self._datasets.add(build.key, recipe, shared=build.shared)
+        if reason is not None:
+            logger.warning(
+                "dataset %s is built in every worker instead of once on %s: %s; build='worker' says so on purpose",
+                build.name,
+                self._context.node,
+                reason,
+            )
+        if dataset is None:
+            return {"shared": False, "length": None}
+        return {"shared": True, "length": length_of(dataset), "indexable": hasattr(dataset, "__getitem__")}
+
+    def _call(self, message: Message) -> Any:
+        call = Call.decode(loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))  # type: ignore[arg-type]
+        return call.func(*call.args, **call.kwargs)
+
+    def _resolve(self, reference: tuple[str, int]) -> Any:
+        _kind, key = reference
+        return self._datasets.get(key)
+
+    # --- the node server
+
+    def _on_node(self) -> None:
+        received = self._node.recv()
+        if received is None:
+            # The node server was killed; its children end with it.
+            self._finished = True
+            return
+        event, descriptors = received
+        if event["event"] == "connection":
+            self._fork_worker(descriptors[0], event["source"], bytes.fromhex(event["preamble"]))
+        elif event["event"] == "admitted":
+            if worker := self._workers.get(event["worker"]):
+                worker.link.send("admitted", reason=event["reason"])
+        elif event["event"] == "drain":
+            self._draining = True
+            self._channel.send(MessageType.GOAWAY)
+            for worker in self._workers.values():
+                worker.link.send("drain")
+            self._finish_drain()
+
+    def _finish_drain(self) -> None:
+        if self._draining and not self._workers:
+            self._channel.stream.finish()
+            self._finished = True
+
+    # --- workers
+
+    def _fork_worker(self, descriptor: int, source: str, preamble: bytes) -> None:
+        unauthenticated = [worker for worker in self._workers.values() if not worker.authenticated]
+        if len(unauthenticated) >= MAX_UNAUTHENTICATED:
+            unauthenticated[0].process.kill()
+        self._next_number += 1
+        number = self._next_number
+        ours, theirs = Link.pair()
+        read_end, write_end = os.pipe()
+        sock = socket.socket(fileno=descriptor)
+
+        def run() -> None:
+            os.close(read_end)
+            os.dup2(write_end, 1)
+            os.dup2(write_end, 2)
+            os.close(write_end)
+            self._forget_in_child()
+            ours.close()
+            stream = Stream(sock, source)
+            run_worker_process(stream, Preamble.decode(preamble), theirs, self._datasets, number, self._context)
+
+        process = fork(run)
+        sock.close()
+        theirs.close()
+        os.close(write_end)
+        self._node.send("worker", [read_end], worker=number, pid=process.pid)
+        os.close(read_end)
+        worker = _Forked(number, process, ours, time.monotonic())
+        self._workers[number] = worker
+        self._watch(ours.fileno(), lambda: self._on_worker(worker))
+        self._watch(process.fileno(), lambda: self._on_worker_end(worker))
+
+    def _forget_in_child(self) -> None:
+        """Close, in a forked worker, what belongs to the session."""
+        self._channel.stream.close()
+        self._node.close()
+        for worker in self._workers.values():
+            worker.link.close()
+            os.close(worker.process.fileno())
+
+    def _on_worker(self, worker: _Forked) -> None:
+        received = worker.link.recv()
+        if received is None:
+            self._unwatch(worker.link.fileno())
+            worker.link.close()
+            return
+        event, _descriptors = received
+        if event["event"] == "authenticated":
+            worker.authenticated = True
+            self._node.send("admit", worker=worker.number)
+            if self._draining:
+                worker.link.send("drain")
+
+    def _on_worker_end(self, worker: _Forked) -> None:
+        descriptor = worker.process.fileno()
+        reason = worker.process.reap()
+        if reason is None:
+            return
+        self._unwatch(descriptor)
+        if worker.link.fileno() >= 0:
+            self._unwatch(worker.link.fileno())
+            worker.link.close()
+        del self._workers[worker.number]
+        self._node.send("ended", worker=worker.number, reason=reason, admitted=worker.authenticated)
+        if worker.authenticated:
+            exited = Exited(worker.number, worker.process.pid, reason)
+            self._channel.send(MessageType.EXITED, payload=exited.encode())
+        self._finish_drain()
+
+    def _poll_timeout(self) -> float | None:
+        waiting = [worker.started for worker in self._workers.values() if not worker.authenticated]
+        if not waiting:
+            return None
+        return max(0.0, min(waiting) + HANDSHAKE_TIMEOUT - time.monotonic()) * 1000 + 1
+
+    def _end_late_handshakes(self) -> None:
+        now = time.monotonic()
+        for worker in list(self._workers.values()):
+            if not worker.authenticated and now > worker.started + HANDSHAKE_TIMEOUT:
+                logger.info("ended worker %d: no handshake within %g s", worker.number, HANDSHAKE_TIMEOUT)
+                worker.process.kill()

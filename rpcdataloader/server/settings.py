@@ -1,0 +1,177 @@
+"""The settings of a node server, validated when built; the command line and ``run_worker`` derive from them."""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import re
+import socket
+import struct
+from dataclasses import dataclass, field
+
+from rpcdataloader.server.cpus import available_cpus
+
+WILDCARDS = ("0.0.0.0", "::", "")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What a node server can be told. The help texts give units, and apply to ``run_worker`` as well.
+
+    Raises:
+        ValueError: A value is out of range, or two contradict each other.
+    """
+
+    host: str = field(
+        default="127.0.0.1",
+        metadata={
+            "help": "address or name to listen on, or unix:/path for a Unix socket; 0.0.0.0 or :: for every interface"
+        },
+    )
+    port: str = field(
+        default="6543",
+        metadata={"help": "port: a number, 0 for any free one, or FIRST-LAST for the first free one of a range"},
+    )
+    interface: str = field(
+        default="",
+        metadata={"help": "listen on the address of this network interface (for example ib0) instead of --host"},
+    )
+    advertise: str = field(
+        default="",
+        metadata={
+            "help": "host name or address that clients shall use, shown in the ready line "
+            "(default: the address listened on, or this machine's name when it listens on every interface)"
+        },
+    )
+    num_workers: int = field(
+        default=0,
+        metadata={
+            "help": "worker processes that the server offers; 0 for as many as there are CPUs for it: the least of CPU "
+            "affinity, cgroup quota and SLURM_CPUS_PER_TASK"
+        },
+    )
+    parallel: int = field(
+        default=1,
+        metadata={
+            "help": "threads per worker that run the calls of rpc_async; batches are always loaded one at a time"
+        },
+    )
+    timeout: float = field(
+        default=120.0,
+        metadata={"help": "seconds that an rpc_async call may take when its caller set no limit; 0 for no limit"},
+    )
+    max_connections: int = field(
+        default=0,
+        metadata={"help": "cap on the workers of all clients together, shared fairly; 0 for 4 times --num-workers"},
+    )
+    preload: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "modules to import before the first client comes, separated by commas: every worker shares them"
+        },
+    )
+    grace: float = field(
+        default=30.0,
+        metadata={"help": "seconds that running tasks get to finish after SIGTERM; a second SIGTERM ends them at once"},
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("num_workers", "max_connections", "timeout", "grace"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        if self.parallel < 1:
+            raise ValueError(f"parallel must be at least 1, but is {self.parallel}")
+        if self.is_unix and (self.interface or self.advertise):
+            raise ValueError("a Unix socket has no interface and nothing to advertise")
+        if self.is_unix and not self.unix_path.startswith("/"):
+            raise ValueError(f"a Unix socket needs an absolute path, but host is {self.host!r}")
+        if self.interface and self.host != type(self).__dataclass_fields__["host"].default:
+            raise ValueError(f"host {self.host!r} and interface {self.interface!r} contradict each other: give one")
+        if not self.is_unix:
+            self.ports  # noqa: B018  # validates
+
+    @property
+    def is_unix(self) -> bool:
+        """Whether the server listens on a Unix socket."""
+        return self.host.startswith("unix:")
+
+    @property
+    def unix_path(self) -> str:
+        """Path of the Unix socket."""
+        return self.host.removeprefix("unix:")
+
+    @property
+    def ports(self) -> range:
+        """Ports to try, in order.
+
+        Raises:
+            ValueError: ``port`` is neither a port number nor a range of them.
+        """
+        match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", self.port)
+        if match:
+            first, last = int(match[1]), int(match[2] or match[1])
+            if first <= last <= 65535 and (first > 0 or last == 0):
+                return range(first, last + 1)
+        raise ValueError(f"port must be 0 to 65535 or FIRST-LAST, but is {self.port!r}")
+
+    @property
+    def workers(self) -> int:
+        """How many workers the server offers."""
+        return self.num_workers or available_cpus()
+
+    @property
+    def connections(self) -> int:
+        """Cap on workers."""
+        return self.max_connections or 4 * self.workers
+
+    def listen_host(self) -> str:
+        """Host to listen on.
+
+        Raises:
+            ValueError: There is no such interface, or it has no address.
+        """
+        return interface_address(self.interface) if self.interface else self.host
+
+    def advertised_host(self) -> str:
+        """Host that clients shall use."""
+        if self.advertise:
+            return self.advertise
+        host = self.listen_host()
+        return socket.gethostname() if host in WILDCARDS else host
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        if self.is_unix:
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback and not self.interface
+        except ValueError:
+            return self.host == "localhost" and not self.interface
+
+
+_SIOCGIFADDR = 0x8915
+
+
+def interface_address(name: str) -> str:
+    """The first IPv4 address of a network interface, else its first global IPv6 address (netdevice(7)).
+
+    Raises:
+        ValueError: There is no such interface, or it has no address.
+    """
+    known = [interface for _index, interface in socket.if_nameindex()]
+    if name not in known:
+        raise ValueError(f"there is no network interface {name!r} here; there are {', '.join(known)}")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))
+            return socket.inet_ntoa(answer[20:24])
+        except OSError:
+            pass
+    with open("/proc/net/if_inet6") as file:
+        for line in file:
+            digits, _index, _length, scope, _flags, interface = line.split()
+            if interface == name and scope == "00":
+                return str(ipaddress.IPv6Address(int(digits, 16)))
+    raise ValueError(f"network interface {name!r} has no address")
