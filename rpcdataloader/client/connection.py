@@ -1,0 +1,249 @@
+"""One connection of a client: requests are numbered, pipelined, and answered in any order.
+
+Two threads each: a receiver, which also connects, and a sender. Callers only enqueue, from any thread, and never
+wait. The receiver never sends and holds no lock across I/O; whatever goes wrong in either thread ends the connection
+and fails every request that is pending.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
+from rpcdataloader.wire.channel import Channel
+from rpcdataloader.wire.frames import Message, MessageType
+from rpcdataloader.wire.messages import pack_handles
+from rpcdataloader.wire.slabs import Allocator, Block
+
+logger = logging.getLogger("rpcdataloader.client")
+
+
+class Listener(Protocol):
+    """Who owns a connection; every method is called from its receiver thread."""
+
+    def ready(self, connection: Connection) -> None:
+        """The server has welcomed us: requests that wait are sent now."""
+
+    def received(self, connection: Connection, message: Message) -> None:
+        """A message came that answers no request: EXITED, LOG, GOAWAY."""
+
+    def explain(self, connection: Connection, error: RPCError) -> RPCError:
+        """Say more about why the connection ended; what is returned fails the pending requests."""
+
+    def lost(self, connection: Connection, error: RPCError) -> None:
+        """The connection has ended, or never came to be; pending requests have failed already."""
+
+
+@dataclass(slots=True)
+class Request:
+    """A request that waits for its reply.
+
+    Attributes:
+        complete: Called once, from the receiver thread, with the REPLY or ERROR message or with what ended the
+            connection; must not block.
+        allocator: Where the blocks of the reply are received.
+    """
+
+    complete: Callable[[Message | RPCError], None]
+    allocator: Allocator
+
+
+class Connection:
+    """A connection that is being made or is there; it never comes back once it is lost.
+
+    Args:
+        name: For messages and thread names, such as ``node07:6543/2``.
+        open_channel: Connects, authenticates, and reads the welcome; runs in the receiver thread.
+        listener: Told what happens.
+        allocator: Memory for blocks that belong to no request.
+    """
+
+    def __init__(
+        self, name: str, open_channel: Callable[[], Channel], listener: Listener, allocator: Allocator
+    ) -> None:
+        self.name = name
+        self.error: RPCError | None = None
+        self._open_channel = open_channel
+        self._listener = listener
+        self._allocator = allocator
+        self._channel: Channel | None = None
+        # SimpleQueue.put may be interrupted by another put of the same thread, so finalizers may use it.
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        # Guarded by the lock:
+        self._pending: dict[int, Request] = {}
+        self._last_request = 0
+        self._closed = False
+        self._sender = threading.Thread(target=self._send, name=f"rpcdl-send {name}", daemon=True)
+        self._receiver = threading.Thread(target=self._receive, name=f"rpcdl-recv {name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._receiver.start()
+
+    def submit(self, type: MessageType, payload: bytes, buffers: Sequence[memoryview], request: Request) -> int:
+        """Enqueue a request; returns its number.
+
+        Raises:
+            ConnectionLostError: The connection has ended. ``request`` is not completed then.
+        """
+        with self._lock:
+            if self.error is not None or self._closed:
+                raise self.error or ConnectionLostError(f"connection to {self.name} is closed")
+            self._last_request += 1
+            number = self._last_request
+            self._pending[number] = request
+            # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one it serves.
+            self._outbox.put((type, number, payload, buffers))
+        return number
+
+    def cancel(self, number: int) -> None:
+        """Ask the server not to begin a request, or to send no result of it. It is answered all the same."""
+        with self._lock:
+            if number in self._pending:
+                self._outbox.put((MessageType.CANCEL, number))
+
+    def release(self, handle: int) -> None:
+        """Let an object of the server go. Never blocks, takes no lock: finalizers call this."""
+        self._outbox.put(handle)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the server has answered; before that, nothing can end the wait of the receiver early."""
+        return self._channel is not None
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that have no reply yet."""
+        return len(self._pending)
+
+    def close(self, error: RPCError | None = None) -> None:
+        """End the connection and fail what is pending; idempotent, does not wait for the threads."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self.error = error or ConnectionLostError(f"connection to {self.name} was closed here")
+            channel = self._channel
+        self._outbox.put(None)
+        if channel is not None:
+            channel.stream.shutdown()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the threads of a closed connection, at most ``timeout`` seconds each; from one of them, does nothing."""
+        for thread in (self._receiver, self._sender):
+            if thread.ident is not None and thread is not threading.current_thread():
+                thread.join(timeout)
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child: give the descriptor back without ending the parent's connection."""
+        if self._channel is not None:
+            self._channel.stream.close()
+
+    # --- receiver
+
+    def _receive(self) -> None:
+        # A signal that cuts a receive short would cost a trip through the GIL for every one of them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        error: RPCError
+        try:
+            channel = self._open_channel()
+            try:
+                self._serve(channel)
+            finally:
+                channel.stream.shutdown()
+                self._outbox.put(None)
+                if self._sender.ident is not None:
+                    self._sender.join()
+                channel.stream.close()
+            error = ConnectionLostError(f"{self.name} closed the connection")
+        except RPCError as exc:
+            error = exc
+        except BaseException as exc:
+            logger.exception("the receiver of %s failed", self.name)
+            error = ConnectionLostError(f"connection to {self.name} ended by {type(exc).__name__}: {exc}")
+            error.__cause__ = exc
+        self._fail(error)
+
+    def _serve(self, channel: Channel) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._channel = channel
+        channel.allocate_with(self._allocate)
+        self._sender.start()
+        self._listener.ready(self)
+        while (message := channel.recv()) is not None:
+            if message.type in (MessageType.REPLY, MessageType.ERROR):
+                with self._lock:
+                    request = self._pending.pop(message.request_id, None)
+                if request is None:
+                    raise RemoteProtocolError(
+                        f"{self.name} answered request {message.request_id}, which is not pending"
+                    )
+                request.complete(message)
+                del request
+            else:
+                self._listener.received(self, message)
+            # The batch must not be kept by this frame while it waits for the next one.
+            del message
+
+    def _allocate(self, request_id: int, sizes: Sequence[int]) -> list[Block]:
+        request = self._pending.get(request_id)
+        allocator = self._allocator if request is None else request.allocator
+        return [allocator.allocate(size) for size in sizes]
+
+    def _fail(self, error: RPCError) -> None:
+        if self.error is None:
+            error = self._listener.explain(self, error)
+        with self._lock:
+            if self.error is None:
+                self.error = error
+            self._closed = True
+            pending, self._pending = self._pending, {}
+        for request in pending.values():
+            request.complete(self.error)
+        self._listener.lost(self, self.error)
+
+    # --- sender
+
+    def _send(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        channel = self._channel
+        assert channel is not None
+        try:
+            while True:
+                item = self._outbox.get()
+                while isinstance(item, int):
+                    item = self._send_releases(channel, item)
+                if item is None:
+                    return
+                channel.send(*item)
+                del item
+        except RPCError:
+            # The receiver sees the same and tells everybody.
+            channel.stream.shutdown()
+        except BaseException:
+            logger.exception("the sender of %s failed", self.name)
+            channel.stream.shutdown()
+
+    def _send_releases(self, channel: Channel, handle: int) -> Any:
+        """Send this and all handles that wait as one message; returns the next thing to send."""
+        handles = [handle]
+        item: Any = None
+        while True:
+            try:
+                item = self._outbox.get_nowait()
+            except queue.Empty:
+                channel.send(MessageType.RELEASE, payload=pack_handles(handles))
+                return self._outbox.get()
+            if not isinstance(item, int):
+                channel.send(MessageType.RELEASE, payload=pack_handles(handles))
+                return item
+            handles.append(item)

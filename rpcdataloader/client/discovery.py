@@ -1,0 +1,94 @@
+"""From what the user wrote in ``workers=`` to where the workers are. Reads the environment, starts nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rpcdataloader.wire.address import Address
+
+WORKERS_VARIABLE = "RPCDATALOADER_WORKERS"
+
+_FORMS = "write host:port, [v6]:port, unix:/path, several of them separated by commas, local:N or inline"
+
+
+@dataclass(frozen=True, slots=True)
+class Inline:
+    """No workers: everything runs in the process of the caller, so that a debugger works."""
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The embedded pool of this process.
+
+    Attributes:
+        num_workers: How many of its workers to use; None for as many as there are CPUs.
+    """
+
+    num_workers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """Node servers, each at an address."""
+
+    addresses: tuple[Address, ...]
+
+
+Where = Inline | Local | Remote
+
+
+def find_workers(workers: str | Iterable[str] | None, environ: Mapping[str, str] = os.environ) -> Where | None:
+    """Understand ``workers=``.
+
+    Args:
+        workers: A list of ``host:port``, ``[v6]:port`` or ``unix:/path``; a string of them separated by commas;
+            ``local:N``; ``inline``; None to let the environment variable ``RPCDATALOADER_WORKERS`` decide.
+
+    Returns:
+        Where the workers are, or None if neither the caller nor the environment says.
+
+    Raises:
+        ValueError: The list is empty, an address is malformed or named twice.
+        TypeError: It is neither a string nor a list of strings.
+    """
+    if workers is None:
+        named = environ.get(WORKERS_VARIABLE, "").strip()
+        if not named:
+            return None
+        try:
+            return _parse(named)
+        except ValueError as exc:
+            raise ValueError(f"environment variable {WORKERS_VARIABLE}: {exc}") from None
+    if isinstance(workers, str):
+        return _parse(workers)
+    texts = list(workers)
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"workers must be strings, but one of them is a {type(text).__name__}; {_FORMS}")
+    return _remote(texts)
+
+
+def _parse(text: str) -> Where:
+    text = text.strip()
+    if text == "inline":
+        return Inline()
+    if match := re.fullmatch(r"local(?::(\d+))?", text):
+        if match[1] is not None and int(match[1]) < 1:
+            raise ValueError(f"{text!r} asks for no worker; use inline to load in this process")
+        return Local(int(match[1]) if match[1] else None)
+    return _remote([part.strip() for part in text.split(",") if part.strip()])
+
+
+def _remote(texts: list[str]) -> Remote:
+    if not texts:
+        raise ValueError(f"workers names no worker; {_FORMS}")
+    addresses = tuple(Address.parse(text) for text in texts)
+    for address in addresses:
+        if addresses.count(address) > 1:
+            raise ValueError(
+                f"workers names {address} more than once; a node server offers all of its workers at one address"
+            )
+    return Remote(addresses)

@@ -1,0 +1,78 @@
+"""The embedded node server of this process: the same server, on a Unix socket that only we know.
+
+It ends with this process however that ends, because it watches the pipe that its settings came through. It is a
+session (setsid(2)) of its own, so that Ctrl-C in the terminal reaches the trainer alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from rpcdataloader.errors import ConnectError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.credentials import Credentials
+
+# Where this package was imported from comes last, so that it shadows nothing, and is needed when it is not installed.
+_BOOT = "import sys; sys.path.append(sys.argv[1]); from rpcdataloader.server.embedded import main; main()"
+_PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+STOP_TIMEOUT = 5.0
+
+
+class LocalServer:
+    """A node server subprocess; the constructor returns when it takes connections.
+
+    Attributes:
+        address: Of its Unix socket.
+        credentials: Its secret, made for it alone.
+
+    Raises:
+        ConnectError: It did not start; its standard error tells why.
+    """
+
+    def __init__(self) -> None:
+        if not hasattr(os, "fork"):
+            raise ConnectError("an embedded pool needs fork; name remote workers, or use workers='inline'")
+        self.credentials = Credentials(secrets.token_urlsafe(32).encode(), "the embedded pool")
+        self._folder = tempfile.mkdtemp(prefix="rpcdataloader-")
+        self.address = Address(path=os.path.join(self._folder, "socket"))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, _PACKAGE_FOLDER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        settings = {"path": self.address.path, "token": self.credentials.secret.decode()}
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(settings).encode() + b"\n")
+            self._process.stdin.flush()
+        if not self._process.stdout.readline():
+            status = self._process.wait()
+            self.stop()
+            raise ConnectError(f"the embedded pool did not start (exit status {status}); see its messages above")
+
+    def stop(self) -> None:
+        """End it, and everything it runs; idempotent."""
+        self.forget_in_child()
+        try:
+            self._process.wait(STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child: do not keep the server alive when the parent dies."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()

@@ -1,0 +1,165 @@
+"""The nodes that this process is a client of. One client per process, made on first use and gone with the process.
+
+After somebody else's fork the child closes our descriptors, never shuts them down, and starts afresh: a child that
+kept them open would keep sessions alive after its parent's death.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+
+from rpcdataloader.client.alarm import Alarm
+from rpcdataloader.client.discovery import Local, Remote
+from rpcdataloader.client.janitor import Janitor
+from rpcdataloader.client.local import LocalServer
+from rpcdataloader.client.node import ClientSettings, Node
+from rpcdataloader.client.sharing import current_partition
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.credentials import Credentials, client_credentials
+from rpcdataloader.wire.slabs import PageablePool
+
+TIMEOUT_VARIABLE = "RPCDATALOADER_CONNECT_TIMEOUT"
+
+# A node server imports torch before it listens, and jobs start trainers and workers at the same time.
+CONNECT_TIMEOUT = 60.0
+
+# A thread that still resolves a name or waits for a first answer cannot be woken; it touches nothing of torch's.
+CONNECTING_JOIN_TIMEOUT = 0.2
+
+
+class Client:
+    """This process as a client; thread-safe.
+
+    Attributes:
+        allocator: Pageable receive buffers, shared by all connections.
+        alarm: Watches the deadlines of calls.
+        janitor: Closes what finalizers leave.
+
+    Raises:
+        ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds.
+    """
+
+    def __init__(self) -> None:
+        self.allocator = PageablePool()
+        self.alarm = Alarm()
+        self.janitor = Janitor()
+        self._settings = ClientSettings(self._credentials, connect_timeout(), _rank(), self.allocator)
+        self._lock = threading.Lock()
+        # Guarded by the lock:
+        self._nodes: dict[Address, Node] = {}
+        self._local: LocalServer | None = None
+        self._closed = False
+
+    def nodes(self, where: Local | Remote) -> list[Node]:
+        """The nodes that ``where`` names; starts the embedded server if need be, and connects to nobody yet."""
+        if isinstance(where, Local):
+            return [self.node(self._local_address())]
+        return [self.node(address) for address in where.addresses]
+
+    def node(self, address: Address) -> Node:
+        """The node server at ``address``."""
+        with self._lock:
+            if address not in self._nodes:
+                self._nodes[address] = Node(address, self._settings)
+            return self._nodes[address]
+
+    def _local_address(self) -> Address:
+        with self._lock:
+            if self._local is None:
+                self._local = LocalServer()
+            return self._local.address
+
+    def _credentials(self, address: Address) -> Credentials:
+        if self._local is not None and address == self._local.address:
+            return self._local.credentials
+        return client_credentials(address)
+
+    def close(self) -> None:
+        """End every session, join every thread, stop the embedded server; idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            nodes = list(self._nodes.values())
+        self.alarm.close()
+        self.janitor.close()
+        connections = [connection for node in nodes for connection in node.connections()]
+        for node in nodes:
+            node.close()
+        for connection in connections:
+            connection.join(None if connection.is_open else CONNECTING_JOIN_TIMEOUT)
+        if self._local is not None:
+            self._local.stop()
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child."""
+        for node in self._nodes.values():
+            for connection in node.connections():
+                connection.forget_in_child()
+        if self._local is not None:
+            self._local.forget_in_child()
+
+
+def connect_timeout() -> float:
+    """Seconds to wait for node servers: ``RPCDATALOADER_CONNECT_TIMEOUT``, or 60.
+
+    Raises:
+        ValueError: The variable holds something else.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    if not text:
+        return CONNECT_TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise ValueError(
+            f"environment variable {TIMEOUT_VARIABLE} must be a number of seconds above 0, but is {text!r}"
+        )
+    return seconds
+
+
+def _rank() -> int | None:
+    partition = current_partition()
+    return partition.rank if partition.world_size > 1 else None
+
+
+_lock = threading.Lock()
+_client: Client | None = None
+
+
+def get_client() -> Client:
+    """The client of this process."""
+    global _client
+    with _lock:
+        if _client is None:
+            _client = Client()
+            # Daemon threads inside torch abort an interpreter that finalises; this joins them before.
+            atexit.register(_client.close)
+        return _client
+
+
+def close_client() -> None:
+    """End what this process has as a client; the next use starts afresh."""
+    global _client
+    with _lock:
+        client, _client = _client, None
+    if client is not None:
+        atexit.unregister(client.close)
+        client.close()
+
+
+def _forget_in_child() -> None:
+    global _client, _lock
+    _lock = threading.Lock()
+    client, _client = _client, None
+    if client is not None:
+        atexit.unregister(client.close)
+        client.forget_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,113 @@
+"""``rpc_async``: run a function in a worker of a node server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.futures import Future
+
+from rpcdataloader.client.node import Worker, result_of
+from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.refs import RRef
+from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.frames import Message
+from rpcdataloader.wire.messages import Call
+from rpcdataloader.wire.slabs import pinned_allocator
+
+
+def rpc_async(
+    host: str,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    pin_memory: bool = False,
+    rref: bool = False,
+    timeout: float | None = 120.0,
+) -> Future[Any]:
+    """Run ``func(*args, **kwargs)`` on a node server and return at once.
+
+    All calls of this process to one node server run in the same worker process there, so that they can share objects
+    (see ``rref``); in the order of the calls, unless the server was started with ``--parallel``.
+
+    Args:
+        host: ``host:port``, ``[v6]:port`` or ``unix:/path`` of the node server.
+        func: Any callable: importable there by its name, or else sent by value (lambdas, closures, ``__main__``).
+        args: Positional arguments. An :class:`RRef` anywhere inside them becomes the object that it refers to.
+        kwargs: Keyword arguments, likewise.
+        pin_memory: Receive the tensors of the result into page-locked memory.
+        rref: Keep the result on the worker, and give an :class:`RRef` to it.
+        timeout: Seconds for the whole call, connecting included; None leaves it to the server's own limit.
+
+    Returns:
+        A future of the result. It fails with the exception that ``func`` raised, whose cause shows the remote
+        traceback; with :class:`~rpcdataloader.errors.RPCTimeoutError`; with
+        :class:`~rpcdataloader.errors.ConnectionLostError` if the worker dies; with
+        :class:`~rpcdataloader.errors.SerializationError` if the result cannot be sent; or with
+        :class:`~rpcdataloader.errors.ConnectError` if there is no server.
+
+    Raises:
+        ValueError: The address is malformed, or the timeout is not positive.
+        TypeError: ``func`` cannot be called.
+        SerializationError: An argument cannot be pickled.
+        LocalProtocolError: An RRef among the arguments lives in another worker.
+    """
+    address = Address.parse(host)
+    if not callable(func):
+        raise TypeError(f"func must be callable, but is a {type(func).__name__}")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout must be above 0 seconds or None, but is {timeout}")
+    client = get_client()
+    allocator = (pinned_allocator() if pin_memory else None) or client.allocator
+    call = Call(func, tuple(args or ()), dict(kwargs or {}), keep=rref, limited=timeout is None)
+    worker = client.node(address).rpc_worker()
+    future: Future[Any] = Future()
+    answer = _Answer(future)
+
+    def complete(reply: Message | RPCError) -> None:
+        try:
+            result = result_of(reply, allocator)
+            if rref:
+                result = RRef(worker, result, worker.connection.release)
+        except BaseException as exc:
+            answer.fail(exc)
+        else:
+            answer.succeed(result)
+
+    try:
+        number = worker.call(call, complete, allocator)
+    except ConnectionLostError as exc:
+        answer.fail(exc)
+        return future
+    if timeout is not None:
+        # The alarm must not keep the arguments, in which there may be RRefs.
+        name = getattr(func, "__qualname__", None) or repr(func)
+        client.alarm.call_after(timeout, lambda: _expire(worker, number, answer, name, timeout))
+    return future
+
+
+class _Answer:
+    """Completes a future once, whether the reply or the deadline comes first."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future: Future[Any] | None = future
+
+    def _take(self) -> Future[Any] | None:
+        # Swapping a slot is one bytecode operation on the instance's dict: only one of two threads gets the future.
+        future: Future[Any] | None = self.__dict__.pop("_future", None)
+        return future
+
+    def succeed(self, result: Any) -> None:
+        if (future := self._take()) is not None:
+            future.set_result(result)
+
+    def fail(self, error: BaseException) -> None:
+        if (future := self._take()) is not None:
+            future.set_exception(error)
+
+
+def _expire(worker: Worker, number: int, answer: _Answer, name: str, timeout: float) -> None:
+    worker.connection.cancel(number)
+    state = "" if worker.number else " (still connecting)"
+    answer.fail(RPCTimeoutError(f"{name} on {worker.name}{state} did not finish within {timeout:g} s"))

@@ -1,0 +1,51 @@
+"""Which workers belong to which rank of a distributed job. Every rank computes the same without a word to the others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """This process's place among the trainers.
+
+    Attributes:
+        rank: 0 to ``world_size - 1``.
+        world_size: Number of trainers.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} of world size {self.world_size}: rank must be 0 to world size - 1")
+
+
+def current_partition(environ: Mapping[str, str] = os.environ) -> Partition:
+    """The rank of this process: from torch.distributed if initialised, else from RANK and WORLD_SIZE if both are set."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return Partition(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return Partition(int(environ["RANK"]), int(environ["WORLD_SIZE"]))
+    return Partition()
+
+
+def share_of(num_workers: Sequence[int], partition: Partition) -> list[int]:
+    """The nodes of one rank's workers: an entry, the number of a node, for each worker.
+
+    All (k, node) pairs are put in order, the first worker of every node before the second of any, and dealt out in
+    turn. So shares differ by at most one; and where the world size is a multiple of the number of nodes, a rank's
+    workers are on one node, which then builds that rank's dataset once. With more ranks than workers, ranks double up.
+
+    Args:
+        num_workers: What each node offers.
+    """
+    pairs = [node for k in range(max(num_workers, default=0)) for node, count in enumerate(num_workers) if k < count]
+    if partition.world_size > len(pairs):
+        return [pairs[partition.rank % len(pairs)]]
+    return pairs[partition.rank :: partition.world_size]
