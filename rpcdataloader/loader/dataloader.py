@@ -1,0 +1,182 @@
+"""``RPCDataloader``: torch's ``DataLoader``, whose workers may be on other machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from rpcdataloader.client.datasets import RemoteDataset, ship
+from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
+from rpcdataloader.client.sharing import Partition, current_partition
+from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
+from rpcdataloader.loader.inline import InlineIterator
+from rpcdataloader.loader.iterator import PassSettings, RemoteIterator
+from rpcdataloader.loader.placement import place
+
+# Bytes of batches that are on their way or wait to be consumed; at least one batch is always allowed.
+MAX_IN_FLIGHT_BYTES = 4 * 2**30
+
+
+class RPCDataloader(DataLoader[Any]):
+    """A ``torch.utils.data.DataLoader`` that loads and collates its batches in workers on any machine.
+
+    Arguments, batches, their order, and exceptions are torch's; see its documentation. What differs:
+
+    Args:
+        dataset: An :class:`~rpcdataloader.RPCDataset`, whose workers are used; or any map-style dataset, which is
+            pickled and sent to the nodes of ``workers`` when an epoch begins, if it has changed.
+        num_workers: With an ``RPCDataset`` or ``workers``: how many of this process's share of the workers to use, 0
+            for all. Otherwise as in torch: worker processes on this machine, 0 to load in this process.
+        multiprocessing_context: Accepted and without meaning: workers are forked by their node server.
+        prefetch_factor: Batches in flight per worker; 2 if left out.
+        workers: Where the workers are, as for :class:`~rpcdataloader.RPCDataset`. Left out, the environment variable
+            ``RPCDATALOADER_WORKERS`` decides.
+        partition: ``(rank, world size)`` of this process among those that share the workers; None to use all of
+            them, because the list was split by the caller. ``"auto"`` asks torch.distributed, or else RANK and WORLD_SIZE.
+        max_in_flight_bytes: Limit on the bytes of batches that are on their way or wait to be consumed.
+
+    Random numbers: before each sample, the global generators of python, numpy and torch are seeded from the
+    position of the sample in the epoch, so batches do not depend on the number of workers. The seed of the epoch is
+    drawn from ``generator``, at the moment torch draws its own.
+
+    Raises:
+        ValueError: Arguments contradict each other or are out of range.
+        TypeError: The dataset is iterable-style, or has no ``__getitem__``.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        workers: str | Iterable[str] | None = None,
+        partition: tuple[int, int] | Literal["auto"] | None = "auto",
+        max_in_flight_bytes: int | None = None,
+    ) -> None:
+        where = _where(dataset, workers, num_workers)
+        if where is not None:
+            _check(dataset, num_workers, prefetch_factor, max_in_flight_bytes)
+        # torch refuses these three without workers of its own; those that we have are not its business.
+        own = where is not None
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            0,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            None if own else multiprocessing_context,
+            generator,
+            prefetch_factor=None if own else prefetch_factor,
+            persistent_workers=False if own else persistent_workers,
+            pin_memory_device=pin_memory_device,
+        )
+        self._where = where
+        self._partition = _partition(partition)
+        self._pass: RemoteIterator | InlineIterator | None = None
+        self.in_order = in_order
+        self.workers = workers
+        self.partition = partition
+        self.max_in_flight_bytes = max_in_flight_bytes
+        if own:
+            self.num_workers = num_workers
+            self.prefetch_factor = 2 if prefetch_factor is None else prefetch_factor
+            # torch does not let this be changed after its own __init__.
+            self.__dict__["persistent_workers"] = persistent_workers
+            self.__dict__["multiprocessing_context"] = multiprocessing_context
+            if isinstance(where, Local) and num_workers:
+                self.check_worker_number_rationality()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
+        if self._where is None:
+            return super().__iter__()
+        if not self.persistent_workers:
+            return self._begin()
+        if self._pass is None or not self._pass.is_usable:
+            self._pass = self._begin()
+        else:
+            self._pass.reset()
+        return self._pass
+
+    def _begin(self) -> RemoteIterator | InlineIterator:
+        settings = PassSettings(
+            sampler=self._index_sampler,
+            auto_collation=self._auto_collation,
+            collate_fn=self.collate_fn,
+            worker_init_fn=self.worker_init_fn,
+            generator=self.generator,
+            timeout=self.timeout,
+            prefetch_factor=self.prefetch_factor or 2,
+            in_order=self.in_order,
+            max_in_flight_bytes=self.max_in_flight_bytes or MAX_IN_FLIGHT_BYTES,
+            pin_memory=self.pin_memory,
+            persistent_workers=self.persistent_workers,
+            partition=current_partition() if self.partition == "auto" else self._partition or current_partition(),
+        )
+        if isinstance(self._where, Inline):
+            return InlineIterator(
+                settings, access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else self.dataset
+            )
+        assert self._where is not None
+        dataset: RemoteDataset = access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else ship(self.dataset)
+        share = Partition() if self.partition is None else self._partition
+        sessions = place(self._where, partition=share, num_workers=self.num_workers)
+        dataset.build_on(sessions)
+        return RemoteIterator(settings, dataset, sessions)
+
+
+def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: int) -> Where | None:
+    """Where the workers are; None to load in this process, as torch does."""
+    if isinstance(dataset, RPCDataset):
+        if workers is not None:
+            raise ValueError("workers contradicts the RPCDataset, which has its own: leave it out")
+        return where_of(dataset)
+    where = find_workers(workers)
+    if where is None:
+        return Local(num_workers) if num_workers > 0 else None
+    if isinstance(where, Local) and where.num_workers and num_workers and where.num_workers != num_workers:
+        raise ValueError(f"workers={workers!r} and num_workers={num_workers} contradict each other: give one")
+    return where
+
+
+def _check(dataset: object, num_workers: int, prefetch_factor: int | None, max_in_flight_bytes: int | None) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise TypeError("iterable-style datasets are loaded in the process only: leave out workers and num_workers")
+    if not hasattr(dataset, "__getitem__"):
+        raise TypeError(f"dataset of type {type(dataset).__name__} has no __getitem__: a map-style dataset needs one")
+    if num_workers < 0:
+        raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
+    if prefetch_factor is not None and prefetch_factor < 1:
+        raise ValueError(f"prefetch_factor must be at least 1, but is {prefetch_factor}")
+    if max_in_flight_bytes is not None and max_in_flight_bytes < 1:
+        raise ValueError(f"max_in_flight_bytes must be at least 1, but is {max_in_flight_bytes}")
+
+
+def _partition(partition: tuple[int, int] | Literal["auto"] | None) -> Partition | None:
+    if partition is None or partition == "auto":
+        return None
+    rank, world_size = partition
+    return Partition(rank, world_size)

@@ -1,0 +1,138 @@
+"""``RPCDataset``: a dataset that is built on the nodes of its workers, and used from here as if it were here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from rpcdataloader.client.datasets import RemoteDataset
+from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
+from rpcdataloader.loader.placement import place
+from rpcdataloader.wire.pickling import dumps
+
+
+class RPCDataset(Dataset[Any]):
+    """Build ``dataset(*args, **kwargs)`` on the nodes of the workers.
+
+    ``len``, indexing and attributes are answered there, one question at a time: to train, give this object to an
+    :class:`~rpcdataloader.RPCDataloader`. Setting an attribute sets it on every node and in every worker.
+
+    Args:
+        workers: Where the workers are: a list of ``host:port``, ``[v6]:port`` or ``unix:/path``; a string of them
+            separated by commas; ``local:N`` for N processes on this machine; ``inline`` for this process; or None,
+            for the environment variable ``RPCDATALOADER_WORKERS`` or else a pool on this machine.
+        dataset: What makes the dataset: a class, or any callable. Importable on the nodes, or sent by value.
+        *args: Its positional arguments.
+        build: ``"node"`` builds it once per node, and workers inherit it by a fork. ``"worker"`` builds it in each
+            worker: for datasets that open HDF5 or LMDB files or start threads in their constructor.
+        **kwargs: Its keyword arguments.
+
+    Raises:
+        ValueError: ``workers`` or ``build`` is malformed.
+        TypeError: ``dataset`` cannot be called, or what it makes is no map-style dataset.
+        ConnectError: A node server cannot be reached.
+        SerializationError: An argument cannot be pickled.
+        Exception: Whatever the callable raised, with the remote traceback as its cause.
+    """
+
+    def __init__(
+        self,
+        workers: str | Iterable[str] | None,
+        dataset: Callable[..., Any],
+        *args: Any,
+        build: str = "node",
+        **kwargs: Any,
+    ) -> None:
+        if not callable(dataset):
+            raise TypeError(
+                f"dataset must be a callable that makes the dataset, but is a {type(dataset).__name__}; "
+                "an instance is given to RPCDataloader directly, with workers="
+            )
+        if build not in ("node", "worker"):
+            raise ValueError(f"build must be 'node' or 'worker', but is {build!r}")
+        where = find_workers(workers) or Local()
+        access: _Inline | RemoteDataset
+        if isinstance(where, Inline):
+            access = _Inline(dataset(*args, **kwargs))
+        else:
+            name = getattr(dataset, "__qualname__", None) or repr(dataset)
+            pickled = dumps((dataset, args, kwargs), name=name)
+            access = RemoteDataset(name, pickled, shared=build == "node")
+            access.build_on(place(where))
+        # Past __setattr__, which sets attributes of the remote dataset.
+        self.__dict__["_where"] = where
+        self.__dict__["_access"] = access
+
+    def __len__(self) -> int:
+        return self._own("_access").length()  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._own("_access").query(_get_item, index)
+
+    def __getattr__(self, name: str) -> Any:
+        # Protocols (copying, pickling, numpy's) look for special methods; those are not the dataset's to answer.
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return self._own("_access").query(getattr, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._own("_access").change(setattr, name, value)
+
+    def call_all(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Run ``function(dataset)`` wherever the dataset is, and wherever it will be made later.
+
+        Returns:
+            The results, one for every process that it ran in.
+
+        Raises:
+            Exception: Whatever ``function`` raised in any of them.
+        """
+        return self._own("_access").change(function)  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        access = self._own("_access")
+        return f"RPCDataset({access.name}, workers={self._own('_where')})"
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError("an RPCDataset belongs to this process and cannot be pickled; make one in each process")
+
+    def _own(self, name: str) -> Any:
+        """An attribute of this object itself; in ``__dict__``, so that none of the dataset's is hidden."""
+        try:
+            return self.__dict__[name]
+        except KeyError:
+            raise AttributeError(f"this RPCDataset was not initialised: {name}") from None
+
+
+def where_of(dataset: RPCDataset) -> Where:
+    """Where its workers are."""
+    return dataset.__dict__["_where"]  # type: ignore[no-any-return]
+
+
+def access_of(dataset: RPCDataset) -> Any:
+    """What it is behind the face: a :class:`RemoteDataset`, or the dataset itself in this process."""
+    access = dataset.__dict__["_access"]
+    return access.dataset if isinstance(access, _Inline) else access
+
+
+class _Inline:
+    """A dataset of this process, behind the same face."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.name = type(dataset).__name__
+
+    def length(self) -> int:
+        return len(self.dataset)
+
+    def query(self, func: Callable[..., Any], *args: Any) -> Any:
+        return func(self.dataset, *args)
+
+    def change(self, func: Callable[..., Any], *args: Any) -> list[Any]:
+        return [func(self.dataset, *args)]
+
+
+def _get_item(dataset: Any, index: Any) -> Any:
+    return dataset[index]

@@ -1,0 +1,40 @@
+"""On which nodes the workers of a loader are."""
+
+from __future__ import annotations
+
+import logging
+
+from rpcdataloader.client.discovery import Local, Remote
+from rpcdataloader.client.node import Session
+from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.sharing import Partition, current_partition, share_of
+
+logger = logging.getLogger("rpcdataloader.loader")
+
+
+def place(where: Local | Remote, *, partition: Partition | None = None, num_workers: int = 0) -> tuple[Session, ...]:
+    """Choose the workers of this process.
+
+    Args:
+        partition: This process's place among those that share the workers; None finds it out. The embedded pool is
+            not shared.
+        num_workers: How many to use; 0 for all of this process's share (of the embedded pool: as many as CPUs). Of a
+            remote pool never more than the share.
+
+    Returns:
+        The session of each worker; one that has several appears as often.
+
+    Raises:
+        ConnectError: A node server cannot be reached.
+    """
+    sessions = [node.session() for node in get_client().nodes(where)]
+    offered = [session.wait().num_workers for session in sessions]
+    if isinstance(where, Local):
+        return (sessions[0],) * (num_workers or where.num_workers or offered[0])
+    partition = partition or current_partition()
+    if partition.world_size > sum(offered):
+        logger.warning(
+            "%d ranks share %d workers: some are used by more than one rank", partition.world_size, sum(offered)
+        )
+    share = share_of(offered, partition)
+    return tuple(sessions[index] for index in share[: num_workers or None])

@@ -1,0 +1,250 @@
+"""What a worker runs for a loader: fetch the samples of a batch, collate them, with seeds that depend on neither.
+
+A worker serves one loader: :func:`open_loader` comes first, then :func:`load` for each batch, one at a time. The same
+:class:`BatchLoader` runs in the trainer's own process for ``workers="inline"``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import default_collate, default_convert
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.loader import seeding
+from rpcdataloader.wire.slabs import Allocator, PageablePool
+
+# Batches of at least this size are collated into recycled memory: what is smaller is copied into a slab on its way
+# anyway, and malloc reuses it without page faults.
+MIN_RECYCLED_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSpec:
+    """What a worker has to know of a loader; sent once.
+
+    Attributes:
+        collate_fn: None for torch's default.
+        worker_init_fn: Called with ``worker_id`` before the first sample.
+        auto_collation: Whether the sampler yields lists of indices, or single ones.
+        base_seed: From 0 to 2**63 - 1, the same on all workers.
+        epoch: From 0; see :meth:`BatchLoader.start_epoch`.
+        rank: Of the trainer; with ``world_size``, keeps the random numbers of ranks apart.
+        world_size: Number of trainers.
+        worker_id: From 0.
+        num_workers: 0 means what it means to torch: no worker info and no init function.
+    """
+
+    collate_fn: Callable[[Any], Any] | None
+    worker_init_fn: Callable[[int], None] | None
+    auto_collation: bool
+    base_seed: int
+    epoch: int
+    rank: int
+    world_size: int
+    worker_id: int
+    num_workers: int
+
+
+class BatchMetrics(NamedTuple):
+    """How long a worker was at work on a batch."""
+
+    fetch_seconds: float
+    collate_seconds: float
+
+
+class BatchLoader:
+    """Load the batches of one loader from a dataset.
+
+    Unlike torch's fetcher, it seeds the global generators before each sample from the sample's place in the epoch, and
+    collates plain tensors into recycled memory.
+
+    Args:
+        dataset: Map-style.
+        spec: See there.
+        allocator: Where to collate large tensors; None for fresh memory.
+        inline: This is the trainer's process: its generators, worker info and collate functions are as before
+            whenever a call returns.
+    """
+
+    def __init__(
+        self, dataset: Any, spec: LoaderSpec, allocator: Allocator | None = None, *, inline: bool = False
+    ) -> None:
+        self._dataset = dataset
+        self._spec = spec
+        self._inline = inline
+        self._collate = spec.collate_fn
+        if self._collate is None:
+            self._collate = default_collate if spec.auto_collation else default_convert
+        self._collate_tensors = TensorCollator(allocator)
+        self._worker_info: Any = None
+        if not spec.num_workers:
+            return
+        # Arguments that all supported versions of torch have.
+        self._worker_info = torch_worker.WorkerInfo(  # type: ignore[no-untyped-call, unused-ignore]  # before 2.12
+            id=spec.worker_id, num_workers=spec.num_workers, seed=spec.base_seed + spec.worker_id, dataset=dataset
+        )
+        with _trainer_restored(inline):
+            torch_worker._worker_info = self._worker_info
+            seeding.set_random_seeds(spec.base_seed, spec.worker_id)
+            if spec.worker_init_fn is not None:
+                spec.worker_init_fn(spec.worker_id)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Begin another pass: from now on, random numbers are those of ``epoch``."""
+        self._spec = replace(self._spec, epoch=epoch)
+
+    def load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
+        """Load one batch.
+
+        Args:
+            indices: A list of indices or, without automatic collation, one index.
+            position: Place of the first sample in this epoch of this rank's loader, from 0.
+            batch_number: Of this rank's loader in this epoch, from 0.
+
+        Raises:
+            Exception: Whatever the dataset or the collate function raise.
+        """
+        with _trainer_restored(self._inline), seeding.sample_scope():
+            torch_worker._worker_info = self._worker_info
+            self._collate_tensors.install()
+            start = time.perf_counter()
+            samples = self._fetch(indices, position)
+            fetched = time.perf_counter()
+            spec = self._spec
+            # The same number on two ranks is not the same batch.
+            number = batch_number * spec.world_size + spec.rank
+            seeding.begin_sample(seeding.batch_seed(spec.base_seed, spec.epoch, number))
+            batch = self._collate(samples)
+            return BatchMetrics(fetched - start, time.perf_counter() - fetched), batch
+
+    def _fetch(self, indices: Any, position: int) -> Any:
+        dataset = self._dataset
+        if not self._spec.auto_collation:
+            self._begin_sample(position)
+            return dataset[indices]
+        # Asked the way torch asks.
+        if hasattr(dataset, "__getitems__") and dataset.__getitems__:
+            self._begin_sample(position)
+            return dataset.__getitems__(indices)
+        samples = []
+        for place, index in enumerate(indices, position):
+            self._begin_sample(place)
+            samples.append(dataset[index])
+        return samples
+
+    def _begin_sample(self, position: int) -> None:
+        spec = self._spec
+        place = position * spec.world_size + spec.rank
+        seeding.begin_sample(seeding.sample_seed(spec.base_seed, spec.epoch, place))
+
+
+class TensorCollator:
+    """Stacks the tensors of a batch, in place of torch's function of the default collate.
+
+    torch's allocates shared memory whenever worker info is set, to pass it to another process. Here that is pure cost:
+    27 ms for 64x3x224x224 float32, against 16 ms into fresh memory and 2.5 ms into recycled memory.
+
+    Otherwise it does what torch does outside of workers, errors included.
+    """
+
+    def __init__(self, allocator: Allocator | None) -> None:
+        self._allocator = allocator
+
+    def install(self) -> None:
+        """Take the place of torch's function, so that a user's function that calls ``default_collate`` gains too.
+
+        A function that the user has registered in its place stays.
+        """
+        current = default_collate_fn_map.get(torch.Tensor)
+        if current is collate_tensor_fn or isinstance(current, TensorCollator):
+            default_collate_fn_map[torch.Tensor] = self
+
+    def __call__(self, batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
+        """Stack the tensors along a new first dimension."""
+        if self._allocator is not None and _is_stackable(batch):
+            elem = batch[0]
+            block = self._allocator.allocate(elem.nbytes * len(batch))
+            return torch.stack(tuple(batch), out=block.tensor.view(elem.dtype).view(len(batch), *elem.shape))
+        worker_info, torch_worker._worker_info = torch_worker._worker_info, None
+        try:
+            stacked: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
+        finally:
+            torch_worker._worker_info = worker_info
+        return stacked
+
+
+def _is_stackable(batch: Sequence[torch.Tensor]) -> bool:
+    """Whether stacking into given memory is worth it, and gives what stacking without would.
+
+    ``torch.stack(out=)`` converts different dtypes silently, and refuses tensors that require grad.
+    """
+    elem = batch[0]
+    if not _is_plain(elem) or elem.nbytes * len(batch) < MIN_RECYCLED_BYTES:
+        return False
+    dtype, shape = elem.dtype, elem.shape
+    return all(_is_plain(other) and other.dtype == dtype and other.shape == shape for other in batch)
+
+
+def _is_plain(value: Any) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+        and not (value.requires_grad or value.is_nested or value.is_quantized)
+    )
+
+
+@contextmanager
+def _trainer_restored(inline: bool) -> Iterator[None]:
+    """Undo what loading changes in the process, if ``inline``.
+
+    A worker keeps worker info and collate function between batches, also for threads that the dataset has started.
+    """
+    if not inline:
+        yield
+        return
+    worker_info = torch_worker._worker_info
+    collate_tensors = default_collate_fn_map[torch.Tensor]
+    with seeding.generators_restored():
+        try:
+            yield
+        finally:
+            torch_worker._worker_info = worker_info
+            default_collate_fn_map[torch.Tensor] = collate_tensors
+
+
+_loader: BatchLoader | None = None  # of this process, a worker
+
+
+def open_loader(dataset: Any, spec: LoaderSpec) -> None:
+    """Make this process a worker of a loader.
+
+    Raises:
+        Exception: Whatever ``worker_init_fn`` raises.
+    """
+    global _loader
+    _loader = BatchLoader(dataset, spec, PageablePool())
+
+
+def load(indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
+    """Load one batch of the open loader; see :meth:`BatchLoader.load`."""
+    return _get_loader().load(indices, position, batch_number)
+
+
+def start_epoch(epoch: int) -> None:
+    """Begin another pass over the open loader."""
+    _get_loader().start_epoch(epoch)
+
+
+def _get_loader() -> BatchLoader:
+    if _loader is None:
+        raise LocalProtocolError("no loader is open in this worker")
+    return _loader
