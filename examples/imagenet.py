@@ -1,0 +1,198 @@
+"""Train ResNet-50 on ImageNet, or on any folder with one subfolder of images per class.
+
+``DATA`` holds the folders ``train`` and ``val``, as node servers and training processes see them. Start a node server
+on each CPU node, then train on one GPU, or on several with torchrun::
+
+    python -m rpcdataloader.launch --host 0.0.0.0 --port 6543
+    python examples/imagenet.py DATA --workers node01:6543 node02:6543
+    torchrun --nproc-per-node 8 examples/imagenet.py DATA --workers node01:6543 node02:6543
+
+Under Slurm, export ``MASTER_ADDR`` and ``MASTER_PORT`` in the job script, and start one task per GPU::
+
+    srun python examples/imagenet.py DATA --workers node01:6543 node02:6543
+
+Workers decode, crop and flip. Images travel as uint8, a quarter of the bytes of float32, and are normalised on the GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+from tqdm import tqdm
+
+from rpcdataloader import RPCDataloader, RPCDataset
+
+# Of the pixels 0 to 255 of ImageNet, per channel.
+MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
+
+
+def build_datasets(data: str, image_size: int, workers: list[str] | None) -> tuple[RPCDataset, RPCDataset]:
+    from torchvision import transforms
+    from torchvision.datasets import ImageFolder
+
+    train = [transforms.RandomResizedCrop(image_size), transforms.RandomHorizontalFlip(), transforms.PILToTensor()]
+    val = [transforms.Resize(image_size * 8 // 7), transforms.CenterCrop(image_size), transforms.PILToTensor()]
+    return (
+        RPCDataset(workers, ImageFolder, os.path.join(data, "train"), transform=transforms.Compose(train)),
+        RPCDataset(workers, ImageFolder, os.path.join(data, "val"), transform=transforms.Compose(val)),
+    )
+
+
+def build_network(num_classes: int) -> nn.Module:
+    from torchvision.models import resnet50
+
+    return resnet50(num_classes=num_classes).to(memory_format=torch.channels_last)
+
+
+def read_environment(*names: str, default: int) -> int:
+    return next((int(os.environ[name]) for name in names if name in os.environ), default)
+
+
+def normalise(images: Tensor) -> Tensor:
+    mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (MEAN, STD))
+    return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
+
+
+def sum_over_ranks(values: Tensor) -> list[float]:
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return values.tolist()
+
+
+def evaluate(network: nn.Module, loader: RPCDataloader, precision: dict[str, Any], device: torch.device) -> list[float]:
+    """Return the shares of the images of all ranks whose class is the first guess, and among the first five."""
+    if dist.is_initialized():
+        for statistics in network.buffers():  # of batch norm; each rank has seen other images
+            dist.broadcast(statistics, src=0)
+    network.eval()
+    counts = torch.zeros(3, device=device)
+    with torch.inference_mode():
+        for images, labels in loader:
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            with torch.autocast(**precision):
+                output = network(normalise(images))
+            correct = output.topk(min(5, output.shape[1])).indices == labels[:, None]
+            counts[0] += correct[:, 0].sum()
+            counts[1] += correct.sum()
+            counts[2] += len(labels)
+    first, first_five, num_images = sum_over_ranks(counts)
+    return [first / num_images, first_five / num_images]
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("data", metavar="DATA", help="folder that holds the folders train and val")
+    add(
+        "--workers",
+        nargs="+",
+        metavar="HOST:PORT",
+        help="node servers (default: RPCDATALOADER_WORKERS, else local ones)",
+    )
+    add("--epochs", type=int, default=90, help="passes over the training images (default: %(default)s)")
+    add("--batch-size", type=int, default=256, help="images per batch and process (default: %(default)s)")
+    add("--image-size", type=int, default=224, help="pixels of a side (default: %(default)s)")
+    add("--lr", type=float, default=0.1, help="learning rate per 256 images of a step (default: %(default)s)")
+    add("--warmup-epochs", type=int, default=5, help="with a rising learning rate (default: %(default)s)")
+    add("--momentum", type=float, default=0.9, help="of SGD (default: %(default)s)")
+    add("--weight-decay", type=float, default=1e-4, help="of SGD (default: %(default)s)")
+    add("--amp", choices=["bfloat16", "float16", "off"], default="bfloat16", help="precision (default: %(default)s)")
+    add("--seed", type=int, default=0, help="for weights, order and augmentation (default: %(default)s)")
+    add("--checkpoint", metavar="FILE", default="resnet50.pt", help="overwritten each epoch (default: %(default)s)")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse_arguments()
+    # torchrun sets the first name of each, srun the second.
+    rank = read_environment("RANK", "SLURM_PROCID", default=0)
+    world_size = read_environment("WORLD_SIZE", "SLURM_NTASKS", default=1)
+    local_rank = read_environment("LOCAL_RANK", "SLURM_LOCALID", default=0)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=world_size)
+    torch.manual_seed(args.seed)
+
+    train_set, val_set = build_datasets(args.data, args.image_size, args.workers)
+    sampler: DistributedSampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
+    pin_memory = device.type == "cuda"
+    train_loader = RPCDataloader(train_set, args.batch_size, sampler=sampler, pin_memory=pin_memory)
+    # A DistributedSampler would count some images twice, to give each rank the same number of them.
+    share = range(rank, len(val_set), world_size)
+    val_loader = RPCDataloader(val_set, args.batch_size, sampler=share, pin_memory=pin_memory)
+
+    network = build_network(len(train_set.classes)).to(device)
+    model = DistributedDataParallel(network) if world_size > 1 else network
+    precision: dict[str, Any] = {"device_type": device.type, "enabled": args.amp != "off"}
+    if precision["enabled"]:
+        precision["dtype"] = getattr(torch, args.amp)
+    scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "float16")
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=args.lr * args.batch_size * world_size / 256,
+        momentum=args.momentum,
+        weight_decay=args.weight_decay,
+    )
+    num_warmup, num_steps = (n * len(train_loader) for n in (args.warmup_epochs, args.epochs))
+
+    def warmup_then_cosine(step: int) -> float:
+        if step < num_warmup:
+            return (step + 1) / num_warmup
+        return 0.5 + 0.5 * math.cos(math.pi * (step - num_warmup) / max(1, num_steps - num_warmup))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine)
+
+    for epoch in range(args.epochs):
+        sampler.set_epoch(epoch)
+        model.train()
+        sums = torch.zeros(3, device=device, dtype=torch.float64)
+        waited = 0.0
+        start = asked = time.perf_counter()
+        for images, labels in tqdm(
+            train_loader, f"epoch {epoch + 1}", leave=False, disable=None if rank == 0 else True
+        ):
+            waited += time.perf_counter() - asked
+            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            with torch.autocast(**precision):
+                loss = F.cross_entropy(model(normalise(images)), labels)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            schedule.step()
+            sums[0] += loss.detach() * len(labels)
+            sums[1] += len(labels)
+            asked = time.perf_counter()
+        sums[2] += waited
+        loss_sum, num_images, waited = sum_over_ranks(sums)
+        seconds = time.perf_counter() - start
+        accuracy, accuracy_of_five = evaluate(network, val_loader, precision, device)
+        if rank == 0:
+            print(
+                f"epoch {epoch + 1:2}  loss {loss_sum / num_images:.4f}  {num_images / seconds:6.0f} images/s  "
+                f"waiting for data {waited / world_size / seconds:4.0%}  "
+                f"validation accuracy {accuracy:.4f}, within five guesses {accuracy_of_five:.4f}",
+                flush=True,
+            )
+            torch.save({"epoch": epoch + 1, "network": network.state_dict()}, args.checkpoint)
+
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

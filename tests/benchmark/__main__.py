@@ -1,0 +1,127 @@
+"""The harness: reads the options, runs the rounds, prints the table."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .loaders import LOADERS, NUM_WORKERS, PACKAGE
+from .processes import ChildError, running
+from .report import Measurement, make_table
+from .trainer import Figures, Phase, Task
+from .workloads import WORKLOADS
+
+
+def _make_parser_of_names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+        return [name for name in known if name in names]
+
+    return parse
+
+
+def _parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmark", description="Compare loaders; see the package.")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each, interleaved (default: 3)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of each phase of each (default: 3)")
+    for option, known in ("workloads", list(WORKLOADS)), ("loaders", list(LOADERS)):
+        parser.add_argument(
+            f"--{option}",
+            type=_make_parser_of_names(known),
+            default=known,
+            help=f"comma-separated, of {', '.join(known)} (default: all)",
+        )
+    parser.add_argument("--copy", action="store_true", help="the trainer also copies each batch, as to a GPU")
+    parser.add_argument("--quick", action="store_true", help="one round of 0.5 s: does it work?")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured to FILE")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.seconds = 1, 0.5
+    if args.rounds < 1 or args.seconds <= 0:
+        parser.error("--rounds and --seconds must be positive")
+    return args
+
+
+def _measure(workload: str, loader: str, seconds: float, copy: bool) -> Figures:
+    """Start servers and trainer, wait for the figures, stop both.
+
+    Raises:
+        ChildError: One of the processes failed.
+        OSError: The loader cannot be had.
+    """
+    # Two warm-ups and two phases; slow loaders take longer, because they wait for a number of batches.
+    timeout = 120 + 10 * seconds
+    contestant = LOADERS[loader]
+    with tempfile.TemporaryDirectory(prefix="rpcdl-bench-") as name:
+        folder = Path(name)
+        env = contestant.make_environment(folder)
+        with contestant.serve(WORKLOADS[workload], env, folder) as addresses:
+            task = Task(loader, workload, addresses, seconds, copy)
+            with running(f"{PACKAGE}.trainer", [json.dumps(asdict(task))], env, folder) as trainer:
+                figures = json.loads(trainer.read_line("figures ", timeout))
+                trainer.wait(timeout)
+    return Figures(**{**figures, "idle": Phase(**figures["idle"]), "busy": Phase(**figures["busy"])})
+
+
+def _describe_machine() -> dict[str, Any]:
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": importlib.metadata.version("torch"),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "time": time.strftime("%Y-%m-%d %H:%M"),
+    }
+
+
+def _stop(_signal: int, _frame: object) -> NoReturn:
+    sys.exit("stopped by a signal")
+
+
+def main() -> None:
+    args = _parse_args()
+    # So that the context managers stop what was started.
+    for end in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(end, _stop)
+    machine = _describe_machine()
+    measurements: list[Measurement] = []
+    for workload in args.workloads:
+        for number in range(args.rounds):
+            for loader in args.loaders:
+                label = f"{workload}, round {number + 1} of {args.rounds}, {loader}"
+                print(label, end=": ", file=sys.stderr, flush=True)
+                figures = None
+                try:
+                    figures = _measure(workload, loader, args.seconds, args.copy)
+                    print(f"{figures.idle.num_batches / figures.idle.seconds:.1f} batches/s", file=sys.stderr)
+                except (ChildError, OSError) as error:
+                    print(f"failed\n{error}", file=sys.stderr)
+                measurements.append(Measurement(workload, loader, number, figures))
+    print(make_table(measurements))
+    print(
+        f"\nMedian of {args.rounds} interleaved rounds of {args.seconds:g} s, {NUM_WORKERS} workers, "
+        f"{machine['cpus']} CPUs ({machine['machine']}), Python {machine['python']}, torch {machine['torch']}, "
+        f"load average at the start {machine['load_average'][0]}"
+        f"{', every batch copied once by the trainer' if args.copy else ''}."
+    )
+    if args.json is not None:
+        found = {"machine": machine, "seconds": args.seconds, "copy": args.copy}
+        args.json.write_text(json.dumps({**found, "measurements": [asdict(one) for one in measurements]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The contestants: how each one is served (in the harness) and built (in the trainer).
+
+Imports of contestants are inside functions: two of them have the same name, and the harness needs neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .original import install
+from .processes import running
+from .workloads import Workload
+
+NUM_WORKERS = 2
+_START_TIMEOUT = 60.0
+_TESTS = Path(__file__).resolve().parent.parent
+_REPOSITORY = _TESTS.parent
+
+# What this package is called in the processes that it starts. The repository is not on the path of all of them,
+# because it holds the package of the same name as the original's.
+PACKAGE = "benchmark"
+
+Servers = contextlib.AbstractContextManager[list[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """One contestant.
+
+    Attributes:
+        title: For the table.
+        path: Folders to put on the path of its processes, found or filled on first use.
+        serve: Starts its servers; entered, gives their addresses. Takes workload, environment, folder for files.
+        build: Called in the trainer with workload and addresses; returns what the trainer iterates over.
+    """
+
+    title: str
+    path: Callable[[], list[Path]]
+    serve: Callable[[Workload, dict[str, str], Path], Servers]
+    build: Callable[[Workload, list[str]], Iterable[Any]]
+
+    def make_environment(self, folder: Path) -> dict[str, str]:
+        """Return the environment of its servers and its trainer; ``folder`` holds the secret."""
+        env = {name: value for name, value in os.environ.items() if not name.startswith("RPCDATALOADER_")}
+        env["PYTHONPATH"] = os.pathsep.join(str(part) for part in [*self.path(), _TESTS])
+        env["PYTHONDONTWRITEBYTECODE"] = "1"
+        token = folder / "token"
+        if not token.exists():
+            token.touch(mode=0o600)
+            token.write_text(secrets.token_urlsafe(32))
+        env["RPCDATALOADER_TOKEN_FILE"] = str(token)
+        return env
+
+
+@contextlib.contextmanager
+def _serve(
+    module: str, args: Sequence[str], ready: str, count: int, env: dict[str, str], folder: Path
+) -> Iterator[list[str]]:
+    """Run ``count`` times the same server; gives the first word after ``ready`` on the line that each one writes."""
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(running(module, args, env, folder)) for _ in range(count)]
+        yield [child.read_line(ready, _START_TIMEOUT).split()[0] for child in children]
+
+
+def _get_workload(workload: Workload) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return the class of the dataset and the arguments of the loader."""
+    from . import datasets
+
+    arguments: dict[str, Any] = {"batch_size": workload.batch_size}
+    if workload.collate is not None:
+        arguments["collate_fn"] = getattr(datasets, workload.collate)
+    return getattr(datasets, workload.dataset), arguments
+
+
+def _serve_ours(host: str) -> Callable[[Workload, dict[str, str], Path], Servers]:
+    def serve(_workload: Workload, env: dict[str, str], folder: Path) -> Servers:
+        listen = ["--host", f"unix:{folder}/ours"] if host == "unix" else ["--host", host, "--port", "0"]
+        args = [*listen, "--num-workers", str(NUM_WORKERS)]
+        return _serve("rpcdataloader.launch", args, "rpcdataloader ready ", 1, env, folder)
+
+    return serve
+
+
+def _build_ours(workload: Workload, addresses: list[str]) -> Iterable[Any]:
+    from rpcdataloader import RPCDataloader, RPCDataset
+
+    factory, arguments = _get_workload(workload)
+    dataset = RPCDataset(addresses, factory, *workload.args)
+    return RPCDataloader(dataset, num_workers=NUM_WORKERS, **arguments)
+
+
+def _serve_nobody(_workload: Workload, _env: dict[str, str], _folder: Path) -> Servers:
+    return contextlib.nullcontext([])
+
+
+def _build_torch(workload: Workload, _addresses: list[str]) -> Iterable[Any]:
+    from torch.utils.data import DataLoader
+
+    factory, arguments = _get_workload(workload)
+    return DataLoader(factory(*workload.args), num_workers=NUM_WORKERS, **arguments)
+
+
+def _serve_original(_workload: Workload, env: dict[str, str], folder: Path) -> Servers:
+    return _serve(f"{PACKAGE}.original_worker", [], "ready ", NUM_WORKERS, env, folder)
+
+
+def _build_original(workload: Workload, addresses: list[str]) -> Iterable[Any]:
+    # Not by an import statement, which type checkers would take to mean the package of this repository.
+    rpcdataloader: Any = importlib.import_module("rpcdataloader")
+    if hasattr(rpcdataloader, "errors") or not hasattr(rpcdataloader, "rpc"):
+        raise ImportError(f"{rpcdataloader.__file__} is not the original")
+    factory, arguments = _get_workload(workload)
+    dataset = rpcdataloader.RPCDataset(addresses, factory, *workload.args)
+    return rpcdataloader.RPCDataloader(dataset, **arguments)
+
+
+def _serve_bare(workload: Workload, env: dict[str, str], folder: Path) -> Servers:
+    return _serve(f"{PACKAGE}.bare_sender", [str(workload.batch_bytes)], "ready ", NUM_WORKERS, env, folder)
+
+
+def _build_bare(workload: Workload, addresses: list[str]) -> Iterable[Any]:
+    from .bare import BareLoader
+
+    return BareLoader(addresses, workload.batch_bytes)
+
+
+def _find_ours() -> list[Path]:
+    return [_REPOSITORY]
+
+
+def _find_original() -> list[Path]:
+    return [install(_REPOSITORY / ".bench")]
+
+
+# In the order of the rounds.
+LOADERS = {
+    "ours-tcp": Loader("ours, TCP", _find_ours, _serve_ours("127.0.0.1"), _build_ours),
+    "ours-unix": Loader("ours, Unix socket", _find_ours, _serve_ours("unix"), _build_ours),
+    "torch": Loader("torch DataLoader", list, _serve_nobody, _build_torch),
+    "original": Loader("original 0.2.1", _find_original, _serve_original, _build_original),
+    "bare": Loader("bare sockets", list, _serve_bare, _build_bare),
+}

@@ -1,0 +1,123 @@
+"""Child processes of the harness: started in groups of their own, stopped with everything they started."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_STOP_TIMEOUT = 10.0
+_libc = ctypes.CDLL(None)
+
+
+def _die_with_parent() -> None:
+    # For the one case that no context manager covers: the harness is killed by SIGKILL.
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class ChildError(Exception):
+    """A child process failed; the text holds the end of what it wrote to standard error."""
+
+
+class Child:
+    """A running Python module whose standard output is read here and whose standard error goes to a file.
+
+    Args:
+        module: Run with ``python -m``.
+        args: Its arguments.
+        env: Its whole environment.
+        folder: Where it runs, and where its standard error is kept. Must not be on anybody's path of modules, because
+            ``python -m`` puts it in front of that.
+    """
+
+    def __init__(self, module: str, args: Sequence[str], env: Mapping[str, str], folder: Path) -> None:
+        self.module = module
+        self._log = folder / f"{module}-{time.monotonic_ns()}.log"
+        self._output = b""
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *args],
+                env=env,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+
+    def read_line(self, start: str, timeout: float) -> str:
+        """Return what follows ``start`` on the first line of output that starts so; ChildError after ``timeout`` s."""
+        assert self._process.stdout is not None
+        descriptor = self._process.stdout.fileno()
+        deadline = time.monotonic() + timeout
+        while True:
+            *lines, self._output = self._output.split(b"\n")
+            for i, line in enumerate(lines):
+                if line.startswith(start.encode()):
+                    self._output = b"\n".join([*lines[i + 1 :], self._output])
+                    return line.decode()[len(start) :].strip()
+            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise ChildError(f"{self.module} did not write {start!r} within {timeout:g} s\n{self.read_log()}")
+            data = os.read(descriptor, 65536)
+            if not data:
+                raise ChildError(f"{self.module} ended without writing {start!r}\n{self.read_log()}")
+            self._output += data
+
+    def read_log(self) -> str:
+        """Return the end of what the child wrote to standard error."""
+        return self._log.read_text(errors="replace")[-3000:]
+
+    def wait(self, timeout: float) -> None:
+        """Wait for the child to end by itself; ChildError when it does not, or not with exit status 0."""
+        try:
+            status = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise ChildError(f"{self.module} did not end within {timeout:g} s\n{self.read_log()}") from None
+        if status:
+            raise ChildError(f"{self.module} ended with exit status {status}\n{self.read_log()}")
+
+    def stop(self) -> None:
+        """Ask the child to end, then end its whole group. Says so when the child left something behind."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(_STOP_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            print(f"{self.module} did not end within {_STOP_TIMEOUT:g} s of SIGTERM", file=sys.stderr)
+        self._end_group()
+        self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _end_group(self) -> None:
+        group = self._process.pid
+        deadline = time.monotonic() + 2.0  # workers notice the end of their parent a moment later
+        while time.monotonic() < deadline:
+            try:
+                os.killpg(group, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.02)
+        print(f"{self.module} left processes behind: killing its group", file=sys.stderr)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def running(module: str, args: Sequence[str], env: Mapping[str, str], folder: Path) -> Iterator[Child]:
+    """Run a module for as long as the ``with`` block lasts."""
+    child = Child(module, args, env, folder)
+    try:
+        yield child
+    finally:
+        child.stop()

@@ -1,0 +1,177 @@
+"""What integration tests share: real node servers on ports of the kernel's choice, and a look at what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+# Slow machines multiply every limit of the tests.
+TIMEOUT_SCALE = float(os.environ.get("RPCDATALOADER_TEST_TIMEOUT_SCALE", "1"))
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 10.0, what: str = "") -> None:
+    """Wait for something that another process does, with a deadline."""
+    deadline = time.monotonic() + seconds * TIMEOUT_SCALE
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what or condition}"
+        time.sleep(0.005)
+
+
+def descendants(pid: int) -> list[int]:
+    """Live processes below ``pid``."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                if fields[0] != "Z":
+                    children.setdefault(int(fields[1]), []).append(int(entry))
+    found, todo = [], [pid]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+@dataclass
+class Server:
+    """A node server in a process of its own."""
+
+    process: subprocess.Popen[str]
+    address: str
+    num_workers: int
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def processes(self) -> list[int]:
+        """Its sessions, gates and workers."""
+        return descendants(self.pid)
+
+    def stop(self) -> int:
+        """Drain, then end; returns the exit status."""
+        for _ in range(2):
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(5 * TIMEOUT_SCALE)
+        if self.process.poll() is None:
+            self.process.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return self.process.wait()
+
+
+READY_LINE = re.compile(r"rpcdataloader ready (\S+) num_workers=(\d+) pid=(\d+)\n")
+
+
+def launch(*options: str, log: Path, env: dict[str, str] | None = None) -> Server:
+    """Start ``python -m rpcdataloader.launch`` and wait for its ready line."""
+    where = [] if any(option in ("--host", "--port") for option in options) else ["--port", "0"]
+    with open(log, "a") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rpcdataloader.launch", *where, *options],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env={**os.environ, **(env or {})},
+        )
+    assert process.stdout is not None
+    match = READY_LINE.fullmatch(process.stdout.readline())
+    if not match:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+        raise AssertionError(f"no ready line; the log says:\n{log.read_text()}")
+    return Server(process, match[1], int(match[2]), log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One secret for all servers and clients of the tests, and short waits for servers that are not there."""
+    path = tmp_path_factory.mktemp("secret") / "token"
+    path.touch(0o600)
+    path.write_text("the secret of the test suite 0123456789\n")
+    changed = {"RPCDATALOADER_TOKEN_FILE": str(path), "RPCDATALOADER_CONNECT_TIMEOUT": str(10 * TIMEOUT_SCALE)}
+    before = {name: os.environ.get(name) for name in (*changed, "RPCDATALOADER_WORKERS")}
+    os.environ.update(changed)
+    os.environ.pop("RPCDATALOADER_WORKERS", None)
+    yield path
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Start node servers that end with the test."""
+    servers: list[Server] = []
+
+    def start(*options: str, env: dict[str, str] | None = None) -> Server:
+        servers.append(launch(*options, log=tmp_path / f"server{len(servers)}.log", env=env))
+        return servers[-1]
+
+    yield start
+    left = []
+    for server in servers:
+        below = server.processes()
+        server.stop()
+        left += [pid for pid in below if os.path.exists(f"/proc/{pid}")]
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in left), 5, "processes of a stopped server")
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A node server with two workers for tests that do it no harm."""
+    folder = tmp_path_factory.mktemp("server")
+    server = launch("--num-workers", "2", "--max-connections", "64", log=folder / "log")
+    yield server
+    assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.fixture(scope="session")
+def second_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Another one."""
+    folder = tmp_path_factory.mktemp("server")
+    server = launch("--num-workers", "2", "--max-connections", "64", log=folder / "log")
+    yield server
+    assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.fixture
+def clean_client() -> Iterator[None]:
+    """Close this process's client after the test, and check that no thread, descriptor or process of it is left."""
+    from rpcdataloader.client import pool
+
+    pool.close_client()
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    pool.close_client()
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("rpcdl")]
+    assert not threads, f"threads left: {threads}"
+    left = {fd: _target(fd) for fd in set(os.listdir("/proc/self/fd")) - before}
+    left = {fd: target for fd, target in left.items() if target.startswith(("socket:", "pipe:"))}
+    assert not left, f"descriptors left: {left}"
+
+
+def _target(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""

@@ -1,0 +1,176 @@
+"""The layout of the package: which module may import which, and what the package root exports."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import rpcdataloader
+
+PACKAGE = Path(rpcdataloader.__file__).parent
+SOURCES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path.read_text("utf-8")
+    for path in PACKAGE.rglob("*.py")
+}
+
+# What each part of the package may import besides itself. Nothing imports launch.
+BELOW = {
+    "errors": set(),
+    "wire": {"errors"},
+    "client": {"wire", "errors"},
+    "server": {"wire", "errors"},
+    "loader": {"client", "wire", "errors"},
+    "launch": {"server", "wire", "errors"},
+}
+PURE = {
+    "rpcdataloader.wire.address",
+    "rpcdataloader.wire.frames",
+    "rpcdataloader.wire.handshake",
+    "rpcdataloader.loader.scheduler",
+}
+IMPURE = {
+    "asyncio",
+    "multiprocessing",
+    "select",
+    "selectors",
+    "signal",
+    "socket",
+    "ssl",
+    "subprocess",
+    "threading",
+    "time",
+}
+
+
+class Import(NamedTuple):
+    target: str
+    line: int
+    for_types_only: bool  # under ``if TYPE_CHECKING:``
+
+
+def find_imports(module: str, sources: dict[str, str]) -> Iterator[Import]:
+    """Yield the full name of each imported module, wherever in the module the statement stands."""
+    is_package = any(name.startswith(f"{module}.") for name in sources)
+
+    def visit(node: ast.AST, for_types_only: bool) -> Iterator[Import]:
+        match node:
+            case ast.Import():
+                for alias in node.names:
+                    yield Import(alias.name, node.lineno, for_types_only)
+            case ast.ImportFrom():
+                parts = module.split(".")
+                base = parts[: len(parts) + is_package - node.level] if node.level else []
+                origin = ".".join([*base, *filter(None, [node.module])])
+                for alias in node.names:
+                    name = f"{origin}.{alias.name}"
+                    yield Import(name if name in sources else origin, node.lineno, for_types_only)
+            case ast.If(test=ast.Name("TYPE_CHECKING")):
+                for statement in node.body:
+                    yield from visit(statement, True)
+                for statement in node.orelse:
+                    yield from visit(statement, for_types_only)
+            case _:
+                for child in ast.iter_child_nodes(node):
+                    yield from visit(child, for_types_only)
+
+    yield from visit(ast.parse(sources[module]), False)
+
+
+def get_part(module: str) -> str:
+    """``rpcdataloader.wire.frames`` is in the part ``wire``; the package root is in the part of the empty name."""
+    return module.removeprefix("rpcdataloader").lstrip(".").partition(".")[0]
+
+
+def is_ours(module: str) -> bool:
+    return module.split(".")[0] == "rpcdataloader"
+
+
+def find_faults(sources: dict[str, str]) -> list[str]:
+    """Return one line for each import that breaks a rule."""
+    faults = []
+    graph: dict[str, set[str]] = {}
+    for module in sources:
+        part = get_part(module)
+        graph[module] = set()
+        for target, line, for_types_only in find_imports(module, sources):
+            if is_ours(target) and not for_types_only:
+                graph[module].add(target)
+            # The root names its exports for type checkers and imports them when they are asked for.
+            if not part:
+                allowed = for_types_only or target.split(".")[0] in sys.stdlib_module_names
+            elif is_ours(target):
+                allowed = get_part(target) in {part, *BELOW[part]}
+            else:
+                allowed = True
+            if module in PURE:
+                is_standard = target.split(".")[0] in sys.stdlib_module_names - IMPURE
+                allowed = allowed and (is_standard or target in PURE | {"rpcdataloader.errors"})
+            if not allowed:
+                faults.append(f"{module}:{line} imports {target}")
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        faults.append("cycle: " + " <- ".join(error.args[1]))
+    return faults
+
+
+def test_imports_point_downwards_and_pure_modules_stay_pure():
+    assert SOURCES.keys() >= PURE
+    assert find_faults(SOURCES) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "statement", "fault"),
+    [
+        ("wire.frames", "import socket", "imports socket"),
+        ("wire.frames", "import torch", "imports torch"),
+        ("wire.frames", "from threading import Lock", "imports threading"),
+        ("wire.frames", "def f():\n    import time", "imports time"),
+        ("wire.frames", "from rpcdataloader.wire import slabs", "imports rpcdataloader.wire.slabs"),
+        ("wire.slabs", "from rpcdataloader.client.rpc import rpc_async", "imports rpcdataloader.client.rpc"),
+        ("wire.slabs", "from rpcdataloader import RPCDataset", "imports rpcdataloader"),
+        ("client.rpc", "from rpcdataloader.server import node", "imports rpcdataloader.server.node"),
+        ("client.rpc", "from ..server.node import x", "imports rpcdataloader.server.node"),
+        ("client.rpc", "from ..loader import remote", "imports rpcdataloader.loader"),
+        ("server.node", "import rpcdataloader.client.rpc", "imports rpcdataloader.client.rpc"),
+        ("server.node", "if TYPE_CHECKING:\n    import rpcdataloader.client", "imports rpcdataloader.client"),
+        ("server.node", "from rpcdataloader import launch", "imports rpcdataloader.launch"),
+        ("errors", "import rpcdataloader.wire.slabs", "imports rpcdataloader.wire.slabs"),
+        ("", "import torch", "imports torch"),
+        ("", "from rpcdataloader.client.rpc import rpc_async", "imports rpcdataloader.client.rpc"),
+        ("wire.slabs", "def f():\n    import rpcdataloader.wire.channel", "cycle: "),
+    ],
+)
+def test_a_wrong_import_is_found(module, statement, fault):
+    """The check itself can fail."""
+    names = ["errors", "launch", "wire.frames", "wire.slabs", "wire.channel", "client.rpc", "server.node"]
+    sources = {"rpcdataloader": "", **{f"rpcdataloader.{name}": "" for name in names}}
+    sources["rpcdataloader.wire.channel"] = "from rpcdataloader.wire import frames, slabs"
+    assert find_faults(sources) == []
+    sources[f"rpcdataloader.{module}".rstrip(".")] = statement
+    (found,) = find_faults(sources)
+    assert fault in found
+
+
+def test_public_names():
+    assert sorted(rpcdataloader.__all__) == [
+        "RPCDataloader",
+        "RPCDataset",
+        "RRef",
+        "__version__",
+        "get_sample_seed",
+        "rpc_async",
+        "run_worker",
+        "set_random_seeds",
+    ]
+    assert set(rpcdataloader.__all__) <= set(dir(rpcdataloader))
+    for name in rpcdataloader.__all__:
+        assert getattr(rpcdataloader, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = rpcdataloader.no_such_name
