@@ -79,6 +79,7 @@ class Connection:
         # Guarded by the lock:
         self._pending: dict[int, Request] = {}
         self._last_request = 0
+        self._num_queued = 0
         self._closed = False
         self._sender = threading.Thread(target=self._send, name=f"rpcdl-send {name}", daemon=True)
         self._receiver = threading.Thread(target=self._receive, name=f"rpcdl-recv {name}", daemon=True)
@@ -100,8 +101,17 @@ class Connection:
             number = self._last_request
             self._pending[number] = request
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one it serves.
-            self._outbox.put((type, number, payload, buffers))
+            if self._num_queued or self._channel is None or not self._send_now(type, number, payload, buffers):
+                self._num_queued += 1
+                self._outbox.put((type, number, payload, buffers))
         return number
+
+    def _send_now(self, type: MessageType, number: int, payload: bytes, buffers: Sequence[memoryview]) -> bool:
+        try:
+            return self._channel is not None and self._channel.send_now(type, number, payload, buffers)
+        except RPCError:
+            # The receiver sees the same and tells everybody.
+            return True
 
     def cancel(self, number: int) -> None:
         """Ask the server not to begin a request, or to send no result of it. It is answered all the same."""
@@ -177,6 +187,7 @@ class Connection:
                 return
             self._channel = channel
         channel.allocate_with(self._allocate)
+        channel.stream.read_ahead()
         self._sender.start()
         self._listener.ready(self)
         while (message := channel.recv()) is not None:
@@ -225,6 +236,9 @@ class Connection:
                 if item is None:
                     return
                 channel.send(*item)
+                if item[0] is not MessageType.CANCEL:
+                    with self._lock:
+                        self._num_queued -= 1
                 del item
         except RPCError:
             # The receiver sees the same and tells everybody.

@@ -80,9 +80,8 @@ class BatchLoader:
         self._dataset = dataset
         self._spec = spec
         self._inline = inline
-        self._collate = spec.collate_fn
-        if self._collate is None:
-            self._collate = default_collate if spec.auto_collation else default_convert
+        default = default_collate if spec.auto_collation else default_convert
+        self._collate: Callable[[Any], Any] = default if spec.collate_fn is None else spec.collate_fn
         self._collate_tensors = TensorCollator(allocator)
         self._worker_info: Any = None
         if not spec.num_workers:
@@ -169,10 +168,9 @@ class TensorCollator:
 
     def __call__(self, batch: Sequence[torch.Tensor], *, collate_fn_map: Any = None) -> torch.Tensor:
         """Stack the tensors along a new first dimension."""
-        if self._allocator is not None and _is_stackable(batch):
-            elem = batch[0]
-            block = self._allocator.allocate(elem.nbytes * len(batch))
-            return torch.stack(tuple(batch), out=block.tensor.view(elem.dtype).view(len(batch), *elem.shape))
+        if _is_strided(batch[0]):
+            # All that torch's function does then; calling it costs more than stacking a few numbers.
+            return torch.stack(tuple(batch), out=self._lend_memory(batch))
         worker_info, torch_worker._worker_info = torch_worker._worker_info, None
         try:
             stacked: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
@@ -180,25 +178,33 @@ class TensorCollator:
             torch_worker._worker_info = worker_info
         return stacked
 
+    def _lend_memory(self, batch: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Recycled memory for the result, if it is worth it and gives the same result as fresh memory.
 
-def _is_stackable(batch: Sequence[torch.Tensor]) -> bool:
-    """Whether stacking into given memory is worth it, and gives what stacking without would.
-
-    ``torch.stack(out=)`` converts different dtypes silently, and refuses tensors that require grad.
-    """
-    elem = batch[0]
-    if not _is_plain(elem) or elem.nbytes * len(batch) < MIN_RECYCLED_BYTES:
-        return False
-    dtype, shape = elem.dtype, elem.shape
-    return all(_is_plain(other) and other.dtype == dtype and other.shape == shape for other in batch)
+        ``torch.stack(out=)`` converts different dtypes silently, and refuses tensors that require grad.
+        """
+        elem = batch[0]
+        size_bytes = elem.nbytes * len(batch)
+        if self._allocator is None or size_bytes < MIN_RECYCLED_BYTES or not _are_alike(batch):
+            return None
+        return self._allocator.allocate(size_bytes).tensor.view(elem.dtype).view(len(batch), *elem.shape)
 
 
-def _is_plain(value: Any) -> bool:
-    return (
-        type(value) is torch.Tensor
-        and value.layout is torch.strided
+def _is_strided(value: Any) -> bool:
+    """Whether this is a tensor without special treatment: not sparse, nested or of a subclass."""
+    return type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested
+
+
+def _are_alike(batch: Sequence[torch.Tensor]) -> bool:
+    """Whether all tensors are plain ones on the CPU, without grad, of one dtype and shape."""
+    dtype, shape = batch[0].dtype, batch[0].shape
+    return all(
+        _is_strided(value)
         and value.device.type == "cpu"
-        and not (value.requires_grad or value.is_nested or value.is_quantized)
+        and value.dtype == dtype
+        and value.shape == shape
+        and not (value.requires_grad or value.is_quantized)
+        for value in batch
     )
 
 

@@ -94,6 +94,7 @@ class Worker:
         self._handles = HandleTable()
         pool = PageablePool()
         channel.allocate_with(lambda _id, sizes: [pool.allocate(size) for size in sizes])
+        channel.stream.read_ahead()
         # Reader to main thread: messages, and None at the end of a drain.
         self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         # Everybody to sender: arguments of Channel.send, and None for the end.
@@ -246,5 +247,13 @@ class Worker:
                 return False
             self._unanswered.discard(request_id)
             self._cancelled.discard(request_id)
-        self._outbox.put((type, request_id, encoded.payload, encoded.buffers))
+        if not self._outbox.empty() or not self._send_now(type, request_id, encoded):
+            self._outbox.put((type, request_id, encoded.payload, encoded.buffers))
         return True
+
+    def _send_now(self, type: MessageType, request_id: int, encoded: Encoded) -> bool:
+        try:
+            return self._channel.send_now(type, request_id, encoded.payload, encoded.buffers)
+        except RPCError:
+            # The reader sees the same and ends this process.
+            return True

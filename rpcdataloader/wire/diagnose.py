@@ -11,21 +11,20 @@ from typing import Any
 Attempt = Callable[[Any], "BaseException | None"]
 
 
-def find_culprit(obj: Any, path: str, attempt: Attempt) -> tuple[str, Any, BaseException]:
+def find_culprit(obj: Any, path: str, error: BaseException, attempt: Attempt) -> tuple[str, Any, BaseException]:
     """Find the innermost part that cannot be pickled.
 
     Args:
         obj: What cannot be pickled as a whole.
         path: What the caller calls it.
+        error: What happened when it was pickled.
         attempt: Pickles its argument and returns the error, or None.
 
     Returns:
         The path of the part, the part, and why it cannot be pickled. The part is ``obj`` itself if all that it
-        consists of can be pickled, or if pickling it succeeds when it is tried again.
+        consists of can be pickled.
     """
-    error = attempt(obj)
-    found = None if error is None else _search(obj, path, error, attempt, set())
-    return found or (path, obj, error or RuntimeError("failed once and then succeeded"))
+    return _search(obj, path, error, attempt, set()) or (path, obj, error)
 
 
 def _search(
@@ -78,14 +77,15 @@ def _function_parts(function: types.FunctionType, path: str) -> Iterator[tuple[s
 
 
 def _reduction_parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
-    reduce = copyreg.dispatch_table.get(type(obj))
+    reduce: Any = copyreg.dispatch_table.get(type(obj))
     try:
-        reduction = reduce(obj) if reduce else obj.__reduce_ex__(5)
+        reduction: Any = reduce(obj) if reduce else obj.__reduce_ex__(5)
     except Exception:  # this is why it cannot be pickled
         return
     if not isinstance(reduction, tuple):
         return
-    _, args, state, items, pairs, *_ = (*reduction, None, None, None, None)
+    parts: list[Any] = [*reduction, None, None, None, None]
+    _, args, state, items, pairs, *_ = parts
     # Instances with slots have two states: of their dictionary and of their slots.
     states = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     for part in states:

@@ -109,9 +109,9 @@ def _reduce(exc: BaseException) -> tuple[Any, ...]:
     reduces_itself = kind.__reduce__ is not base.__reduce__ or kind.__reduce_ex__ is not base.__reduce_ex__
     if (reduces_itself or not constructs_itself) and _survives(exc):
         return "whole", exc
-    _, args, *state = base.__reduce__(exc)
-    args = tuple(arg if _survives(arg) else repr(arg) for arg in args)
-    return "parts", kind, args, _without_unpicklable(state[0] if state and state[0] else {})
+    reduction: Any = base.__reduce__(exc)
+    args = tuple(arg if _survives(arg) else repr(arg) for arg in reduction[1])
+    return "parts", kind, args, _without_unpicklable(reduction[2] if len(reduction) > 2 else {})
 
 
 def _without_unpicklable(state: dict[str, Any]) -> dict[str, Any]:

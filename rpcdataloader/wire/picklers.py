@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 import torch
 
@@ -25,7 +25,8 @@ from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Packer, is_dense
 #: What user code may raise while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
 
-PersistentId = Callable[[Any], "int | None"]
+#: Returns what stands for an object on the wire, None for all that is pickled as usual.
+PersistentId = Callable[[Any], Any]
 
 # cloudpickle's own reducers, for properties, cells, code, modules, memoryviews and the like.
 _CLOUDPICKLE_TABLE: Mapping[type, Any] = cloudpickle.Pickler.dispatch_table.maps[0]
@@ -36,7 +37,7 @@ def take_tensor(number: int) -> torch.Tensor:
     raise pickle.UnpicklingError(f"tensor {number} can only be loaded with the message that it belongs to")
 
 
-class Pickler(cloudpickle.Pickler):
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Collects tensors in ``packer`` and other large buffers in ``buffers``.
 
     Args:
@@ -88,7 +89,7 @@ class RequestPickler(Pickler):
         file: What to write to.
         packer: Takes dense tensors. None pickles them in band, as torch does.
         buffers: Takes large numpy arrays. None pickles them in band.
-        persistent_id: Called with every object; a number replaces the object on the wire.
+        persistent_id: Called with every object; what it returns replaces the object on the wire, None keeps it.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Unpickler(pickle.Unpickler):
         tensors: Of the message.
         buffers: What the pickler put into ``buffers``, in that order.
         adopt_main: Give definitions from the client's ``__main__`` their names in ours.
-        persistent_load: Returns the object that a number stands for.
+        persistent_load: Returns what ``persistent_id`` replaced.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Unpickler(pickle.Unpickler):
         tensors: list[torch.Tensor],
         buffers: Iterable[memoryview],
         adopt_main: bool,
-        persistent_load: Callable[[int], Any] | None,
+        persistent_load: Callable[[Any], Any] | None,
     ) -> None:
         super().__init__(file, buffers=buffers)
         # A function of this module means, in a message, something that knows the message; found once per message.
@@ -155,8 +156,8 @@ class Unpickler(pickle.Unpickler):
         except AttributeError as error:
             raise SerializationError(f"module {module!r} has no {name!r} here: {error}") from error
 
-    def persistent_load(self, pid: int) -> Any:
-        """Return the object that a number stands for."""
+    def persistent_load(self, pid: Any) -> Any:
+        """Return what was replaced on the wire."""
         if self._persistent_load is None:
             raise pickle.UnpicklingError("the message refers to objects held elsewhere, of which there are none here")
         return self._persistent_load(pid)
@@ -183,7 +184,7 @@ def _reduce_array(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
         order, flat = "F", array.T.reshape(-1)
     else:
         order, flat = "C", array.flatten()
-    return np.ndarray, (array.shape, array.dtype, pickle.PickleBuffer(flat.view(np.uint8)), 0, None, order)
+    return np.ndarray, (array.shape, array.dtype, pickle.PickleBuffer(flat.view(np.uint8).data), 0, None, order)
 
 
 def _reduce_lru_cache(cached: Any) -> tuple[Any, ...]:

@@ -62,7 +62,8 @@ def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "o
 
     Args:
         obj: Anything. Functions and classes that the worker cannot import travel by value.
-        persistent_id: Called with every object; a number replaces it, and ``persistent_load`` gets that number.
+        persistent_id: Called with every object; what it returns replaces the object, and ``persistent_load`` turns that
+            back into one. None keeps the object.
         name: What the caller calls the object; errors give attribute paths from here.
 
     Raises:
@@ -105,9 +106,7 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
     return Encoded(file.getvalue(), buffers + blocks)
 
 
-def _explain(
-    obj: Any, make_pickler: _MakePickler, name: str, advice: str, error: BaseException
-) -> SerializationError:
+def _explain(obj: Any, make_pickler: _MakePickler, name: str, advice: str, error: BaseException) -> SerializationError:
     def attempt(part: Any) -> BaseException | None:
         try:
             make_pickler(io.BytesIO(), Packer(), []).dump(part)
@@ -115,7 +114,7 @@ def _explain(
             return error
         return None
 
-    path, part, reason = find_culprit(obj, name, attempt)
+    path, part, reason = find_culprit(obj, name, error, attempt)
     kind = f"{type(part).__module__}.{type(part).__qualname__}".removeprefix("builtins.")
     return SerializationError(f"{path} is a {kind}, which cannot be pickled ({_describe(reason)}): {advice}")
 
@@ -125,7 +124,7 @@ def loads(
     blocks: Sequence[Block],
     *,
     allocator: Allocator | None = None,
-    persistent_load: Callable[[int], Any] | None = None,
+    persistent_load: Callable[[Any], Any] | None = None,
     adopt_main: bool = False,
 ) -> Any:
     """Decode what :func:`dumps` or :func:`dumps_reply` encoded. Runs code that the sender chose.
@@ -134,7 +133,7 @@ def loads(
         payload: Of an authenticated message.
         blocks: Its blocks. Tensors and arrays are made over their memory and keep it.
         allocator: Where the blocks came from; copies of small tensors are made there. None for plain memory.
-        persistent_load: Returns the object for a number that ``persistent_id`` gave.
+        persistent_load: Returns the object for what ``persistent_id`` returned.
         adopt_main: Functions and classes of the sender's ``__main__`` become attributes of ours. For workers, which
             have no ``__main__`` of their own to protect.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -85,9 +86,10 @@ class _Rebuilder:
         for offset, layout, numbers in runs:
             dtype, shape, strides = self._layouts[layout]
             stacked = torch.empty(0, dtype=dtype, device="cpu")
-            shape, strides = (len(numbers), *shape), (math.prod(shape), *strides)
-            stacked.set_(storage, offset // dtype.itemsize, shape, strides)
-            for number, tensor in zip(numbers, torch.unbind_copy(stacked), strict=True):
+            first = offset // dtype.itemsize
+            stacked.set_(storage, first, (len(numbers), *shape), (math.prod(shape), *strides))
+            copies: Any = torch.unbind_copy(stacked)  # type: ignore[func-returns-value]  # a wrong stub
+            for number, tensor in zip(numbers, copies, strict=True):
                 self.tensors[number] = tensor
 
     def make_empty(self, empty: list[tuple[int, int]]) -> None:

@@ -8,7 +8,6 @@ after the last of them is gone.
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
 import threading
@@ -45,7 +44,7 @@ class Block:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self.view = memoryview(tensor.numpy())
+        self.view = tensor.numpy().data
 
 
 class Allocator(Protocol):
@@ -133,11 +132,12 @@ class PinnedAllocator:
     Recycling is left to PyTorch's caching host allocator: it alone knows when a copy has finished reading.
 
     Args:
-        empty: Makes an uninitialised, pinned, 1-D ``uint8`` tensor of so many bytes.
+        empty: Makes an uninitialised 1-D ``uint8`` tensor of so many bytes. By default pinned, for the device that is
+            the current one of the thread which makes this allocator.
     """
 
     def __init__(self, empty: Callable[[int], torch.Tensor] | None = None) -> None:
-        self._empty = empty or functools.partial(torch.empty, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._empty = empty or _pinned_empty()
 
     def allocate(self, size_bytes: int) -> Block:
         """Return a pinned block of exactly ``size_bytes`` uninitialised bytes."""
@@ -151,6 +151,24 @@ def pinned_allocator() -> PinnedAllocator | None:
         return PinnedAllocator()
     warnings.warn(f"'pin_memory' argument is set as true but {problem}", stacklevel=2)
     return None
+
+
+def _pinned_empty() -> Callable[[int], torch.Tensor]:
+    # Pinning may create the context of the thread's current device. In a receiver thread that is device 0, on which
+    # every rank of a node would then occupy some hundred MB.
+    accelerator = getattr(torch, "accelerator", None)  # whose functions have these names from torch 2.8 on
+    set_device = getattr(accelerator, "set_device_index", torch.cuda.set_device)
+    device = getattr(accelerator, "current_device_index", torch.cuda.current_device)()
+    thread = threading.local()
+    thread.has_device = True  # this one; the user may give it another later
+
+    def empty(size_bytes: int) -> torch.Tensor:
+        if not hasattr(thread, "has_device"):
+            set_device(device)
+            thread.has_device = True
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    return empty
 
 
 def _why_not_pinned() -> str | None:

@@ -9,6 +9,8 @@ unless other tensors take its bytes along anyway.
 from __future__ import annotations
 
 import ctypes
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -26,10 +28,8 @@ MAX_SLAB_BYTES = 1 << 20
 _ALIGNMENT = 16
 
 # Types that torch copies by the thousand; others (float8, bits) are copied as plain bytes, one by one.
-_BULK_DTYPES = frozenset(
-    [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-    + [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
-)
+_BULK_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16}
+_BULK_DTYPES |= {torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 # ctypes.memmove releases the GIL; beside a busy thread, each of thousands of releases may cost a switch interval.
 _memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
@@ -82,7 +82,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Geometry:
-    """What the sender derives from a layout, once for all tensors that have it."""
+    """A layout of a message, with what the sender derives from it and the small tensors that have it."""
 
     number: int
     itemsize: int
@@ -90,7 +90,16 @@ class _Geometry:
     span_bytes: int
     is_sparse: bool  # most of the span is not its own: a column of a matrix, every tenth row
     in_bulk: bool
-    run: list[tuple[int, int]] = field(default_factory=list)  # address and number of each small tensor sent in a run
+    run: list[tuple[int, int]] = field(default_factory=list)  # address, number
+
+
+@functools.lru_cache(maxsize=4096)
+def _measure(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, int, int, bool, bool]:
+    itemsize = dtype.itemsize
+    data_bytes = math.prod(shape) * itemsize
+    span_bytes = (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * itemsize
+    in_bulk = dtype in _BULK_DTYPES and strides == _contiguous_strides(shape)
+    return itemsize, data_bytes, span_bytes, span_bytes > 2 * data_bytes, in_bulk
 
 
 # One tensor in its storage: address of its first byte and behind its last, number.
@@ -125,7 +134,7 @@ class Packer:
                 self._empty.append((number, geometry.number))
                 continue
             start = tensor.data_ptr()
-            first_byte = start - tensor.storage_offset() * geometry.itemsize
+            first_byte = start - int(tensor.storage_offset()) * geometry.itemsize
             member = (start, start + geometry.span_bytes, number, geometry)
             storages.setdefault(first_byte, []).append(member)
         for first_byte, members in storages.items():
@@ -140,16 +149,7 @@ class Packer:
         dtype, shape, strides = tensor.dtype, tensor.shape, tensor.stride()
         geometry = self._geometries.get((dtype, shape, strides))
         if geometry is None:
-            itemsize, data_bytes = tensor.element_size(), tensor.nbytes
-            span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-            geometry = _Geometry(
-                number=len(self._layouts),
-                itemsize=itemsize,
-                data_bytes=data_bytes,
-                span_bytes=span * itemsize,
-                is_sparse=span * itemsize > 2 * data_bytes,
-                in_bulk=dtype in _BULK_DTYPES and strides == _contiguous_strides(shape),
-            )
+            geometry = _Geometry(len(self._layouts), *_measure(dtype, shape, strides))
             self._geometries[dtype, shape, strides] = geometry
             self._layouts.append((str(dtype).removeprefix("torch."), tuple(shape), strides))
         return geometry
@@ -218,7 +218,7 @@ class Packer:
         alias = torch.empty(0, dtype=torch.uint8, device="cpu")
         alias.set_(storage, start - storage.data_ptr(), (end - start,), (1,))
         self._blocks.append(places)
-        self._buffers.append(memoryview(alias.numpy()))
+        self._buffers.append(alias.numpy().data)
 
     def _fill_slabs(self) -> list[SlabIndex]:
         slabs: list[_Slab] = []
