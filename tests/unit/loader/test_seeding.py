@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import itertools
+import random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data._utils.worker import _generate_state
+
+from rpcdataloader.loader import seeding
+from rpcdataloader.loader.seeding import get_sample_seed, set_random_seeds
+
+LARGEST = 2**63 - 1
+
+
+@pytest.fixture(autouse=True)
+def _untouched():
+    with seeding.generators_restored(), seeding.sample_scope():
+        yield
+
+
+class Draws(NamedTuple):
+    """Raw outputs of the three generators, the lower 31 bits of each: comparable with one another."""
+
+    python: list[int]
+    numpy: list[int]
+    torch: list[int]
+
+
+def draw(count=4) -> Draws:
+    return Draws(draw_python(random, count), draw_numpy(np.random, count), draw_torch(torch.default_generator, count))
+
+
+def draw_python(source, count) -> list[int]:
+    return [source.getrandbits(32) % 2**31 for _ in range(count)]
+
+
+def draw_numpy(source, count) -> list[int]:
+    return (source.randint(0, 2**32, count, dtype=np.uint32) % 2**31).tolist()
+
+
+def draw_torch(source, count) -> list[int]:
+    return torch.empty(count, dtype=torch.int32).random_(generator=source).tolist()
+
+
+# Seeds
+
+
+def test_seeds_are_pinned():
+    # Changing these numbers changes every augmentation: the changelog must say so.
+    assert seeding.sample_seed(0, 0, 0) == 7164415568194269660
+    assert seeding.sample_seed(LARGEST, 3, 10**9) == 5877191601680336308
+    assert seeding.batch_seed(0, 0, 0) == 8588873355964337777
+
+
+def test_seeds_are_non_negative_and_fit_int64():
+    seeds = [seeding.sample_seed(LARGEST, epoch, position) for epoch in (0, 2**31) for position in range(5000)]
+    assert all(0 <= seed <= LARGEST for seed in seeds)
+    assert max(seeds) > 2**62
+
+
+def test_seeds_differ_by_base_epoch_position_and_purpose():
+    seeds = [
+        derive(base, epoch, number)
+        for derive in (seeding.sample_seed, seeding.batch_seed)
+        for base in (0, 1, 2, LARGEST)
+        for epoch in range(5)
+        for number in range(200)
+    ]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_neighbouring_positions_give_unrelated_bits():
+    seeds = [seeding.sample_seed(7, 0, position) for position in range(4001)]
+    flips = np.array([[(a ^ b) >> bit & 1 for bit in range(63)] for a, b in itertools.pairwise(seeds)])
+    # Each bit flips half of the time; 4,000 fair coins leave 0.45 to 0.55 once in 10**9.
+    assert flips.mean(axis=0).min() > 0.45
+    assert flips.mean(axis=0).max() < 0.55
+
+
+# Seeding the generators
+
+
+def test_equal_seeds_give_equal_draws_whatever_was_drawn_before():
+    seeding.seed_generators(5)
+    expected = draw()
+    # Half of a pair of normal numbers is kept for the next call by all three.
+    random.gauss(0, 1)
+    np.random.normal()
+    torch.randn(1)
+    seeding.seed_generators(5)
+    assert draw() == expected
+    seeding.seed_generators(5)
+    normal = random.gauss(0, 1), np.random.normal(), torch.randn(1).item()
+    seeding.seed_generators(5)
+    assert (random.gauss(0, 1), np.random.normal(), torch.randn(1).item()) == normal
+
+
+def test_different_seeds_give_different_draws_in_all_three():
+    seeds = [0, 1, 2**32, 2**33, LARGEST, 2**64 - 1]
+    draws = []
+    for seed in seeds:
+        seeding.seed_generators(seed)
+        draws.append(draw())
+    for generator in zip(*draws, strict=True):
+        assert len(set(map(tuple, generator))) == len(seeds)
+
+
+def test_generators_share_no_stream_with_each_other_or_with_one_seeded_by_the_user():
+    seed = 12345
+    seeding.seed_generators(seed)
+    draws = draw(64)
+    own = (
+        draw_python(random.Random(seed), 64),
+        draw_numpy(np.random.RandomState(seed), 64),
+        draw_torch(torch.Generator().manual_seed(seed), 64),
+    )
+    assert own[1] == own[2]  # what makes this test necessary
+    numbers = [set(drawn) for drawn in (*draws, own[0], own[1])]
+    assert len(set().union(*numbers)) == sum(map(len, numbers))
+
+
+def test_set_random_seeds_does_what_torch_does_in_its_workers():
+    for base_seed, worker_id in ((0, 0), (LARGEST, 3), (2**40 + 17, 64)):
+        set_random_seeds(base_seed, worker_id)
+        drawn = draw()
+        random.seed(base_seed + worker_id)
+        torch.manual_seed(base_seed + worker_id)
+        np.random.seed(_generate_state(base_seed, worker_id))
+        assert drawn == draw()
+
+
+def test_generators_are_restored_also_after_an_error():
+    before = draw()
+    seeding.seed_generators(1)
+    random.gauss(0, 1)
+    expected_state = random.getstate()
+
+    @seeding.generators_restored()
+    def fail():
+        seeding.seed_generators(2)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert random.getstate() == expected_state
+    seeding.seed_generators(1)
+    expected = draw()
+    assert expected != before
+    seeding.seed_generators(1)
+    with seeding.generators_restored():
+        seeding.seed_generators(2)
+        draw(1000)
+    assert draw() == expected
+
+
+# The seed of the current sample
+
+
+def test_sample_seed_is_the_same_throughout_a_sample():
+    with seeding.sample_scope():
+        seeding.begin_sample(17)
+        assert [get_sample_seed(), get_sample_seed()] == [17, 17]
+        seeding.begin_sample(18)
+        assert get_sample_seed() == 18
+
+
+def test_begin_sample_seeds_the_generators():
+    with seeding.sample_scope():
+        seeding.begin_sample(17)
+        drawn = draw()
+    seeding.seed_generators(17)
+    assert draw() == drawn
+
+
+def test_sample_seed_draws_nothing_from_the_generators_in_a_sample():
+    with seeding.sample_scope():
+        seeding.begin_sample(17)
+        state = torch.default_generator.get_state()
+        get_sample_seed()
+        assert torch.equal(torch.default_generator.get_state(), state)
+
+
+def test_sample_seed_is_drawn_from_torch_outside_of_a_sample():
+    torch.manual_seed(3)
+    seeds = [get_sample_seed() for _ in range(100)]
+    assert len(set(seeds)) == 100
+    assert all(0 <= seed <= LARGEST for seed in seeds)
+    torch.manual_seed(3)
+    assert [get_sample_seed() for _ in range(100)] == seeds
+
+
+def test_sample_seed_ends_with_its_scope_also_after_an_error():
+    @seeding.sample_scope()
+    def fail():
+        seeding.begin_sample(17)
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert 17 not in (get_sample_seed(), get_sample_seed())
+
+
+def test_scopes_nest():
+    with seeding.sample_scope():
+        seeding.begin_sample(17)
+        with seeding.sample_scope():
+            seeding.begin_sample(18)
+        assert get_sample_seed() == 17

@@ -1,0 +1,112 @@
+"""Settings of a node server: what is accepted, what is refused and how, and what follows from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import socket
+
+import pytest
+
+from rpcdataloader.server import settings as module
+from rpcdataloader.server.settings import ServerSettings, interface_address
+
+
+def test_defaults_listen_on_this_machine_alone():
+    settings = ServerSettings()
+    assert (settings.host, settings.listen_host(), settings.advertised_host()) == ("127.0.0.1",) * 3
+    assert list(settings.ports) == [6543]
+    assert settings.connections == 4 * settings.workers > 0
+    assert (settings.parallel, settings.timeout, settings.grace, settings.preload) == (1, 120.0, 30.0, ())
+
+
+def test_settings_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ServerSettings().host = "0.0.0.0"
+
+
+def test_every_setting_has_a_help_text():
+    assert all(len(field.metadata["help"]) > 20 for field in dataclasses.fields(ServerSettings))
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"num_workers": -1}, "num_workers must not be negative, but is -1"),
+        ({"max_connections": -3}, "max_connections must not be negative, but is -3"),
+        ({"parallel": 0}, "parallel must be at least 1, but is 0"),
+        ({"timeout": -0.5}, "timeout must be a number of seconds, 0 or more, but is -0.5"),
+        ({"timeout": math.inf}, "timeout must be a number of seconds, 0 or more, but is inf"),
+        ({"timeout": math.nan}, "timeout must be a number of seconds, 0 or more, but is nan"),
+        ({"grace": -1.0}, "grace must be a number of seconds"),
+        ({"grace": math.inf}, "grace must be a number of seconds"),
+        ({"host": ""}, "host is empty; write 0.0.0.0 or :: to listen on every interface"),
+        ({"host": "node01", "interface": "lo"}, "host 'node01' and interface 'lo' contradict each other"),
+        ({"host": "unix:socket"}, "a Unix socket needs an absolute path, but host is 'unix:socket'"),
+        ({"host": "unix:/socket", "interface": "lo"}, "a Unix socket has no port and no interface"),
+        ({"host": "unix:/socket", "advertise": "node01"}, "a Unix socket has no port and no interface"),
+        ({"host": "unix:/socket", "port": "7000"}, "a Unix socket has no port and no interface"),
+    ],
+)
+def test_bad_values_are_refused_by_name(values, problem):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        ServerSettings(**values)
+
+
+@pytest.mark.parametrize(
+    ("port", "ports"),
+    [("0", [0]), ("6543", [6543]), ("65535", [65535]), ("7000-7003", [7000, 7001, 7002, 7003]), ("7000-7000", [7000])],
+)
+def test_ports(port, ports):
+    assert list(ServerSettings(port=port).ports) == ports
+
+
+@pytest.mark.parametrize(
+    "port", ["", "x", "65536", "-1", "7001-7000", "0-10", "1-65536", "7000-", "7000:7001", " 7000", "7000,7001", "٣"]
+)
+def test_bad_ports_are_refused_when_the_settings_are_made(port):
+    with pytest.raises(ValueError, match="port must be 0 to 65535 or FIRST-LAST"):
+        ServerSettings(port=port)
+
+
+def test_number_of_workers_is_that_of_the_cpus_unless_given(monkeypatch):
+    monkeypatch.setattr(module, "available_cpus", lambda: 7)
+    assert (ServerSettings().workers, ServerSettings().connections) == (7, 28)
+    assert (ServerSettings(num_workers=3).workers, ServerSettings(num_workers=3).connections) == (3, 12)
+    assert ServerSettings(num_workers=3, max_connections=5).connections == 5
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_every_interface_is_advertised_by_the_name_of_the_machine(host):
+    assert ServerSettings(host=host).advertised_host() == socket.gethostname()
+    assert ServerSettings(host=host, advertise="node07-ib").advertised_host() == "node07-ib"
+
+
+def test_unix_socket():
+    settings = ServerSettings(host="unix:/run/user/1/pool")
+    assert settings.is_unix
+    assert settings.unix_path == "/run/user/1/pool"
+    assert not ServerSettings().is_unix
+
+
+def test_interface_gives_the_address():
+    settings = ServerSettings(interface="lo")
+    assert settings.listen_host() == settings.advertised_host() == "127.0.0.1"
+
+
+def test_unknown_interface_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="there is no network interface 'ib7' here; there are .*lo"):
+        ServerSettings(interface="ib7").listen_host()
+
+
+def test_interface_without_ipv4_gives_its_global_ipv6_address(monkeypatch, tmp_path):
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "fe800000000000000000000000000001 02 40 20 80       ib0\n20010db8000000000000000000000007 02 40 00 80       ib0\n"
+    )
+    monkeypatch.setattr(module.socket, "if_nameindex", lambda: [(1, "lo"), (2, "ib0"), (3, "ib1")])
+    monkeypatch.setattr(module, "open", lambda _path: table.open(), raising=False)
+    assert interface_address("ib0") == "2001:db8::7"
+    with pytest.raises(ValueError, match="network interface 'ib1' has no address"):
+        interface_address("ib1")

@@ -1,0 +1,412 @@
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rpcdataloader.errors import AuthenticationError
+from rpcdataloader.wire import credentials
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.credentials import INSECURE_SECRET, Credentials, client_credentials, load_credentials
+
+TOKEN = "a secret of 25 characters"
+TCP, UNIX = Address("node01", 6543), Address(path="/run/socket")
+
+
+@pytest.fixture(autouse=True)
+def no_secret_from_outside(monkeypatch):
+    monkeypatch.setattr(credentials, "_environment_token", None)
+    for name in ("TOKEN", "TOKEN_FILE", "INSECURE"):
+        monkeypatch.delenv(f"RPCDATALOADER_{name}", raising=False)
+
+
+@pytest.fixture
+def environ(tmp_path):
+    return {"HOME": str(tmp_path)}
+
+
+@pytest.fixture
+def default_file(tmp_path):
+    return tmp_path / ".config" / "rpcdataloader" / "token"
+
+
+def write(path, text=TOKEN, mode=0o600):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(mode)
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------- order of sources
+
+
+def test_sources_are_tried_in_the_documented_order(tmp_path, environ, default_file):
+    argument_file = write(tmp_path / "argument", "from the argument file")
+    variable_file = write(tmp_path / "variable", "from the variable file")
+    write(default_file, "from the default file")
+    environ["RPCDATALOADER_TOKEN_FILE"] = str(variable_file)
+    environ["RPCDATALOADER_TOKEN"] = "from the environment"
+
+    def load(*args, **kwargs):
+        found = load_credentials(*args, environ=environ, **kwargs)
+        assert not found.insecure
+        return found.secret, found.source
+
+    assert load("from the argument") == (b"from the argument", "argument")
+    assert load(token_file=argument_file) == (b"from the argument file", f"file {argument_file}")
+    assert load() == (b"from the variable file", f"file {variable_file}")
+    del environ["RPCDATALOADER_TOKEN_FILE"]
+    assert load() == (b"from the environment", "environment variable RPCDATALOADER_TOKEN")
+    credentials._environment_token = None
+    assert load() == (b"from the default file", f"file {default_file}")
+
+
+def test_token_and_token_file_together_are_refused(environ, tmp_path):
+    with pytest.raises(ValueError, match="not both"):
+        load_credentials(TOKEN, write(tmp_path / "token"), environ)
+
+
+def test_token_of_another_type_is_refused(environ):
+    with pytest.raises(TypeError, match="token must be str or bytes, not int"):
+        load_credentials(12345678901234567890, environ=environ)
+
+
+@pytest.mark.parametrize("token", [TOKEN + "\n", TOKEN + " \t\r\n\n", TOKEN.encode() + b"\n"])
+def test_blanks_at_the_end_do_not_count(token, environ, tmp_path):
+    assert load_credentials(token, environ=environ).secret == TOKEN.encode()
+    path = tmp_path / "token"
+    path.touch(0o600)
+    path.write_bytes(token if isinstance(token, bytes) else token.encode())
+    assert load_credentials(token_file=path, environ=environ).secret == TOKEN.encode()
+
+
+def test_environment_variable_is_removed_and_remembered(environ):
+    environ["RPCDATALOADER_TOKEN"] = TOKEN
+    first = load_credentials(environ=environ)
+    assert "RPCDATALOADER_TOKEN" not in environ
+    assert load_credentials(environ=environ) == first
+    assert first.secret == TOKEN.encode()
+
+
+def test_environment_variable_is_removed_even_when_another_source_is_used(environ):
+    environ["RPCDATALOADER_TOKEN"] = TOKEN
+    assert load_credentials("another secret, as argument", environ=environ).source == "argument"
+    assert "RPCDATALOADER_TOKEN" not in environ
+
+
+def test_children_do_not_inherit_the_environment_variable(monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_TOKEN", TOKEN)
+    assert load_credentials().secret == TOKEN.encode()
+    command = [sys.executable, "-c", "import os; raise SystemExit('RPCDATALOADER_TOKEN' in os.environ)"]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 0
+
+
+def test_home_of_a_token_file_is_expanded(monkeypatch, tmp_path, environ):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "secrets" / "token")
+    assert load_credentials(token_file="~/secrets/token", environ=environ).secret == TOKEN.encode()
+
+
+# ---------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("token", "problem"),
+    [
+        ("", "is empty; create it with"),
+        (" \n\t", "is empty; create it with"),
+        ("fifteen letters", "is shorter than 16 characters; create it with"),
+        ("x" * 4097, "is longer than 4096 characters; create it with"),
+        (INSECURE_SECRET.decode(), "is the one that everybody knows; create it with"),
+    ],
+    ids=["empty", "blank", "short", "long", "insecure"],
+)
+def test_useless_secret_is_refused_wherever_it_comes_from(token, problem, environ, tmp_path):
+    path = write(tmp_path / "token", token)
+    with pytest.raises(AuthenticationError, match=rf"the secret \(argument\) {problem}"):
+        load_credentials(token, environ=environ)
+    with pytest.raises(AuthenticationError, match=rf"the secret \(file {path}\) {problem}"):
+        load_credentials(token_file=path, environ=environ)
+    environ["RPCDATALOADER_TOKEN"] = token
+    for _ in range(2):  # once taken out of the environment, it is still wrong
+        with pytest.raises(AuthenticationError, match=rf"variable RPCDATALOADER_TOKEN\) {problem}"):
+            load_credentials(environ=environ)
+
+
+def test_secrets_of_sixteen_and_of_4096_characters_are_accepted(environ):
+    for size in (16, 4096):
+        assert load_credentials("x" * size, environ=environ).secret == b"x" * size
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610, 0o601, 0o644, 0o666])
+def test_file_that_is_open_to_others_is_refused(mode, environ, default_file):
+    write(default_file, mode=mode)
+    with pytest.raises(AuthenticationError, match=rf"mode {mode:04o}\).* run: chmod 600 {default_file}"):
+        load_credentials(environ=environ)
+    default_file.chmod(0o600)
+    assert load_credentials(environ=environ).secret == TOKEN.encode()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400, 0o700])
+def test_file_that_only_its_owner_can_open_is_accepted(mode, environ, default_file):
+    write(default_file, mode=mode)
+    assert load_credentials(environ=environ).secret == TOKEN.encode()
+
+
+def test_file_of_another_user_is_refused(monkeypatch, environ, default_file):
+    write(default_file)
+    if os.geteuid() == 0:
+        os.chown(default_file, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(AuthenticationError, match=r"belongs to user \d+, .* use a file of your own"):
+        load_credentials(environ=environ)
+
+
+def test_file_of_root_is_accepted(monkeypatch, environ, default_file):
+    write(default_file)
+    if os.stat(default_file).st_uid != 0:
+        pytest.skip("only root can create a file of root")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert load_credentials(environ=environ).secret == TOKEN.encode()
+
+
+def test_permissions_are_not_judged_where_they_mean_nothing(monkeypatch, tmp_path):
+    status = os.stat(write(tmp_path / "token", mode=0o666))
+    path = tmp_path / "token"
+    assert credentials._find_problem(path, status) is not None
+    monkeypatch.setattr(credentials.os, "name", "nt")
+    problem = credentials._find_problem(path, status)
+    monkeypatch.undo()
+    assert problem is None
+
+
+def test_named_file_that_is_missing_is_refused_and_not_created(environ, tmp_path):
+    path = tmp_path / "missing"
+    with pytest.raises(AuthenticationError, match=f"{path} does not exist; create it with"):
+        load_credentials(token_file=path, environ=environ)
+    environ["RPCDATALOADER_TOKEN_FILE"] = str(path)
+    with pytest.raises(AuthenticationError, match=f"{path} does not exist; create it with"):
+        load_credentials(environ=environ)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_empty_name_of_a_file_is_refused(environ):
+    environ["RPCDATALOADER_TOKEN_FILE"] = ""
+    with pytest.raises(AuthenticationError, match="RPCDATALOADER_TOKEN_FILE is empty"):
+        load_credentials(environ=environ)
+
+
+def test_what_is_not_a_regular_file_is_refused_without_waiting_and_without_a_leak(environ, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    descriptors = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
+    for path in (tmp_path, pipe, Path("/dev/null")):
+        with pytest.raises(AuthenticationError, match=f"{path} is not a regular file; set RPCDATALOADER_TOKEN_FILE"):
+            load_credentials(token_file=path, environ=environ)
+    if descriptors:
+        assert len(os.listdir("/proc/self/fd")) == len(descriptors)
+
+
+def test_link_to_a_good_file_is_accepted_and_to_a_bad_one_refused(environ, tmp_path, default_file):
+    target = write(tmp_path / "target")
+    default_file.parent.mkdir(parents=True)
+    default_file.symlink_to(target)
+    assert load_credentials(environ=environ).secret == TOKEN.encode()
+    target.chmod(0o644)
+    with pytest.raises(AuthenticationError, match="chmod 600"):
+        load_credentials(environ=environ)
+    target.unlink()
+    with pytest.raises(AuthenticationError, match=f"{default_file} does not exist"):
+        load_credentials(environ=environ)
+
+
+def test_file_that_cannot_be_read_is_refused(monkeypatch, environ, tmp_path):
+    path = write(tmp_path / "token")
+
+    def fail(*_args):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", fail)  # root could read every file
+    with pytest.raises(AuthenticationError, match=f"{path} cannot be read: Permission denied; make it yours"):
+        load_credentials(token_file=path, environ=environ)
+
+
+@pytest.mark.parametrize("home", ["/proc", "file", "missing"])
+def test_home_that_takes_no_file_is_refused_with_what_to_do(home, environ, tmp_path):
+    write(tmp_path / "file", "not a directory")
+    environ["HOME"] = str(tmp_path / home)  # "/proc" is absolute and stays alone
+    with pytest.raises(AuthenticationError, match=r"cannot be (read|created): .* set RPCDATALOADER_TOKEN_FILE to"):
+        load_credentials(environ=environ)
+    assert not (tmp_path / "missing").exists()
+
+
+def test_home_that_is_read_only_is_refused_with_what_to_do(monkeypatch, environ, default_file):
+    def fail(*_args):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "mkdir", fail)  # root could write everywhere
+    with pytest.raises(
+        AuthenticationError, match=f"{default_file} cannot be created: Permission denied; set RPCDATALOADER_TOKEN_FILE"
+    ):
+        load_credentials(environ=environ)
+
+
+def test_file_system_without_links_is_refused_and_left_clean(monkeypatch, environ, default_file):
+    def fail(*_args):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", fail)
+    with pytest.raises(AuthenticationError, match="cannot be created: Operation not permitted"):
+        load_credentials(environ=environ)
+    assert list(default_file.parent.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------------- creation
+
+
+def test_file_is_created_on_first_use_for_its_owner_alone(environ, default_file):
+    old = os.umask(0)
+    try:
+        first = load_credentials(environ=environ)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(default_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(default_file.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(default_file.parent.parent.stat().st_mode) == 0o700
+    assert list(default_file.parent.iterdir()) == [default_file]
+    assert len(first.secret) == 43
+    assert first.source == f"file {default_file}"
+    assert load_credentials(environ=environ) == first
+
+
+def test_every_created_secret_is_another_one(tmp_path):
+    homes = [tmp_path / str(number) for number in range(5)]
+    for home in homes:
+        home.mkdir()
+    assert len({load_credentials(environ={"HOME": str(home)}).secret for home in homes}) == 5
+
+
+def test_configuration_directory_of_the_user_is_used(environ, tmp_path):
+    environ["XDG_CONFIG_HOME"] = str(tmp_path / "xdg")
+    assert load_credentials(environ=environ).source == f"file {tmp_path / 'xdg/rpcdataloader/token'}"
+    environ["XDG_CONFIG_HOME"] = "relative"
+    assert load_credentials(environ=environ).source == f"file {tmp_path / '.config/rpcdataloader/token'}"
+
+
+def test_home_is_found_without_a_variable(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_credentials(environ={}).source == f"file {tmp_path / '.config/rpcdataloader/token'}"
+
+
+# In a fresh interpreter, which has one thread and can be forked. The processes wait for the end of a pipe, so that they
+# start at once.
+RACE = """
+import os, sys
+from rpcdataloader.wire.credentials import load_credentials
+
+for home in sys.argv[2:]:
+    start, never_written = os.pipe()
+    children = int(sys.argv[1])
+    for _ in range(children):
+        if os.fork() == 0:
+            os.close(never_written)
+            os.read(start, 1)
+            try:
+                line = load_credentials(environ={"HOME": home}).secret.decode()
+            except BaseException as error:
+                line = repr(error)
+            os.write(1, (home + " " + line + "\\n").encode())
+            os._exit(0)
+    os.close(start)
+    os.close(never_written)
+    for _ in range(children):
+        os.wait()
+"""
+
+
+def test_64_processes_racing_to_create_the_secret_get_the_same_one(tmp_path):
+    homes = [tmp_path / str(number) for number in range(5)]
+    for home in homes:
+        home.mkdir()
+    output = subprocess.run(
+        [sys.executable, "-c", RACE, "64", *map(str, homes)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    ).stdout
+    for home in homes:
+        file = home / ".config" / "rpcdataloader" / "token"
+        secret = file.read_text().strip()
+        assert len(secret) == 43
+        lines = [line.split(" ", 1)[1] for line in output.splitlines() if line.startswith(f"{home} ")]
+        assert lines == [secret] * 64
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert list(file.parent.iterdir()) == [file]
+
+
+# ---------------------------------------------------------------------------------------------------- what is shown
+
+
+def test_secret_is_in_no_text_that_describes_it():
+    found = Credentials(TOKEN.encode(), "argument")
+    for text in (repr(found), str(found), f"{found}", found.fingerprint, repr([found])):
+        assert TOKEN not in text
+    assert repr(found) == "Credentials(source='argument')"
+
+
+@pytest.mark.parametrize("token", ["fifteen letters", "x" * 5000])
+def test_secret_is_in_no_error_message(token, environ):
+    with pytest.raises(AuthenticationError) as caught:
+        load_credentials(token, environ=environ)
+    assert token not in str(caught.value)
+
+
+def test_fingerprint_tells_secrets_apart():
+    assert Credentials(b"a secret of 16 characters", "argument").fingerprint == "1eae0dc4"
+    assert Credentials(b"another secret of 16 char", "argument").fingerprint != "1eae0dc4"
+    assert Credentials(INSECURE_SECRET, "insecure").fingerprint == "none"
+
+
+def test_credentials_can_be_sent_to_another_process():
+    found = Credentials(TOKEN.encode(), "argument")
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+# ---------------------------------------------------------------------------------------------------- insecure mode
+
+
+@pytest.mark.parametrize(
+    ("variable", "address", "insecure"),
+    [
+        (None, TCP, False),
+        (None, UNIX, False),
+        ("unix", TCP, False),
+        ("unix", UNIX, True),
+        ("tcp", TCP, True),
+        ("tcp", UNIX, True),
+    ],
+)
+def test_client_goes_without_a_secret_only_where_it_was_told_to(variable, address, insecure, environ, default_file):
+    if variable is not None:
+        environ["RPCDATALOADER_INSECURE"] = variable
+    found = client_credentials(address, environ)
+    assert found.insecure == insecure
+    assert (found.secret == INSECURE_SECRET) == insecure
+    assert (found.source == "insecure") == insecure
+    assert default_file.exists() == (not insecure)
+
+
+@pytest.mark.parametrize("value", ["", "1", "yes", "TCP", "all"])
+def test_other_values_of_the_insecure_variable_are_refused(value, environ):
+    environ["RPCDATALOADER_INSECURE"] = value
+    with pytest.raises(ValueError, match=f"RPCDATALOADER_INSECURE is '{value}'; set it to unix or tcp, or unset it"):
+        client_credentials(UNIX, environ)

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from rpcdataloader.errors import RemoteError, RemoteTraceback, RPCTimeoutError
+from rpcdataloader.wire.pickling import dumps_exception, loads_exception
+
+WHERE = "worker 3 (pid 123) on node07:6543"
+LOCK = threading.Lock()
+
+
+class TwoArguments(Exception):
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"code {code}: {text}")
+        self.code = code
+
+
+class Formats(Exception):
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no such name: {name}")
+
+
+class KeywordOnly(Exception):
+    def __init__(self, *, reason: str) -> None:
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"because {self.reason}"
+
+
+class OwnNew(Exception):
+    def __new__(cls, first: int, second: int) -> OwnNew:
+        return super().__new__(cls, first + second)
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+
+class OwnReduce(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+        self.pair = first, second
+
+    def __reduce__(self) -> Any:
+        return OwnReduce, self.pair
+
+
+class BadReduce(Exception):
+    def __reduce__(self) -> Any:
+        raise RuntimeError("cannot reduce")
+
+
+class BadRebuild(Exception):
+    def __reduce__(self) -> Any:
+        return int, ("x",)
+
+
+class Open(OSError):
+    def __init__(self, path: str) -> None:
+        super().__init__(2, "no such file", path)
+
+
+class Decode(UnicodeDecodeError):
+    def __init__(self, data: bytes) -> None:
+        super().__init__("ascii", data, 0, 1, "bad byte")
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("in __str__")
+
+    __repr__ = __str__
+
+
+class Slots(Exception):
+    __slots__ = ("x",)
+
+
+class ReadOnly(Exception):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("read-only")
+
+
+def raised(exc: BaseException) -> BaseException:
+    try:
+        raise exc
+    except BaseException as caught:
+        return caught
+
+
+def transfer(exc: BaseException) -> Exception:
+    received = loads_exception(dumps_exception(raised(exc), WHERE))
+    with pytest.raises(type(received)) as again:
+        raise received
+    assert again.value is received
+    return received
+
+
+def imported() -> ImportError:
+    try:
+        import no_such_module_anywhere  # noqa: F401
+    except ImportError as error:
+        return error
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "exc",
+    [
+        ValueError("text", 3),
+        KeyError("first line\nsecond line"),
+        IndexError(),
+        StopIteration(5),
+        AssertionError("x"),
+        OSError(2, "no such file", "/a/b"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
+        imported(),
+        RuntimeError("CUDA error: out of memory"),
+        torch.cuda.OutOfMemoryError("x"),
+        RPCTimeoutError("the call took longer than 3 s"),
+        TwoArguments(3, "text"),
+        Formats("x"),
+        KeywordOnly(reason="it rained"),
+        OwnNew(1, 2),
+        OwnReduce(1, 2),
+        Open("/a/b"),
+        Decode(b"\xff"),
+        Slots("s"),
+    ],
+    ids=lambda exc: type(exc).__name__,
+)
+def test_exception_keeps_type_text_arguments_and_state(exc):
+    received = transfer(exc)
+    assert type(received) is type(exc)
+    assert str(received) == str(exc)
+    assert received.args == exc.args
+    assert vars(received) == vars(exc)
+    for name in ("errno", "filename", "start", "reason", "value", "name"):
+        assert getattr(received, name, None) == getattr(exc, name, None)
+
+
+def test_cause_shows_where_it_was_raised_and_the_traceback_there():
+    cause = transfer(ValueError("bad sample")).__cause__
+    assert isinstance(cause, RemoteTraceback)
+    text = str(cause)
+    assert text.startswith(f"\n{WHERE}:\n\nTraceback (most recent call last):\n")
+    assert "in raised\n    raise exc\n" in text
+    assert text.endswith("ValueError: bad sample")
+
+
+def test_causes_and_contexts_are_in_the_text():
+    def chain() -> BaseException:
+        try:
+            try:
+                raise KeyError("innermost")
+            except KeyError:
+                raise TypeError("middle")  # noqa: B904
+        except TypeError as error:
+            try:
+                raise ValueError("outer") from error
+            except ValueError as outer:
+                return outer
+
+    text = str(transfer(chain()).__cause__)
+    assert "KeyError: 'innermost'" in text
+    assert "During handling of the above exception" in text
+    assert "TypeError: middle" in text
+    assert "direct cause" in text
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes came with Python 3.11")
+def test_notes_arrive_with_the_exception_and_in_the_text():
+    exc = ValueError("x")
+    exc.add_note("in sample 17")
+    received = transfer(exc)
+    assert received.__notes__ == ["in sample 17"]
+    assert "in sample 17" in str(received.__cause__)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="groups came with Python 3.11")
+class TestGroups:
+    def test_group_arrives_with_its_members(self):
+        group = ExceptionGroup("several", [TwoArguments(1, "a"), ExceptionGroup("inner", [Formats("b")])])
+        received = transfer(group)
+        assert type(received) is ExceptionGroup
+        assert received.message == "several"
+        assert type(received.exceptions[0]) is TwoArguments
+        assert received.exceptions[0].code == 1
+        assert str(received.exceptions[1].exceptions[0]) == "no such name: b"
+        assert "code 1: a" in str(received.__cause__)
+
+    def test_group_that_holds_an_exit_does_not_end_the_trainer(self):
+        received = transfer(BaseExceptionGroup("several", [SystemExit(1)]))
+        assert type(received) is RemoteError
+
+
+@pytest.mark.parametrize("exc", [SystemExit(3), SystemExit(), KeyboardInterrupt(), GeneratorExit("x")])
+def test_what_would_end_the_trainer_arrives_as_an_error_that_says_so(exc):
+    received = transfer(exc)
+    assert type(received) is RemoteError
+    assert str(received).startswith(f"{WHERE} raised {type(exc).__name__}")
+    assert type(exc).__name__ in str(received.__cause__)
+
+
+class TestUnpicklable:
+    def test_attributes_that_cannot_be_pickled_are_left_out(self):
+        exc = ValueError("x")
+        exc.lock, exc.code = LOCK, 3  # type: ignore[attr-defined]
+        received = transfer(exc)
+        assert type(received) is ValueError
+        assert vars(received) == {"code": 3}
+
+    def test_arguments_that_cannot_be_pickled_become_text(self):
+        received = transfer(ValueError("held", LOCK))
+        assert type(received) is ValueError
+        assert received.args == ("held", repr(LOCK))
+
+    def test_attributes_that_cannot_be_rebuilt_are_left_out(self):
+        exc = Formats("x")
+        exc.other = TwoArguments(1, "a")  # type: ignore[attr-defined]
+        received = transfer(exc)
+        assert type(received) is Formats
+        assert vars(received) == {}
+
+    def test_exception_that_refers_to_itself_arrives(self):
+        exc = ValueError("x")
+        exc.me = [exc]  # type: ignore[attr-defined]
+        received = transfer(exc)
+        assert str(received) == "x"
+
+    @pytest.mark.parametrize("kind", [BadReduce, BadRebuild])
+    def test_exception_with_a_broken_reducer_keeps_its_type(self, kind):
+        received = transfer(kind("text"))
+        assert type(received) is kind
+        assert str(received) == "text"
+
+    def test_tensors_in_an_exception_arrive(self):
+        received = transfer(ValueError("bad batch", torch.arange(100_000)))
+        assert received.args[1].equal(torch.arange(100_000))
+
+    def test_class_that_does_not_exist_here_is_told_as_text(self, monkeypatch):
+        module = types.ModuleType("only_there")
+        exec("class Missing(Exception): pass", vars(module))
+        monkeypatch.setitem(sys.modules, "only_there", module)
+        payload = dumps_exception(module.Missing("gone"), WHERE)
+        monkeypatch.delitem(sys.modules, "only_there")
+        received = loads_exception(payload)
+        assert type(received) is RemoteError
+        assert str(received) == f"{WHERE} raised only_there.Missing: gone"
+
+    def test_exception_that_cannot_be_shown_still_arrives(self):
+        received = transfer(Unprintable("x"))
+        assert type(received) is Unprintable
+        assert "Unprintable" in str(received.__cause__)
+
+    def test_exception_that_takes_no_cause_is_told_as_text(self):
+        received = transfer(ReadOnly("x"))
+        assert str(received.__cause__).endswith("ReadOnly: x")
+
+    def test_class_defined_by_the_task_arrives(self):
+        class Local(Exception):
+            def __init__(self, a: int, b: int) -> None:
+                super().__init__(a + b)
+
+        received = transfer(Local(1, 2))
+        assert type(received).__name__ == "Local"
+        assert received.args == (3,)
+
+
+def test_endless_text_is_cut_in_the_middle():
+    payload = dumps_exception(ValueError("x" * 10**7), WHERE)
+    cause = str(loads_exception(payload).__cause__)
+    assert len(cause) < 100_000
+    assert "characters left out" in cause
+
+
+@pytest.mark.parametrize("payload", [b"", b"garbage", pickle.dumps(3), pickle.dumps((1, 2))])
+def test_payload_that_is_none_gives_an_error_all_the_same(payload):
+    received = loads_exception(payload)
+    assert type(received) is RemoteError
+    assert "cannot be read" in str(received)
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
+def test_payload_may_be_any_buffer(kind):
+    assert str(loads_exception(kind(dumps_exception(ValueError("x"), WHERE)))) == "x"

@@ -1,0 +1,681 @@
+from __future__ import annotations
+
+import array
+import gc
+import hashlib
+import hmac
+import struct
+import weakref
+
+import numpy
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
+from rpcdataloader.wire.frames import (
+    HANDSHAKE_LIMITS,
+    HEADER_SIZE,
+    MAC_SIZE,
+    PREAMBLE_SIZE,
+    Decoder,
+    Flag,
+    Limits,
+    MessageType,
+    Preamble,
+    Sealer,
+    encode,
+)
+
+KEY = bytes(range(32))
+UNKNOWN_TYPE = 99
+
+
+class FakeBlock:
+    def __init__(self, size):
+        self.view = memoryview(bytearray(size))
+
+
+def allocate(_request_id, sizes):
+    return [FakeBlock(size) for size in sizes]
+
+
+def refuse_to_allocate(_request_id, sizes):
+    raise AssertionError(f"allocated {sizes}")
+
+
+def feed(decoder, data, step_sizes=None):
+    """Fill the decoder's buffers from ``data``, at most the given number of bytes at a time; the messages."""
+    steps = iter(step_sizes or ())
+    messages = []
+    position = 0
+    while position < len(data):
+        limit = next(steps, len(data))
+        filled = 0
+        for view in decoder.get_buffers():
+            assert len(view) > 0
+            piece = data[position : position + min(len(view), limit - filled)]
+            view[: len(piece)] = piece
+            position += len(piece)
+            filled += len(piece)
+        message = decoder.buffers_filled(filled)
+        if message is not None:
+            messages.append(message)
+    return messages
+
+
+def content(message):
+    return (
+        message.type,
+        message.flags,
+        message.request_id,
+        bytes(message.payload),
+        [bytes(block.view) for block in message.blocks],
+    )
+
+
+def join(*args, **kwargs):
+    return b"".join(encode(*args, **kwargs))
+
+
+def sealed_stream(num_messages, key=KEY):
+    """Messages of one direction, each as bytes."""
+    sealer = Sealer(key)
+    return [
+        join(sealer, MessageType.CALL, number, b"payload %d" % number, [b"block %d" % number])
+        for number in range(num_messages)
+    ]
+
+
+def patch_header(data, **changes):
+    """Change fields of an encoded message without a MAC, and make its digest fit again."""
+    names = ["magic", "type", "flags", "header_size", "request_id", "payload_size", "num_blocks", "reserved"]
+    header = dict(zip(names, struct.unpack_from("<4sBBHQQII", data), strict=True)) | changes
+    body_size = 8 * header["num_blocks"] + header["payload_size"]
+    digest = hashlib.sha256(data[HEADER_SIZE : HEADER_SIZE + body_size]).digest()
+    return struct.pack("<4sBBHQQII32s16x", *header.values(), digest) + data[HEADER_SIZE:]
+
+
+# ---------------------------------------------------------------------------------------------------- golden bytes
+
+
+def test_golden_preamble():
+    session_id = bytes(range(16))
+    golden = bytes.fromhex(
+        "525043444c445201"  # magic
+        "0100"  # version
+        "000000000000"  # reserved
+        "000102030405060708090a0b0c0d0e0f"  # session id
+    )
+    assert len(golden) == PREAMBLE_SIZE == 32
+    assert Preamble(session_id).encode() == golden
+    assert Preamble.decode(golden) == Preamble(session_id, version=1)
+
+
+def test_golden_message_without_mac():
+    golden = bytes.fromhex(
+        "5250444c"  # magic
+        "01"  # type
+        "00"  # flags
+        "5000"  # header size
+        "0000000000000000"  # request id
+        "0200000000000000"  # payload size
+        "00000000"  # num blocks
+        "00000000"  # reserved
+        "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"  # SHA-256 of the body
+        "00000000000000000000000000000000"  # MAC
+        "7b7d"  # payload
+    )
+    assert join(None, MessageType.HELLO, payload=b"{}") == golden
+    assert [content(message) for message in feed(Decoder(refuse_to_allocate), golden)] == [(1, 0, 0, b"{}", [])]
+
+
+GOLDEN_MACS = {
+    MessageType.HELLO: "2942c1d49f92ed49b6da6423902c2239",
+    MessageType.AUTH: "086cdec4b43d79707ee1a9a624c3610d",
+    MessageType.REFUSED: "1472c25bb5ec87a741e67f20753d7de1",
+    MessageType.WELCOME: "75a28725795255e8e2e3b9fbe3823265",
+    MessageType.BUSY: "1194bc1f0159616fc1f15c010233bb2b",
+    MessageType.CALL: "b0a09fbf9119b5666837cf24ee66919a",
+    MessageType.REPLY: "097aab4b8ea3480654014ed884f7df3e",
+    MessageType.ERROR: "a2502eed5ef1811d2caca464380a9919",
+    MessageType.RELEASE: "18d092e16c6aea7210762d73535abc68",
+    MessageType.CANCEL: "46d08a6e40eaa85fb6139795b793a116",
+    MessageType.LOG: "d3f3e521a81838b34fc64563355f4ac3",
+    MessageType.GOAWAY: "06e9c8247a4f606e10397d19fa8c5e89",
+    MessageType.EXITED: "538d7120f0d9090e546c9771eb9ad29d",
+    MessageType.BUILD: "1aaead460a364a1935a4795e8ef8eb58",
+}
+
+
+@pytest.mark.parametrize("type", MessageType)
+def test_golden_sealed_message_of_each_type(type):
+    # The fourth message of its direction.
+    sealer, checker = Sealer(KEY), Sealer(KEY)
+    for _ in range(3):
+        checker.verify(b"", sealer.seal(b""))
+    golden = bytes.fromhex(
+        f"5250444c{int(type):02x}005000"  # magic, type, flags, header size
+        "efcdab8967452301"  # request id
+        "0300000000000000"  # payload size
+        "0200000000000000"  # num blocks, reserved
+        "160e307225eec72e4bda4d9c9015853adc092b9c96d54a3fb2187c02851927d3"  # SHA-256 of the body
+        + GOLDEN_MACS[type]
+        + "05000000000000000000000000000000"  # table
+        "010203"  # payload
+        "6c61726765"  # first block; the second one is empty
+    )
+    assert join(sealer, type, 0x0123456789ABCDEF, b"\1\2\3", [b"large", b""]) == golden
+    decoder = Decoder(allocate, checker)
+    assert [content(message) for message in feed(decoder, golden)] == [
+        (type, 0, 0x0123456789ABCDEF, b"\1\2\3", [b"large", b""])
+    ]
+
+
+def test_mac_is_what_the_documentation_says():
+    sealer = Sealer(KEY)
+    sealer.seal(b"an earlier message")
+    data = join(sealer, MessageType.REPLY, 1, b"payload")
+    sealed_part, mac = data[:64], data[64:80]
+    assert mac == hmac.new(KEY, struct.pack("<Q", 1) + sealed_part, hashlib.sha256).digest()[:16]
+
+
+# ---------------------------------------------------------------------------------------------------- round trips
+
+
+messages_strategy = st.lists(
+    st.tuples(
+        st.sampled_from(MessageType),
+        st.sampled_from([0, Flag.OPTIONAL]),
+        st.integers(0, 2**64 - 1),
+        st.binary(max_size=40),
+        st.lists(st.binary(max_size=20), max_size=4),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(messages_strategy, st.lists(st.integers(1, 50), max_size=60), st.booleans())
+def test_messages_survive_random_splits(messages, step_sizes, sealed):
+    sealer, checker = (Sealer(KEY), Sealer(KEY)) if sealed else (None, None)
+    data = b"".join(
+        join(sealer, type, request_id, payload, blocks, flags) for type, flags, request_id, payload, blocks in messages
+    )
+    decoder = Decoder(allocate, checker)
+    received = feed(decoder, data, step_sizes)
+    assert [content(message) for message in received] == messages
+    assert not decoder.mid_message
+
+
+def test_messages_survive_one_byte_at_a_time_and_all_two_way_splits():
+    sealer = Sealer(KEY)
+    sent = [
+        (MessageType.CALL, 0, 1, b"payload", [b"block", b"", b"other block"]),
+        (MessageType.REPLY, 0, 2, b"", []),
+        (MessageType.LOG, 1, 0, b"x", [b""]),
+        (MessageType.CALL, 0, 3, b"", [b"last"]),
+    ]
+    data = b"".join(join(sealer, type, number, payload, blocks, flags) for type, flags, number, payload, blocks in sent)
+    for steps in [[1] * len(data), *([split] for split in range(1, len(data)))]:
+        received = feed(Decoder(allocate, Sealer(KEY)), data, steps)
+        assert [content(message) for message in received] == sent
+
+
+@pytest.mark.parametrize("split", range(1, 18))
+def test_blocks_of_one_message_are_offered_together_and_refilled_from_where_they_stopped(split):
+    data = join(None, MessageType.CALL, 7, b"p", [b"abcdef", b"", b"ghi", b"jklmnopqr"])
+    decoder = Decoder(allocate)
+    head, blocks = data[:-18], data[-18:]
+    assert feed(decoder, head) == []
+    assert [len(view) for view in decoder.get_buffers()] == [6, 3, 9]
+    [message] = feed(decoder, blocks, [split])
+    assert content(message) == (MessageType.CALL, 0, 7, b"p", [b"abcdef", b"", b"ghi", b"jklmnopqr"])
+
+
+def test_allocator_can_change_between_messages():
+    decoder = Decoder(refuse_to_allocate)
+    feed(decoder, join(None, MessageType.WELCOME, payload=b"{}"))
+    decoder.allocate = allocate
+    assert len(feed(decoder, join(None, MessageType.REPLY, 1, b"payload", [b"block"]))) == 1
+
+
+def test_block_sizes_reach_the_allocator_in_one_call_with_the_request_id():
+    calls = []
+
+    def record(request_id, sizes):
+        calls.append((request_id, list(sizes)))
+        return allocate(request_id, sizes)
+
+    decoder = Decoder(record)
+    feed(decoder, join(None, MessageType.REPLY, 5, b"p", [b"12", b"", b"345"]))
+    feed(decoder, join(None, MessageType.REPLY, 6, b"p"))
+    assert calls == [(5, [2, 0, 3])]
+
+
+# ---------------------------------------------------------------------------------------------------- copies
+
+
+def test_encoding_copies_no_block_and_leaves_empty_pieces_out():
+    block, payload = bytearray(b"12345"), bytearray(100_000)
+    first, second, third = encode(None, MessageType.REPLY, 1, payload, [b"", block, b""])
+    assert len(first) == HEADER_SIZE + 3 * 8
+    payload[0] = 1
+    block[0] = ord("x")
+    assert bytes(second) == payload
+    assert bytes(third) == b"x2345"
+
+
+def test_small_payload_travels_with_the_header_in_one_piece():
+    [piece] = encode(None, MessageType.REPLY, 1, bytearray(b"payload"))
+    assert piece[HEADER_SIZE:] == b"payload"
+
+
+@pytest.mark.parametrize("size", [0, 1, 16383, 16384, 100_000])
+def test_payload_of_any_size_arrives(size):
+    payload = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    pieces = encode(Sealer(KEY), MessageType.REPLY, 1, payload, [b"block"])
+    assert all(pieces)
+    [message] = feed(Decoder(allocate, Sealer(KEY)), b"".join(pieces))
+    assert content(message) == (MessageType.REPLY, 0, 1, payload, [b"block"])
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [
+        bytearray(b"abcdefgh"),
+        array.array("d", [1.5, 2.5]),
+        numpy.arange(6, dtype=numpy.int16).reshape(2, 3),
+        numpy.float64(3.5).reshape(()),
+        numpy.empty((0, 3)),
+        memoryview(b"abcdefgh")[2:5],
+    ],
+    ids=lambda buffer: type(buffer).__name__,
+)
+def test_buffers_of_any_format_are_sent_as_their_bytes(buffer):
+    view = memoryview(buffer)
+    data = join(None, MessageType.REPLY, 1, view, [view])
+    [message] = feed(Decoder(allocate), data)
+    assert content(message) == (MessageType.REPLY, 0, 1, view.tobytes(), [view.tobytes()])
+
+
+def test_buffer_that_is_not_contiguous_is_refused():
+    with pytest.raises(TypeError, match="contiguous"):
+        encode(None, MessageType.REPLY, 1, b"", [memoryview(b"abcdefgh")[::2]])
+
+
+def test_memory_of_a_payload_is_not_used_again():
+    decoder = Decoder(allocate)
+    first, second = feed(decoder, join(None, MessageType.CALL, 1, b"first") + join(None, MessageType.CALL, 2, b"other"))
+    assert bytes(first.payload) == b"first"
+    assert bytes(second.payload) == b"other"
+
+
+def test_decoder_keeps_nothing_of_a_message_that_it_has_handed_out():
+    decoder = Decoder(allocate)
+    [message] = feed(decoder, join(None, MessageType.CALL, 1, b"payload", [b"block"]))
+    block = weakref.ref(message.blocks[0])
+    del message
+    assert block() is None
+
+
+def test_blocks_of_a_message_that_was_cut_are_freed_without_the_garbage_collector():
+    allocated = []
+
+    def record(request_id, sizes):
+        blocks = allocate(request_id, sizes)
+        allocated.extend(map(weakref.ref, blocks))
+        return blocks
+
+    gc.disable()
+    try:
+        decoder = Decoder(record)
+        feed(decoder, join(None, MessageType.CALL, 1, b"payload", [b"block"])[:-1])
+        assert allocated[0]() is not None
+        del decoder
+        assert allocated[0]() is None
+    finally:
+        gc.enable()
+
+
+# ---------------------------------------------------------------------------------------------------- garbage
+
+
+def decode_garbage(data, step_sizes=(), sealer=None):
+    small = Limits(payload_size_bytes=1000, num_blocks=10, block_size_bytes=1000, message_size_bytes=3000)
+    decoder = Decoder(allocate, sealer, small)
+    try:
+        return feed(decoder, data, step_sizes)
+    except RemoteProtocolError:
+        with pytest.raises(RemoteProtocolError, match=r"nothing more can be read from this connection after: ."):
+            decoder.get_buffers()
+        return None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=300), st.booleans())
+def test_garbage_is_a_protocol_error_or_too_short(garbage, sealed):
+    assert not decode_garbage(garbage, sealer=Sealer(KEY) if sealed else None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.integers(0, 255),
+            "flags": st.integers(0, 255),
+            "header_size": st.integers(0, 2**16 - 1),
+            "request_id": st.integers(0, 2**64 - 1),
+            "payload_size": st.integers(0, 40) | st.integers(0, 2**64 - 1),
+            "num_blocks": st.integers(0, 4) | st.integers(0, 2**32 - 1),
+            "reserved": st.integers(0, 2**32 - 1),
+        },
+    ),
+    st.lists(st.integers(0, 40) | st.integers(0, 2**64 - 1), max_size=4),
+    st.binary(max_size=60),
+    st.lists(st.integers(1, 100), max_size=10),
+)
+def test_wrong_fields_are_protocol_errors_or_too_short(changes, table, rest, step_sizes):
+    message = join(None, MessageType.CALL, 1, struct.pack(f"<{len(table)}Q", *table) + rest)
+    for received in decode_garbage(patch_header(message, **changes), step_sizes) or ():
+        assert isinstance(received.type, MessageType)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10_000), st.binary(min_size=1, max_size=8), st.booleans())
+def test_damaged_stream_is_a_protocol_error_or_too_short(position, damage, sealed):
+    data = bytearray(b"".join(sealed_stream(3)))
+    position %= len(data)
+    data[position : position + len(damage)] = damage
+    decode_garbage(bytes(data), sealer=Sealer(KEY) if sealed else None)
+
+
+def test_other_protocol_is_named_by_its_first_bytes():
+    decoder = Decoder(refuse_to_allocate)
+    with pytest.raises(RemoteProtocolError, match="b'GET '"):
+        feed(decoder, b"GET / HTTP/1.1\r\nHost: node01:6543\r\n" + b"x" * 80)
+
+
+# ---------------------------------------------------------------------------------------------------- limits
+
+
+LIMITS = Limits(payload_size_bytes=100, num_blocks=3, block_size_bytes=50, message_size_bytes=160)
+
+
+@pytest.mark.parametrize(
+    ("payload_size", "block_sizes", "excess"),
+    [
+        (101, [], "a payload of 101 bytes is over the limit of 100"),
+        (0, [1, 1, 1, 1], "4 blocks are over the limit of 3"),
+        (0, [1, 51], "a block of 51 bytes is over the limit of 50"),
+        (61, [50, 50], "a message of 161 bytes is over the limit of 160"),
+    ],
+)
+def test_message_over_a_limit_is_refused_on_both_sides(payload_size, block_sizes, excess):
+    payload, blocks = bytes(payload_size), [bytes(size) for size in block_sizes]
+    sealer = Sealer(KEY)
+    with pytest.raises(LocalProtocolError, match=excess):
+        encode(sealer, MessageType.CALL, 1, payload, blocks, limits=LIMITS)
+    # The sealer was not touched: this is still the first message.
+    data = join(sealer, MessageType.CALL, 1, payload, blocks)
+    with pytest.raises(RemoteProtocolError, match=excess):
+        feed(Decoder(refuse_to_allocate, Sealer(KEY), LIMITS), data)
+
+
+def test_message_at_every_limit_is_accepted():
+    data = join(None, MessageType.CALL, 1, bytes(100), [bytes(50), bytes(10), b""], limits=LIMITS)
+    assert len(feed(Decoder(allocate, limits=LIMITS), data)) == 1
+    data = join(None, MessageType.CALL, 1, bytes(10), [bytes(50)] * 3, limits=LIMITS)
+    assert len(feed(Decoder(allocate, limits=LIMITS), data)) == 1
+
+
+@pytest.mark.parametrize(
+    "changes", [{"payload_size": 2**64 - 1}, {"payload_size": 2**63}, {"num_blocks": 2**32 - 1}], ids=str
+)
+def test_enormous_length_is_refused_before_anything_is_allocated(changes):
+    # Allocating this much would be a MemoryError or an OverflowError.
+    data = bytearray(join(None, MessageType.CALL, 1, b"payload"))
+    if "payload_size" in changes:
+        struct.pack_into("<Q", data, 16, changes["payload_size"])
+    else:
+        struct.pack_into("<I", data, 24, changes["num_blocks"])
+    with pytest.raises(RemoteProtocolError, match="over the limit"):
+        feed(Decoder(refuse_to_allocate), bytes(data))
+
+
+def test_enormous_block_is_refused_before_the_allocator_is_called():
+    data = bytearray(join(None, MessageType.CALL, 1, struct.pack("<2Q", 5, 2**64 - 1)))
+    data = patch_header(bytes(data), num_blocks=2, payload_size=0)
+    with pytest.raises(RemoteProtocolError, match=f"a block of {2**64 - 1} bytes"):
+        feed(Decoder(refuse_to_allocate), data)
+
+
+def test_block_sizes_that_were_altered_do_not_reach_the_allocator():
+    data = bytearray(join(Sealer(KEY), MessageType.CALL, 1, b"payload", [b"block"]))
+    data[HEADER_SIZE] += 1
+    with pytest.raises(RemoteProtocolError, match="altered"):
+        feed(Decoder(refuse_to_allocate, Sealer(KEY)), bytes(data))
+
+
+def test_length_that_was_altered_is_an_altered_message_not_a_limit():
+    data = bytearray(join(Sealer(KEY), MessageType.CALL, 1, b"payload"))
+    struct.pack_into("<Q", data, 16, 2**64 - 1)
+    with pytest.raises(RemoteProtocolError, match="message 0 from the peer failed authentication"):
+        feed(Decoder(refuse_to_allocate, Sealer(KEY)), bytes(data))
+
+
+def test_limits_can_change_between_messages():
+    decoder = Decoder(allocate, limits=HANDSHAKE_LIMITS)
+    data = join(None, MessageType.CALL, 1, bytes(5000), [b"block"])
+    feed(decoder, join(None, MessageType.HELLO, payload=bytes(4096)))
+    decoder.limits = Limits()
+    assert len(feed(decoder, data)) == 1
+    decoder.limits = HANDSHAKE_LIMITS
+    with pytest.raises(RemoteProtocolError, match="a payload of 5000 bytes is over the limit of 4096"):
+        feed(decoder, data)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("payload_size_bytes", -1, ValueError),
+        ("num_blocks", 2**32, ValueError),
+        ("block_size_bytes", 1.5, TypeError),
+        ("message_size_bytes", "1", TypeError),
+        ("num_blocks", True, TypeError),
+    ],
+)
+def test_wrong_limit_is_refused_when_built(name, value, error):
+    with pytest.raises(error, match=name):
+        Limits(**{name: value})
+
+
+# ---------------------------------------------------------------------------------------------------- seals
+
+
+def expect_refusal_of(number, stream, key=KEY):
+    decoder = Decoder(allocate, Sealer(key))
+    for data in stream[:number]:
+        assert len(feed(decoder, data)) == 1
+    with pytest.raises(RemoteProtocolError, match=rf"message {number} from the peer failed authentication"):
+        feed(decoder, stream[number])
+    with pytest.raises(RemoteProtocolError, match="nothing more can be read"):
+        decoder.get_buffers()
+    with pytest.raises(RemoteProtocolError, match="nothing more can be read"):
+        decoder.buffers_filled(1)
+
+
+def test_change_of_any_byte_of_header_or_body_is_detected():
+    [data] = sealed_stream(1)
+    for position in range(len(data) - len(b"block 0")):
+        for change in (0x01, 0x80):
+            altered = bytearray(data)
+            altered[position] ^= change
+            decoder = Decoder(refuse_to_allocate, Sealer(KEY))
+            with pytest.raises(RemoteProtocolError, match=r"altered|where one should begin"):
+                feed(decoder, bytes(altered))
+
+
+def test_contents_of_blocks_are_not_covered_by_the_mac():
+    # They are plain data; TLS is there for them. If this changes, the documentation has to.
+    [data] = sealed_stream(1)
+    [message] = feed(Decoder(allocate, Sealer(KEY)), data[:-1] + b"!")
+    assert bytes(message.blocks[0].view) == b"block !"
+
+
+def test_replayed_message_is_refused():
+    a, b, c = sealed_stream(3)
+    expect_refusal_of(1, [a, a, b, c])
+    expect_refusal_of(3, [a, b, c, b])
+
+
+def test_swapped_messages_are_refused():
+    a, b, c = sealed_stream(3)
+    expect_refusal_of(1, [a, c, b])
+    expect_refusal_of(0, [b, a, c])
+
+
+def test_message_after_a_dropped_one_is_refused():
+    a, _, c = sealed_stream(3)
+    expect_refusal_of(1, [a, c])
+
+
+def test_injected_messages_are_refused():
+    a, _ = sealed_stream(2)
+    for injected in (
+        join(None, MessageType.CALL, 1, b"pickle"),
+        join(Sealer(b"another key"), MessageType.CALL, 1, b"pickle"),
+        a[:64] + bytes(MAC_SIZE) + a[80:],
+    ):
+        expect_refusal_of(1, [a, injected])
+
+
+def test_message_of_the_other_direction_is_refused():
+    [reflected] = sealed_stream(1, key=b"client to server")
+    expect_refusal_of(0, [reflected], key=b"server to client")
+
+
+def test_message_sealed_with_a_wrong_counter_is_refused():
+    ahead = Sealer(KEY)
+    ahead.seal(b"a message that was never sent")
+    expect_refusal_of(0, [join(ahead, MessageType.CALL, 1, b"payload")])
+
+
+def test_body_of_an_earlier_message_under_a_fresh_header_is_refused():
+    a, b = sealed_stream(2)
+    decoder = Decoder(allocate, Sealer(KEY))
+    feed(decoder, a)
+    with pytest.raises(RemoteProtocolError, match="the body of message 1 was altered"):
+        feed(decoder, b[:HEADER_SIZE] + a[HEADER_SIZE:])
+
+
+def test_body_without_mac_is_checked_too():
+    data = bytearray(join(None, MessageType.HELLO, payload=b"payload"))
+    data[-1] ^= 1
+    with pytest.raises(RemoteProtocolError, match="the body of message 0 was altered"):
+        feed(Decoder(refuse_to_allocate), bytes(data))
+
+
+def test_sealed_message_before_the_keys_exist_is_refused():
+    with pytest.raises(RemoteProtocolError, match="before the handshake was over"):
+        feed(Decoder(allocate), sealed_stream(1)[0])
+
+
+def test_keys_take_effect_with_the_next_message_and_never_in_the_middle_of_one():
+    decoder = Decoder(allocate)
+    data = join(None, MessageType.AUTH, payload=b"{}")
+    feed(decoder, data[:1])
+    with pytest.raises(LocalProtocolError, match="middle of a message"):
+        decoder.set_sealer(Sealer(KEY))
+    feed(decoder, data[1:])
+    decoder.set_sealer(Sealer(KEY))
+    assert len(feed(decoder, b"".join(sealed_stream(2)))) == 2
+    with pytest.raises(RemoteProtocolError, match="message 2 from the peer failed authentication"):
+        feed(decoder, data)
+
+
+# ---------------------------------------------------------------------------------------------------- states
+
+
+def test_unknown_optional_message_is_skipped_with_its_blocks():
+    sealer = Sealer(KEY)
+    data = join(sealer, UNKNOWN_TYPE, 5, b"future", [b"block", b""], Flag.OPTIONAL)
+    data += join(sealer, UNKNOWN_TYPE, 5, flags=Flag.OPTIONAL)
+    decoder = Decoder(refuse_to_allocate, Sealer(KEY))
+    assert feed(decoder, data, [1] * len(data)) == []
+    assert not decoder.mid_message
+    [message] = feed(decoder, join(sealer, MessageType.REPLY, 6, b"payload"))
+    assert content(message) == (MessageType.REPLY, 0, 6, b"payload", [])
+
+
+def test_unknown_message_that_is_not_optional_is_an_error():
+    with pytest.raises(RemoteProtocolError, match="unknown type 99"):
+        feed(Decoder(refuse_to_allocate), join(None, UNKNOWN_TYPE, 1, b"payload"))
+
+
+@pytest.mark.parametrize("changes", [{"header_size": 88}, {"flags": 2}, {"flags": 255}, {"reserved": 1}], ids=str)
+def test_header_of_the_future_is_an_error(changes):
+    data = patch_header(join(None, MessageType.CALL, 1, b"payload"), **changes)
+    with pytest.raises(RemoteProtocolError, match="cannot read"):
+        feed(Decoder(refuse_to_allocate), data)
+
+
+def test_end_of_stream_is_clean_only_between_messages():
+    data = join(None, MessageType.CALL, 1, b"payload", [b"block"])
+    for size in range(len(data) + 1):
+        decoder = Decoder(allocate)
+        feed(decoder, data[:size])
+        assert decoder.mid_message == (0 < size < len(data))
+
+
+def test_more_or_fewer_bytes_than_possible_are_refused_without_harm():
+    decoder = Decoder(allocate)
+    for num_bytes in (0, -1, HEADER_SIZE + 1):
+        with pytest.raises(ValueError, match="bytes"):
+            decoder.buffers_filled(num_bytes)
+    assert len(feed(decoder, join(None, MessageType.CALL, 1, b"payload"))) == 1
+
+
+def test_allocator_that_gives_other_sizes_is_caught():
+    def allocate_more(_request_id, sizes):
+        return [FakeBlock(size + 1) for size in sizes]
+
+    decoder = Decoder(allocate_more)
+    with pytest.raises(LocalProtocolError, match="blocks of other sizes"):
+        feed(decoder, join(None, MessageType.CALL, 1, b"payload", [b"block"]))
+    assert decoder.mid_message
+
+
+def test_error_of_the_allocator_ends_the_stream():
+    def fail(_request_id, _sizes):
+        raise MemoryError("no pinned memory left")
+
+    decoder = Decoder(fail)
+    with pytest.raises(MemoryError):
+        feed(decoder, join(None, MessageType.CALL, 1, b"payload", [b"block"]))
+    with pytest.raises(RemoteProtocolError, match="no pinned memory left"):
+        decoder.get_buffers()
+
+
+# ---------------------------------------------------------------------------------------------------- preamble
+
+
+def test_preamble_of_a_future_version_is_read():
+    preamble = Preamble(b"0123456789abcdef", version=65535)
+    assert Preamble.decode(preamble.encode()) == preamble
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"GET / HTTP/1.1\r\nHost: node01:6543\r\n"[:32], bytes(32), bytes(31), bytes(33)]
+)
+def test_garbage_instead_of_a_preamble_is_a_protocol_error(data):
+    with pytest.raises(RemoteProtocolError, match=r"preamble|does not speak this protocol"):
+        Preamble.decode(data)
+
+
+@pytest.mark.parametrize("fields", [{"session_id": b"short"}, {"version": -1}, {"version": 2**16}], ids=str)
+def test_wrong_preamble_is_refused_when_built(fields):
+    with pytest.raises(ValueError, match=r"session id|protocol version"):
+        Preamble(**fields)

@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import gc
+import os
+import random
+import re
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpcdataloader.wire import slabs
+from rpcdataloader.wire.slabs import Block, PageablePool, PinnedAllocator, pinned_allocator
+
+MIB = 1 << 20
+LARGE = 3 * MIB
+
+
+def address(block: Block) -> int:
+    return block.tensor.data_ptr()
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 100, 1 << 16, MIB - 1, MIB, MIB + 1, 5 * MIB + 3])
+def test_block_has_exactly_the_size_asked_for_and_both_faces_show_the_same_bytes(size_bytes):
+    block = PageablePool().allocate(size_bytes)
+    assert block.view.nbytes == len(block.view) == block.tensor.numel() == size_bytes
+    assert block.tensor.untyped_storage().nbytes() == size_bytes
+    assert block.view.format == "B"
+    assert block.view.contiguous
+    assert not block.view.readonly
+    content = np.random.default_rng(0).bytes(size_bytes)
+    block.view[:] = content
+    assert block.tensor.numpy().tobytes() == content
+
+
+def test_blocks_in_use_never_overlap():
+    pool = PageablePool()
+    blocks = [pool.allocate(LARGE) for _ in range(4)]
+    for i, block in enumerate(blocks):
+        block.tensor.fill_(i)
+    assert [set(block.view[::MIB]) for block in blocks] == [{0}, {1}, {2}, {3}]
+
+
+def test_memory_is_reused_after_the_last_tensor_is_gone_and_not_before():
+    pool = PageablePool()
+    block = pool.allocate(LARGE)
+    first = address(block)
+    block.tensor.fill_(7)
+    kept = torch.empty(0, dtype=torch.float32).set_(block.tensor.untyped_storage(), 5, (3, 2), (1, 4))
+    view = kept[1:].t()
+    del block, kept
+    other = pool.allocate(LARGE)
+    assert address(other) != first
+    other.tensor.fill_(9)
+    assert view.contiguous().view(torch.uint8).unique().tolist() == [7]
+    del view
+    again = pool.allocate(LARGE)
+    assert address(again) == first
+    assert again.tensor.unique().tolist() == [7]  # uninitialised: what was left in it
+
+
+def test_memory_is_not_reused_while_a_numpy_array_shows_it():
+    pool = PageablePool()
+    block = pool.allocate(LARGE)
+    first = address(block)
+    array = np.frombuffer(block.view, dtype=np.int16)[100:200].reshape(10, 10).T
+    del block
+    assert address(pool.allocate(LARGE)) != first
+    assert pool.stats().leased_bytes > 0
+    del array
+    assert pool.stats().leased_bytes == 0
+
+
+def test_memory_is_not_reused_while_a_memoryview_shows_it():
+    pool = PageablePool()
+    part = pool.allocate(LARGE).view[10:20]
+    assert pool.stats().leased_bytes > 0
+    del part
+    assert pool.stats().leased_bytes == 0
+
+
+def test_blocks_of_similar_size_share_memory_and_of_other_sizes_do_not():
+    pool = PageablePool()
+    first = address(pool.allocate(37 * MIB))
+    assert address(pool.allocate(12 * MIB)) != first
+    assert address(pool.allocate(39 * MIB)) == first
+
+
+def test_kept_memory_is_bounded_and_what_came_back_first_goes_first():
+    pool = PageablePool(max_bytes=8 * MIB)
+    small, large = [pool.allocate(2 * MIB) for _ in range(3)], [pool.allocate(4 * MIB)]
+    assert pool.stats() == slabs.PoolStats(leased_bytes=10 * MIB, kept_bytes=0)
+    addresses = [address(block) for block in small]
+    for _ in range(3):
+        del small[0]
+    assert pool.stats() == slabs.PoolStats(leased_bytes=4 * MIB, kept_bytes=6 * MIB)
+    del large[0]
+    assert pool.stats() == slabs.PoolStats(leased_bytes=0, kept_bytes=8 * MIB)
+    again = [pool.allocate(2 * MIB), pool.allocate(2 * MIB)]
+    assert [address(block) for block in again] == [addresses[2], addresses[1]]
+
+
+def test_pool_of_nothing_keeps_nothing():
+    pool = PageablePool(max_bytes=0)
+    pool.allocate(LARGE)
+    assert pool.stats() == slabs.PoolStats(leased_bytes=0, kept_bytes=0)
+    with pytest.raises(ValueError, match="max_bytes must not be negative, got -1"):
+        PageablePool(max_bytes=-1)
+
+
+def test_blocks_outlive_their_pool():
+    block = PageablePool().allocate(LARGE)
+    gc.collect()
+    block.tensor.fill_(3)
+    assert block.view[LARGE - 1] == 3
+
+
+def test_block_may_die_while_its_own_thread_holds_the_lock_of_the_pool():
+    pool = PageablePool()
+    blocks = [pool.allocate(LARGE)]
+
+    def die_inside() -> None:
+        with pool._lock:  # as when the garbage collector runs inside allocate
+            blocks.clear()
+
+    thread = threading.Thread(target=die_inside, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert pool.stats().leased_bytes == 0
+
+
+def test_threads_never_get_the_same_memory_at_once():
+    pool = PageablePool(max_bytes=16 * MIB)
+    failures: list[int] = []
+
+    def work(mark: int) -> None:
+        choose = random.Random(mark)
+        held: list[torch.Tensor] = []
+        for _ in range(60):
+            tensor = pool.allocate(choose.choice([MIB, LARGE])).tensor
+            tensor[::4096].fill_(mark)
+            held.append(tensor)
+            if len(held) > 3 and not (held.pop(choose.randrange(3))[::4096] == mark).all():
+                failures.append(mark)
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    stats = pool.stats()
+    assert stats.leased_bytes == 0
+    assert stats.kept_bytes <= 16 * MIB
+
+
+@given(st.integers(MIB, 1 << 40))
+def test_rounding_up_wastes_at_most_a_quarter_beyond_a_huge_page(size_bytes):
+    capacity = slabs._round_up(size_bytes)
+    assert size_bytes <= capacity < size_bytes * 5 / 4 + 2 * MIB
+    assert capacity % (2 * MIB) == 0
+    assert slabs._round_up(capacity) == capacity
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked for on Linux only")
+def test_large_blocks_are_private_mappings_with_huge_pages():
+    if "never" in re.findall(r"\[(\w+)\]", Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()):
+        pytest.skip("this kernel never gives huge pages")
+    block = PageablePool().allocate(LARGE)
+    mapping = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if header := re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+)", line):
+            if int(header[1], 16) <= address(block) < int(header[2], 16):
+                mapping = header[3]
+        elif mapping and line.startswith("VmFlags:"):
+            assert mapping == "rw-p"
+            assert "hg" in line.split()
+            return
+    pytest.fail("the mapping of the block is not listed")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+class TestFork:
+    def run_in_child(self, check) -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on fork beside threads
+            child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # a child that hangs is a failure
+            try:
+                os._exit(0 if check() else 1)
+            finally:
+                os._exit(2)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def test_pool_of_the_child_starts_empty_even_if_a_thread_held_its_lock(self):
+        pool = PageablePool()
+        kept = pool.allocate(LARGE)
+        free = address(pool.allocate(LARGE))
+        release, held = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with pool._lock:
+                held.set()
+                release.wait(20)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+
+        def check() -> bool:
+            assert pool.stats() == slabs.PoolStats(0, 0)
+            fresh = pool.allocate(LARGE)
+            return address(fresh) not in (free, address(kept))
+
+        status = self.run_in_child(check)
+        release.set()
+        thread.join()
+        assert status == 0
+
+    def test_leases_of_the_parent_do_not_enter_the_pool_of_the_child(self):
+        pool = PageablePool()
+        blocks = [pool.allocate(LARGE)]
+        blocks[0].tensor.fill_(5)
+
+        def check() -> bool:
+            assert blocks[0].view[0] == 5
+            blocks[0].view[:] = bytes([6]) * LARGE  # not by torch: its threads stayed in the parent
+            blocks.clear()
+            return pool.stats() == slabs.PoolStats(0, 0)
+
+        assert self.run_in_child(check) == 0
+        assert blocks[0].tensor.unique().tolist() == [5]  # the child wrote to its own copy
+        assert pool.stats().leased_bytes > 0
+
+
+def test_pinned_allocator_takes_all_memory_from_what_it_was_given():
+    given_out: list[torch.Tensor] = []
+
+    def empty(size_bytes: int) -> torch.Tensor:
+        given_out.append(torch.empty(size_bytes, dtype=torch.uint8))
+        return given_out[-1]
+
+    allocator = PinnedAllocator(empty)
+    blocks = [allocator.allocate(0), allocator.allocate(10), allocator.allocate(LARGE)]
+    assert [block.tensor.data_ptr() for block in blocks] == [tensor.data_ptr() for tensor in given_out]
+    assert [block.view.nbytes for block in blocks] == [0, 10, LARGE]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
+def test_pinned_memory_without_accelerator_warns_as_torch_does():
+    with warnings.catch_warnings(record=True) as by_torch:
+        warnings.simplefilter("always")
+        iter(torch.utils.data.DataLoader([1], pin_memory=True))
+    with warnings.catch_warnings(record=True) as by_us:
+        warnings.simplefilter("always")
+        assert pinned_allocator() is None
+    if by_torch:  # older versions say nothing
+        assert str(by_us[0].message) == str(by_torch[0].message)
+        assert by_us[0].category is by_torch[0].category
+    assert len(by_us) == 1
+    assert "no accelerator is found" in str(by_us[0].message)
+
+
+class Accelerator:
+    """Stands for torch.accelerator with two devices of some type; each thread begins on device 0."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._thread = threading.local()
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_accelerator(self) -> torch.device:
+        return torch.device(self._kind)
+
+    def current_device_index(self) -> int:
+        return getattr(self._thread, "index", 0)
+
+    def set_device_index(self, index: int) -> None:
+        self._thread.index = index
+
+
+def test_mps_has_no_pinned_memory(monkeypatch):
+    monkeypatch.setattr(torch, "accelerator", Accelerator("mps"), raising=False)
+    with pytest.warns(UserWarning, match="not supported on MPS now"):
+        assert pinned_allocator() is None
+
+
+def test_receiver_threads_pin_for_the_device_of_the_trainer(monkeypatch):
+    accelerator = Accelerator("cuda")
+    monkeypatch.setattr(torch, "accelerator", accelerator, raising=False)
+    devices: list[int] = []
+
+    def empty(size_bytes: int, dtype: torch.dtype, device: str, pin_memory: bool) -> torch.Tensor:
+        assert (dtype, device, pin_memory) == (torch.uint8, "cpu", True)
+        devices.append(accelerator.current_device_index())
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    accelerator.set_device_index(1)
+    allocator = pinned_allocator()
+    assert allocator is not None
+    thread = threading.Thread(target=lambda: [allocator.allocate(8), allocator.allocate(8)])
+    thread.start()
+    thread.join()
+    accelerator.set_device_index(0)
+    allocator.allocate(8)  # in the trainer's own thread, the trainer decides
+    assert devices == [1, 1, 0]
