@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.zygote import Zygote
+
 # Slow machines multiply every limit of the tests.
 TIMEOUT_SCALE = float(os.environ.get("RPCDATALOADER_TEST_TIMEOUT_SCALE", "1"))
 
@@ -76,6 +78,8 @@ class Server:
         return self.process.wait()
 
 
+_server_pids: set[int] = set()
+
 READY_LINE = re.compile(r"rpcdataloader ready (\S+) num_workers=(\d+) pid=(\d+)\n")
 
 
@@ -97,6 +101,7 @@ def launch(*options: str, log: Path, env: dict[str, str] | None = None) -> Serve
         process.stdout.close()
         process.wait()
         raise AssertionError(f"no ready line; the log says:\n{log.read_text()}")
+    _server_pids.add(process.pid)
     return Server(process, match[1], int(match[2]), log)
 
 
@@ -154,6 +159,24 @@ def second_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     assert server.stop() == 0, server.log.read_text()
 
 
+@pytest.fixture(scope="session")
+def wide_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
+    """Two node servers with eight workers each."""
+    folder = tmp_path_factory.mktemp("servers")
+    servers = [launch("--num-workers", "8", "--max-connections", "64", log=folder / f"log{i}") for i in range(2)]
+    yield servers[0], servers[1]
+    for server in servers:
+        assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.fixture(scope="session")
+def zygote(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """Starts scripts quickly."""
+    process = Zygote(tmp_path_factory.mktemp("scripts"))
+    yield process
+    process.close()
+
+
 @pytest.fixture
 def clean_client() -> Iterator[None]:
     """Close this process's client after the test, and check that no thread, descriptor or process of it is left."""
@@ -161,8 +184,11 @@ def clean_client() -> Iterator[None]:
 
     pool.close_client()
     before = set(os.listdir("/proc/self/fd"))
+    processes = set(descendants(os.getpid()))
     yield
     pool.close_client()
+    # Its sessions and workers, an embedded pool, and whatever else the test has started, but for node servers.
+    wait_until(lambda: not set(descendants(os.getpid())) - processes - _server_pids, what="processes left behind")
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("rpcdl")]
     assert not threads, f"threads left: {threads}"
     left = {fd: _target(fd) for fd in set(os.listdir("/proc/self/fd")) - before}

@@ -7,6 +7,7 @@ and fails every request that is pending.
 
 from __future__ import annotations
 
+import copy
 import logging
 import queue
 import signal
@@ -22,6 +23,10 @@ from rpcdataloader.wire.messages import pack_handles
 from rpcdataloader.wire.slabs import Allocator, Block
 
 logger = logging.getLogger("rpcdataloader.client")
+
+# With at most this many requests unanswered, small ones are sent by their caller: the peer's kernel has room for all of
+# them together (64 KB), whatever the peer does, so the send cannot wait.
+MAX_SENT_NOW = 16
 
 
 class Listener(Protocol):
@@ -46,12 +51,14 @@ class Request:
 
     Attributes:
         complete: Called once, from the receiver thread, with the REPLY or ERROR message or with what ended the
-            connection; must not block.
+            connection; must neither block nor raise. Never called if the request was cancelled before it was sent.
         allocator: Where the blocks of the reply are received.
+        cancellable: Whether :meth:`Connection.cancel_all` means it, too.
     """
 
     complete: Callable[[Message | RPCError], None]
     allocator: Allocator
+    cancellable: bool = False
 
 
 class Connection:
@@ -101,23 +108,37 @@ class Connection:
             number = self._last_request
             self._pending[number] = request
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one it serves.
-            if self._num_queued or self._channel is None or not self._send_now(type, number, payload, buffers):
+            if self._num_queued or not self._send_now(type, number, payload, buffers):
                 self._num_queued += 1
                 self._outbox.put((type, number, payload, buffers))
         return number
 
     def _send_now(self, type: MessageType, number: int, payload: bytes, buffers: Sequence[memoryview]) -> bool:
+        if self._channel is None or len(self._pending) > MAX_SENT_NOW:
+            return False
         try:
-            return self._channel is not None and self._channel.send_now(type, number, payload, buffers)
+            return self._channel.send_now(type, number, payload, buffers)
         except RPCError:
             # The receiver sees the same and tells everybody.
             return True
 
     def cancel(self, number: int) -> None:
-        """Ask the server not to begin a request, or to send no result of it. It is answered all the same."""
+        """Ask the server not to begin a request, or to send no result of it. It is answered all the same.
+
+        While there is no server yet, the request is dropped: nobody would want it done when there is one.
+        """
         with self._lock:
-            if number in self._pending:
+            if self._channel is None:
+                self._pending.pop(number, None)
+            elif number in self._pending:
                 self._outbox.put((MessageType.CANCEL, number))
+
+    def cancel_all(self) -> None:
+        """Cancel every request that is cancellable."""
+        with self._lock:
+            for number, request in list(self._pending.items()):
+                if request.cancellable:
+                    self._outbox.put((MessageType.CANCEL, number))
 
     def release(self, handle: int) -> None:
         """Let an object of the server go. Never blocks, takes no lock: finalizers call this."""
@@ -127,6 +148,11 @@ class Connection:
     def is_open(self) -> bool:
         """Whether the server has answered; before that, nothing can end the wait of the receiver early."""
         return self._channel is not None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether requests are refused. True before the first of the pending ones fails."""
+        return self._closed
 
     @property
     def num_pending(self) -> int:
@@ -146,7 +172,7 @@ class Connection:
             channel.stream.shutdown()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the threads of a closed connection, at most ``timeout`` seconds each; from one of them, does nothing."""
+        """Wait for the threads of a closed connection, at most ``timeout`` seconds each; never for the caller's own."""
         for thread in (self._receiver, self._sender):
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(timeout)
@@ -192,8 +218,8 @@ class Connection:
         self._listener.ready(self)
         while (message := channel.recv()) is not None:
             if message.type in (MessageType.REPLY, MessageType.ERROR):
-                with self._lock:
-                    request = self._pending.pop(message.request_id, None)
+                # Without the lock, which may be held during a send: one operation on a dict is atomic.
+                request = self._pending.pop(message.request_id, None)
                 if request is None:
                     raise RemoteProtocolError(
                         f"{self.name} answered request {message.request_id}, which is not pending"
@@ -211,15 +237,20 @@ class Connection:
         return [allocator.allocate(size) for size in sizes]
 
     def _fail(self, error: RPCError) -> None:
+        with self._lock:
+            # Whoever asks again, now or when a request has failed, takes another connection.
+            self._closed = True
         if self.error is None:
             error = self._listener.explain(self, error)
         with self._lock:
             if self.error is None:
                 self.error = error
-            self._closed = True
             pending, self._pending = self._pending, {}
         for request in pending.values():
-            request.complete(self.error)
+            # Each raises an error of its own: one alone would collect the tracebacks of all.
+            own = copy.copy(self.error)
+            own.__cause__ = self.error.__cause__
+            request.complete(own)
         self._listener.lost(self, self.error)
 
     # --- sender
@@ -235,7 +266,8 @@ class Connection:
                     item = self._send_releases(channel, item)
                 if item is None:
                     return
-                channel.send(*item)
+                if item[1] in self._pending:
+                    channel.send(*item)
                 if item[0] is not MessageType.CANCEL:
                     with self._lock:
                         self._num_queued -= 1

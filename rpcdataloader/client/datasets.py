@@ -6,21 +6,24 @@ be brought to the same state at any time.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import logging
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rpcdataloader.client.node import Session, Worker, result_of
+from rpcdataloader.client.node import Session, Worker, WorkerOwner, result_of
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.refs import DatasetRef
-from rpcdataloader.errors import RPCError
+from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCError, SerializationError
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Build, Call
+from rpcdataloader.wire.picklers import PersistentId
 from rpcdataloader.wire.pickling import Encoded, dumps
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -33,6 +36,8 @@ _keys = itertools.count(1)
 # Instances that are on nodes already, by the digest of their pickle: loaders of equal datasets share them.
 _shipped: weakref.WeakValueDictionary[bytes, RemoteDataset] = weakref.WeakValueDictionary()
 _shipped_lock = threading.Lock()
+
+_Change = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class RemoteDataset:
@@ -49,11 +54,12 @@ class RemoteDataset:
         self.name = name
         self._pickled = pickled
         self._shared = shared
+        self._pid = os.getpid()
         self._lock = threading.RLock()
         # Guarded by the lock: for each session that has it, whether the session has built it itself.
         self._sessions: dict[Session, bool] = {}
         self._length: int | None = None
-        self._changes: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self._changes: list[_Change] = []
         self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
         self._query_worker: Worker | None = None
         weakref.finalize(self, _release, self.key, self._sessions).atexit = False
@@ -68,38 +74,58 @@ class RemoteDataset:
 
         Raises:
             Exception: Whatever building it raised, with the node in the remote traceback.
-            TypeError: It has no ``__getitem__``.
+            TypeError: It is not map-style.
         """
+        self._check_process()
         with self._lock:
             missing = [session for session in dict.fromkeys(sessions) if session not in self._sessions]
             if not missing:
                 return
-            payload = Build(self.key, self.name, self._shared, self._pickled.payload).encode()
-            waiting = [(session, session.build(payload, self._pickled.buffers)) for session in missing]
             slow = _SlowLine(self.name, [session.name for session in missing])
             try:
-                for session, wait in waiting:
-                    reply = wait()
-                    self._sessions[session] = reply["shared"]
-                    if reply["shared"]:
-                        self._length = reply["length"]
-                        if not reply["indexable"]:
-                            raise TypeError(f"dataset {self.name} has no __getitem__: a map-style dataset needs one")
-                    slow.finished(session.name)
+                self._build_on(missing, slow)
+            except BaseException:
+                # Also those that have it, or are still building it: nothing else will let it go there.
+                for session in missing:
+                    self._sessions.pop(session, None)
+                    session.release(self.key)
+                raise
             finally:
                 slow.close()
-            for session in missing:
-                if self._sessions[session]:
-                    for func, args in self._changes:
-                        session.call(func, self.ref, *args)()
 
-    def attach(self, worker: Worker) -> None:
-        """A worker of one of the sessions is going to use it: bring it up to date, and tell it of later changes."""
+    def _build_on(self, sessions: Sequence[Session], slow: _SlowLine) -> None:
+        payload = Build(self.key, self.name, self._shared, self._pickled.payload).encode()
+        waiting = [(session, session.build(payload, self._pickled.buffers)) for session in sessions]
+        for session, wait in waiting:
+            reply = wait()
+            slow.finished(session.name)
+            if reply["shared"]:
+                if not reply["indexable"]:
+                    raise TypeError(
+                        f"dataset {self.name} is not map-style: it has no __getitem__, or is an IterableDataset"
+                    )
+                self._length = reply["length"]
+            self._sessions[session] = reply["shared"]
+        for session in sessions:
+            if self._sessions[session]:
+                for func, args in self._changes:
+                    session.call(func, self.ref, *args)()
+
+    def open_worker(
+        self, session: Session, owner: WorkerOwner, keep_waiting: Callable[[], bool] = lambda: True
+    ) -> Worker:
+        """Ask a session that has it for a worker that uses it: one that is up to date, and told of later changes.
+
+        The lock makes sure that no change comes between: the worker is forked after it, or is told.
+        """
+        self._check_process()
         with self._lock:
-            if not self._sessions.get(worker.session, False):
+            worker = session.open_worker(owner, keep_waiting)
+            if not self._inherits(worker):
                 for func, args in self._changes:
                     worker.call(Call(func, (self.ref, *args), {}, ordered=True), _ignore)
             self._workers.add(worker)
+            return worker
 
     def length(self) -> int:
         """``len`` of it.
@@ -116,8 +142,10 @@ class RemoteDataset:
         """Run ``func(dataset, *args)`` in a worker that is kept for such questions; returns the result.
 
         Raises:
+            ConnectionLostError: No node that has it is left, or the worker died of the question.
             Exception: Whatever ``func`` raised.
         """
+        self._check_process()
         with self._lock:
             wait = self._ask(self._idle_worker(), func, args)
         return wait()
@@ -129,26 +157,62 @@ class RemoteDataset:
             The results, one for every process that it ran in: sessions first.
 
         Raises:
+            ConnectionLostError: No node that has it is left, or a process died of the change.
             Exception: Whatever ``func`` raised, in any of them; it is not applied later then.
         """
+        self._check_process()
+        change = (func, args)
+        while True:
+            with self._lock:
+                workers = [worker for worker in self._workers if worker.is_usable]
+                connecting = [worker for worker in workers if self._inherits(worker) and not worker.connection.is_open]
+                if not connecting:
+                    waits = self._start_change(workers, func, args)
+                    self._changes.append(change)
+                    break
+            # Whether these are forked before their session has changed or after, nobody could tell.
+            for worker in connecting:
+                with contextlib.suppress(Exception):
+                    self._ask(worker, callable, ())()
+        try:
+            results = _gather(waits)
+        except BaseException:
+            with self._lock:
+                self._changes = [other for other in self._changes if other is not change]
+            raise
         with self._lock:
-            sessions = [session for session, built in self._sessions.items() if built and session.is_usable]
-            waits = [session.call(func, self.ref, *args) for session in sessions]
-            if not sessions:
-                self._idle_worker()
-            waits += [self._ask(worker, func, args) for worker in list(self._workers) if worker.is_usable]
-            results = [wait() for wait in waits]
-            self._changes.append((func, args))
             self._length = None
-            return results
+            self._changes = _without_overwritten(self._changes, change)
+        return results
+
+    def _start_change(
+        self, workers: Sequence[Worker], func: Callable[..., Any], args: tuple[Any, ...]
+    ) -> list[Callable[[], Any]]:
+        built = [session for session, shared in self._sessions.items() if shared and session.is_usable]
+        if not built and not workers:
+            workers = [self._idle_worker()]
+        waits = [session.call(func, self.ref, *args) for session in built]
+        return waits + [self._ask(worker, func, args) for worker in workers]
+
+    def _inherits(self, worker: Worker) -> bool:
+        """Whether the worker is forked with the dataset, or else makes its own."""
+        return self._sessions.get(worker.session, False)
 
     def _idle_worker(self) -> Worker:
         if self._query_worker is None or not self._query_worker.is_usable:
-            session = next(session for session in self._sessions if session.is_usable)
-            self._query_worker = session.open_worker(_QueryOwner())
-            self.attach(self._query_worker)
+            usable = [session for session in self._sessions if session.is_usable]
+            if not usable:
+                names = ", ".join(session.name for session in self._sessions)
+                raise ConnectionLostError(f"dataset {self.name} is lost with its sessions on {names}: make another one")
+            self._query_worker = self.open_worker(usable[0], _QueryOwner())
             weakref.finalize(self, get_client().janitor.leave, self._query_worker.close).atexit = False
         return self._query_worker
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise LocalProtocolError(
+                f"dataset {self.name} belongs to process {self._pid}, of which this one is a fork: make one here"
+            )
 
     def _ask(self, worker: Worker, func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
         condition = threading.Condition()
@@ -164,7 +228,10 @@ class RemoteDataset:
                 condition.wait_for(lambda: replies)
             return result_of(replies[0], get_client().allocator)
 
-        worker.call(Call(func, (self.ref, *args), {}, ordered=True), complete)
+        try:
+            worker.call(Call(func, (self.ref, *args), {}, ordered=True), complete)
+        except ConnectionLostError as exc:
+            complete(exc)
         return wait
 
 
@@ -174,7 +241,7 @@ def ship(instance: object) -> RemoteDataset:
     Raises:
         SerializationError: It cannot be pickled; names the attribute path.
     """
-    pickled = dumps((instance,), name="dataset")
+    pickled = dumps_named((instance,), {"dataset": instance})
     digest = hashlib.sha256(pickled.payload)
     for buffer in pickled.buffers:
         digest.update(buffer)
@@ -186,6 +253,49 @@ def ship(instance: object) -> RemoteDataset:
         return remote
 
 
+def dumps_named(content: Any, parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None) -> Encoded:
+    """Pickle ``content``.
+
+    Args:
+        parts: What it consists of, by the names that the user knows.
+
+    Raises:
+        SerializationError: It cannot be pickled; the attribute path to the reason begins with the name of a part.
+    """
+    try:
+        return dumps(content, persistent_id=persistent_id)
+    except SerializationError:
+        for name, part in parts.items():
+            dumps(part, persistent_id=persistent_id, name=name)
+        raise
+
+
+def _gather(waits: Iterable[Callable[[], Any]]) -> list[Any]:
+    """The results of a change. A process that has ended since has no dataset to change, unless that leaves none."""
+    results, lost = [], None
+    for wait in waits:
+        try:
+            results.append(wait())
+        except ConnectionLostError as exc:
+            lost = exc
+    if lost is not None and not results:
+        raise lost
+    return results
+
+
+def _without_overwritten(changes: Sequence[_Change], latest: _Change) -> list[_Change]:
+    """Leave out what ``latest`` sets again, so that ``dataset.epoch = n`` does not make the list grow for ever.
+
+    Only while nothing else was changed in between, which may have looked at the value.
+    """
+    end = next(position for position, change in enumerate(changes) if change is latest)
+    start = end
+    while start > 0 and latest[0] is setattr and changes[start - 1][0] is setattr:
+        start -= 1
+    between = [change for change in changes[start:end] if change[1][0] != latest[1][0]]
+    return [*changes[:start], *between, *changes[end:]]
+
+
 def _release(key: int, sessions: dict[Session, bool]) -> None:
     for session in list(sessions):
         session.release(key)
@@ -193,6 +303,16 @@ def _release(key: int, sessions: dict[Session, bool]) -> None:
 
 def _ignore(_reply: Message | RPCError) -> None:
     """A change that fails here has succeeded in a session before; the request that follows will show what is wrong."""
+
+
+def _forget_in_child() -> None:
+    """After a fork, in the child: what is on nodes belongs to the parent."""
+    global _shipped, _shipped_lock
+    _shipped, _shipped_lock = weakref.WeakValueDictionary(), threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class _SlowLine:

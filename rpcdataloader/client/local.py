@@ -20,7 +20,11 @@ from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials
 
 # Where this package was imported from comes last, so that it shadows nothing, and is needed when it is not installed.
-_BOOT = "import sys; sys.path.append(sys.argv[1]); from rpcdataloader.server.embedded import main; main()"
+# The current folder goes, for the same reason: sessions add it, if the trainer has it.
+_BOOT = (
+    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; "
+    "from rpcdataloader.server.embedded import main; main()"
+)
 _PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 STOP_TIMEOUT = 5.0
@@ -55,14 +59,19 @@ class LocalServer:
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(settings).encode() + b"\n")
             self._process.stdin.flush()
-        if not self._process.stdout.readline():
+        try:
+            line = self._process.stdout.readline()
+        except BaseException:  # Ctrl-C, while it imports torch
+            self.stop()
+            raise
+        if not line:
             status = self._process.wait()
             self.stop()
             raise ConnectError(f"the embedded pool did not start (exit status {status}); see its messages above")
 
     def stop(self) -> None:
         """End it, and everything it runs; idempotent."""
-        self.forget_in_child()
+        self._close_pipes()
         try:
             self._process.wait(STOP_TIMEOUT)
         except subprocess.TimeoutExpired:
@@ -72,6 +81,11 @@ class LocalServer:
 
     def forget_in_child(self) -> None:
         """After a fork, in the child: do not keep the server alive when the parent dies."""
+        self._close_pipes()
+        # It is not ours: nothing to wait for, nothing to warn of.
+        self._process.returncode = 0
+
+    def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):

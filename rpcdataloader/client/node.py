@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.refs import DatasetRef, RRef
-from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError
+from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError, SerializationError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, open_channel
 from rpcdataloader.wire.credentials import Credentials
@@ -107,7 +107,12 @@ class Session:
     @property
     def is_usable(self) -> bool:
         """Whether it is there, or may still come."""
-        return self._lost is None and not self.draining
+        return not self.draining and not self._connection.has_ended
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left of it."""
+        return self._lost is not None and not self._workers
 
     @property
     def num_workers(self) -> int:
@@ -250,8 +255,9 @@ class Session:
             self._lost = error
             self._condition.notify_all()
         # The node has ended these already, or will when it notices; a host that vanished never tells us.
+        never_came = self.welcome is None
         for worker in list(self._workers):
-            worker.connection.close(ConnectionLostError(f"{self.name} is gone: {error}"))
+            worker.connection.close(error if never_came else ConnectionLostError(f"{self.name} is gone: {error}"))
 
 
 class Worker:
@@ -268,28 +274,35 @@ class Worker:
         self.name = f"worker on {session.name}"
         self.pid = 0
         self.number = 0
-        self.is_usable = True
+        self._draining = False
         self._owner = owner
         self._keep_waiting = keep_waiting
         self._settings = settings
         self._deadline: Deadline | None = None
         self.connection = Connection(session.name, self._open, self, settings.allocator)
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it takes requests, or may still come."""
+        return not self._draining and not self.connection.has_ended
+
     def call(
-        self,
-        call: Call,
-        complete: Callable[[Message | RPCError], None],
-        allocator: Allocator | None = None,
-        name: str = "args",
+        self, call: Call, complete: Callable[[Message | RPCError], None], allocator: Allocator | None = None
     ) -> int:
         """Send a request; returns its number on this connection.
 
         Raises:
             SerializationError: Something in it cannot be pickled.
             LocalProtocolError: It refers to an object of another worker.
-            ConnectionLostError: The worker has ended.
+            ConnectionLostError: The worker has ended, or the one that held an object of the request.
         """
-        encoded = dumps(call.fields(), persistent_id=self._reference_of)
+        try:
+            encoded = dumps(call.fields(), persistent_id=self._reference_of)
+        except SerializationError:
+            # Again, part by part, for an error that calls each by the name that the caller knows.
+            for name in ("func", "args", "kwargs"):
+                dumps(getattr(call, name), persistent_id=self._reference_of, name=name)
+            raise
         return self.submit(encoded.payload, encoded.buffers, complete, allocator)
 
     def submit(
@@ -298,13 +311,17 @@ class Worker:
         buffers: list[memoryview],
         complete: Callable[[Message | RPCError], None],
         allocator: Allocator | None = None,
+        *,
+        cancellable: bool = False,
     ) -> int:
         """Send a CALL that is pickled already; returns its number on this connection."""
-        request = Request(complete, allocator or self._settings.allocator)
+        request = Request(complete, allocator or self._settings.allocator, cancellable)
         return self.connection.submit(MessageType.CALL, payload, buffers, request)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:
         if isinstance(value, RRef):
+            if not value.owner.is_usable:
+                raise ConnectionLostError(f"the object behind {value!r} was lost with its worker")
             if value.owner is not self:
                 raise LocalProtocolError(
                     f"this object lives in {value.owner.name}, and cannot be used by {self.name}: "
@@ -352,7 +369,7 @@ class Worker:
 
     def received(self, connection: Connection, message: Message) -> None:
         if message.type == MessageType.GOAWAY:
-            self.is_usable = False
+            self._draining = True
             self._owner.worker_draining(self, Goaway.decode(message.payload).last_request)
         elif message.type == MessageType.LOG:
             log_from_server(self.name, message)
@@ -366,7 +383,6 @@ class Worker:
         return ConnectionLostError(f"{self.name} {exited.reason}")
 
     def lost(self, connection: Connection, error: RPCError) -> None:
-        self.is_usable = False
         self.session.worker_ended(self)
         self._owner.worker_lost(self, error)
 
@@ -381,34 +397,37 @@ class Node:
         self.address = address
         self._settings = settings
         self._lock = threading.Lock()
-        # Guarded by the lock:
-        self._session: Session | None = None
+        # Guarded by the lock. The last session is the current one; those before it still drain.
+        self._sessions: list[Session] = []
         self._rpc_worker: Worker | None = None
 
     def session(self) -> Session:
         """The current session, begun now if there is none; it may still be connecting."""
         with self._lock:
-            if self._session is None or not self._session.is_usable:
-                self._session = Session(self.address, self._settings)
-                self._session.start()
-            return self._session
+            return self._current_session()
+
+    def _current_session(self) -> Session:
+        if not self._sessions or not self._sessions[-1].is_usable:
+            self._sessions = [session for session in self._sessions if not session.is_over]
+            self._sessions.append(Session(self.address, self._settings))
+            self._sessions[-1].start()
+        return self._sessions[-1]
 
     def rpc_worker(self) -> Worker:
         """The worker that serves ``rpc_async`` calls of this client, begun now if there is none."""
-        session = self.session()
         with self._lock:
             if self._rpc_worker is None or not self._rpc_worker.is_usable:
-                self._rpc_worker = session.open_worker(_RpcOwner())
+                self._rpc_worker = self._current_session().open_worker(_RpcOwner())
             return self._rpc_worker
 
     def close(self) -> None:
-        """End the session."""
-        if self._session is not None:
-            self._session.close()
+        """End the session, and those that still drain."""
+        for session in self._sessions:
+            session.close()
 
     def connections(self) -> list[Connection]:
         """Every connection to this node."""
-        return [] if self._session is None else self._session.connections()
+        return [connection for session in self._sessions for connection in session.connections()]
 
 
 class _RpcOwner:

@@ -115,7 +115,7 @@ def connect_timeout() -> float:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
-    if not seconds > 0:
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
         raise ValueError(
             f"environment variable {TIMEOUT_VARIABLE} must be a number of seconds above 0, but is {text!r}"
         )

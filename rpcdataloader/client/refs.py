@@ -17,6 +17,10 @@ class Owner(Protocol):
 
     name: str
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can still be asked for anything."""
+
 
 class RRef:
     """Handle of an object that lives in a worker.

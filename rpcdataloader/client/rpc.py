@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch.futures import Future
 
+from rpcdataloader.client.alarm import Timer
 from rpcdataloader.client.node import Worker, result_of
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.refs import RRef
@@ -58,6 +60,7 @@ def rpc_async(
         raise TypeError(f"func must be callable, but is a {type(func).__name__}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds or None, but is {timeout}")
+    start = time.monotonic()
     client = get_client()
     allocator = (pinned_allocator() if pin_memory else None) or client.allocator
     call = Call(func, tuple(args or ()), dict(kwargs or {}), keep=rref, limited=timeout is None)
@@ -83,7 +86,8 @@ def rpc_async(
     if timeout is not None:
         # The alarm must not keep the arguments, in which there may be RRefs.
         name = getattr(func, "__qualname__", None) or repr(func)
-        client.alarm.call_after(timeout, lambda: _expire(worker, number, answer, name, timeout))
+        remaining = start + timeout - time.monotonic()
+        answer.limit(client.alarm.call_after(remaining, lambda: _expire(worker, number, answer, name, timeout)))
     return future
 
 
@@ -91,11 +95,20 @@ class _Answer:
     """Completes a future once, whether the reply or the deadline comes first."""
 
     def __init__(self, future: Future[Any]) -> None:
-        self._future: Future[Any] | None = future
+        self._future = future
+        self._timer: Timer | None = None
+
+    def limit(self, timer: Timer) -> None:
+        """Cancel ``timer``, which fails the future, when it is completed; now, if it is."""
+        self._timer = timer
+        if "_future" not in self.__dict__:
+            timer.cancel()
 
     def _take(self) -> Future[Any] | None:
-        # Swapping a slot is one bytecode operation on the instance's dict: only one of two threads gets the future.
+        # A pop is one operation on the dictionary: only one of two threads gets the future.
         future: Future[Any] | None = self.__dict__.pop("_future", None)
+        if self._timer is not None:
+            self._timer.cancel()
         return future
 
     def succeed(self, result: Any) -> None:

@@ -31,7 +31,10 @@ def current_partition(environ: Mapping[str, str] = os.environ) -> Partition:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return Partition(torch.distributed.get_rank(), torch.distributed.get_world_size())
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        return Partition(int(environ["RANK"]), int(environ["WORLD_SIZE"]))
+        try:
+            return Partition(int(environ["RANK"]), int(environ["WORLD_SIZE"]))
+        except ValueError as exc:
+            raise ValueError(f"environment variables RANK and WORLD_SIZE: {exc}") from None
     return Partition()
 
 

@@ -30,7 +30,7 @@ class RPCDataloader(DataLoader[Any]):
             pickled and sent to the nodes of ``workers`` when an epoch begins, if it has changed.
         num_workers: With an ``RPCDataset`` or ``workers``: how many of this process's share of the workers to use, 0
             for all. Otherwise as in torch: worker processes on this machine, 0 to load in this process.
-        multiprocessing_context: Accepted and without meaning: workers are forked by their node server.
+        multiprocessing_context: Checked as by torch, and without meaning: workers are forked by their node server.
         prefetch_factor: Batches in flight per worker; 2 if left out.
         workers: Where the workers are, as for :class:`~rpcdataloader.RPCDataset`. Left out, the environment variable
             ``RPCDATALOADER_WORKERS`` decides.
@@ -71,9 +71,11 @@ class RPCDataloader(DataLoader[Any]):
         partition: tuple[int, int] | Literal["auto"] | None = "auto",
         max_in_flight_bytes: int | None = None,
     ) -> None:
+        if num_workers < 0:
+            raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
         where = _where(dataset, workers, num_workers)
         if where is not None:
-            _check(dataset, num_workers, prefetch_factor, max_in_flight_bytes)
+            _check(dataset, prefetch_factor, max_in_flight_bytes)
         # torch refuses these three without workers of its own; those that we have are not its business.
         own = where is not None
         super().__init__(
@@ -97,6 +99,7 @@ class RPCDataloader(DataLoader[Any]):
         self._where = where
         self._partition = _partition(partition)
         self._pass: RemoteIterator | InlineIterator | None = None
+        self._shipped: RemoteDataset | None = None
         self.in_order = in_order
         self.workers = workers
         self.partition = partition
@@ -104,9 +107,9 @@ class RPCDataloader(DataLoader[Any]):
         if own:
             self.num_workers = num_workers
             self.prefetch_factor = 2 if prefetch_factor is None else prefetch_factor
+            self.multiprocessing_context = multiprocessing_context
             # torch does not let this be changed after its own __init__.
             self.__dict__["persistent_workers"] = persistent_workers
-            self.__dict__["multiprocessing_context"] = multiprocessing_context
             if isinstance(where, Local) and num_workers:
                 self.check_worker_number_rationality()
 
@@ -120,6 +123,10 @@ class RPCDataloader(DataLoader[Any]):
         else:
             self._pass.reset()
         return self._pass
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What belongs to this process alone; a copy begins without.
+        return {**self.__dict__, "_pass": None, "_shipped": None}
 
     def _begin(self) -> RemoteIterator | InlineIterator:
         settings = PassSettings(
@@ -141,7 +148,11 @@ class RPCDataloader(DataLoader[Any]):
                 settings, access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else self.dataset
             )
         assert self._where is not None
-        dataset: RemoteDataset = access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else ship(self.dataset)
+        if isinstance(self.dataset, RPCDataset):
+            dataset: RemoteDataset = access_of(self.dataset)
+        else:
+            # Kept until the next one, so that one that has not changed is on its nodes already.
+            dataset = self._shipped = ship(self.dataset)
         share = Partition() if self.partition is None else self._partition
         sessions = place(self._where, partition=share, num_workers=self.num_workers)
         dataset.build_on(sessions)
@@ -162,13 +173,11 @@ def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: in
     return where
 
 
-def _check(dataset: object, num_workers: int, prefetch_factor: int | None, max_in_flight_bytes: int | None) -> None:
+def _check(dataset: object, prefetch_factor: int | None, max_in_flight_bytes: int | None) -> None:
     if isinstance(dataset, IterableDataset):
         raise TypeError("iterable-style datasets are loaded in the process only: leave out workers and num_workers")
     if not hasattr(dataset, "__getitem__"):
         raise TypeError(f"dataset of type {type(dataset).__name__} has no __getitem__: a map-style dataset needs one")
-    if num_workers < 0:
-        raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
     if prefetch_factor is not None and prefetch_factor < 1:
         raise ValueError(f"prefetch_factor must be at least 1, but is {prefetch_factor}")
     if max_in_flight_bytes is not None and max_in_flight_bytes < 1:
@@ -178,5 +187,6 @@ def _check(dataset: object, num_workers: int, prefetch_factor: int | None, max_i
 def _partition(partition: tuple[int, int] | Literal["auto"] | None) -> Partition | None:
     if partition is None or partition == "auto":
         return None
-    rank, world_size = partition
-    return Partition(rank, world_size)
+    if isinstance(partition, str) or len(partition) != 2:
+        raise ValueError(f"partition must be 'auto', None or (rank, world size), but is {partition!r}")
+    return Partition(*partition)

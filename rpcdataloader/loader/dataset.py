@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
-from rpcdataloader.client.datasets import RemoteDataset
+from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
 from rpcdataloader.loader.placement import place
-from rpcdataloader.wire.pickling import dumps
 
 
 class RPCDataset(Dataset[Any]):
@@ -55,10 +54,11 @@ class RPCDataset(Dataset[Any]):
         where = find_workers(workers) or Local()
         access: _Inline | RemoteDataset
         if isinstance(where, Inline):
-            access = _Inline(dataset(*args, **kwargs))
+            access = _Inline(_check_map_style(dataset(*args, **kwargs)))
         else:
             name = getattr(dataset, "__qualname__", None) or repr(dataset)
-            pickled = dumps((dataset, args, kwargs), name=name)
+            parts = {"dataset": dataset, "args": args, "kwargs": kwargs}
+            pickled = dumps_named(tuple(parts.values()), parts)
             access = RemoteDataset(name, pickled, shared=build == "node")
             access.build_on(place(where))
         # Past __setattr__, which sets attributes of the remote dataset.
@@ -132,6 +132,14 @@ class _Inline:
 
     def change(self, func: Callable[..., Any], *args: Any) -> list[Any]:
         return [func(self.dataset, *args)]
+
+
+def _check_map_style(dataset: Any) -> Any:
+    if not hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset):
+        raise TypeError(
+            f"dataset {type(dataset).__name__} is not map-style: it has no __getitem__, or is an IterableDataset"
+        )
+    return dataset
 
 
 def _get_item(dataset: Any, index: Any) -> Any:

@@ -6,7 +6,10 @@ and hand out what is waiting. One condition guards the table and everything besi
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+import os
 import pickle
 import threading
 import time
@@ -18,11 +21,11 @@ from typing import Any
 import torch
 import torch.utils.data._utils.pin_memory
 
-from rpcdataloader.client.datasets import RemoteDataset
+from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.node import Session, Worker, reference_of, result_of
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.sharing import Partition
-from rpcdataloader.errors import ConnectError, RPCError
+from rpcdataloader.errors import ConnectError, LocalProtocolError, RPCError
 from rpcdataloader.loader import remote
 from rpcdataloader.loader.scheduler import Scheduler
 from rpcdataloader.wire.frames import Message
@@ -156,6 +159,7 @@ class _Run:
         self._settings = settings
         self._dataset = dataset
         self._num_workers = len(sessions)
+        self._pid = os.getpid()
         pinned = pinned_allocator() if settings.pin_memory else None
         self._pins = pinned is not None
         self._allocator: Allocator = pinned or get_client().allocator
@@ -164,24 +168,24 @@ class _Run:
         self._epoch = 0
         self._condition = threading.Condition()
         # Guarded by the condition:
-        self._scheduler: Scheduler[Worker] = self._new_scheduler()
+        self._scheduler: Scheduler[Worker] = self._new_scheduler(batch_size_bytes=0.0)
         self._results: dict[int, Any] = {}
         self._alive: set[Worker] = set()
         self._ready: set[Worker] = set()
         self._draining: set[Worker] = set()
-        self._sent: dict[tuple[Worker, int], int] = {}  # numbers of requests, by worker and batch
         self._error: BaseException | None = None
         self._closed = False
         self._source = TaskSource(settings, samples)
         self._draw()
         self._open(sessions)
 
-    def _new_scheduler(self) -> Scheduler[Worker]:
+    def _new_scheduler(self, batch_size_bytes: float) -> Scheduler[Worker]:
         return Scheduler(
             num_workers=self._num_workers,
             prefetch_factor=self._settings.prefetch_factor,
             in_order=self._settings.in_order,
             max_in_flight_bytes=self._settings.max_in_flight_bytes,
+            batch_size_bytes=batch_size_bytes,
         )
 
     def _open(self, sessions: Sequence[Session]) -> None:
@@ -189,9 +193,8 @@ class _Run:
         for session, opening in zip(sessions, openings, strict=True):
             # Under the condition, so that the worker is ready only after its first request is on the way.
             with self._condition:
-                worker = session.open_worker(self, self._is_alone)
+                worker = self._dataset.open_worker(session, self, self._is_alone)
                 self._alive.add(worker)
-                self._dataset.attach(worker)
                 worker.submit(opening.payload, opening.buffers, self._opened)
 
     def _opening(self, worker_id: int) -> Encoded:
@@ -209,11 +212,14 @@ class _Run:
             num_workers=self._num_workers,
         )
         call = Call(remote.open_loader, (self._dataset.ref, spec), {}, ordered=True)
-        return dumps(call.fields(), persistent_id=reference_of, name="loader")
+        parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
+        return dumps_named(call.fields(), parts, persistent_id=reference_of)
 
     # --- the consumer's thread
 
     def next(self) -> Any:
+        if os.getpid() != self._pid:
+            raise LocalProtocolError(f"this iterator belongs to process {self._pid}, of which this one is a fork")
         with self._condition:
             number = self._wait()
             result = self._results.pop(number)
@@ -256,10 +262,13 @@ class _Run:
             with self._condition:
                 self._scheduler.add_task(task)
         with self._condition:
-            self._dispatch()
+            assignments = self._assign()
+        self._send(assignments)
 
     @property
     def is_usable(self) -> bool:
+        if os.getpid() != self._pid:
+            return False
         with self._condition:
             return self._error is None and not self._closed and len(self._alive) == self._num_workers
 
@@ -267,13 +276,12 @@ class _Run:
         samples = iter(self._settings.sampler)
         with self._condition:
             # Requests of an epoch that was left in the middle; their answers are ignored.
-            for (worker, _number), request in self._sent.items():
-                worker.connection.cancel(request)
-            self._sent.clear()
+            for worker in self._alive:
+                worker.connection.cancel_all()
             self._results.clear()
             self._epoch += 1
             self._source = TaskSource(self._settings, samples)
-            self._scheduler = self._new_scheduler()
+            self._scheduler = self._new_scheduler(self._scheduler.batch_size_bytes)
             starting = dumps(Call(remote.start_epoch, (self._epoch,), {}, ordered=True).fields())
             for worker in self._alive:
                 worker.submit(starting.payload, starting.buffers, self._opened)
@@ -298,7 +306,8 @@ class _Run:
             if worker in self._alive and not self._closed:
                 self._ready.add(worker)
                 self._scheduler.worker_joined(worker, time.monotonic())
-                self._dispatch()
+            assignments = self._assign()
+        self._send(assignments)
 
     def worker_draining(self, worker: Worker, last_request: int) -> None:
         with self._condition:
@@ -320,12 +329,13 @@ class _Run:
             if worker in self._draining and self._alive:
                 # It said goodbye and answered what it had begun; the rest goes to others.
                 logger.info("%s has drained; %d batches go to other workers", worker.name, len(lost))
-                self._dispatch()
             elif isinstance(error, ConnectError) and self._alive:
                 logger.warning("going on with %d workers: %s", len(self._alive), error)
             elif self._error is None:
                 self._error = _with_batch(error, lost, tasks)
             self._condition.notify_all()
+            assignments = self._assign()
+        self._send(assignments)
 
     def _opened(self, reply: Message | RPCError) -> None:
         if not isinstance(reply, Message):
@@ -355,54 +365,56 @@ class _Run:
         with self._condition:
             if epoch != self._epoch or self._closed:
                 return
-            self._sent.pop((worker, number), None)
             now = time.monotonic()
             if self._scheduler.replied(worker, number, size_bytes=size_bytes, task_seconds=seconds, now=now):
                 self._results[number] = result
-                self._dispatch()
-                self._condition.notify()
+                # Waking the consumer for a batch that is not its turn costs two changes of thread.
+                if self._scheduler.has_deliverable:
+                    self._condition.notify()
+            assignments = self._assign()
+        self._send(assignments)
 
     def _is_alone(self) -> bool:
         """Whether no worker is there yet: then a busy node is worth waiting for."""
         with self._condition:
             return not self._ready and not self._closed
 
-    # --- any thread, with the condition
+    # --- any thread
 
-    def _dispatch(self) -> None:
-        """Hand out waiting tasks while there are workers to take them."""
+    def _assign(self) -> list[tuple[Worker, int, int, Task]]:
+        """Give waiting tasks to the workers that may take one; with the condition."""
+        assignments: list[tuple[Worker, int, int, Task]] = []
+        if self._closed:
+            return assignments
         now = time.monotonic()
         while (number := self._scheduler.next_requeued()) is not None:
             worker = self._scheduler.choose_worker(now)
             if worker is None:
-                return
+                break
             self._scheduler.dispatch(number, worker, now)
-            task: Task = self._scheduler.payload(number)
-            epoch = self._epoch
+            assignments.append((worker, self._epoch, number, self._scheduler.payload(number)))
+        return assignments
 
-            def complete(
-                reply: Message | RPCError, worker: Worker = worker, epoch: int = epoch, number: int = number
-            ) -> None:
-                self._replied(worker, epoch, number, reply)
-
-            try:
-                self._sent[worker, number] = worker.submit(task.request, [], complete, self._allocator)
-            except RPCError:
-                # Its loss is about to be reported, and will put the task back.
-                return
+    def _send(self, assignments: Sequence[tuple[Worker, int, int, Task]]) -> None:
+        """Send what was assigned; without the condition, so that no thread waits for another one's send."""
+        for worker, epoch, number, task in assignments:
+            complete = functools.partial(self._replied, worker, epoch, number)
+            # Fails when the worker was lost in between, which is about to be reported, and will put the task back.
+            with contextlib.suppress(RPCError):
+                worker.submit(task.request, [], complete, self._allocator, cancellable=True)
 
 
 def _load_request(indices: Any, position: int, number: int) -> bytes:
     fields = Call(remote.load, (indices, position, number), {}, ordered=True).fields()
-    try:
-        return pickle.dumps(fields, protocol=5) + bytes(4)
-    except Exception:
-        # Indices of a class of the training script, for example.
-        encoded = dumps(fields, name="indices")
-        if encoded.buffers:
-            raise ValueError("the sampler yields large tensors or arrays; yield lists of indices") from None
-        payload: bytes = encoded.payload
-        return payload
+    with contextlib.suppress(Exception):
+        pickled = pickle.dumps(fields, protocol=5)
+        # Not of a class of the training script, which has to be sent along.
+        if b"_main__" not in pickled:
+            return pickled + bytes(4)
+    encoded = dumps(fields, name="indices")
+    if encoded.buffers:
+        raise ValueError("the sampler yields large tensors or arrays; yield lists of indices")
+    return encoded.payload
 
 
 def _with_batch(error: RPCError, lost: Sequence[int], tasks: Sequence[Task]) -> RPCError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from rpcdataloader.client.discovery import Local, Remote
@@ -33,8 +34,11 @@ def place(where: Local | Remote, *, partition: Partition | None = None, num_work
         return (sessions[0],) * (num_workers or where.num_workers or offered[0])
     partition = partition or current_partition()
     if partition.world_size > sum(offered):
-        logger.warning(
-            "%d ranks share %d workers: some are used by more than one rank", partition.world_size, sum(offered)
-        )
+        _warn_of_doubling(partition.world_size, sum(offered))
     share = share_of(offered, partition)
     return tuple(sessions[index] for index in share[: num_workers or None])
+
+
+@functools.cache  # once, and not for every epoch of every loader
+def _warn_of_doubling(world_size: int, num_workers: int) -> None:
+    logger.warning("%d ranks share %d workers: some are used by more than one rank", world_size, num_workers)

@@ -268,19 +268,20 @@ class Scheduler(Generic[W]):
             self._answered.append(number)
         return True
 
+    @property
+    def has_deliverable(self) -> bool:
+        """Whether :meth:`pop_deliverable` gives a task now."""
+        if not self._in_order:
+            return bool(self._answered)
+        task = self._tasks.get(self._next_delivery)
+        return task is not None and task.size_bytes is not None
+
     def pop_deliverable(self) -> int | None:
         """Take the next task to deliver out of the table; None while it is not answered."""
-        if self._in_order:
-            number = self._next_delivery
-        elif self._answered:
-            number = self._answered.popleft()
-        else:
+        if not self.has_deliverable:
             return None
-        task = self._tasks.get(number)
-        if task is None or task.size_bytes is None:
-            return None
-        del self._tasks[number]
-        self._answered_bytes -= task.size_bytes
+        number = self._next_delivery if self._in_order else self._answered.popleft()
+        self._answered_bytes -= self._tasks.pop(number).size_bytes or 0
         self._next_delivery += 1
         return number
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.server.processes import num_threads, open_files
 from rpcdataloader.wire.pickling import loads
@@ -98,6 +100,12 @@ def length_of(dataset: object) -> int | None:
     if not hasattr(dataset, "__len__"):
         return None
     return len(dataset)
+
+
+def is_map_style(dataset: object) -> bool:
+    """Whether batches can be loaded from it by index."""
+    # Every Dataset of torch has __getitem__; that of an iterable one only raises.
+    return hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
 
 
 def _why_not_shared(threads: int, files: set[tuple[int, int]]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -22,7 +23,14 @@ def main() -> None:
     fields = json.loads(sys.stdin.readline())
     settings = ServerSettings(host=f"unix:{fields['path']}", grace=0.0)
     credentials = Credentials(fields["token"].encode(), "the embedded pool")
-    run_server(settings, credentials, capped=False, ready=_print_ready_line, lifeline=sys.stdin.fileno())
+    # Sessions and workers have an empty standard input of their own in that place.
+    lifeline = os.dup(sys.stdin.fileno())
+    try:
+        run_server(settings, credentials, capped=False, ready=_print_ready_line, lifeline=lifeline)
+    finally:
+        # The trainer removes it too, unless it was killed.
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(settings.unix_path))
 
 
 def _print_ready_line(line: str) -> None:

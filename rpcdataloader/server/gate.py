@@ -57,6 +57,8 @@ def run_gate(
         logger.info("refused %s: %s", source, exc)
     else:
         run_session(channel, node, context)
+        return
+    stream.linger()
 
 
 def _hand_over(stream: Stream, preamble: Preamble, session: Link | None) -> None:
@@ -67,5 +69,5 @@ def _hand_over(stream: Stream, preamble: Preamble, session: Link | None) -> None
     text = "there is no such session on this node server (it ended, or the server was restarted)"
     refusal = json.dumps({"code": "protocol", "text": text}).encode()
     stream.send(encode(None, MessageType.REFUSED, payload=refusal))
-    stream.finish()
     logger.info("refused %s: unknown session", stream.name)
+    stream.linger()

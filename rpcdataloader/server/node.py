@@ -19,20 +19,32 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+from rpcdataloader.errors import ConnectError
 from rpcdataloader.server.admission import Admission
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.gate import run_gate
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.output import OutputReader
-from rpcdataloader.server.processes import Process, fork
+from rpcdataloader.server.processes import Process, fork, reap_orphans
 from rpcdataloader.wire.transport import accept
 
 logger = logging.getLogger("rpcdataloader.server")
 
-# Seconds in which a connection must prove that it knows the secret, and how many may be at it at once.
+# Seconds in which a connection must prove that it knows the secret, and how many may be at it at once. When there are
+# too many, one that has had this long makes room, and until there is one, the others wait in the kernel's queue: the
+# workers of a large job come all at once, and none of them is to blame for that.
 GATE_TIMEOUT = 10.0
+GATE_PATIENCE = 1.0
 MAX_GATES = 128
+
+# Seconds until another try when the system has no room for a process or a descriptor, or a session for a message.
+EXHAUSTED_PAUSE = 1.0
+RETRY_PAUSE = 0.05
+
+# poll(2) takes milliseconds in 32 bits.
+_MAX_POLL_TIMEOUT = 3600.0
 
 _CLIENT_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
@@ -45,16 +57,32 @@ def write_to_stderr(line: str) -> None:
 
 @dataclass(slots=True)
 class _Child:
-    """A gate or, once it is authenticated, a session."""
+    """A gate or, once it is authenticated, a session.
+
+    Attributes:
+        deadline: When a gate must have become something else; None for a session, or when it is being ended.
+        has_unsent: Whether something was posted to it that had no room.
+        client_gone: Whether its client has closed the connection.
+    """
 
     process: Process
     link: Link
     sock: socket.socket
     source: str
-    started: float
+    deadline: float | None
     session_id: bytes | None = None
     client: str = ""
     admitted: set[int] = field(default_factory=set)
+    has_unsent: bool = False
+    client_gone: bool = False
+
+    def post(self, event: str, **fields: Any) -> None:
+        self.link.post(event, **fields)
+        self.has_unsent = not self.link.flush()
+
+    def end(self, reason: str) -> None:
+        self.deadline = None
+        self.process.kill(reason)
 
 
 class NodeServer:
@@ -88,10 +116,13 @@ class NodeServer:
         self._children: dict[int, _Child] = {}
         self._outputs: set[OutputReader] = set()
         self._poll = select.poll()
-        self._handlers: dict[int, Callable[[], None]] = {}
+        self._handlers: dict[int, Callable[[], object]] = {}
         self._stop_requests = 0
         self._drain_deadline: float | None = None
+        self._listen_again: float | None = None
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        # A connection may go away between poll and accept.
+        listener.setblocking(False)
 
     def serve(self) -> None:
         """Run until :meth:`stop`; returns when every child has ended."""
@@ -102,20 +133,22 @@ class NodeServer:
         try:
             while self._drain_deadline is None or self._children:
                 for descriptor, _events in self._poll.poll(self._poll_timeout()):
-                    # An earlier handler of this round may have dropped it.
+                    # An earlier handler of this round may have dropped it, or even used its number again: no handler
+                    # believes that there is something to read.
                     if handler := self._handlers.get(descriptor):
                         handler()
-                self._end_what_is_late()
+                self._do_what_is_due()
         finally:
             self._close()
 
     def stop(self) -> None:
         """Drain; called a second time, end at once. Safe in a signal handler and in any thread."""
         self._stop_requests += 1
-        with contextlib.suppress(BlockingIOError):
+        # Full is as good as written; and it is closed when the server has ended.
+        with contextlib.suppress(OSError):
             os.write(self._wake_write, b".")
 
-    def _watch(self, descriptor: int, handler: Callable[[], None], events: int = select.POLLIN) -> None:
+    def _watch(self, descriptor: int, handler: Callable[[], object], events: int = select.POLLIN) -> None:
         self._handlers[descriptor] = handler
         self._poll.register(descriptor, events)
 
@@ -124,46 +157,75 @@ class NodeServer:
             self._poll.unregister(descriptor)
 
     def _close(self) -> None:
-        for child in list(self._children.values()):
-            child.process.kill()
+        for child in self._children.values():
+            child.end("the node server has ended")
+            child.process.reap(wait=True)
         # What was printed last is still in the pipes of those that have ended.
         for output in self._outputs:
             output.finish()
         self._listener.close()
+        wake, self._wake_write = self._wake_write, -1
+        os.close(wake)
         os.close(self._wake_read)
-        os.close(self._wake_write)
 
     # --- gates and sessions
 
     def _on_connection(self) -> None:
-        accepted = accept(self._listener)
-        if accepted is None:
+        if not self._has_room():
             return
-        sock, source = accepted
-        self._make_room()
-        ours, theirs = Link.pair()
-        sessions = {child.session_id: child.link for child in self._children.values() if child.session_id}
+        try:
+            accepted = accept(self._listener)
+            if accepted is not None:
+                self._fork_gate(*accepted)
+        except (ConnectError, OSError) as exc:
+            logger.warning("cannot take a connection now: %s", exc)
+            self._pause_listening(EXHAUSTED_PAUSE)
 
-        def run() -> None:
-            self._forget_in_child()
-            ours.close()
-            run_gate(sock, source, theirs, sessions, self._context)
+    def _fork_gate(self, sock: socket.socket, source: str) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(sock.close)
+            ours, theirs = Link.pair()
+            stack.callback(ours.close)
+            sessions = {child.session_id: child.link for child in self._children.values() if child.session_id}
 
-        process = fork(run)
-        theirs.close()
-        child = _Child(process, ours, sock, source, time.monotonic())
+            def run() -> None:
+                self._forget_in_child()
+                ours.close()
+                run_gate(sock, source, theirs, sessions, self._context)
+
+            try:
+                process = fork(run)
+            finally:
+                theirs.close()
+            stack.pop_all()
+        child = _Child(process, ours, sock, source, time.monotonic() + GATE_TIMEOUT)
         self._children[process.pid] = child
         self._watch(ours.fileno(), lambda: self._on_link(child))
         self._watch(process.fileno(), lambda: self._on_end(child))
 
-    def _make_room(self) -> None:
-        """Too many unproved connections: the oldest of the busiest source goes."""
-        gates = [child for child in self._children.values() if child.session_id is None]
-        if len(gates) >= MAX_GATES:
-            busiest = Counter(child.source for child in gates).most_common(1)[0][0]
-            victim = next(child for child in gates if child.source == busiest)
-            logger.info("ended an unauthenticated connection from %s: too many of them", victim.source)
-            victim.process.kill()
+    def _has_room(self) -> bool:
+        """Whether another gate may be forked; too many unproved connections: the oldest of the busiest source goes."""
+        gates = [(child.deadline, child) for child in self._children.values() if child.deadline is not None]
+        if len(gates) < MAX_GATES:
+            return True
+        busiest = Counter(child.source for _deadline, child in gates).most_common(1)[0][0]
+        deadline, victim = next((deadline, child) for deadline, child in gates if child.source == busiest)
+        youth = deadline - GATE_TIMEOUT + GATE_PATIENCE - time.monotonic()
+        if youth > 0:
+            self._pause_listening(youth)
+            return False
+        logger.info("ended an unauthenticated connection from %s: too many of them", victim.source)
+        victim.end("too many unauthenticated connections")
+        return True
+
+    def _pause_listening(self, seconds: float) -> None:
+        self._listen_again = time.monotonic() + seconds
+        self._unwatch(self._listener.fileno())
+
+    def _resume_listening(self) -> None:
+        if self._listen_again is not None and self._drain_deadline is None:
+            self._watch(self._listener.fileno(), self._on_connection)
+        self._listen_again = None
 
     def _forget_in_child(self) -> None:
         """Close, in a fork, what belongs to this process; links to sessions are closed by the gate."""
@@ -179,24 +241,36 @@ class NodeServer:
             if child.session_id is None:
                 child.link.close()
 
-    def _on_link(self, child: _Child) -> None:
-        received = child.link.recv()
-        if received is None:
-            self._unwatch(child.link.fileno())
-            return
-        event, descriptors = received
+    def _on_link(self, child: _Child) -> bool:
+        """Take one message; returns whether there was one."""
+        try:
+            received = child.link.recv(wait=False)
+            if received is not None:
+                self._receive(child, *received)
+                return True
+        except BlockingIOError:
+            return False
+        except (OSError, ValueError, LookupError) as exc:
+            # No room for a descriptor, or user code wrote to what is not its own.
+            logger.error("the session of %s has lost its link: %s", child.client or child.source, exc)
+            child.end(f"its link to the node server broke ({exc})")
+        self._unwatch(child.link.fileno())
+        return False
+
+    def _receive(self, child: _Child, event: dict[str, Any], descriptors: list[int]) -> None:
         kind = event["event"]
         if kind == "session":
             child.session_id = bytes.fromhex(event["id"])
             child.client = event["client"]
-            self._add_output(descriptors[0], f"[{child.client}]")
+            child.deadline = None
+            self._add_output(descriptors[0], f"[{self._context.node} {child.client}]")
             # The session ends with its client, even while user code keeps it from looking.
             self._watch(child.sock.fileno(), lambda: self._on_client_gone(child), _CLIENT_GONE)
-            child.link.send("welcome", wait=False)
+            child.post("welcome")
             if self._drain_deadline is not None:
-                child.link.send("drain", wait=False)
+                child.post("drain")
         elif kind == "worker":
-            self._add_output(descriptors[0], f"[{child.client} worker {event['worker']}]")
+            self._add_output(descriptors[0], f"[{self._context.node} {child.client} worker {event['worker']}]")
         elif kind == "admit":
             reason = self._admission.admit(child.session_id)
             if reason is None:
@@ -204,7 +278,7 @@ class NodeServer:
                 logger.info("worker %d of %s started", event["worker"], child.client)
             else:
                 logger.info("busy: %s gets no worker: %s", child.client, reason)
-            child.link.send("admitted", worker=event["worker"], reason=reason, wait=False)
+            child.post("admitted", worker=event["worker"], reason=reason)
         elif kind == "ended" and event["worker"] in child.admitted:
             child.admitted.remove(event["worker"])
             self._admission.release(child.session_id)
@@ -213,32 +287,38 @@ class NodeServer:
 
     def _on_client_gone(self, child: _Child) -> None:
         self._unwatch(child.sock.fileno())
-        child.process.kill()
+        child.client_gone = True
+        child.end("its client has gone")
 
     def _on_end(self, child: _Child) -> None:
         descriptor = child.process.fileno()
-        gone = child.sock.fileno() not in self._handlers
         reason = child.process.reap()
         if reason is None:
             return
         self._unwatch(descriptor)
+        # What it said last.
+        while self._on_link(child):
+            pass
         self._unwatch(child.link.fileno())
         self._unwatch(child.sock.fileno())
         child.link.close()
         child.sock.close()
         del self._children[child.process.pid]
+        self._resume_listening()
         if child.session_id is not None:
             if child.admitted:
                 self._admission.release(child.session_id, len(child.admitted))
-            if gone or reason == "exited with status 0":
+            if child.client_gone or reason == "exited with status 0":
                 logger.info("session of %s ended: the client has gone", child.client)
             else:
                 logger.warning("session of %s %s", child.client, reason)
+        if os.getpid() == 1:
+            reap_orphans(self._children)
 
     # --- output
 
     def _add_output(self, descriptor: int, prefix: str) -> None:
-        output = OutputReader(descriptor, prefix, self._write_output)
+        output = OutputReader(descriptor, prefix, self._write)
         self._outputs.add(output)
         self._watch(descriptor, lambda: self._on_output(output))
 
@@ -247,21 +327,25 @@ class NodeServer:
             self._unwatch(output.fileno())
             self._outputs.discard(output)
 
+    def _write(self, line: str) -> None:
+        # A full disk, or a terminal that is gone, must not take the datasets of all clients with it.
+        with contextlib.suppress(OSError, ValueError):
+            self._write_output(line)
+
     # --- the end
 
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
+        self._drain()
         if self._stop_requests > 1:
-            self._end_all()
-        elif self._stop_requests == 1:
-            self._drain()
+            self._end_all("the node server was told to end")
 
     def _on_lifeline(self) -> None:
         assert self._lifeline is not None
         self._unwatch(self._lifeline)
         self._drain()
-        self._end_all()
+        self._end_all("the owner of the node server has gone")
 
     def _drain(self) -> None:
         if self._drain_deadline is not None:
@@ -272,31 +356,37 @@ class NodeServer:
         self._listener.close()
         for child in self._children.values():
             if child.session_id is None:
-                child.process.kill()
+                child.end("the node server is draining")
             else:
-                child.link.send("drain", wait=False)
+                child.post("drain")
 
-    def _end_all(self) -> None:
+    def _end_all(self, reason: str) -> None:
         self._drain_deadline = math.inf
         for child in self._children.values():
-            child.process.kill()
+            child.end(reason)
 
-    def _poll_timeout(self) -> float | None:
-        times = [child.started + GATE_TIMEOUT for child in self._children.values() if child.session_id is None]
-        if self._drain_deadline is not None:
-            times.append(self._drain_deadline)
-        first = min(times, default=math.inf)
-        return None if first == math.inf else max(0.0, first - time.monotonic()) * 1000 + 1
+    def _poll_timeout(self) -> float:
+        """Milliseconds until something is due."""
+        times = [child.deadline for child in self._children.values() if child.deadline is not None]
+        times += [time for time in (self._drain_deadline, self._listen_again) if time is not None]
+        seconds = min(times, default=math.inf) - time.monotonic()
+        if any(child.has_unsent for child in self._children.values()):
+            seconds = min(seconds, RETRY_PAUSE)
+        return max(0.0, min(seconds, _MAX_POLL_TIMEOUT)) * 1000 + 1
 
-    def _end_what_is_late(self) -> None:
+    def _do_what_is_due(self) -> None:
         now = time.monotonic()
         for child in self._children.values():
-            if child.session_id is None and now > child.started + GATE_TIMEOUT:
+            if child.deadline is not None and now > child.deadline:
                 logger.info("refused %s: no handshake within %g s", child.source, GATE_TIMEOUT)
-                child.process.kill()
+                child.end("no handshake in time")
+            if child.has_unsent:
+                child.has_unsent = not child.link.flush()
+        if self._listen_again is not None and now > self._listen_again:
+            self._resume_listening()
         if self._drain_deadline is not None and now > self._drain_deadline and self._children:
             logger.warning("ended %d sessions that were still busy after %g s", len(self._children), self._grace)
-            self._end_all()
+            self._end_all(f"still busy {self._grace:g} s after it was told to drain")
 
 
 @contextlib.contextmanager

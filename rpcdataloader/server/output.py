@@ -19,6 +19,9 @@ from typing import Any, TextIO
 # A line of output is cut here, so that a worker without line feeds cannot grow the node server.
 MAX_LINE = 8192
 
+# What is taken from a pipe after the end of whoever was meant to write to it; more than it holds by default.
+MAX_LEFT_BYTES = 1 << 20
+
 # What a client is told of its workers' warnings: each text once, and this many different ones per ten seconds.
 MAX_RECORDS = 20
 RECORDS_PERIOD = 10.0
@@ -28,14 +31,12 @@ MAX_REMEMBERED = 1000
 def redirect_output() -> int:
     """Send this process's standard output and error into a new pipe; returns its read end, which the caller owns."""
     read_end, write_end = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
     os.dup2(write_end, 1)
     os.dup2(write_end, 2)
     os.close(write_end)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # not if the caller replaced it
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # not if somebody replaced it
     return read_end
 
 
@@ -78,8 +79,9 @@ class OutputReader:
     def finish(self) -> None:
         """Take what has been written so far and close, whoever still holds the other end."""
         with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._descriptor, 65536):
-                self._rest += data
+            # As much as a pipe holds, and no more: there may be somebody who never stops.
+            for _ in range(MAX_LEFT_BYTES // 65536):
+                self._rest += os.read(self._descriptor, 65536)
         for line in self._rest.splitlines():
             self._write(f"{self._prefix} {line[:MAX_LINE].decode(errors='replace')}\n")
         os.close(self._descriptor)
@@ -108,6 +110,7 @@ class ClientHandler(logging.Handler):
         except Exception:
             self.handleError(record)
             return
+        text = text[:MAX_LINE]
         key = (record.name, text)
         now = time.monotonic()
         if now - self._period_start > RECORDS_PERIOD:
@@ -118,33 +121,40 @@ class ClientHandler(logging.Handler):
             self._seen.clear()
         self._seen.add(key)
         self._count += 1
-        self._send({"level": record.levelno, "logger": record.name, "text": text[:MAX_LINE]})
+        self._send({"level": record.levelno, "logger": record.name, "text": text})
 
 
 def tell_client(send: Callable[[dict[str, Any]], None]) -> None:
     """Pass on warnings and log records of this process from now on; ``send`` as in :class:`ClientHandler`.
 
-    Called again after a fork, it replaces what was set up before.
+    Called again, it replaces what was set up before.
     """
-    handler = ClientHandler(send)
-    root = logging.getLogger()
-    for old in [old for old in root.handlers if isinstance(old, ClientHandler)]:
-        root.removeHandler(old)
-    root.addHandler(handler)
+    tell_nobody()
+    logging.getLogger().addHandler(ClientHandler(send))
+    warnings.showwarning = _show_warning
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        stream = sys.stderr if file is None else file
+
+def tell_nobody() -> None:
+    """Undo :func:`tell_client`: in a fork, whose connection is another one."""
+    for handler in _client_handlers():
+        logging.getLogger().removeHandler(handler)
+
+
+def _client_handlers() -> list[ClientHandler]:
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler, ClientHandler)]
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    stream = sys.stderr if file is None else file
+    if stream is not None:
         stream.write(warnings.formatwarning(message, category, filename, lineno, line))
-        record = logging.LogRecord(
-            "py.warnings", logging.WARNING, filename, lineno, f"{category.__name__}: {message}", (), None
-        )
-        handler.handle(record)
-
-    warnings.showwarning = show
+    text = f"{category.__name__}: {message}"
+    for handler in _client_handlers():
+        handler.handle(logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, text, (), None))

@@ -1,18 +1,20 @@
 """Forking, and what is known of a child afterwards: that it dies with its parent, and why it ended.
 
-Linux only: children are watched through pid descriptors, so no signal handler and no ``waitpid(-1)`` can disturb
-the process that calls :func:`~rpcdataloader.server.node.run_worker`.
+Linux only: children are watched through descriptors, so no signal handler and no ``waitpid(-1)`` can disturb the
+process that calls :func:`~rpcdataloader.server.run.run_worker`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import random
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Container
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ logger = logging.getLogger("rpcdataloader.server")
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_SYS_PIDFD_OPEN = 434  # the same on every architecture that torch runs on
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # Above the trainer's and the node server's own: when memory runs out, a worker goes first.
@@ -38,32 +41,37 @@ class Process:
         ended: How it ended, once :meth:`reap` has seen it.
     """
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, descriptor: int) -> None:
         self.pid = pid
         self.ended: str | None = None
-        self._descriptor = os.pidfd_open(pid)
+        self._descriptor = descriptor
+        self._killed_because: str | None = None
 
     def fileno(self) -> int:
         """A descriptor that becomes readable when the process ends."""
         return self._descriptor
 
-    def kill(self) -> None:
-        """End it at once; does nothing to a process that has ended."""
+    def kill(self, reason: str) -> None:
+        """End it at once, and let :meth:`reap` tell why; does nothing to a process that has ended."""
         if self.ended is None:
+            self._killed_because = self._killed_because or reason
+            # Its number is not given to another process before it was reaped, which happens here alone.
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+                os.kill(self.pid, signal.SIGKILL)
 
-    def reap(self) -> str | None:
+    def reap(self, *, wait: bool = False) -> str | None:
         """Collect the exit status, if there is one yet: how the process ended, in words."""
         if self.ended is None:
             try:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                pid, status = os.waitpid(self.pid, 0 if wait else os.WNOHANG)
             except ChildProcessError:
                 # Somebody else's waitpid(-1) took it: run_worker shares its process with a caller.
                 self.ended = "ended"
             else:
                 if pid:
                     self.ended = describe_exit(status)
+                    if self._killed_because is not None and os.WIFSIGNALED(status):
+                        self.ended = f"was ended: {self._killed_because}"
             if self.ended is not None:
                 os.close(self._descriptor)
         return self.ended
@@ -90,18 +98,38 @@ def fork(run: Callable[[], None]) -> Process:
     """Run ``run`` in a forked child, which dies with this process and leaves by ``os._exit``.
 
     In the child the signals that a terminal or a job manager sends to everybody are ignored: it learns of an end from
-    its parent. Its global random generators are seeded afresh and torch uses one thread, because a fork of a process
-    that used OpenMP hangs in the next parallel region.
+    its parent. Its standard input is empty. Its global random generators are seeded afresh and torch uses one thread,
+    because a fork of a process that used OpenMP hangs in the next parallel region.
+
+    Raises:
+        OSError: The system has no room for another process or descriptor.
     """
     parent = os.getpid()
+    _flush_output()  # or the child would write what is buffered here once more
+    pipe = None if _has_pidfd() else os.pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _QUIET_SIGNALS)
     try:
         pid = os.fork()
         if pid == 0:
+            if pipe is not None:
+                os.close(pipe[0])
             _be_child(run, parent)
+    except OSError:
+        if pipe is not None:
+            os.close(pipe[0])
+        raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return Process(pid)
+        if pipe is not None:
+            os.close(pipe[1])
+    if pipe is not None:
+        return Process(pid, pipe[0])
+    try:
+        return Process(pid, _pidfd_open(pid))
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
 
 
 def _be_child(run: Callable[[], None], parent: int) -> None:
@@ -114,6 +142,7 @@ def _be_child(run: Callable[[], None], parent: int) -> None:
             signal.signal(number, signal.SIG_IGN)
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _QUIET_SIGNALS)
+        _empty_stdin()
         torch.set_num_threads(1)
         _seed_afresh()
         run()
@@ -122,7 +151,49 @@ def _be_child(run: Callable[[], None], parent: int) -> None:
         # A child never returns into its parent's code, whatever happened.
         logger.exception("a forked process ended by an error")
     finally:
+        _flush_output()
         os._exit(status)
+
+
+def _pidfd_open(pid: int) -> int:
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    # The Pythons of conda and uv are built against headers that are older than the kernels they run on.
+    descriptor: int = _libc.syscall(_SYS_PIDFD_OPEN, pid, 0)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return descriptor
+
+
+@functools.cache
+def _has_pidfd() -> bool:
+    """Whether this kernel has them (Linux 5.3, but not the 4.18 of RHEL 8).
+
+    Without them the child holds one end of a pipe. That is worse: a process that the child has forked, and that lives
+    on, keeps its end from being noticed.
+    """
+    try:
+        os.close(_pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # None without such a descriptor; a caller may have closed or replaced it.
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            stream.flush()
+
+
+def _empty_stdin() -> None:
+    """Whatever user code reads there, or a program that it starts, must not take it from the terminal or a socket."""
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    if descriptor == 0:  # it was closed
+        os.set_inheritable(0, True)
+    else:
+        os.dup2(descriptor, 0)
+        os.close(descriptor)
 
 
 def _seed_afresh() -> None:
@@ -148,6 +219,20 @@ def prefer_for_oom() -> None:
     """Ask the kernel to choose this process first when memory runs out; ignored where that is not allowed."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(str(WORKER_OOM_SCORE))
+
+
+def reap_orphans(known: Container[int]) -> None:
+    """Collect children that have ended and that nobody here has forked.
+
+    For a node server that is process 1 of a container, as without ``docker run --init``: it inherits the workers of a
+    session that has ended, and whatever user code has left behind.
+
+    Args:
+        known: Process ids that somebody else here waits for.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in known:
+            os.waitpid(ended.si_pid, 0)
 
 
 def num_threads() -> int:

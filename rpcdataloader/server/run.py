@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.node import NodeServer, stopping_on_signals, write_to_stderr
+from rpcdataloader.server.processes import num_threads
 from rpcdataloader.server.settings import ServerSettings
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, load_credentials
 from rpcdataloader.wire.transport import listen_tcp, listen_unix, resolve
+
+logger = logging.getLogger("rpcdataloader.server")
 
 
 def run_worker(host: str, port: int, timeout: float = 120, parallel: int = 1) -> None:
@@ -33,7 +37,10 @@ def run_worker(host: str, port: int, timeout: float = 120, parallel: int = 1) ->
         AuthenticationError: There is no usable secret.
         ConnectError: The port is in use, or the host is not one of this machine.
     """
-    settings = ServerSettings(host=host, port=str(port), timeout=timeout, parallel=parallel)
+    if host.startswith("unix:"):
+        settings = ServerSettings(host=host, timeout=timeout, parallel=parallel)
+    else:
+        settings = ServerSettings(host=host, port=str(port), timeout=timeout, parallel=parallel)
     run_server(settings, load_credentials())
 
 
@@ -56,11 +63,11 @@ def run_server(
 
     Raises:
         ConnectError: The port is in use, or a host does not resolve.
-        ModuleNotFoundError: A module to preload is missing.
+        ImportError: A module to preload is missing.
     """
-    for module in settings.preload:
-        importlib.import_module(module)
+    _preload(settings.preload)
     listener, address = _listen(settings)
+    made = _identity(settings)
     try:
         context = ServerContext(
             node=socket.gethostname(),
@@ -78,13 +85,34 @@ def run_server(
             lifeline=lifeline,
         )
         with stopping_on_signals(server):
+            logger.info("listening on %s, offering %d workers", address, context.num_workers)
             ready(f"rpcdataloader ready {address} num_workers={context.num_workers} pid={os.getpid()}")
             server.serve()
     finally:
         listener.close()
-        if settings.is_unix:
-            with contextlib.suppress(OSError):
+        # While this server drained, another one may have taken its place.
+        with contextlib.suppress(OSError):
+            if made is not None and _identity(settings) == made:
                 os.unlink(settings.unix_path)
+
+
+def _preload(modules: Sequence[str]) -> None:
+    for module in modules:
+        before = num_threads()
+        try:
+            importlib.import_module(module)
+        except ImportError as exc:
+            raise ImportError(f"cannot preload {module}: {exc}") from exc
+        if num_threads() > before:
+            logger.warning("preloading %s started threads, which workers do not inherit and may miss", module)
+
+
+def _identity(settings: ServerSettings) -> tuple[int, int, int] | None:
+    """Of the socket file; with its time, since numbers of files are used again."""
+    if not settings.is_unix:
+        return None
+    status = os.stat(settings.unix_path)
+    return status.st_dev, status.st_ino, status.st_ctime_ns
 
 
 def _listen(settings: ServerSettings) -> tuple[socket.socket, Address]:

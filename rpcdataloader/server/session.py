@@ -7,22 +7,26 @@ the node server, which watches the connection even while user code runs here.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.datasets import DatasetTable, Recipe, length_of
+from rpcdataloader.server.datasets import DatasetTable, Recipe, is_map_style, length_of
 from rpcdataloader.server.link import Link
-from rpcdataloader.server.output import redirect_output, tell_client
+from rpcdataloader.server.output import redirect_output, tell_client, tell_nobody
 from rpcdataloader.server.processes import Process, fork
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
+from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.frames import Flag, Message, MessageType, Preamble
 from rpcdataloader.wire.messages import Build, Call, Exited, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import dumps_exception, dumps_reply, loads
@@ -32,24 +36,31 @@ from rpcdataloader.wire.transport import Stream
 logger = logging.getLogger("rpcdataloader.server")
 
 # A forked worker has this many seconds to authenticate its client, and only so many may be at it at the same time:
-# session ids travel in the clear, so anybody who listens on the network can make a session fork.
+# session ids travel in the clear, so anybody who listens on the network can make a session fork. More than the workers
+# that a client asks for at once: the oldest has to go.
 HANDSHAKE_TIMEOUT = 10.0
-MAX_UNAUTHENTICATED = 64
+MAX_UNAUTHENTICATED = 256
 
 
 @dataclass(slots=True)
 class _Forked:
-    """A worker as its session sees it."""
+    """A worker as its session sees it.
+
+    Attributes:
+        deadline: When it must have authenticated its client; None when it has, or is being ended.
+    """
 
     number: int
     process: Process
     link: Link
-    started: float
+    deadline: float | None
     authenticated: bool = False
 
 
 def run_session(channel: Channel, node: Link, context: ServerContext) -> None:
     """Serve an authenticated control connection until it ends."""
+    # With --insecure, or in the embedded pool, nobody has read and removed it.
+    os.environ.pop(TOKEN_VARIABLE, None)
     session_id = os.urandom(16)
     output = redirect_output()
     node.send("session", [output], id=session_id.hex(), client=channel.name)
@@ -58,9 +69,15 @@ def run_session(channel: Channel, node: Link, context: ServerContext) -> None:
     if node.recv() is None:
         return
     welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers)
-    channel.send(MessageType.WELCOME, payload=welcome.encode())
-    logger.info("session of %s started", channel.name)
-    Session(channel, node, context).serve()
+    try:
+        channel.send(MessageType.WELCOME, payload=welcome.encode())
+        logger.info("session of %s started", channel.name)
+        Session(channel, node, context).serve()
+    except ConnectionLostError as exc:
+        logger.info("the session ends: %s", exc)
+    except RPCError as exc:
+        # Somebody on the way altered what the client sent, for example. The client hears of it as well.
+        logger.warning("the session ends: %s", exc)
 
 
 class Session:
@@ -80,18 +97,24 @@ class Session:
         self._finished = False
         self._poll = select.poll()
         self._handlers: dict[int, Callable[[], None]] = {}
+        self._logs: deque[dict[str, Any]] = deque()
 
     def serve(self) -> None:
-        """Run until the client has gone, or until a drain is over."""
-        tell_client(lambda fields: self._channel.send_json(MessageType.LOG, fields, Flag.OPTIONAL))
+        """Run until the client has gone, or until a drain is over.
+
+        Raises:
+            RPCError: The connection ended otherwise.
+        """
+        tell_client(self._tell_client)
         self._watch(self._channel.fileno(), self._on_control)
         self._watch(self._node.fileno(), self._on_node)
         while not self._finished:
             for descriptor, _events in self._poll.poll(self._poll_timeout()):
-                # An earlier handler of this round may have dropped it.
+                # An earlier handler of this round may have dropped it, or even used its number again.
                 if handler := self._handlers.get(descriptor):
                     handler()
             self._end_late_handshakes()
+            self._flush_logs()
 
     def _watch(self, descriptor: int, handler: Callable[[], None]) -> None:
         self._handlers[descriptor] = handler
@@ -102,6 +125,18 @@ class Session:
         self._poll.unregister(descriptor)
 
     # --- the control connection
+
+    def _tell_client(self, fields: dict[str, Any]) -> None:
+        self._logs.append(fields)
+        # The loop sees for itself when the client is gone; user code that warns has nothing to do with that.
+        with contextlib.suppress(RPCError):
+            self._flush_logs()
+
+    def _flush_logs(self) -> None:
+        # A warning may come from a finalizer, in the middle of a message that this very thread sends: it waits then.
+        while self._logs and not self._channel.is_sending:
+            with contextlib.suppress(IndexError):  # another thread was faster
+                self._channel.send_json(MessageType.LOG, self._logs.popleft(), Flag.OPTIONAL)
 
     def _on_control(self) -> None:
         message = self._channel.recv()
@@ -127,7 +162,7 @@ class Session:
 
     def _build(self, message: Message) -> dict[str, Any]:
         build = Build.decode(message.payload)
-        recipe = Recipe(build.name, build.pickled, message.blocks)  # type: ignore[arg-type]  # blocks are the pool's
+        recipe = Recipe(build.name, build.pickled, message.blocks)
         dataset, reason = self._datasets.add(build.key, recipe, shared=build.shared)
         if reason is not None:
             logger.warning(
@@ -138,10 +173,10 @@ class Session:
             )
         if dataset is None:
             return {"shared": False, "length": None}
-        return {"shared": True, "length": length_of(dataset), "indexable": hasattr(dataset, "__getitem__")}
+        return {"shared": True, "length": length_of(dataset), "indexable": is_map_style(dataset)}
 
     def _call(self, message: Message) -> Any:
-        call = Call.decode(loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))  # type: ignore[arg-type]
+        call = Call.decode(loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))
         return call.func(*call.args, **call.kwargs)
 
     def _resolve(self, reference: tuple[str, int]) -> Any:
@@ -151,7 +186,14 @@ class Session:
     # --- the node server
 
     def _on_node(self) -> None:
-        received = self._node.recv()
+        try:
+            received = self._node.recv(wait=False)
+        except BlockingIOError:
+            return
+        except OSError as exc:
+            # No descriptor left for a connection: its client sees it closed.
+            logger.warning("cannot take a connection: %s", exc)
+            return
         if received is None:
             # The node server was killed; its children end with it.
             self._finished = True
@@ -171,44 +213,52 @@ class Session:
 
     def _finish_drain(self) -> None:
         if self._draining and not self._workers:
-            self._channel.stream.finish()
             self._finished = True
+            self._channel.stream.linger()
 
     # --- workers
 
     def _fork_worker(self, descriptor: int, source: str, preamble: bytes) -> None:
-        unauthenticated = [worker for worker in self._workers.values() if not worker.authenticated]
-        if len(unauthenticated) >= MAX_UNAUTHENTICATED:
-            unauthenticated[0].process.kill()
+        waiting = [worker for worker in self._workers.values() if worker.deadline is not None]
+        if len(waiting) >= MAX_UNAUTHENTICATED:
+            waiting[0].deadline = None
+            waiting[0].process.kill("too many unauthenticated connections")
         self._next_number += 1
         number = self._next_number
-        ours, theirs = Link.pair()
-        read_end, write_end = os.pipe()
-        sock = socket.socket(fileno=descriptor)
+        with contextlib.ExitStack() as stack, contextlib.ExitStack() as failed:
+            sock = stack.enter_context(socket.socket(fileno=descriptor))
+            try:
+                ours, theirs = Link.pair()
+                failed.callback(ours.close)
+                stack.callback(theirs.close)
+                read_end, write_end = os.pipe()
+                stack.callback(os.close, read_end)
+                stack.callback(os.close, write_end)
 
-        def run() -> None:
-            os.close(read_end)
-            os.dup2(write_end, 1)
-            os.dup2(write_end, 2)
-            os.close(write_end)
-            self._forget_in_child()
-            ours.close()
-            stream = Stream(sock, source)
-            run_worker_process(stream, Preamble.decode(preamble), theirs, self._datasets, number, self._context)
+                def run() -> None:
+                    os.dup2(write_end, 1)
+                    os.dup2(write_end, 2)
+                    os.close(read_end)
+                    os.close(write_end)
+                    self._forget_in_child()
+                    ours.close()
+                    stream = Stream(sock, source)
+                    run_worker_process(stream, Preamble.decode(preamble), theirs, self._datasets, number, self._context)
 
-        process = fork(run)
-        sock.close()
-        theirs.close()
-        os.close(write_end)
-        self._node.send("worker", [read_end], worker=number, pid=process.pid)
-        os.close(read_end)
-        worker = _Forked(number, process, ours, time.monotonic())
+                process = fork(run)
+            except OSError as exc:
+                logger.warning("cannot fork a worker: %s", exc)
+                return
+            failed.pop_all()
+            self._node.send("worker", [read_end], worker=number)
+        worker = _Forked(number, process, ours, time.monotonic() + HANDSHAKE_TIMEOUT)
         self._workers[number] = worker
         self._watch(ours.fileno(), lambda: self._on_worker(worker))
         self._watch(process.fileno(), lambda: self._on_worker_end(worker))
 
     def _forget_in_child(self) -> None:
         """Close, in a forked worker, what belongs to the session."""
+        tell_nobody()
         self._channel.stream.close()
         self._node.close()
         for worker in self._workers.values():
@@ -216,7 +266,10 @@ class Session:
             os.close(worker.process.fileno())
 
     def _on_worker(self, worker: _Forked) -> None:
-        received = worker.link.recv()
+        try:
+            received = worker.link.recv(wait=False)
+        except BlockingIOError:
+            return
         if received is None:
             self._unwatch(worker.link.fileno())
             worker.link.close()
@@ -224,6 +277,7 @@ class Session:
         event, _descriptors = received
         if event["event"] == "authenticated":
             worker.authenticated = True
+            worker.deadline = None
             self._node.send("admit", worker=worker.number)
             if self._draining:
                 worker.link.send("drain")
@@ -245,14 +299,15 @@ class Session:
         self._finish_drain()
 
     def _poll_timeout(self) -> float | None:
-        waiting = [worker.started for worker in self._workers.values() if not worker.authenticated]
-        if not waiting:
+        deadlines = [worker.deadline for worker in self._workers.values() if worker.deadline is not None]
+        if not deadlines:
             return None
-        return max(0.0, min(waiting) + HANDSHAKE_TIMEOUT - time.monotonic()) * 1000 + 1
+        return max(0.0, min(deadlines) - time.monotonic()) * 1000 + 1
 
     def _end_late_handshakes(self) -> None:
         now = time.monotonic()
-        for worker in list(self._workers.values()):
-            if not worker.authenticated and now > worker.started + HANDSHAKE_TIMEOUT:
+        for worker in self._workers.values():
+            if worker.deadline is not None and now > worker.deadline:
                 logger.info("ended worker %d: no handshake within %g s", worker.number, HANDSHAKE_TIMEOUT)
-                worker.process.kill()
+                worker.deadline = None
+                worker.process.kill("no handshake in time")

@@ -8,11 +8,13 @@ import os
 import re
 import socket
 import struct
+import threading
 from dataclasses import dataclass, field
+from typing import Any
 
 from rpcdataloader.server.cpus import available_cpus
 
-WILDCARDS = ("0.0.0.0", "::", "")
+WILDCARDS = ("0.0.0.0", "::")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +79,21 @@ class ServerSettings:
     )
 
     def __post_init__(self) -> None:
-        for name in ("num_workers", "max_connections", "timeout", "grace"):
-            if not getattr(self, name) >= 0:
+        for name in ("num_workers", "max_connections"):
+            if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        for name in ("timeout", "grace"):
+            if not 0 <= getattr(self, name) <= threading.TIMEOUT_MAX:
+                raise ValueError(f"{name} must be a number of seconds, 0 or more, but is {getattr(self, name)}")
         if self.parallel < 1:
             raise ValueError(f"parallel must be at least 1, but is {self.parallel}")
-        if self.is_unix and (self.interface or self.advertise):
-            raise ValueError("a Unix socket has no interface and nothing to advertise")
+        if not self.host:
+            raise ValueError("host is empty; write 0.0.0.0 or :: to listen on every interface")
+        if self.is_unix and (self.interface or self.advertise or self.port != _default("port")):
+            raise ValueError("a Unix socket has no port and no interface, and nothing to advertise")
         if self.is_unix and not self.unix_path.startswith("/"):
             raise ValueError(f"a Unix socket needs an absolute path, but host is {self.host!r}")
-        if self.interface and self.host != type(self).__dataclass_fields__["host"].default:
+        if self.interface and self.host != _default("host"):
             raise ValueError(f"host {self.host!r} and interface {self.interface!r} contradict each other: give one")
         if not self.is_unix:
             self.ports  # noqa: B018  # validates
@@ -140,15 +147,9 @@ class ServerSettings:
         host = self.listen_host()
         return socket.gethostname() if host in WILDCARDS else host
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can connect."""
-        if self.is_unix:
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback and not self.interface
-        except ValueError:
-            return self.host == "localhost" and not self.interface
+
+def _default(name: str) -> Any:
+    return ServerSettings.__dataclass_fields__[name].default
 
 
 _SIOCGIFADDR = 0x8915

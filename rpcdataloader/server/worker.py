@@ -1,17 +1,23 @@
 """What a forked worker does with its connection: authenticate, decode, execute, reply.
 
-Threads: the main thread runs user code, one request after the other; a reader only reads, so that a cancelled
-request, a drain and the end of the client are seen during a task; a sender only sends, while the next request is
-computed; a watcher waits for word from the session. With ``parallel`` above 1, requests of ``rpc_async`` run in a
-pool of threads and may overtake each other.
+Threads: the main thread receives requests and runs them, one after the other, and sends small replies itself; a
+sender sends large ones, while the next request is computed; a watcher sees a drain, and the end of the client or the
+session, in the middle of a task. With ``parallel`` above 1, requests of ``rpc_async`` run in a pool of threads and may
+overtake each other.
+
+No thread only reads: between two tasks the main thread takes in all that has arrived, so a request that is cancelled
+in the meantime is not begun, and a small task costs no change of thread.
 """
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 import queue
+import select
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +37,10 @@ from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.transport import Stream
 
 logger = logging.getLogger("rpcdataloader.worker")
+
+# With requests at hand, new ones and cancellations are looked for this often (in seconds): a look is a system call, which
+# is a good part of a task of a hundred microseconds.
+LOOK_INTERVAL = 0.001
 
 
 def run_worker_process(
@@ -95,68 +105,94 @@ class Worker:
         pool = PageablePool()
         channel.allocate_with(lambda _id, sizes: [pool.allocate(size) for size in sizes])
         channel.stream.read_ahead()
-        # Reader to main thread: messages, and None at the end of a drain.
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        # Everybody to sender: arguments of Channel.send, and None for the end.
+        # Main thread only: requests that were received and not begun, in order; the number of the last one.
+        self._inbox: collections.deque[Message] = collections.deque()
+        self._last_request = 0
+        self._next_look = 0.0
+        self._draining = False
+        # Main and pool threads to sender: arguments of Channel.send, and None for the end.
         self._outbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(context.parallel, "rpcdl-call") if context.parallel > 1 else None
+        # Written by the watcher when the session says drain.
+        self._drain_read, self._drain_write = os.pipe()
+        self._poll = select.poll()
+        self._poll.register(channel.fileno(), select.POLLIN)
+        self._poll.register(self._drain_read, select.POLLIN)
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._unanswered: set[int] = set()
         self._cancelled: set[int] = set()
-        self._last_request = 0
-        self._draining = False
 
     def run(self) -> None:
-        """Serve; returns after a drain. The process ends from another thread when the client goes."""
+        """Serve; returns after a drain. The process ends here and there when the client goes."""
         tell_client(lambda fields: self._outbox.put((MessageType.LOG, 0, Log(**fields).encode(), (), Flag.OPTIONAL)))
         sender = threading.Thread(target=self._send, name="rpcdl-send", daemon=True)
-        reader = threading.Thread(target=self._read, name="rpcdl-recv", daemon=True)
         watcher = threading.Thread(target=self._watch, name="rpcdl-watch", daemon=True)
-        for thread in (sender, reader, watcher):
-            thread.start()
-        while (message := self._inbox.get()) is not None:
-            self._serve(message)
-            # What the request held must not live on until the next one comes.
-            del message
-        if self._pool is not None:
-            self._pool.shutdown()
-        self._outbox.put(None)
-        sender.join()
-        # Closing with unread input would reset the connection and lose what the client has not read yet.
-        self._channel.stream.finish()
-        reader.join()
-
-    # --- threads
-
-    def _read(self) -> None:
+        sender.start()
+        watcher.start()
         try:
-            while (message := self._channel.recv()) is not None:
-                self._receive(message)
-                del message
+            while not self._draining or self._inbox:
+                self._receive()
+                if self._inbox:
+                    self._serve(self._inbox.popleft())
+            if self._pool is not None:
+                self._pool.shutdown()
+            self._outbox.put((MessageType.GOAWAY, 0, Goaway(self._last_request).encode()))
+            self._outbox.put(None)
+            sender.join()
+            # Closing with unread input would reset the connection and lose what the client has not read yet.
+            self._channel.stream.finish()
+            while self._channel.recv() is not None:
+                pass
         except RPCError as exc:
             logger.warning("%s: %s", self._where, exc)
-        with self._lock:
-            draining = self._draining
-        if not draining or self._unanswered:
-            # The client is gone, and with it everybody who could want what the main thread computes.
-            os._exit(0)
 
-    def _receive(self, message: Message) -> None:
+    # --- the main thread receives
+
+    def _receive(self) -> None:
+        """Take in what has arrived; wait only while there is nothing to do."""
+        stream = self._channel.stream
+        if not stream.has_unread:
+            now = time.monotonic()
+            if self._inbox and now < self._next_look:
+                return
+            self._next_look = now + LOOK_INTERVAL
+            ready = [descriptor for descriptor, _events in self._poll.poll(0 if self._inbox else None)]
+            if self._drain_read in ready:
+                self._begin_drain()
+                return
+            if not ready:
+                return
+        self._take()
+        while stream.has_unread:
+            self._take()
+
+    def _begin_drain(self) -> None:
+        """The client will be told the last request that it gets an answer to: take what has come this far."""
+        while self._channel.stream.has_unread or self._channel.stream.has_input():
+            self._take()
+        self._draining = True
+        self._poll.unregister(self._drain_read)
+
+    def _take(self) -> None:
+        message = self._channel.recv()
+        if message is None:
+            # The client is gone, and with it everybody who could want a reply.
+            os._exit(0)
         if message.type == MessageType.CALL:
+            self._last_request = message.request_id
             with self._lock:
-                if self._draining:
-                    return
-                self._last_request = message.request_id
                 self._unanswered.add(message.request_id)
-            self._inbox.put(message)
+            self._inbox.append(message)
         elif message.type == MessageType.RELEASE:
-            # In the order of the requests, and in the main thread, where destructors expect to run.
-            self._inbox.put(message)
+            # In the order of the requests: destructors run in this thread, too.
+            self._inbox.append(message)
         elif message.type == MessageType.CANCEL:
             with self._lock:
                 if message.request_id in self._unanswered:
                     self._cancelled.add(message.request_id)
+
+    # --- other threads
 
     def _send(self) -> None:
         try:
@@ -164,22 +200,26 @@ class Worker:
                 self._channel.send(*item)
                 del item
         except RPCError:
-            # Gone while we wrote: the reader sees the same.
+            # Gone while we wrote.
             os._exit(0)
         except BaseException:
             logger.exception("%s: the sender failed", self._where)
             os._exit(1)
 
     def _watch(self) -> None:
-        while (received := self._session.recv()) is not None:
-            event, _descriptors = received
-            if event["event"] == "drain":
-                with self._lock:
-                    self._draining = True
-                    goaway = Goaway(self._last_request)
-                self._outbox.put((MessageType.GOAWAY, 0, goaway.encode()))
-                self._inbox.put(None)
-        os._exit(0)
+        poll = select.poll()
+        poll.register(self._session.fileno(), select.POLLIN)
+        # Only the end of the connection, never its data, so this thread sleeps while requests come in.
+        poll.register(self._channel.fileno(), select.POLLRDHUP)
+        while True:
+            for descriptor, _events in poll.poll():
+                if descriptor != self._session.fileno():
+                    os._exit(0)
+                received = self._session.recv()
+                if received is None:
+                    os._exit(0)
+                if received[0]["event"] == "drain":
+                    os.write(self._drain_write, b".")
 
     # --- requests
 
@@ -255,5 +295,5 @@ class Worker:
         try:
             return self._channel.send_now(type, request_id, encoded.payload, encoded.buffers)
         except RPCError:
-            # The reader sees the same and ends this process.
+            # The main thread sees the same and ends this process.
             return True

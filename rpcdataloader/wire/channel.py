@@ -11,7 +11,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtocolError, RPCError, RPCTimeoutError
+from rpcdataloader.errors import (
+    AuthenticationError,
+    ConnectError,
+    ConnectionLostError,
+    RemoteProtocolError,
+    RPCError,
+    RPCTimeoutError,
+)
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.frames import (
@@ -30,10 +37,7 @@ from rpcdataloader.wire.frames import (
 from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake
 from rpcdataloader.wire.transport import Deadline, Stream, connect
 
-
-# A socket that poll(2) calls writable takes this much at once: the kernel says so while a third or more of a buffer
-# of 100 KB or more is free.
-MAX_SENT_NOW_BYTES = 8192
+MAX_SENT_NOW_BYTES = 4096
 
 
 class HeapBlock:
@@ -79,6 +83,11 @@ class Channel:
         """Let ``allocate`` choose the memory that blocks are received into."""
         self._decoder.allocate = allocate
 
+    @property
+    def is_sending(self) -> bool:
+        """Whether a thread, perhaps this one, is in the middle of a message."""
+        return self._send_lock.locked()
+
     def send(
         self,
         type: MessageType,
@@ -96,9 +105,10 @@ class Channel:
             self.stream.send(encode(self._sealer, type, request_id, payload, buffers, flags))
 
     def send_now(self, type: MessageType, request_id: int, payload: bytes, buffers: Sequence[memoryview]) -> bool:
-        """Send a small message if that needs no waiting; returns whether it was sent.
+        """Send a small message in this thread; returns False for one that a sender thread should send.
 
-        Waking a sender thread costs two changes of the thread that holds the GIL, which is more than the message.
+        Waking that thread costs two changes of the thread that holds the GIL, which is more than the message does.
+        It is for the caller to know that the kernels' buffers have room, if it must not wait.
 
         Raises:
             ConnectionLostError: The peer is gone.
@@ -107,8 +117,6 @@ class Channel:
         if size_bytes > MAX_SENT_NOW_BYTES or not self._send_lock.acquire(blocking=False):
             return False
         try:
-            if not self.stream.has_room():
-                return False
             self.stream.send(encode(self._sealer, type, request_id, payload, buffers))
             return True
         finally:
@@ -128,23 +136,10 @@ class Channel:
         return _recv(self.stream, self._decoder)
 
 
-def parse_json(message: Message) -> dict[str, Any]:
-    """The JSON object that ``message`` carries.
-
-    Raises:
-        RemoteProtocolError: The payload is something else.
-    """
-    try:
-        fields = json.loads(bytes(message.payload))
-    except ValueError as exc:
-        raise RemoteProtocolError(f"a message of type {message.type} does not hold JSON") from exc
-    if not isinstance(fields, dict):
-        raise RemoteProtocolError(f"a message of type {message.type} does not hold a JSON object")
-    return fields
-
-
-def _recv(stream: Stream, decoder: Decoder) -> Message | None:
+def _recv(stream: Stream, decoder: Decoder, deadline: Deadline | None = None) -> Message | None:
     while True:
+        if deadline is not None:
+            stream.limit(deadline)
         size = stream.recv_into(decoder.get_buffers())
         if size == 0:
             if decoder.mid_message:
@@ -189,6 +184,14 @@ def open_channel(
         raise ConnectError(
             f"{address} took the connection and did not finish the handshake in time "
             "(is it a node server of this package? is it overloaded?)"
+        ) from exc
+    except RemoteProtocolError as exc:
+        stream.close()
+        raise RemoteProtocolError(f"{address}: {exc}") from exc
+    except AuthenticationError as exc:
+        stream.close()
+        raise AuthenticationError(
+            f"{address}: {exc} (this client's secret: {credentials.source}, fingerprint {credentials.fingerprint})"
         ) from exc
     except BaseException:
         stream.close()
@@ -236,8 +239,8 @@ def _shake_hands(stream: Stream, handshake: ClientHandshake | ServerHandshake, d
         if handshake.established is not None:
             return
         try:
-            stream.limit(deadline)
-            message = _recv(stream, decoder)
+            # For each receive anew: a peer that sends a byte now and then must not hold us for ever.
+            message = _recv(stream, decoder, deadline)
             if message is None:
                 raise ConnectionLostError(
                     f"{stream.name} closed the connection during the handshake (is it a node server of this package?)"

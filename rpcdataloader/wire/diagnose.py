@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
+
+#: What user code may raise while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
+USER_ERRORS = (Exception, SystemExit, GeneratorExit)
+
+#: No deeper than people nest objects on purpose.
+_MAX_DEPTH = 30
 
 Attempt = Callable[[Any], "BaseException | None"]
 
@@ -24,22 +31,22 @@ def find_culprit(obj: Any, path: str, error: BaseException, attempt: Attempt) ->
         The path of the part, the part, and why it cannot be pickled. The part is ``obj`` itself if all that it
         consists of can be pickled.
     """
-    return _search(obj, path, error, attempt, set()) or (path, obj, error)
+    return _search(obj, path, error, attempt, set(), _MAX_DEPTH) or (path, obj, error)
 
 
 def _search(
-    obj: Any, path: str, error: BaseException, attempt: Attempt, visited: set[int]
+    obj: Any, path: str, error: BaseException, attempt: Attempt, visited: set[int], depth: int
 ) -> tuple[str, Any, BaseException] | None:
     visited.add(id(obj))
     is_innermost = True
-    for part_path, part in _parts(obj, path):
+    for part_path, part in _parts(obj, path) if depth else ():
         part_error = attempt(part)
         if part_error is None:
             continue
         # In a cycle, a part fails because of something that it leads back to: then it is not the culprit.
         is_innermost = False
         if id(part) not in visited:
-            found = _search(part, part_path, part_error, attempt, visited)
+            found = _search(part, part_path, part_error, attempt, visited, depth - 1)
             if found:
                 return found
     return (path, obj, error) if is_innermost else None
@@ -59,6 +66,10 @@ def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif isinstance(obj, type):
         yield from ((f"{path}.{name}", value) for name, value in vars(obj).items() if not name.startswith("__"))
         yield from ((f"{path}.{name}", value) for name, value in vars(obj).items() if inspect.isfunction(value))
+    elif isinstance(obj, functools.partial):
+        yield f"{path}.func", obj.func
+        yield from _parts(obj.args, f"{path}.args")
+        yield from _parts(obj.keywords, f"{path}.keywords")
     elif isinstance(obj, types.MethodType):
         yield from ((f"{path}.__self__", obj.__self__), (f"{path}.__func__", obj.__func__))
     else:
@@ -80,7 +91,7 @@ def _reduction_parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
     reduce: Any = copyreg.dispatch_table.get(type(obj))
     try:
         reduction: Any = reduce(obj) if reduce else obj.__reduce_ex__(5)
-    except Exception:  # this is why it cannot be pickled
+    except USER_ERRORS:  # this is why it cannot be pickled
         return
     if not isinstance(reduction, tuple):
         return
@@ -93,7 +104,7 @@ def _reduction_parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from ((f"{path}.{name}", value) for name, value in part.items())
         elif part is not None:
             yield f"{path}.__getstate__()", part
-    if args:
-        yield from ((f"{path}.__reduce__()[1][{i}]", arg) for i, arg in enumerate(args))
+    for i, arg in enumerate(args or ()):
+        yield f"{path}.__class__" if arg is type(obj) else f"{path}.__reduce__()[1][{i}]", arg
     yield from ((f"{path}[{i}]", item) for i, item in enumerate(items or ()))
     yield from ((f"{path}[{key!r}]", value) for key, value in pairs or ())

@@ -26,7 +26,9 @@ def collect() -> Environment:
         directory = os.getcwd()
     except FileNotFoundError:
         directory = ""
-    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    main = sys.modules.get("__main__")
+    # None for `python -m package.train`: names in the package's folder would shadow others, as they do not here.
+    script = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
     own = [os.path.dirname(os.path.abspath(script))] if script else []
     installed = _installed_prefixes()
     for entry in [*sys.path, directory]:

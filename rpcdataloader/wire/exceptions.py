@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rpcdataloader.errors import RemoteError, RemoteTraceback
-from rpcdataloader.wire.picklers import USER_ERRORS, ReplyPickler, Unpickler
+from rpcdataloader.wire.diagnose import USER_ERRORS
+from rpcdataloader.wire.picklers import ReplyPickler, Unpickler
 
 #: A longer text is cut in the middle: a message with a whole array in it helps nobody.
 _MAX_TEXT_CHARACTERS = 1 << 16

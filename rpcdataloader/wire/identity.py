@@ -36,4 +36,7 @@ def local_identity(role: str, rank: int | None = None) -> Identity:
 
 @functools.cache
 def _version(package: str) -> str:
-    return metadata.version(package)
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # built in place, without metadata; or not needed to say hello
+        return "unknown"

@@ -22,9 +22,6 @@ from rpcdataloader.errors import SerializationError
 from rpcdataloader.wire import definitions
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Packer, is_dense
 
-#: What user code may raise while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
-USER_ERRORS = (Exception, SystemExit, GeneratorExit)
-
 #: Returns what stands for an object on the wire, None for all that is pickled as usual.
 PersistentId = Callable[[Any], Any]
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from rpcdataloader.errors import SerializationError
-from rpcdataloader.wire.diagnose import find_culprit
+from rpcdataloader.errors import RPCError, SerializationError
+from rpcdataloader.wire.diagnose import USER_ERRORS, find_culprit
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
-from rpcdataloader.wire.picklers import USER_ERRORS, PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler
+from rpcdataloader.wire.picklers import PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler
 from rpcdataloader.wire.rebuild import rebuild
 from rpcdataloader.wire.slabs import Allocator, Block
 from rpcdataloader.wire.tensors import Index, Packer
@@ -68,6 +68,7 @@ def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "o
 
     Raises:
         SerializationError: Some part of it cannot be pickled.
+        RPCError: ``persistent_id`` raised it.
     """
 
     def make_pickler(file: io.BytesIO, packer: Packer, buffers: list[memoryview]) -> Pickler:
@@ -98,6 +99,8 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
     try:
         make_pickler(file, packer, buffers).dump(obj)
         index, blocks = packer.pack()
+    except RPCError:  # ours already, such as that of a reference to an object of another worker
+        raise
     except USER_ERRORS as error:
         raise _explain(obj, make_pickler, name, advice, error) from error
     encoded_index = b"" if index is None else pickle.dumps(tuple(index), protocol=5)
@@ -152,7 +155,7 @@ def loads(
             tensors = rebuild(index, blocks[num_buffers:], allocator)
         buffers = [block.view for block in blocks[:num_buffers]]
         return Unpickler(io.BytesIO(payload), tensors, buffers, adopt_main, persistent_load).load()
-    except SerializationError:
+    except RPCError:
         raise
     except ImportError as error:
         raise SerializationError(

@@ -12,11 +12,14 @@ import logging
 import os
 import select
 import socket
+import stat
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.wire.address import Address
@@ -51,6 +54,9 @@ _NOT_YET = {
     errno.ENOENT,
     errno.EAGAIN,
 }
+
+# What accept(2) says when this process or the system has no room; everything else concerns that one connection.
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Deadline:
@@ -104,10 +110,11 @@ class Stream:
         self._sock = sock
         self._ahead: memoryview | None = None
         self._unread = memoryview(b"")  # the part of it that nobody has taken
-        self._writable = select.poll()
-        self._writable.register(sock, select.POLLOUT)
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
         # Also what turns non-blocking an accepted socket that inherited it.
         sock.settimeout(None)
+        _streams.add(self)
 
     def fileno(self) -> int:
         """The descriptor, for polling."""
@@ -117,7 +124,7 @@ class Stream:
         """Bound the sends and receives that follow; a deadline without limit makes them block again."""
         remaining = deadline.remaining()
         if remaining == 0.0:
-            raise RPCTimeoutError(f"no answer from {self.name} within {deadline.timeout:g} s")
+            raise RPCTimeoutError(f"no answer from {self.name} in time")
         self._sock.settimeout(remaining)
 
     def send(self, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
@@ -148,10 +155,6 @@ class Stream:
         except OSError as exc:
             raise ConnectionLostError(f"connection to {self.name} lost while sending: {exc.strerror or exc}") from exc
 
-    def has_room(self) -> bool:
-        """Whether a few kilobytes can be sent without waiting."""
-        return bool(self._writable.poll(0))
-
     def recv_into(self, views: Sequence[memoryview]) -> int:
         """Fill ``views`` in order; returns how many bytes arrived: all of them, fewer, or 0 at the end of file.
 
@@ -179,6 +182,15 @@ class Stream:
                 break
         return filled
 
+    @property
+    def has_unread(self) -> bool:
+        """Whether something was read ahead that nobody has taken yet."""
+        return bool(self._unread)
+
+    def has_input(self) -> bool:
+        """Whether the next receive will not wait: there is data, or the end of file."""
+        return bool(self._readable.poll(0))
+
     def read_ahead(self) -> None:
         """From now on, receive what follows a short piece together with it: a small message costs one system call.
 
@@ -200,6 +212,17 @@ class Stream:
         """Tell the peer that nothing more will be sent; receiving goes on."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
+
+    def linger(self) -> None:
+        """Tell the peer that nothing more will be sent, and wait until it has closed too.
+
+        Closing with unread input would reset the connection, and the peer could lose what it has not read yet.
+        """
+        self.finish()
+        scrap = bytearray(65536)
+        with contextlib.suppress(OSError):
+            while self._sock.recv_into(scrap):
+                pass
 
     def shutdown(self) -> None:
         """End the connection in both directions and wake whoever waits in a send or receive."""
@@ -224,6 +247,19 @@ class Stream:
                 f"{self.name} belongs to user id {peer.uid} and this process to {os.geteuid()}: "
                 "without a secret only the same user may connect"
             )
+
+
+# A fork that user code makes (multiprocessing, on either side) must not keep a connection open when this process ends.
+_streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for stream in list(_streams):
+        stream.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def peer_of(sock: socket.socket) -> Peer:
@@ -260,24 +296,45 @@ def connect(address: Address, deadline: Deadline, *, retry: bool = False) -> Str
 
 def _connect_once(address: Address, deadline: Deadline) -> Stream:
     if address.is_unix:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.settimeout(_positive(deadline))
-            with _short_path(address.path) as path:
-                sock.connect(path)
-        except BaseException:
-            sock.close()
-            raise
+        with _short_path(address.path) as path:
+            sock = _connect_socket(socket.AF_UNIX, path, deadline, 1)
     else:
-        sock = socket.create_connection((address.host, address.port), timeout=_positive(deadline))
-    _tune(sock)
+        infos = _look_up(address.host, address.port)
+        for position, (family, _type, _proto, _name, sockaddr) in enumerate(infos, 1):
+            try:
+                sock = _connect_socket(family, sockaddr, deadline, len(infos) - position + 1)
+                break
+            except OSError:
+                if position == len(infos):
+                    raise
     return Stream(sock, str(address))
 
 
-def _positive(deadline: Deadline) -> float | None:
-    remaining = deadline.remaining()
-    # A timeout of 0 would mean non-blocking.
-    return remaining if remaining is None else max(remaining, 1e-3)
+def _connect_socket(family: int, address: Any, deadline: Deadline, num_left: int) -> socket.socket:
+    """Connect, and leave an equal part of the time to each of the addresses that are left to try, this one included."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        remaining = deadline.remaining()
+        # A timeout of 0 would mean non-blocking.
+        sock.settimeout(None if remaining is None else max(remaining / num_left, 1e-3))
+        sock.connect(address)
+        _tune(sock)
+        if family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
+            # Nobody listens there, and the kernel chose that very port for our end: TCP then connects it to itself.
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _look_up(host: str, port: int, flags: int = 0) -> list[tuple[int, int, int, str, Any]]:
+    """``getaddrinfo``, whose every failure is a ``gaierror``."""
+    try:
+        return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
+    except UnicodeError:
+        # A part between two dots that is empty, or longer than 63 characters.
+        raise socket.gaierror(socket.EAI_NONAME, "not a valid host name") from None
 
 
 def _reason(exc: OSError) -> str:
@@ -312,7 +369,7 @@ def listen_tcp(host: str, ports: Sequence[int]) -> socket.socket:
         ConnectError: The host does not resolve to an interface of this machine, or every port is in use.
     """
     try:
-        infos = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        infos = _look_up(host, 0, socket.AI_PASSIVE)
     except socket.gaierror as exc:
         raise ConnectError(f"cannot listen on {host}: the host name does not resolve ({exc.strerror})") from exc
     family, _type, _proto, _name, sockaddr = infos[0]
@@ -364,11 +421,14 @@ def listen_unix(path: str) -> socket.socket:
 
 def _remove_stale(path: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a server that is stuck has a full queue, and is there all the same
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            os.unlink(path)
-        except FileNotFoundError:
+            # What any file that is no socket answers, too.
+            if stat.S_ISSOCK(os.stat(path).st_mode):
+                os.unlink(path)
+        except (FileNotFoundError, BlockingIOError):
             pass
 
 
@@ -389,16 +449,23 @@ def _short_path(path: str) -> Iterator[str]:
 def accept(listener: socket.socket) -> tuple[socket.socket, str] | None:
     """Take one waiting connection; gives the socket and a text that tells who connected.
 
-    Returns None when the connection went away before it could be taken.
+    Returns None when there is none (any more).
+
+    Raises:
+        ConnectError: This process has no descriptor left for it.
     """
     try:
         sock, peer = listener.accept()
-        _tune(sock)
-        if sock.family == socket.AF_UNIX:
-            return sock, f"uid {peer_of(sock).uid}"
-    except OSError:
+    except OSError as exc:
+        if exc.errno in _EXHAUSTED:
+            raise ConnectError(exc.strerror) from exc
         return None
-    return sock, str(peer[0])
+    try:
+        _tune(sock)
+        return sock, f"uid {peer_of(sock).uid}" if sock.family == socket.AF_UNIX else str(peer[0])
+    except OSError:
+        sock.close()
+        return None
 
 
 def resolve(host: str) -> None:
@@ -408,7 +475,7 @@ def resolve(host: str) -> None:
         ConnectError: It does not.
     """
     try:
-        socket.getaddrinfo(host, None)
+        _look_up(host, 0)
     except socket.gaierror as exc:
         raise ConnectError(
             f"the address that clients shall use, {host}, does not resolve here ({exc.strerror}); "
