@@ -39,7 +39,7 @@ class LaunchHelp(Directive):
     def run(self) -> list[nodes.Node]:
         from rpcdataloader.launch import make_parser
 
-        os.environ["COLUMNS"] = "100"
+        os.environ["COLUMNS"] = "82"
         os.environ["NO_COLOR"] = "1"
         text = make_parser().format_help()
         return [nodes.literal_block(text, text, language="text")]

@@ -32,6 +32,8 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line; options, help texts and defaults are those of the settings."""
     parser = argparse.ArgumentParser(
         prog="python -m rpcdataloader.launch",
+        # So that nobody writes a secret on the command line, as --token.
+        allow_abbrev=False,
         description="Serve dataset loading on this machine: worker processes for the training processes that connect.",
         epilog="The secret comes from --token-file, RPCDATALOADER_TOKEN_FILE, RPCDATALOADER_TOKEN, or else from "
         "~/.config/rpcdataloader/token, which is made on first use. SIGTERM drains, a second SIGTERM ends at once.",

@@ -32,16 +32,16 @@ MAX_SENT_NOW = 16
 class Listener(Protocol):
     """Who owns a connection; every method is called from its receiver thread."""
 
-    def ready(self, connection: Connection) -> None:
+    def ready(self) -> None:
         """The server has welcomed us: requests that wait are sent now."""
 
-    def received(self, connection: Connection, message: Message) -> None:
+    def received(self, message: Message) -> None:
         """A message came that answers no request: EXITED, LOG, GOAWAY."""
 
-    def explain(self, connection: Connection, error: RPCError) -> RPCError:
+    def explain(self, error: RPCError) -> RPCError:
         """Say more about why the connection ended; what is returned fails the pending requests."""
 
-    def lost(self, connection: Connection, error: RPCError) -> None:
+    def lost(self, error: RPCError) -> None:
         """The connection has ended, or never came to be; pending requests have failed already."""
 
 
@@ -65,7 +65,7 @@ class Connection:
     """A connection that is being made or is there; it never comes back once it is lost.
 
     Args:
-        name: For messages and thread names, such as ``node07:6543/2``.
+        name: For messages and thread names; :meth:`rename` when more is known, such as ``node07:6543/2``.
         open_channel: Connects, authenticates, and reads the welcome; runs in the receiver thread.
         listener: Told what happens.
         allocator: Memory for blocks that belong to no request.
@@ -91,6 +91,11 @@ class Connection:
         self._sender = threading.Thread(target=self._send, name=f"rpcdl-send {name}", daemon=True)
         self._receiver = threading.Thread(target=self._receive, name=f"rpcdl-recv {name}", daemon=True)
 
+    def rename(self, name: str) -> None:
+        """Use another name from now on; also in the names of the threads, which py-spy and faulthandler show."""
+        self.name = name
+        self._sender.name, self._receiver.name = f"rpcdl-send {name}", f"rpcdl-recv {name}"
+
     def start(self) -> None:
         """Begin to connect."""
         self._receiver.start()
@@ -103,7 +108,7 @@ class Connection:
         """
         with self._lock:
             if self.error is not None or self._closed:
-                raise self.error or ConnectionLostError(f"connection to {self.name} is closed")
+                raise self._reason()
             self._last_request += 1
             number = self._last_request
             self._pending[number] = request
@@ -215,7 +220,7 @@ class Connection:
         channel.allocate_with(self._allocate)
         channel.stream.read_ahead()
         self._sender.start()
-        self._listener.ready(self)
+        self._listener.ready()
         while (message := channel.recv()) is not None:
             if message.type in (MessageType.REPLY, MessageType.ERROR):
                 # Without the lock, which may be held during a send: one operation on a dict is atomic.
@@ -227,7 +232,7 @@ class Connection:
                 request.complete(message)
                 del request
             else:
-                self._listener.received(self, message)
+                self._listener.received(message)
             # The batch must not be kept by this frame while it waits for the next one.
             del message
 
@@ -241,17 +246,22 @@ class Connection:
             # Whoever asks again, now or when a request has failed, takes another connection.
             self._closed = True
         if self.error is None:
-            error = self._listener.explain(self, error)
+            error = self._listener.explain(error)
         with self._lock:
             if self.error is None:
                 self.error = error
             pending, self._pending = self._pending, {}
         for request in pending.values():
-            # Each raises an error of its own: one alone would collect the tracebacks of all.
-            own = copy.copy(self.error)
-            own.__cause__ = self.error.__cause__
-            request.complete(own)
-        self._listener.lost(self, self.error)
+            request.complete(self._reason())
+        self._listener.lost(self.error)
+
+    def _reason(self) -> RPCError:
+        """Why the connection has ended; a copy for each request, as one error would collect the tracebacks of all."""
+        if self.error is None:
+            return ConnectionLostError(f"connection to {self.name} is lost")
+        error = copy.copy(self.error)
+        error.__cause__ = self.error.__cause__
+        return error
 
     # --- sender
 

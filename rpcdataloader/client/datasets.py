@@ -7,6 +7,7 @@ be brought to the same state at any time.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import logging
@@ -95,10 +96,12 @@ class RemoteDataset:
 
     def _build_on(self, sessions: Sequence[Session], slow: _SlowLine) -> None:
         payload = Build(self.key, self.name, self._shared, self._pickled.payload).encode()
-        waiting = [(session, session.build(payload, self._pickled.buffers)) for session in sessions]
+        waiting = [
+            (session, session.build(payload, self._pickled.buffers, functools.partial(slow.finished, session.name)))
+            for session in sessions
+        ]
         for session, wait in waiting:
             reply = wait()
-            slow.finished(session.name)
             if reply["shared"]:
                 if not reply["indexable"]:
                     raise TypeError(
@@ -320,12 +323,12 @@ class _SlowLine:
 
     def __init__(self, name: str, nodes: Sequence[str]) -> None:
         self._name = name
-        self._open = list(nodes)
+        self._open = dict.fromkeys(nodes)
         self._start = time.monotonic()
         get_client().alarm.call_after(SLOW_BUILD_SECONDS, self._say)
 
     def finished(self, node: str) -> None:
-        self._open.remove(node)
+        self._open.pop(node, None)
 
     def close(self) -> None:
         self._open.clear()

@@ -76,7 +76,7 @@ def result_of(message: Message | RPCError, allocator: Allocator) -> Any:
         raise message
     if message.type == MessageType.ERROR:
         raise loads_exception(message.payload)
-    return loads(message.payload, message.blocks, allocator=allocator)  # type: ignore[arg-type]  # blocks are the allocator's
+    return loads(message.payload, message.blocks, allocator=allocator)
 
 
 class Session:
@@ -90,6 +90,7 @@ class Session:
         self.address = address
         self.name = str(address)
         self.welcome: Welcome | None = None
+        self._welcome: Welcome | None = None  # until the session is ready
         self._settings = settings
         self._condition = threading.Condition()
         # Guarded by the condition:
@@ -148,19 +149,30 @@ class Session:
         encoded = dumps(Call(func, args, {}).fields(), persistent_id=reference_of)
         return self._wait_for(MessageType.CALL, encoded.payload, encoded.buffers)
 
-    def build(self, payload: bytes, buffers: list[memoryview]) -> Callable[[], Any]:
-        """Send a BUILD request; returns a function that waits for the result."""
-        return self._wait_for(MessageType.BUILD, payload, buffers)
+    def build(self, payload: bytes, buffers: list[memoryview], finished: Callable[[], None]) -> Callable[[], Any]:
+        """Send a BUILD request; returns a function that waits for the result.
+
+        Args:
+            finished: Called from the receiver thread when there is one.
+        """
+        return self._wait_for(MessageType.BUILD, payload, buffers, finished)
 
     def release(self, key: int) -> None:
         """Let a dataset go; never blocks."""
         self._connection.release(key)
 
-    def _wait_for(self, type: MessageType, payload: bytes, buffers: list[memoryview]) -> Callable[[], Any]:
+    def _wait_for(
+        self,
+        type: MessageType,
+        payload: bytes,
+        buffers: list[memoryview],
+        finished: Callable[[], None] = lambda: None,
+    ) -> Callable[[], Any]:
         condition = threading.Condition()
         replies: list[Message | RPCError] = []
 
         def complete(reply: Message | RPCError) -> None:
+            finished()
             with condition:
                 replies.append(reply)
                 condition.notify()
@@ -216,18 +228,19 @@ class Session:
             self._deadline,
             retry=True,
         )
-        self.welcome = _read_welcome(channel)
+        self._welcome = _read_welcome(channel)
         if channel.differences:
             logger.warning("%s differs from this client: %s", self.name, "; ".join(channel.differences))
         return channel
 
-    def ready(self, connection: Connection) -> None:
+    def ready(self) -> None:
         encoded = dumps(Call(install, (collect(),), {}).fields())
         # First of all, so that the modules of the training script are found by everything that follows.
-        connection.submit(
+        self._connection.submit(
             MessageType.CALL, encoded.payload, encoded.buffers, Request(self._installed, self._settings.allocator)
         )
         with self._condition:
+            self.welcome = self._welcome
             self._condition.notify_all()
 
     def _installed(self, reply: Message | RPCError) -> None:
@@ -236,7 +249,7 @@ class Session:
         except Exception as exc:
             logger.warning("%s could not take over the import path: %s", self.name, exc)
 
-    def received(self, connection: Connection, message: Message) -> None:
+    def received(self, message: Message) -> None:
         if message.type == MessageType.EXITED:
             exited = Exited.decode(message.payload)
             with self._condition:
@@ -247,10 +260,10 @@ class Session:
         elif message.type == MessageType.LOG:
             log_from_server(self.name, message)
 
-    def explain(self, connection: Connection, error: RPCError) -> RPCError:
+    def explain(self, error: RPCError) -> RPCError:
         return error
 
-    def lost(self, connection: Connection, error: RPCError) -> None:
+    def lost(self, error: RPCError) -> None:
         with self._condition:
             self._lost = error
             self._condition.notify_all()
@@ -278,7 +291,7 @@ class Worker:
         self._owner = owner
         self._keep_waiting = keep_waiting
         self._settings = settings
-        self._deadline: Deadline | None = None
+        self._deadline: Deadline | None = None  # of waiting for room, once the node is busy
         self.connection = Connection(session.name, self._open, self, settings.allocator)
 
     @property
@@ -340,19 +353,19 @@ class Worker:
 
     def _open(self) -> Channel:
         welcome = self.session.wait()
-        deadline = self._deadline = Deadline(self._settings.connect_timeout)
         identity = local_identity("client", self._settings.rank)
         credentials = self._settings.credentials(self.session.address)
         pause, reported = 0.05, False
         while True:
+            # Without a limit: the session answers when it has built what it builds, and its end is the end of this.
             channel = open_channel(
-                self.session.address, credentials, identity, bytes.fromhex(welcome.session), deadline
+                self.session.address, credentials, identity, bytes.fromhex(welcome.session), Deadline(None)
             )
             try:
                 answer = _read_welcome(channel)
             except _BusyError as exc:
-                channel.stream.close()
-                if not self._keep_waiting() or not deadline.pause(pause):
+                deadline = self._deadline = self._deadline or Deadline(self._settings.connect_timeout)
+                if self.connection.has_ended or not self._keep_waiting() or not deadline.pause(pause):
                     raise ConnectError(f"{self.session.name} is busy: {exc}") from None
                 if not reported:
                     reported = True
@@ -361,20 +374,20 @@ class Worker:
                 continue
             self.number, self.pid = answer.worker, answer.pid
             self.name = f"worker {answer.worker} (pid {answer.pid}) on {self.session.name}"
-            self.connection.name = f"{self.session.name}/{answer.worker}"
+            self.connection.rename(f"{self.session.name}/{answer.worker}")
             return channel
 
-    def ready(self, connection: Connection) -> None:
+    def ready(self) -> None:
         self._owner.worker_ready(self)
 
-    def received(self, connection: Connection, message: Message) -> None:
+    def received(self, message: Message) -> None:
         if message.type == MessageType.GOAWAY:
             self._draining = True
             self._owner.worker_draining(self, Goaway.decode(message.payload).last_request)
         elif message.type == MessageType.LOG:
             log_from_server(self.name, message)
 
-    def explain(self, connection: Connection, error: RPCError) -> RPCError:
+    def explain(self, error: RPCError) -> RPCError:
         if not isinstance(error, ConnectionLostError) or not self.number:
             return error
         exited = self.session.fate(self.number)
@@ -382,9 +395,11 @@ class Worker:
             return ConnectionLostError(f"{self.name} is lost: {error}")
         return ConnectionLostError(f"{self.name} {exited.reason}")
 
-    def lost(self, connection: Connection, error: RPCError) -> None:
+    def lost(self, error: RPCError) -> None:
         self.session.worker_ended(self)
         self._owner.worker_lost(self, error)
+        # Worker and connection refer to each other. The owner, and what it holds, must not wait for the collector.
+        del self._owner, self._keep_waiting
 
 
 class Node:
@@ -436,7 +451,7 @@ class _RpcOwner:
     def worker_ready(self, worker: Worker) -> None:
         pass
 
-    def worker_draining(self, worker: Worker, last_request: int) -> None:
+    def worker_draining(self, worker: Worker, _last_request: int) -> None:
         # It answers what it has, and ends when we do; objects that it holds are lost then.
         if worker.connection.num_pending == 0:
             worker.close()
@@ -450,12 +465,17 @@ class _BusyError(Exception):
 
 
 def _read_welcome(channel: Channel) -> Welcome:
-    message = channel.recv()
-    if message is None:
-        raise ConnectionLostError(f"{channel.name} closed the connection instead of welcoming us")
-    if message.type == MessageType.BUSY:
-        raise _BusyError(Busy.decode(message.payload).reason)
-    welcome: Welcome = Welcome.decode(message.payload)
+    """Read the first message of the server; closes the connection if that is no welcome."""
+    try:
+        message = channel.recv()
+        if message is None:
+            raise ConnectionLostError(f"{channel.name} closed the connection instead of welcoming us")
+        if message.type == MessageType.BUSY:
+            raise _BusyError(Busy.decode(message.payload).reason)
+        welcome: Welcome = Welcome.decode(message.payload)
+    except BaseException:
+        channel.stream.close()
+        raise
     return welcome
 
 

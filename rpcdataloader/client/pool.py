@@ -43,9 +43,9 @@ class Client:
 
     def __init__(self) -> None:
         self.allocator = PageablePool()
+        self._settings = ClientSettings(self._credentials, connect_timeout(), _rank(), self.allocator)
         self.alarm = Alarm()
         self.janitor = Janitor()
-        self._settings = ClientSettings(self._credentials, connect_timeout(), _rank(), self.allocator)
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._nodes: dict[Address, Node] = {}

@@ -1,4 +1,4 @@
-"""Which workers belong to which rank of a distributed job. Every rank computes the same without a word to the others."""
+"""Which workers belong to which rank of a distributed job. Every rank computes the same, without talking to others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ class Partition:
 
 
 def current_partition(environ: Mapping[str, str] = os.environ) -> Partition:
-    """The rank of this process: from torch.distributed if initialised, else from RANK and WORLD_SIZE if both are set."""
+    """The rank of this process: from torch.distributed if initialised, else from RANK and WORLD_SIZE.
+
+    Raises:
+        ValueError: The two variables are set, and make no sense.
+    """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return Partition(torch.distributed.get_rank(), torch.distributed.get_world_size())
     if "RANK" in environ and "WORLD_SIZE" in environ:

@@ -35,7 +35,8 @@ class RPCDataloader(DataLoader[Any]):
         workers: Where the workers are, as for :class:`~rpcdataloader.RPCDataset`. Left out, the environment variable
             ``RPCDATALOADER_WORKERS`` decides.
         partition: ``(rank, world size)`` of this process among those that share the workers; None to use all of
-            them, because the list was split by the caller. ``"auto"`` asks torch.distributed, or else RANK and WORLD_SIZE.
+            them, because the list was split by the caller. ``"auto"`` asks torch.distributed, or else the environment
+            variables RANK and WORLD_SIZE.
         max_in_flight_bytes: Limit on the bytes of batches that are on their way or wait to be consumed.
 
     Random numbers: before each sample, the global generators of python, numpy and torch are seeded from the

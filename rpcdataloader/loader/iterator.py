@@ -14,7 +14,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,11 +96,12 @@ class TaskSource:
             StopIteration: The sampler is at its end.
         """
         indices = next(self._samples)
-        if self._auto_collation and not isinstance(indices, (list, tuple)):
+        if self._auto_collation and not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
             # A sampler may yield tensors, arrays or generators; torch only iterates over them.
             indices = list(indices)
         position, number = self._position, self._number
-        self._position += len(indices) if self._auto_collation else 1
+        # What is no batch at all is an error where the batch is loaded.
+        self._position += len(indices) if self._auto_collation and isinstance(indices, (list, tuple)) else 1
         self._number += 1
         return indices, position, number
 
@@ -157,7 +158,7 @@ class _Run:
 
     def __init__(self, settings: PassSettings, dataset: RemoteDataset, sessions: Sequence[Session]) -> None:
         self._settings = settings
-        self._dataset = dataset
+        self._dataset = dataset  # held for as long as there are workers
         self._num_workers = len(sessions)
         self._pid = os.getpid()
         pinned = pinned_allocator() if settings.pin_memory else None
@@ -177,7 +178,7 @@ class _Run:
         self._closed = False
         self._source = TaskSource(settings, samples)
         self._draw()
-        self._open(sessions)
+        self._open(dataset, sessions)
 
     def _new_scheduler(self, batch_size_bytes: float) -> Scheduler[Worker]:
         return Scheduler(
@@ -188,16 +189,16 @@ class _Run:
             batch_size_bytes=batch_size_bytes,
         )
 
-    def _open(self, sessions: Sequence[Session]) -> None:
-        openings = [self._opening(worker_id) for worker_id in range(len(sessions))]
+    def _open(self, dataset: RemoteDataset, sessions: Sequence[Session]) -> None:
+        openings = [self._opening(dataset, worker_id) for worker_id in range(len(sessions))]
         for session, opening in zip(sessions, openings, strict=True):
             # Under the condition, so that the worker is ready only after its first request is on the way.
             with self._condition:
-                worker = self._dataset.open_worker(session, self, self._is_alone)
+                worker = dataset.open_worker(session, self, self._is_alone)
                 self._alive.add(worker)
                 worker.submit(opening.payload, opening.buffers, self._opened)
 
-    def _opening(self, worker_id: int) -> Encoded:
+    def _opening(self, dataset: RemoteDataset, worker_id: int) -> Encoded:
         """The first request to a worker; pickled before any is asked for, so that what cannot be is found early."""
         settings = self._settings
         spec = remote.LoaderSpec(
@@ -211,7 +212,7 @@ class _Run:
             worker_id=worker_id,
             num_workers=self._num_workers,
         )
-        call = Call(remote.open_loader, (self._dataset.ref, spec), {}, ordered=True)
+        call = Call(remote.open_loader, (dataset.ref, spec), {}, ordered=True)
         parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
         return dumps_named(call.fields(), parts, persistent_id=reference_of)
 
@@ -309,7 +310,7 @@ class _Run:
             assignments = self._assign()
         self._send(assignments)
 
-    def worker_draining(self, worker: Worker, last_request: int) -> None:
+    def worker_draining(self, worker: Worker, last_request: int) -> None:  # noqa: ARG002  part of the protocol
         with self._condition:
             if worker in self._ready:
                 self._draining.add(worker)

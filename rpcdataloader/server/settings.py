@@ -37,7 +37,9 @@ class ServerSettings:
     )
     interface: str = field(
         default="",
-        metadata={"help": "listen on the address of this network interface (for example ib0) instead of --host"},
+        metadata={
+            "help": "listen on the address of this network interface (for example ib0) instead of --host (default: none)"
+        },
     )
     advertise: str = field(
         default="",
@@ -115,7 +117,7 @@ class ServerSettings:
         Raises:
             ValueError: ``port`` is neither a port number nor a range of them.
         """
-        match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", self.port)
+        match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", self.port)
         if match:
             first, last = int(match[1]), int(match[2] or match[1])
             if first <= last <= 65535 and (first > 0 or last == 0):

@@ -21,7 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rpcdataloader.errors import AuthenticationError, RPCError, RPCTimeoutError
+from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.handles import HandleTable
@@ -38,8 +38,8 @@ from rpcdataloader.wire.transport import Stream
 
 logger = logging.getLogger("rpcdataloader.worker")
 
-# With requests at hand, new ones and cancellations are looked for this often (in seconds): a look is a system call, which
-# is a good part of a task of a hundred microseconds.
+# With requests at hand, new ones and cancellations are looked for this often (in seconds): a look is a system call,
+# which is a good part of a task of a hundred microseconds.
 LOOK_INTERVAL = 0.001
 
 
@@ -86,7 +86,11 @@ def run_worker_process(
         channel.stream.finish()
         return
     welcome = Welcome(context.node, os.getpid(), preamble.session_id.hex(), context.num_workers, number)
-    channel.send(MessageType.WELCOME, payload=welcome.encode())
+    try:
+        channel.send(MessageType.WELCOME, payload=welcome.encode())
+    except ConnectionLostError:
+        # A pass that was over before its last worker was there.
+        return
     Worker(channel, session, datasets, number, context).run()
 
 
@@ -144,6 +148,9 @@ class Worker:
             self._channel.stream.finish()
             while self._channel.recv() is not None:
                 pass
+        except ConnectionLostError:
+            # The client did not wait for the end.
+            return
         except RPCError as exc:
             logger.warning("%s: %s", self._where, exc)
 
@@ -229,9 +236,7 @@ class Worker:
             return
         request_id = message.request_id
         try:
-            call = Call.decode(
-                loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True)  # type: ignore[arg-type]  # blocks are the pool's
-            )
+            call = Call.decode(loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))
         except BaseException as exc:
             self._reply_error(request_id, exc)
             return

@@ -74,12 +74,22 @@ def reduce_by_value(definition: Any, reduction: tuple[Any, ...]) -> tuple[Any, .
         reduction: As ``reducer_override`` returns it: make, args, state, None, None, set_state.
     """
     make, args, state, _, _, set_state = reduction
+    if isinstance(definition, type) and vars(definition).get("__slots__"):
+        args = tuple(_with_slots(arg, definition) for arg in args)
     origin = _origins.get(definition)
     if origin is None:
         ours = Origin(secrets.token_bytes(12), True, importable_name(definition))
         origin = _origins.setdefault(definition, ours)
         _definitions[origin.token] = definition
     return receive, (origin.token, origin.name, make, args), (set_state, state), None, None, complete
+
+
+def _with_slots(argument: Any, cls: type) -> Any:
+    """Add ``__slots__`` to the namespace in which cloudpickle makes a class; it adds them only afterwards.
+
+    Too late to have an effect: instances would have a dictionary, and come back with a state that does not fit.
+    """
+    return argument | {"__slots__": vars(cls)["__slots__"]} if isinstance(argument, dict) else argument
 
 
 def receive(token: bytes, name: tuple[str, str] | None, make: Callable[..., Any], args: Any) -> Any:

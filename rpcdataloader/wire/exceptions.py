@@ -37,8 +37,7 @@ def dumps_exception(exc: BaseException, where: str) -> bytes:
     name = type(exc).__name__
     summary = _guard(lambda: _shorten("".join(traceback.format_exception_only(type(exc), exc)).strip()), name)
     text = _guard(lambda: _shorten("".join(traceback.format_exception(type(exc), exc, exc.__traceback__))), summary)
-    # SystemExit or KeyboardInterrupt of a worker must not end the trainer.
-    recipe = _guard(lambda: _pickle(_reduce(exc)), None) if isinstance(exc, Exception) else None
+    recipe = _guard(lambda: _pickle(_reduce(exc)), None)
     return pickle.dumps((where, summary, text, recipe), protocol=5)
 
 
@@ -135,7 +134,7 @@ def _rebuild(recipe: tuple[Any, ...]) -> Exception:
         exc = base.__new__(kind, *args)
         base.__init__(exc, *args)
         BaseException.__setstate__(exc, state)
-    if not isinstance(exc, Exception):
+    if not isinstance(exc, Exception):  # SystemExit or KeyboardInterrupt of a worker must not end the trainer
         raise TypeError(f"{type(exc).__name__} is not an exception for tasks")
     return exc
 

@@ -34,7 +34,7 @@ class _Json:
         """
         try:
             return cls(**json.loads(bytes(payload)))
-        except (ValueError, TypeError) as exc:
+        except (ValueError, TypeError, RecursionError) as exc:
             raise RemoteProtocolError(f"malformed {cls.__name__} message") from exc
 
 

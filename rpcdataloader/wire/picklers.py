@@ -117,6 +117,14 @@ class ReplyPickler(Pickler):
         return super()._reduce_definition(obj)
 
 
+class UnresolvedError(BaseException):
+    """Carries what ``persistent_load`` raised past all that is said of a malformed message."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 class Unpickler(pickle.Unpickler):
     """Reads what both picklers write.
 
@@ -157,7 +165,10 @@ class Unpickler(pickle.Unpickler):
         """Return what was replaced on the wire."""
         if self._persistent_load is None:
             raise pickle.UnpicklingError("the message refers to objects held elsewhere, of which there are none here")
-        return self._persistent_load(pid)
+        try:
+            return self._persistent_load(pid)
+        except Exception as error:
+            raise UnresolvedError(error) from error
 
 
 def _take_buffer(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:

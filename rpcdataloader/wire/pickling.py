@@ -22,7 +22,7 @@ import torch
 from rpcdataloader.errors import RPCError, SerializationError
 from rpcdataloader.wire.diagnose import USER_ERRORS, find_culprit
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
-from rpcdataloader.wire.picklers import PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler
+from rpcdataloader.wire.picklers import PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler, UnresolvedError
 from rpcdataloader.wire.rebuild import rebuild
 from rpcdataloader.wire.slabs import Allocator, Block
 from rpcdataloader.wire.tensors import Index, Packer
@@ -142,6 +142,7 @@ def loads(
 
     Raises:
         SerializationError: Something is missing here, or fails to rebuild.
+        Exception: Whatever ``persistent_load`` raised.
     """
     try:
         content = memoryview(payload)
@@ -157,6 +158,8 @@ def loads(
         return Unpickler(io.BytesIO(payload), tensors, buffers, adopt_main, persistent_load).load()
     except RPCError:
         raise
+    except UnresolvedError as unresolved:
+        raise unresolved.error from unresolved.error.__cause__
     except ImportError as error:
         raise SerializationError(
             f"{error}; the module must be importable here too: put it on a file system that both sides see and into "

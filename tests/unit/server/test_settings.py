@@ -96,14 +96,14 @@ def test_interface_gives_the_address():
 
 
 def test_unknown_interface_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="there is no network interface 'ib7' here; there are .*lo"):
+    with pytest.raises(ValueError, match=r"there is no network interface 'ib7' here; there are .*lo"):
         ServerSettings(interface="ib7").listen_host()
 
 
 def test_interface_without_ipv4_gives_its_global_ipv6_address(monkeypatch, tmp_path):
     table = tmp_path / "if_inet6"
     table.write_text(
-        "fe800000000000000000000000000001 02 40 20 80       ib0\n20010db8000000000000000000000007 02 40 00 80       ib0\n"
+        "fe800000000000000000000000000001 02 40 20 80 ib0\n20010db8000000000000000000000007 02 40 00 80 ib0\n"
     )
     monkeypatch.setattr(module.socket, "if_nameindex", lambda: [(1, "lo"), (2, "ib0"), (3, "ib1")])
     monkeypatch.setattr(module, "open", lambda _path: table.open(), raising=False)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import builtins
+import importlib
 import pickle
 import sys
 import threading
@@ -14,6 +16,10 @@ from rpcdataloader.wire.pickling import dumps_exception, loads_exception
 
 WHERE = "worker 3 (pid 123) on node07:6543"
 LOCK = threading.Lock()
+
+# Python 3.10 has none.
+Group: Any = getattr(builtins, "ExceptionGroup", None)
+BaseGroup: Any = getattr(builtins, "BaseExceptionGroup", None)
 
 
 class TwoArguments(Exception):
@@ -55,6 +61,11 @@ class OwnReduce(Exception):
 class BadReduce(Exception):
     def __reduce__(self) -> Any:
         raise RuntimeError("cannot reduce")
+
+
+class Interrupts(Exception):
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
 
 
 class BadRebuild(Exception):
@@ -105,7 +116,7 @@ def transfer(exc: BaseException) -> Exception:
 
 def imported() -> ImportError:
     try:
-        import no_such_module_anywhere  # noqa: F401
+        importlib.import_module("no_such_module_anywhere")
     except ImportError as error:
         return error
     raise AssertionError
@@ -187,9 +198,9 @@ def test_notes_arrive_with_the_exception_and_in_the_text():
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="groups came with Python 3.11")
 class TestGroups:
     def test_group_arrives_with_its_members(self):
-        group = ExceptionGroup("several", [TwoArguments(1, "a"), ExceptionGroup("inner", [Formats("b")])])
+        group = Group("several", [TwoArguments(1, "a"), Group("inner", [Formats("b")])])
         received = transfer(group)
-        assert type(received) is ExceptionGroup
+        assert type(received) is Group
         assert received.message == "several"
         assert type(received.exceptions[0]) is TwoArguments
         assert received.exceptions[0].code == 1
@@ -197,7 +208,7 @@ class TestGroups:
         assert "code 1: a" in str(received.__cause__)
 
     def test_group_that_holds_an_exit_does_not_end_the_trainer(self):
-        received = transfer(BaseExceptionGroup("several", [SystemExit(1)]))
+        received = transfer(BaseGroup("several", [SystemExit(1)]))
         assert type(received) is RemoteError
 
 
@@ -212,7 +223,7 @@ def test_what_would_end_the_trainer_arrives_as_an_error_that_says_so(exc):
 class TestUnpicklable:
     def test_attributes_that_cannot_be_pickled_are_left_out(self):
         exc = ValueError("x")
-        exc.lock, exc.code = LOCK, 3  # type: ignore[attr-defined]
+        exc.lock, exc.code = LOCK, 3
         received = transfer(exc)
         assert type(received) is ValueError
         assert vars(received) == {"code": 3}
@@ -224,14 +235,14 @@ class TestUnpicklable:
 
     def test_attributes_that_cannot_be_rebuilt_are_left_out(self):
         exc = Formats("x")
-        exc.other = TwoArguments(1, "a")  # type: ignore[attr-defined]
+        exc.other = TwoArguments(1, "a")
         received = transfer(exc)
         assert type(received) is Formats
         assert vars(received) == {}
 
     def test_exception_that_refers_to_itself_arrives(self):
         exc = ValueError("x")
-        exc.me = [exc]  # type: ignore[attr-defined]
+        exc.me = [exc]
         received = transfer(exc)
         assert str(received) == "x"
 
@@ -240,6 +251,11 @@ class TestUnpicklable:
         received = transfer(kind("text"))
         assert type(received) is kind
         assert str(received) == "text"
+
+    def test_exception_that_interrupts_when_it_is_looked_at_is_told_as_text(self):
+        received = transfer(Interrupts("x"))
+        assert type(received) is RemoteError
+        assert str(received).endswith("Interrupts: x")
 
     def test_tensors_in_an_exception_arrive(self):
         received = transfer(ValueError("bad batch", torch.arange(100_000)))

@@ -1,0 +1,255 @@
+"""What the tests run on workers. Small, so that a worker imports it quickly; the client's import path leads there."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import types
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def add(*numbers: int, scale: int = 1) -> int:
+    return scale * sum(numbers)
+
+
+def whereabouts() -> tuple[int, int]:
+    """Process and session."""
+    return os.getpid(), os.getppid()
+
+
+def read_all(path: str) -> bytes:
+    """Wait for somebody to open the FIFO at ``path`` for writing, and for the end of what they write."""
+    with open(path, "rb") as file:
+        return file.read()
+
+
+# --- state of the worker
+
+log: list[Any] = []
+
+
+def append(item: Any) -> None:
+    log.append(item)
+
+
+def read_log() -> list[Any]:
+    return log
+
+
+_event = threading.Event()
+
+
+def wait_for_event() -> str:
+    assert _event.wait(30)
+    return "waited"
+
+
+def set_event() -> str:
+    _event.set()
+    return "set"
+
+
+def busy_in(marker: str, how: str) -> None:
+    """Say that this began by making the file ``marker``, then be busy for a minute."""
+    Path(marker).touch()
+    if how == "hold_gil":  # in C, without letting other threads run
+        ctypes.PyDLL(None).usleep(60_000_000)
+    else:
+        time.sleep(60)
+
+
+# --- objects
+
+_probes: weakref.WeakSet[Probe] = weakref.WeakSet()
+
+
+class Probe:
+    """An object that can be counted."""
+
+    def __init__(self, value: object = None) -> None:
+        self.value = value
+        _probes.add(self)
+
+
+class Open:
+    """An object that holds a FIFO open: who reads it sees the end of file when the object, or its process, is gone."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_WRONLY)
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+class Loud:
+    """An object whose destructor raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __del__(self) -> None:
+        raise self.error
+
+
+def num_probes() -> int:
+    gc.collect()
+    return len(_probes)
+
+
+def num_calls() -> int:
+    """How many calls run in this worker now, this one included."""
+    return sum(frame.f_code.co_name == "_execute" for top in sys._current_frames().values() for frame in _stack(top))
+
+
+def _stack(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def make_slowly(path: str) -> Probe:
+    """Make a probe when the FIFO at ``path`` has been written."""
+    read_all(path)
+    return Probe()
+
+
+def identity(value: Any) -> Any:
+    return value
+
+
+def is_same(one: object, other: object) -> bool:
+    return one is other
+
+
+class Box:
+    """Has attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+class Picky(Exception):
+    """An exception whose constructor wants two arguments and that keeps more than it tells its base."""
+
+    def __init__(self, name: str, code: int) -> None:
+        super().__init__(f"{name} failed with {code}")
+        self.name = name
+        self.code = code
+
+
+def raise_picky() -> None:
+    raise Picky("decoder", 7)
+
+
+def raise_(error: BaseException) -> None:
+    raise error
+
+
+# --- faults
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that goes wrong in this process, or, if it has a ``pid``, in the worker of that process id.
+
+    Attributes:
+        kind: A method of this class.
+        orders: A FIFO that the other process reads, see :func:`obey`.
+    """
+
+    kind: str
+    pid: int = 0
+    orders: str = ""
+
+    def happen(self) -> None:
+        getattr(self, self.kind)()
+        if self.pid and self.kind != "peer_stalls":
+            # So that what follows finds it dead.
+            descriptor = os.pidfd_open(self.pid)
+            select.select([descriptor], [], [])
+            os.close(descriptor)
+
+    def exception(self) -> None:
+        raise ValueError("a fault")
+
+    def system_exit(self) -> None:
+        raise SystemExit(3)
+
+    def exit_process(self) -> None:
+        if self.orders:
+            Path(self.orders).write_text("exit_process")
+        else:
+            os._exit(3)
+
+    def killed(self) -> None:
+        os.kill(self.pid or os.getpid(), signal.SIGKILL)
+
+    def peer_closes(self) -> None:
+        if self.orders:
+            Path(self.orders).write_text("peer_closes")
+        else:
+            with socket.socket(fileno=os.dup(connection_descriptor())) as sock:
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def peer_stalls(self) -> None:
+        os.kill(self.pid or os.getpid(), signal.SIGSTOP)
+
+
+def obey(orders: str) -> None:
+    """From now on, have the fault happen that somebody writes into the FIFO ``orders``, whatever else goes on."""
+    threading.Thread(target=lambda: Fault(Path(orders).read_text()).happen(), daemon=True).start()
+
+
+class Trap:
+    """Has a fault happen when it is pickled or when it is rebuilt."""
+
+    def __init__(self, when: str, fault: Fault) -> None:
+        self.when = when
+        self.fault = fault
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.when == "pickled":
+            self.fault.happen()
+        return _rebuild, (self.when, self.fault)
+
+
+def set_trap(trap: tuple[str, Fault]) -> Trap:
+    return Trap(*trap)
+
+
+def _rebuild(when: str, fault: Fault) -> Trap:
+    if when == "rebuilt":
+        fault.happen()
+    return Trap(when, fault)
+
+
+def connection_descriptor() -> int:
+    """This worker's end of its connection."""
+    for name in os.listdir("/proc/self/fd"):
+        if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6):
+                    return int(name)
+    raise LookupError("no connection")
+
+
+# --- modules
+
+
+def define_module(name: str) -> Any:
+    """An instance of a class in a module that exists in this process alone."""
+    module = type(sys)(name)
+    exec("class Thing: pass", module.__dict__)
+    sys.modules[name] = module
+    return module.Thing()

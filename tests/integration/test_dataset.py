@@ -1,0 +1,627 @@
+"""RPCDataset: built on its nodes, asked and changed from here, gone with its last reference."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import sys
+import textwrap
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.client import datasets as client_datasets
+from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RemoteTraceback
+from rpcdataloader.errors import SerializationError
+from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.integration import datasets, file_datasets
+from tests.integration.datasets import State, notes
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+@pytest.fixture
+def two_nodes(shared_server, second_server):
+    return [shared_server.address, second_server.address]
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    path = str(tmp_path / "fifo")
+    os.mkfifo(path)
+    return path
+
+
+@pytest.fixture
+def readable_fifo(fifo):
+    """Its path, and a descriptor that reads from it: it becomes readable when the last writer is gone."""
+    descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    yield fifo, descriptor
+    os.close(descriptor)
+
+
+def wait_for_last_writer(descriptor: int) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLHUP)
+    assert poll.poll(10_000 * TIMEOUT_SCALE), "somebody still has the dataset"
+
+
+def has_writer(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLHUP)
+    return not poll.poll(0)
+
+
+def items(batches):
+    """Samples of batches that the default collate made of tuples."""
+    return [tuple(map(int, sample)) for batch in batches for sample in zip(*batch, strict=True)]
+
+
+# Built once per node
+
+
+COUNTED = """
+import os
+from tests.integration.datasets import Numbers, note
+
+log = os.path.join(os.path.dirname(__file__), "log")
+note(log, "import", os.getpid())
+
+class Counted(Numbers):
+    def __init__(self, size):
+        super().__init__(size)
+        note(log, "build", os.getpid(), size)
+
+def note_worker(_number):
+    note(log, "worker", os.getpid())
+"""
+
+
+def test_sixteen_workers_import_and_build_once_per_node(wide_servers, tmp_path, monkeypatch):
+    (tmp_path / "counted_dataset.py").write_text(textwrap.dedent(COUNTED))
+    monkeypatch.syspath_prepend(tmp_path)
+    import counted_dataset  # type: ignore[import-not-found]
+
+    monkeypatch.setattr(sys.modules["counted_dataset"], "__name__", "counted_dataset")
+    try:
+        addresses = [server.address for server in wide_servers]
+        train = RPCDataset(addresses, counted_dataset.Counted, 64)
+        validation = RPCDataset(addresses, counted_dataset.Counted, size=16)
+        options = {"worker_init_fn": counted_dataset.note_worker, "batch_size": 2}
+        train_loader = RPCDataloader(train, shuffle=True, persistent_workers=True, **options)
+        validation_loader = RPCDataloader(validation, **options)
+        for _epoch in range(3):
+            assert sorted(number for batch in train_loader for number in batch.tolist()) == list(range(64))
+            assert [number for batch in validation_loader for number in batch.tolist()] == list(range(16))
+        log = str(tmp_path / "log")
+        wait_until(lambda: sum(line.startswith("worker") for line in notes(log)) >= 16, what="sixteen workers")
+    finally:
+        del sys.modules["counted_dataset"]
+
+    lines = [line.split() for line in notes(log)]
+    imports = Counter(int(pid) for what, pid, *_ in lines if what == "import")
+    builds = Counter((int(line[1]), int(line[2])) for line in lines if line[0] == "build")
+    sessions = {pid for pid, _size in builds}
+    assert len(sessions) == 2
+    assert imports == Counter([os.getpid(), *sessions])
+    assert builds == Counter((pid, size) for pid in sessions for size in (64, 16))
+    assert not sessions & {int(line[1]) for line in lines if line[0] == "worker"}
+
+
+def test_build_in_workers_builds_in_each_and_not_in_the_session(two_nodes, tmp_path):
+    log = str(tmp_path / "log")
+    dataset = RPCDataset(two_nodes, State, log=log, build="worker")
+    assert notes(log) == []
+    loader = RPCDataloader(dataset, persistent_workers=True)
+    assert [sample[0] for sample in items(loader)] == list(range(20))
+    wait_until(lambda: len(notes(log)) == 5, what="four workers of the loader, and one that answers questions")
+    builders = {int(line.split()[1]) for line in notes(log)}
+    assert len(builders) == 5
+    assert dataset.session not in builders
+    assert {sample[3] for sample in items(loader)} <= builders
+
+
+def test_instance_crosses_the_wire_once(two_nodes, tmp_path):
+    log = str(tmp_path / "log")
+    instance = datasets.Copied(log)
+    train = RPCDataloader(instance, workers=two_nodes, shuffle=True)
+    validation = RPCDataloader(instance, workers=two_nodes, batch_size=3)
+    for _epoch in range(3):
+        assert sorted(int(batch) for batch in train) == list(range(20))
+        assert [number for batch in validation for number in batch.tolist()] == list(range(20))
+    assert len(set(notes(log))) == len(notes(log)) == 2
+
+
+def test_changed_instance_is_sent_again(shared_server, tmp_path):
+    log = str(tmp_path / "log")
+    instance = datasets.Copied(log)
+    loader = RPCDataloader(instance, workers=shared_server.address)
+    assert [int(batch) for batch in loader] == list(range(20))
+    instance.factor = 3
+    assert [int(batch) for batch in loader] == list(range(0, 60, 3))
+    assert [int(batch) for batch in loader] == list(range(0, 60, 3))
+    assert len(notes(log)) == 2
+
+
+def test_persistent_workers_keep_the_instance_that_they_began_with(shared_server, tmp_path):
+    # As with torch.
+    instance = datasets.Copied(str(tmp_path / "log"))
+    loader = RPCDataloader(instance, workers=shared_server.address, persistent_workers=True)
+    assert [int(batch) for batch in loader] == list(range(20))
+    instance.factor = 3
+    assert [int(batch) for batch in loader] == list(range(20))
+
+
+# A slow build
+
+
+class _Release(logging.Handler):
+    """Lets the build go on when the line is logged."""
+
+    def __init__(self, fifo):
+        super().__init__()
+        self.fifo = fifo
+        self.lines = []
+
+    def emit(self, record):
+        if "is being built" in record.getMessage():
+            self.lines.append(record)
+            open(self.fifo, "w").close()
+
+
+def test_slow_build_is_logged_with_the_nodes_that_are_waited_for(two_nodes, tmp_path, fifo, monkeypatch):
+    monkeypatch.setattr(client_datasets, "SLOW_BUILD_SECONDS", 0.3)
+    handler = _Release(fifo)
+    logger = logging.getLogger("rpcdataloader.client")
+    logger.addHandler(handler)
+    try:
+        dataset = RPCDataset(two_nodes, datasets.build_slowly_once, str(tmp_path / "marker"), fifo)
+    finally:
+        logger.removeHandler(handler)
+    assert len(dataset) == 20
+    (line,) = handler.lines
+    assert line.levelno == logging.WARNING
+    assert line.getMessage().startswith("dataset build_slowly_once is being built on ")
+    assert sum(address in line.getMessage() for address in two_nodes) == 1
+
+
+def test_quick_build_is_not_logged(shared_server, caplog, monkeypatch):
+    monkeypatch.setattr(client_datasets, "SLOW_BUILD_SECONDS", 30.0)
+    RPCDataset(shared_server.address, datasets.Numbers)
+    assert "being built" not in caplog.text
+
+
+# Questions
+
+
+def test_length_items_and_attributes_are_those_of_the_remote_dataset(two_nodes):
+    dataset = RPCDataset(two_nodes, State, 15)
+    assert len(dataset) == 15
+    assert dataset[3][0] == 3
+    assert dataset[14][3] != os.getpid()
+    assert dataset.classes == ("cat", "dog")
+    assert dataset.made_in == dataset.session != os.getpid()
+    assert hasattr(dataset, "size")
+    assert not hasattr(dataset, "sizes")
+    assert getattr(dataset, "sizes", "none") == "none"
+    assert repr(dataset).startswith("RPCDataset(State, workers=")
+
+
+def test_errors_of_questions_come_with_the_remote_traceback(shared_server):
+    dataset = RPCDataset(shared_server.address, State)
+    for question, error, text in [
+        (lambda: dataset.sizes, AttributeError, "has no attribute 'sizes'"),
+        (lambda: dataset.broken, LookupError, "this property is broken"),
+        (lambda: RPCDataset(shared_server.address, datasets.Numbers)[20], IndexError, "index 20 is not below 20"),
+    ]:
+        with pytest.raises(error, match=text) as caught:
+            question()
+        assert isinstance(caught.value.__cause__, RemoteTraceback)
+        assert "Traceback (most recent call last)" in str(caught.value.__cause__)
+        assert socket.gethostname() in str(caught.value.__cause__)
+
+
+def test_a_dataset_can_be_iterated_over(shared_server):
+    dataset = RPCDataset(shared_server.address, datasets.Numbers, 4)
+    assert [int(number) for number in dataset] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("workers", ["remote", "inline"])
+def test_dataset_without_length(workers, shared_server):
+    dataset = RPCDataset(workers if workers == "inline" else shared_server.address, datasets.NoLength)
+    assert dataset[5] == 5
+    with pytest.raises(TypeError, match="has no len"):
+        len(dataset)
+    with pytest.raises(TypeError, match="has no len"):
+        RPCDataloader(dataset, shuffle=True)
+    assert [int(batch) for batch in RPCDataloader(dataset, sampler=[4, 2])] == [4, 2]
+
+
+# Changes
+
+
+@pytest.mark.parametrize("build", ["node", "worker", "inline"])
+def test_setting_an_attribute_reaches_sessions_and_workers_of_today_and_tomorrow(two_nodes, build):
+    workers = "inline" if build == "inline" else two_nodes
+    dataset = RPCDataset(workers, State, build="node" if build == "inline" else build)
+    persistent = RPCDataloader(dataset, batch_size=5, persistent_workers=True)
+    loader = RPCDataloader(dataset, batch_size=5)
+    for epoch in range(3):
+        dataset.epoch = epoch
+        assert dataset.epoch == epoch
+        assert {sample[1] for sample in items(persistent)} == {epoch}
+        assert {sample[1] for sample in items(loader)} == {epoch}
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
+def test_change_is_applied_exactly_once_to_workers_that_are_just_starting(two_nodes, build):
+    dataset = RPCDataset(two_nodes, State, 200, build=build)
+    loader = RPCDataloader(dataset, batch_size=1, persistent_workers=True)
+    for change in range(1, 6):
+        iterator = iter(RPCDataloader(dataset, batch_size=1))
+        assert set(dataset.call_all(datasets.increment)) == {change}
+        # Batches that were loaded before it may still come.
+        assert {sample[2] for sample in items(iterator)} <= {change - 1, change}
+        assert dataset.changes == change
+        assert {sample[2] for sample in items(loader)} == {change}
+
+
+def test_call_all_gives_the_result_of_every_process(two_nodes):
+    dataset = RPCDataset(two_nodes, State)
+    assert len(dataset) == 20
+    sessions = dataset.call_all(datasets.resize)
+    assert len(set(sessions)) == len(sessions) == 2
+    assert len(dataset) == 7
+    assert dataset.session in sessions  # the worker that answers questions is there now
+    loader = RPCDataloader(dataset, persistent_workers=True)
+    assert len(items(loader)) == 7
+    processes = dataset.call_all(datasets.resize)
+    assert len(set(processes)) == len(processes) == 2 + 1 + 4
+    assert processes[:2] == sessions
+
+
+def test_call_all_takes_lambdas_and_works_inline(shared_server):
+    for workers in ("inline", shared_server.address):
+        dataset = RPCDataset(workers, State, 9)
+        assert set(dataset.call_all(lambda state: state.size + 1)) == {10}
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
+def test_change_that_fails_raises_and_is_not_applied_later(two_nodes, build):
+    dataset = RPCDataset(two_nodes, State, build=build)
+    dataset.epoch = 4
+    with pytest.raises(ValueError, match="this change is refused") as caught:
+        dataset.call_all(datasets.refuse)
+    assert "in refuse" in str(caught.value.__cause__)
+    if build == "worker":
+        # New workers build for themselves, and repeat what has succeeded.
+        assert {sample[1:3] for sample in items(RPCDataloader(dataset))} == {(4, 0)}
+
+
+def test_nodes_that_join_later_get_earlier_changes(two_nodes):
+    dataset = RPCDataset(two_nodes, State, build="node")
+    dataset.epoch = 1
+    dataset.call_all(datasets.increment)
+    # A session that ends takes its dataset along; the next loader finds a new one there.
+    os.kill(dataset.session, signal.SIGKILL)
+    wait_until(lambda: dataset_session_is_lost(dataset), what="news of the end of the session")
+    samples = items(RPCDataloader(dataset))
+    assert {sample[1:3] for sample in samples} == {(1, 1)}
+    assert len(samples) == 20
+
+
+def dataset_session_is_lost(dataset):
+    return not all(session.is_usable for session in dataset.__dict__["_access"]._sessions)
+
+
+def test_setting_an_attribute_for_ever_costs_no_memory(shared_server):
+    dataset = RPCDataset(shared_server.address, State)
+    for epoch in range(50):
+        dataset.epoch = epoch
+        dataset.size = 20 + epoch
+    assert dataset.epoch == 49
+    assert len(dataset.__dict__["_access"]._changes) == 2
+
+
+def test_change_right_after_an_iterator_was_dropped(shared_server):
+    dataset = RPCDataset(shared_server.address, State)
+    loader = RPCDataloader(dataset)
+    for epoch in range(10):
+        for _batch in loader:
+            break
+        dataset.epoch = epoch
+
+
+# Errors of the constructor
+
+
+def test_error_of_the_constructor_names_the_node(two_nodes):
+    with pytest.raises(ZeroDivisionError, match="no images in /data") as caught:
+        RPCDataset(two_nodes, datasets.fail_to_build, ZeroDivisionError("no images in /data"))
+    cause = str(caught.value.__cause__)
+    assert "in fail_to_build" in cause
+    assert f"on {socket.gethostname()}" in cause
+    assert "session" in cause
+
+
+def test_error_of_the_constructor_in_a_worker_names_it(two_nodes):
+    dataset = RPCDataset(two_nodes, datasets.fail_to_build, ZeroDivisionError("no images in /data"), build="worker")
+    for use in (lambda: len(dataset), lambda: next(iter(RPCDataloader(dataset, sampler=[0])))):
+        with pytest.raises(ZeroDivisionError, match="no images in /data") as caught:
+            use()
+        assert f"on {socket.gethostname()}" in str(caught.value.__cause__)
+        assert "worker" in str(caught.value.__cause__)
+
+
+def test_error_on_one_node_frees_what_the_others_have_built(two_nodes, tmp_path, readable_fifo):
+    fifo, descriptor = readable_fifo
+    witness = RPCDataset(two_nodes, State)
+    session = witness.session
+    with pytest.raises(FileExistsError):
+        RPCDataset(two_nodes, datasets.build_first_only, str(tmp_path / "marker"), fifo)
+    wait_for_last_writer(descriptor)
+    assert witness.session == session
+
+
+@pytest.mark.parametrize("factory", [datasets.NoItems, datasets.Stream])
+def test_what_is_built_must_be_map_style(two_nodes, factory):
+    with pytest.raises(TypeError, match=f"dataset {factory.__name__} is not map-style"):
+        RPCDataset(two_nodes, factory)
+
+
+def test_missing_module_is_named(shared_server, tmp_path, monkeypatch):
+    (tmp_path / "only_here.py").write_text("class Thing:\n    def __getitem__(self, index):\n        return index\n")
+    dataset = RPCDataset(shared_server.address, datasets.Numbers)  # the import path has travelled
+    monkeypatch.syspath_prepend(tmp_path)
+    import only_here  # type: ignore[import-not-found]
+
+    try:
+        with pytest.raises(SerializationError, match="only_here.*must be importable there|only_here.*importable here"):
+            RPCDataset(shared_server.address, only_here.Thing)
+    finally:
+        del sys.modules["only_here"]
+    assert len(dataset) == 20
+
+
+def test_arguments_that_cannot_be_pickled_are_named(shared_server):
+    unpicklable = datasets.Threaded()
+    with pytest.raises(SerializationError, match=r"^args\[0\]\['x'\]\.\w+.* cannot be pickled"):
+        RPCDataset(shared_server.address, State, {"x": unpicklable})
+    with pytest.raises(SerializationError, match=r"^kwargs\['log'\]\.\w+.* cannot be pickled"):
+        RPCDataset(shared_server.address, State, log=unpicklable)
+    with pytest.raises(SerializationError, match=r"^dataset\.<closure>\.unpicklable\.\w+.* cannot be pickled"):
+        RPCDataset(shared_server.address, lambda: unpicklable)
+
+
+# Gone with the last reference
+
+
+def test_dataset_is_let_go_with_its_last_reference(shared_server, readable_fifo):
+    fifo, descriptor = readable_fifo
+    witness = RPCDataset(shared_server.address, State)
+    session = witness.session
+    dataset = RPCDataset(shared_server.address, datasets.Holder, fifo)
+    loader = RPCDataloader(dataset, persistent_workers=True)
+    assert len(list(loader)) == 20
+    assert len(dataset) == 20
+    del dataset
+    gc.collect()
+    assert has_writer(descriptor)  # the loader's
+    del loader
+    gc.collect()
+    wait_for_last_writer(descriptor)
+    assert witness.session == session
+
+
+def test_instance_is_let_go_with_its_loader(shared_server, fifo):
+    descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        witness = RPCDataset(shared_server.address, State)
+        session = witness.session
+        loader = RPCDataloader(HolderThere(fifo), workers=shared_server.address)
+        assert len(list(loader)) == 20
+        assert has_writer(descriptor)
+        del loader
+        gc.collect()
+        wait_for_last_writer(descriptor)
+        assert witness.session == session
+    finally:
+        os.close(descriptor)
+
+
+class HolderThere(datasets.Numbers):
+    """Becomes a Holder where it is unpickled."""
+
+    def __init__(self, fifo):
+        super().__init__(20)
+        self.fifo = fifo
+
+    def __reduce__(self):
+        return datasets.Holder, (self.fifo,)
+
+
+# Datasets that a fork cannot inherit
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return file_datasets.write_numbers(str(tmp_path))
+
+
+CANNOT_BE_INHERITED = [
+    (datasets.Threaded, None, "started threads"),
+    (file_datasets.Hdf5, "h5", "holds files open"),
+    (file_datasets.Lmdb, "lmdb", "holds files open"),
+    (file_datasets.Zip, "zip", "holds files open"),
+]
+
+
+@pytest.mark.parametrize(("factory", "kind", "reason"), CANNOT_BE_INHERITED)
+def test_dataset_that_cannot_be_inherited_is_built_in_workers_with_one_warning(
+    shared_server, paths, caplog, factory, kind, reason
+):
+    args = (paths[kind],) if kind else ()
+    dataset = RPCDataset(shared_server.address, factory, *args)
+    loader = RPCDataloader(dataset, batch_size=4)
+    for _epoch in range(2):
+        assert [number for batch in loader for number in batch.tolist()] == list(range(0, 40, 2))
+    assert dataset[7] == 14
+    (record,) = [record for record in caplog.records if "is built in every worker" in record.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert f"dataset {factory.__name__} is built in every worker" in record.getMessage()
+    assert reason in record.getMessage()
+    assert "build='worker'" in record.getMessage()
+
+
+@pytest.mark.parametrize(("factory", "kind", "_reason"), CANNOT_BE_INHERITED)
+def test_build_in_workers_on_purpose_is_not_warned_of(shared_server, paths, caplog, factory, kind, _reason):
+    args = (paths[kind],) if kind else ()
+    dataset = RPCDataset(shared_server.address, factory, *args, build="worker")
+    loader = RPCDataloader(dataset, batch_size=4)
+    assert [number for batch in loader for number in batch.tolist()] == list(range(0, 40, 2))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(("factory", "kind", "_reason"), CANNOT_BE_INHERITED)
+def test_instance_that_cannot_be_pickled_is_named_with_the_way_out(shared_server, paths, factory, kind, _reason):
+    instance = factory(*((paths[kind],) if kind else ()))
+    attribute = {None: r"(asked|answered|thread)\b.*", "h5": "file", "lmdb": "env", "zip": r"file\.\w+"}[kind]
+    loader = RPCDataloader(instance, workers=shared_server.address)
+    with pytest.raises(SerializationError, match=rf"^dataset\.{attribute} is a .*, which cannot be pickled") as caught:
+        next(iter(loader))
+    assert "RPCDataset(workers, MyDataset, *args)" in str(caught.value)
+
+
+# Where the workers are
+
+
+def test_every_way_to_name_workers(two_nodes, monkeypatch):
+    server, other = two_nodes
+    for workers, num_sessions in [
+        ([server], 1),
+        ((server, other), 2),
+        (iter([server]), 1),
+        (server, 1),
+        (f"{server}, {other}", 2),
+    ]:
+        dataset = RPCDataset(workers, datasets.Processes)
+        samples = items(RPCDataloader(dataset, persistent_workers=True))
+        assert [sample[0] for sample in samples] == list(range(20))
+        assert os.getpid() not in {pid for _, pid, _ in samples}
+        assert len(dataset.call_all(_process)) >= num_sessions
+        monkeypatch.setenv("RPCDATALOADER_WORKERS", server)
+    assert RPCDataset(None, State).session == RPCDataset([server], State).session
+    samples = items(RPCDataloader(datasets.Processes()))  # num_workers=0: the environment decides
+    assert os.getpid() not in {pid for _, pid, _ in samples}
+
+
+def _process(_dataset):
+    return os.getpid()
+
+
+def test_inline_runs_in_this_process(monkeypatch):
+    dataset = RPCDataset("inline", datasets.Processes)
+    assert dataset[0][1] == os.getpid()
+    assert {pid for _, pid, _ in items(RPCDataloader(dataset))} == {os.getpid()}
+    monkeypatch.setenv("RPCDATALOADER_WORKERS", "inline")
+    assert {pid for _, pid, _ in items(RPCDataloader(datasets.Processes(), num_workers=2))} == {os.getpid()}
+    assert RPCDataset(None, State).made_in == os.getpid()
+
+
+def test_embedded_pool_is_shared_by_all_loaders(monkeypatch):
+    monkeypatch.delenv("RPCDATALOADER_WORKERS", raising=False)
+    dataset = RPCDataset("local:2", datasets.Processes, 12)
+    loaders = [
+        RPCDataloader(dataset, persistent_workers=True),
+        RPCDataloader(datasets.Processes(12), num_workers=2),
+        RPCDataloader(datasets.Processes(12), workers="local:1"),
+        RPCDataloader(RPCDataset(None, datasets.Processes, 12), num_workers=1),
+    ]
+    samples = [items(loader) for loader in loaders]
+    assert all([index for index, _, _ in one] == list(range(12)) for one in samples)
+    assert len({session for one in samples for _, _, session in one}) == 1
+    assert os.getpid() not in {pid for one in samples for _, pid, _ in one}
+    assert len(set(dataset.call_all(_process))) == 1 + 2  # the session and two workers
+
+
+# Nobody there
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.5")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_server_that_does_not_answer_is_an_error_after_the_timeout(shared_server):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and nobody listens
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        for workers in (address, [shared_server.address, address]):
+            for use in (lambda w: RPCDataset(w, datasets.Numbers), lambda w: iter(RPCDataloader([1, 2], workers=w))):
+                started = time.monotonic()
+                with pytest.raises(ConnectError, match=address):
+                    use(workers)
+                assert 0.1 < time.monotonic() - started < 10 * TIMEOUT_SCALE
+
+
+@pytest.mark.usefixtures("impatient")
+def test_host_that_does_not_resolve_is_an_error():
+    with pytest.raises(ConnectError, match="nosuchhost.invalid"):
+        RPCDataset("nosuchhost.invalid:6543", datasets.Numbers)
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan"])
+def test_malformed_connect_timeout_is_named(monkeypatch, value):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", value)
+    with pytest.raises(ValueError, match="RPCDATALOADER_CONNECT_TIMEOUT must be a number of seconds above 0"):
+        RPCDataset("node07.invalid:6543", datasets.Numbers)
+
+
+def test_dataset_whose_sessions_have_ended_says_so(shared_server):
+    dataset = RPCDataset(shared_server.address, State)
+    os.kill(dataset.session, signal.SIGKILL)
+    wait_until(lambda: dataset_session_is_lost(dataset), what="news of the end of the session")
+    for use in (lambda: dataset[0], lambda: dataset.classes, lambda: setattr(dataset, "epoch", 1)):
+        with pytest.raises(ConnectionLostError, match="State is lost .*make another one"):
+            use()
+    with pytest.raises(ConnectionLostError):
+        list(dataset)
+
+
+def test_question_that_kills_its_worker_is_an_error_and_the_next_one_is_answered(shared_server):
+    dataset = RPCDataset(shared_server.address, datasets.Deadly, 20, 3, "SIGKILL")
+    with pytest.raises(ConnectionLostError, match=r"worker \d+ \(pid \d+\) on .* was killed by SIGKILL"):
+        dataset[3]
+    assert dataset[4] == 4
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_fork_of_this_process_cannot_use_the_dataset_but_may_make_its_own(shared_server):
+    dataset = RPCDataset(shared_server.address, State)
+    session = dataset.session
+
+    def use_in_child():
+        for use in (lambda: dataset.epoch, lambda: dataset[0], lambda: next(iter(RPCDataloader(dataset)))):
+            with pytest.raises(LocalProtocolError, match="belongs to process"):
+                use()
+        own = RPCDataset(shared_server.address, State)
+        assert own.session != session
+        assert len(items(RPCDataloader(own))) == 20
+        assert len(list(RPCDataloader(datasets.Numbers(), workers=shared_server.address))) == 20
+
+    child = multiprocessing.get_context("fork").Process(target=use_in_child)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    child.close()
+    assert dataset.session == session
+    assert Path(f"/proc/{session}").exists()

@@ -1,0 +1,361 @@
+"""The README and the pages in docs/: every snippet in them runs, and their tables match the code.
+
+A page reads like one session. Its ``python`` blocks are one script, and its ``console`` blocks are typed in the folder
+of that script, where ``node01`` and ``node02`` are node servers of the tests. What a block prints is compared with the
+lines below each command, or with the ``text`` block marked ``<!-- output -->``; ``...`` stands for anything. Further
+marks above a block: ``<!-- file: NAME -->``, to save it under a name, and ``<!-- not run: reason -->``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import rpcdataloader
+from rpcdataloader import errors
+from rpcdataloader.client.sharing import Partition, share_of
+from rpcdataloader.loader.dataloader import RPCDataloader
+from rpcdataloader.wire.frames import DEFAULT_LIMITS, HANDSHAKE_LIMITS, MessageType
+from tests.conftest import READY_LINE, TIMEOUT_SCALE, wait_until
+from tests.integration.zygote import Script, Zygote
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+
+# What no test can run. A block that is added to these is a change here, too.
+NOT_RUN = {
+    "README.md": ["$ pip install .", "$ make demo"],
+    "index.md": ["from torchvision.datasets import ImageFolder"],
+    "debugging.md": ["$ py-spy dump --pid 4712", "$ kill -USR1 4712"],
+    "performance.md": ["$ python -m tests.benchmark --quick"],
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        marks: Of the comment above it, such as ``{"file": "train.py"}``.
+        line: Number of its first line in the page, from 0.
+    """
+
+    language: str
+    marks: dict[str, str]
+    line: int
+    text: str
+
+    @property
+    def commands(self) -> list[tuple[str, str]]:
+        """The commands of a console block, each with what it prints."""
+        parts = re.split(r"^\$ ", self.text, flags=re.MULTILINE)
+        assert not parts[0], f"a console block begins with a command: {self.text}"
+        # The shell's own comments are for the reader.
+        commands = [part.partition("\n") for part in parts[1:]]
+        return [(re.sub(r" {2,}# .*", "", command), output) for command, _, output in commands]
+
+
+FENCED = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>\S*)[^\n]*\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+
+
+def blocks_of(page: str) -> list[Block]:
+    blocks = []
+    for match in FENCED.finditer(PAGES[page]):
+        name, _, value = (match["mark"] or "").partition(": ")
+        line = PAGES[page].count("\n", 0, match.start("text"))
+        blocks.append(Block(match["language"], {name: value}, line, match["text"]))
+    return blocks
+
+
+def is_launch(command: str) -> bool:
+    return "rpcdataloader.launch" in command
+
+
+def pages_with(wanted: Callable[[Block], bool]) -> list[str]:
+    return [page for page in PAGES if any(wanted(block) for block in blocks_of(page) if "not run" not in block.marks)]
+
+
+def test_every_block_is_of_a_kind_that_is_run_or_only_looked_at():
+    for page in PAGES:
+        assert PAGES[page].count("```") == 2 * len(blocks_of(page)), f"{page} has a fence that is not understood"
+        for block in blocks_of(page):
+            directive = block.language.startswith("{")
+            assert directive or block.language in ("python", "console", "text"), f"{page}:{block.line}"
+            assert not set(block.marks) - {"", "file", "output", "not run", "not-yet", "end"}, f"{page}:{block.line}"
+
+
+def test_only_the_listed_snippets_are_not_run_and_each_says_why():
+    found: dict[str, list[str]] = {}
+    for page in PAGES:
+        for block in blocks_of(page):
+            if "not run" in block.marks:
+                assert len(block.marks["not run"]) > 10, f"{page}:{block.line} gives no reason"
+                found.setdefault(page, []).append(re.split(r" {2,}|\n", block.text)[0])
+    assert found == NOT_RUN
+
+
+# --- running them
+
+
+def as_pattern(expected: str) -> str:
+    """A regular expression for expected output, in which ``...`` stands for anything."""
+    return re.escape(expected).replace(re.escape("..."), ".*")
+
+
+class Desk:
+    """A folder, with an environment in which snippets run, and in which nothing may be left behind.
+
+    Args:
+        nodes: Addresses for the names of nodes in the pages.
+    """
+
+    def __init__(self, folder: Path, nodes: dict[str, str], zygote: Zygote) -> None:
+        self.folder = folder
+        self._nodes = nodes
+        self._zygote = zygote
+        self._mark = uuid.uuid4().hex
+        programs = folder / ".programs"
+        programs.mkdir()
+        for name, start in ("python", ""), ("torchrun", "-m torch.distributed.run"):
+            (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {start} "$@"\n')
+            (programs / name).chmod(0o700)
+        self._temporary = folder / ".temporary"
+        self._temporary.mkdir()
+        self._changed_env = {
+            "PATH": f"{programs}:{os.environ['PATH']}",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+            "TMPDIR": str(self._temporary),
+            "OMP_NUM_THREADS": "1",  # or torchrun says that it has chosen this
+            "TEST_DOCS_MARK": self._mark,
+        }
+
+    def fill_in(self, text: str) -> str:
+        """Put real addresses where the pages name nodes."""
+        for name, address in self._nodes.items():
+            text = text.replace(name, address)
+        return text
+
+    def run(self, command: str) -> str:
+        """Run a command of the shell; returns its standard output."""
+        *assignments, program, argument = shlex.split(command)
+        if program == "python" and argument.endswith(".py"):
+            env = dict(assignment.split("=", 1) for assignment in assignments)
+            return self.run_python("\n" + (self.folder / argument).read_text(), **env)
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.folder,
+            env={**os.environ, **self._changed_env},
+            capture_output=True,
+            text=True,
+            timeout=60 * TIMEOUT_SCALE,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def run_python(self, source: str, **env: str) -> str:
+        """Run a script to its end; returns its standard output."""
+        done = self.start_python(source, **env).wait(60 * TIMEOUT_SCALE)
+        assert done.status == 0, f"{done.output}\n{done.errors}"
+        return done.output
+
+    def start_python(self, source: str, **env: str) -> Script:
+        """Start a script whose first line is empty, so that the numbers of its lines stay what they are."""
+        assert source.startswith("\n")
+        change = f"os.chdir({str(self.folder)!r}); os.environ.update({ {**self._changed_env, **env}!r})"
+        return self._zygote.start(f"import os, tempfile; {change}; tempfile.tempdir = None{source}")
+
+    def check_nothing_is_left(self) -> None:
+        wait_until(lambda: not self._processes(), 5, "processes of a snippet are left")
+        left = [name for name in os.listdir(self._temporary) if name.startswith("rpcdataloader")]
+        assert not left, "folders of a snippet are left"
+
+    def _processes(self) -> list[str]:
+        wanted = f"TEST_DOCS_MARK={self._mark}".encode()
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                if wanted in Path(f"/proc/{pid}/environ").read_bytes():
+                    found.append(pid)
+            except OSError:
+                pass
+        return found
+
+
+@pytest.fixture
+def desk(tmp_path, zygote, shared_server, second_server) -> Iterator[Desk]:
+    desk = Desk(tmp_path, {"node01:6543": shared_server.address, "node02:6543": second_server.address}, zygote)
+    yield desk
+    desk.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("page", pages_with(lambda block: block.language == "python" and "file" not in block.marks))
+def test_python_of_page_runs(page, desk):
+    # As many lines as the page, so that a traceback names a line of it.
+    script = [""] * PAGES[page].count("\n")
+    expected = ""
+    for block in blocks_of(page):
+        if "not run" in block.marks or "file" in block.marks:
+            continue
+        if block.language == "python":
+            lines = block.text.splitlines()
+            script[block.line : block.line + len(lines)] = lines
+        elif "output" in block.marks:
+            expected += block.text
+    shown, printed = expected.strip(), desk.run_python(desk.fill_in("\n".join(script))).strip()
+    assert re.fullmatch(as_pattern(shown), printed, re.DOTALL), f"{page} shows\n{shown}\nand prints\n{printed}"
+
+
+def is_typed(block: Block) -> bool:
+    return block.language == "console" and any(not is_launch(command) for command, _ in block.commands)
+
+
+@pytest.mark.parametrize("page", pages_with(is_typed))
+def test_commands_of_page_run(page, desk):
+    for block in blocks_of(page):
+        if "file" in block.marks:
+            (desk.folder / block.marks["file"]).write_text(block.text)
+        if block.language != "console" or "not run" in block.marks:
+            continue
+        for command, expected in block.commands:
+            if is_launch(command):
+                continue
+            output = desk.run(desk.fill_in(command))
+            # Ranks print in any order.
+            lines, patterns = sorted(output.splitlines()), sorted(expected.splitlines())
+            assert len(lines) == len(patterns), f"{command} prints\n{output}"
+            for line, pattern in zip(lines, patterns, strict=True):
+                assert re.fullmatch(as_pattern(pattern), line), f"{command} prints\n{output}"
+
+
+def test_node_servers_of_all_pages_start_and_stop(desk):
+    # What the page on security makes before.
+    (desk.folder / "token").touch(0o600)
+    (desk.folder / "token").write_text("a secret for the tests of the docs\n")
+    num_launched = 0
+    for page in PAGES:
+        for block in blocks_of(page):
+            if block.language == "console" and "not run" not in block.marks:
+                for command, expected in block.commands:
+                    if is_launch(command):
+                        assert expected == "" or READY_LINE.fullmatch(expected), command
+                        start_and_stop(command, desk)
+                        num_launched += 1
+    assert num_launched > 5
+
+
+def start_and_stop(command: str, desk: Desk) -> None:
+    # A free port, and interfaces that every machine has and nobody else can reach.
+    command = re.sub(r"--port \S+", "--port 0", command).replace("0.0.0.0", "127.0.0.1").replace("ib0", "lo")
+    command = command.replace("/tmp/", f"{desk.folder}/")
+    words = shlex.split(command)
+    start = words.index("python")
+    assert words[start : start + 3] == ["python", "-m", "rpcdataloader.launch"]
+    options = words[start + 3 :]
+    if "--port" not in options and "unix:" not in command:
+        options += ["--port", "0"]
+    source = f"\nimport sys\nfrom rpcdataloader.launch import main\nsys.exit(main({options!r}))"
+    server = desk.start_python(source, **dict(word.split("=", 1) for word in words[:start]))
+
+    def is_ready() -> bool:
+        # The files of its output are made by the script itself.
+        with contextlib.suppress(FileNotFoundError):
+            return READY_LINE.fullmatch(server.output) is not None
+        return False
+
+    try:
+        wait_until(is_ready, 10, command)
+    except AssertionError:
+        server.kill()
+        raise AssertionError(f"{command}\n{server.output}\n{server.errors}") from None
+    os.kill(server.pid, signal.SIGTERM)
+    done = server.wait(30 * TIMEOUT_SCALE)
+    assert done.status == 0, f"{command}\n{done.errors}"
+    assert READY_LINE.fullmatch(done.output), "standard output has more than the ready line"
+
+
+# --- tables
+
+
+def rows_of(page: str, heading: str) -> list[list[str]]:
+    """The table below a heading, without its first two lines."""
+    section = re.search(rf"^#+ {re.escape(heading)}$(.*?)(^#+ |\Z)", PAGES[page], re.MULTILINE | re.DOTALL)
+    assert section, f"{page} has no heading {heading}"
+    lines = [line for line in section[1].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+
+
+def test_table_of_environment_variables_is_that_of_the_package():
+    package = "".join(path.read_text() for path in (ROOT / "rpcdataloader").rglob("*.py"))
+    used = set(re.findall(r"RPCDATALOADER_[A-Z_]+", package))
+    described = set(re.findall(r"RPCDATALOADER_[A-Z_]+", str(rows_of("workers.md", "Environment variables"))))
+    assert described == used
+
+
+def test_table_of_message_types_is_that_of_the_package():
+    rows = rows_of("protocol.md", "Types")
+    assert {row[0]: int(row[1]) for row in rows} == {member.name: member.value for member in MessageType}
+
+
+def test_table_of_limits_is_that_of_the_package():
+    units = {"KiB": 2**10, "GiB": 2**30, "TiB": 2**40}
+
+    def number(text: str) -> int:
+        value, _, unit = text.replace(",", "").partition(" ")
+        return int(value) * units.get(unit, 1)
+
+    limits = [row for row in rows_of("protocol.md", "Message") if "limit" not in row[0] and len(row) == 3]
+    names = ["payload_size_bytes", "num_blocks", "block_size_bytes", "message_size_bytes"]
+    shown = [[number(cell) for cell in row[1:]] for row in limits if not set("".join(row)) <= set("-: ")]
+    assert shown == [[getattr(HANDSHAKE_LIMITS, name), getattr(DEFAULT_LIMITS, name)] for name in names]
+
+
+def test_table_of_shares_is_what_ranks_compute():
+    (one, two, four, three, many) = rows_of("workers.md", "Sharing among ranks")
+    assert one[:2] == ["2 nodes of 4", "1"]
+    assert sorted(share_of([4, 4], Partition())) == [0] * 4 + [1] * 4
+    assert two[:2] == ["2 nodes of 4", "2"]
+    assert [share_of([4, 4], Partition(rank, 2)) for rank in range(2)] == [[0] * 4, [1] * 4]
+    assert four[:2] == ["2 nodes of 4", "4"]
+    assert [share_of([4, 4], Partition(rank, 4)) for rank in range(4)] == [[0] * 2, [1] * 2, [0] * 2, [1] * 2]
+    assert three[:2] == ["3 nodes of 2", "2"]
+    assert [sorted(share_of([2, 2, 2], Partition(rank, 2))) for rank in range(2)] == [[0, 1, 2]] * 2
+    assert many[:2] == ["1 node of 2", "4"]
+    assert [share_of([2], Partition(rank, 4)) for rank in range(4)] == [[0]] * 4
+
+
+def test_table_of_arguments_has_all_of_them():
+    described = re.findall(r"`(\w+)`", " ".join(row[0] for row in rows_of("differences.md", "Arguments")))
+    code = RPCDataloader.__init__.__code__
+    assert sorted(described) == sorted(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
+
+
+def test_reference_has_all_public_names():
+    documented = re.findall(r"rpcdataloader\.(\w+)", PAGES["api.md"])
+    assert set(rpcdataloader.__all__) <= set(documented)
+    assert ".. automodule:: rpcdataloader.errors\n   :members:" in PAGES["api.md"]
+
+
+def test_common_errors_are_exceptions_of_the_package_or_of_python():
+    for row in rows_of("debugging.md", "Common errors"):
+        if match := re.match(r"`(\w+): ", row[0]):
+            assert hasattr(errors, match[1]) or match[1] in ("RuntimeError", "TypeError"), row[0]
+
+
+def test_links_lead_somewhere():
+    for page, text in PAGES.items():
+        folder = ROOT if page == "README.md" else ROOT / "docs"
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+            assert "://" in target or (folder / target).exists(), f"{page} links to {target}"

@@ -1,0 +1,201 @@
+"""How programs that use the package end: at once and in silence, and their workers with them, however they end."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import time
+
+import pytest
+
+from tests.conftest import TIMEOUT_SCALE, wait_until
+
+NUM_EXITS = 20
+
+# The first thing at the end of the program, and the last: between them, the package closes everything.
+CLOCK = """
+import atexit, sys, time
+atexit.register(lambda: print(time.monotonic() - start))
+from rpcdataloader import RPCDataloader, rpc_async
+"""
+
+STOP_CLOCK = """
+def begin():
+    global start
+    start = time.monotonic()
+atexit.register(begin)
+"""
+
+IN_AN_EPOCH = """
+import torch
+dataset = torch.utils.data.TensorDataset(torch.zeros(1_000, 3, 32, 32))
+loader = RPCDataloader(dataset, batch_size=4, shuffle=True, workers=[sys.argv[1]], prefetch_factor=8)
+for number, batch in enumerate(loader):
+    if number == 10:
+        break
+"""
+
+# With the iterator, a global of the module, still at it.
+IN_AN_EPOCH_THAT_GOES_ON = IN_AN_EPOCH.replace("enumerate(loader)", "enumerate(iterator := iter(loader))")
+
+IN_CALLS = """
+import torch
+futures = [rpc_async(sys.argv[1], torch.zeros, (200_000,), rref=number % 2 == 0) for number in range(200)]
+refs = [future.wait() for future in futures[:20]]
+"""
+
+IN_CALLS_TO_A_WORKER_THAT_WAS_KILLED = """
+import os, signal
+from tests.integration import tasks
+pid = rpc_async(sys.argv[1], os.getpid).wait()
+refs = [rpc_async(sys.argv[1], tasks.Probe, rref=True).wait() for _ in range(20)]
+futures = [rpc_async(sys.argv[1], time.sleep, (60,)) for _ in range(20)]
+os.kill(pid, signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    "bodies",
+    [
+        pytest.param([IN_AN_EPOCH, IN_AN_EPOCH_THAT_GOES_ON], id="epoch"),
+        pytest.param([IN_CALLS, IN_CALLS_TO_A_WORKER_THAT_WAS_KILLED], id="calls"),
+    ],
+)
+def test_twenty_exits_in_the_middle_of_things_are_quick_and_silent(zygote, shared_server, bodies):
+    for _ in range(NUM_EXITS // len(bodies)):
+        scripts = [zygote.start(CLOCK + body + STOP_CLOCK, shared_server.address) for body in bodies]
+        for script in scripts:
+            ended = script.wait(30 * TIMEOUT_SCALE)
+            assert (ended.status, ended.errors) == (0, "")
+            assert float(ended.output) < TIMEOUT_SCALE
+    wait_until(lambda: not shared_server.processes(), what="sessions of programs that have ended")
+
+
+def test_exit_does_not_wait_for_a_server_that_never_answers(zygote):
+    body = "future = rpc_async(sys.argv[1], len, ('abc',))"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        script = zygote.start(CLOCK + body + STOP_CLOCK, f"127.0.0.1:{listener.getsockname()[1]}")
+        ended = script.wait(30 * TIMEOUT_SCALE)
+    assert (ended.status, ended.errors) == (0, "")
+    assert float(ended.output) < TIMEOUT_SCALE
+
+
+INTERRUPTED = """
+import sys, time
+import torch
+from rpcdataloader import RPCDataloader
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        print("loading", flush=True)
+        time.sleep(60)
+
+loader = RPCDataloader(Slow(), workers=[sys.argv[1]])
+print("waiting", flush=True)
+next(iter(loader))
+"""
+
+
+def test_interrupt_in_the_middle_of_an_epoch_ends_the_program(zygote, shared_server):
+    script = zygote.start(INTERRUPTED, shared_server.address)
+    wait_until(lambda: "loading" in shared_server.log.read_text().partition(f":{script.pid}")[2])
+    os.kill(script.pid, signal.SIGINT)
+    ended = script.wait()
+    assert ended.status == -signal.SIGINT
+    assert ended.errors.endswith("KeyboardInterrupt\n")
+    assert ended.errors.count("Traceback") == 1
+    wait_until(lambda: not shared_server.processes(), what="workers of a program that was interrupted")
+
+
+# --- killed
+
+KILLED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from rpcdataloader import RPCDataset, rpc_async
+from tests.integration import tasks
+
+address, fifo, busy, marker, with_child = sys.argv[1:]
+refs = [rpc_async(address, tasks.Open, (fifo,), rref=True).wait()]
+dataset = threading.Thread(target=RPCDataset, args=([address], tasks.busy_in, marker, busy.partition(" ")[2]))
+if busy.startswith("worker"):
+    rpc_async(address, tasks.busy_in, (marker, busy.partition(" ")[2]))
+elif busy.startswith("session"):
+    dataset.start()
+else:
+    Path(marker).touch()
+child = 0
+if with_child == "True":
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+print(child, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("with_child", [False, True], ids=["alone", "with-a-forked-child"])
+@pytest.mark.parametrize(
+    "busy", ["idle", "worker sleep", "worker hold_gil", "session sleep", "session hold_gil"], ids=lambda busy: busy
+)
+def test_objects_of_a_killed_client_are_gone_within_a_second(zygote, shared_server, tmp_path, busy, with_child):
+    fifo, marker = tmp_path / "fifo", tmp_path / "marker"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    child = 0
+    try:
+        script = zygote.start(KILLED, shared_server.address, fifo, busy, marker, with_child)
+        wait_until(lambda: marker.exists() and script.output.endswith("\n"), what="something to kill")
+        child = int(script.output)
+        assert not select.select([reader], [], [], 0)[0]  # somebody has it open
+
+        start = time.monotonic()
+        script.kill()
+        wait_until(lambda: select.select([reader], [], [], 0)[0], what="the end of the object")
+        assert os.read(reader, 1) == b""
+        assert time.monotonic() - start < TIMEOUT_SCALE
+        assert script.wait().status == -signal.SIGKILL
+        wait_until(lambda: not shared_server.processes(), what="the session of a client that was killed")
+    finally:
+        os.close(reader)
+        if child:
+            os.kill(child, signal.SIGKILL)
+
+
+FORKED_WHILE_CONNECTING = """
+import os, signal, socket, sys
+from rpcdataloader import rpc_async
+
+future = rpc_async(sys.argv[1], len, ("abc",))
+while not os.path.exists(sys.argv[2]):
+    pass
+child = os.fork()
+if child:
+    print(child, flush=True)
+signal.pause()
+"""
+
+
+def test_connection_that_is_being_made_ends_with_the_client_and_not_with_its_forked_child(zygote, tmp_path):
+    marker = tmp_path / "marker"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        script = zygote.start(FORKED_WHILE_CONNECTING, f"127.0.0.1:{listener.getsockname()[1]}", marker)
+        listener.settimeout(30 * TIMEOUT_SCALE)
+        connection, _ = listener.accept()
+    with connection:
+        connection.settimeout(10 * TIMEOUT_SCALE)
+        assert connection.recv(8) == b"RPCDLDR\x01"
+        marker.touch()
+        wait_until(lambda: script.output.endswith("\n"), what="the fork")
+        child = int(script.output)
+        try:
+            script.kill()
+            while connection.recv(4096):
+                pass
+        finally:
+            os.kill(child, signal.SIGKILL)
+    assert script.wait().status == -signal.SIGKILL

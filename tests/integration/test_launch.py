@@ -1,0 +1,432 @@
+"""The command line: every option has its effect, or is refused by name; and ``run_worker``."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rpcdataloader import launch, rpc_async, run_worker
+from rpcdataloader.errors import ConnectError, RPCTimeoutError
+from rpcdataloader.wire.transport import listen_tcp
+from tests.conftest import TIMEOUT_SCALE, descendants, wait_until
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+def call(server, func, *args, **options):
+    """Run a function on a server and wait for its result."""
+    return rpc_async(server.address, func, args, **options).wait()
+
+
+@pytest.fixture
+def fails(capsys):
+    """Run the command line, which is expected to fail; gives the exit status and the message."""
+
+    def fails(*options):
+        root, package = logging.getLogger(), logging.getLogger("rpcdataloader")
+        before = root.handlers[:], package.level
+        try:
+            status = launch.main(options)
+        except SystemExit as exc:
+            status = exc.code
+        finally:
+            root.handlers[:] = before[0]
+            package.setLevel(before[1])
+        out, err = capsys.readouterr()
+        assert out == ""
+        return status, err
+
+    return fails
+
+
+def free_port():
+    with listen_tcp("127.0.0.1", [0]) as listener:
+        return listener.getsockname()[1]
+
+
+# --- help
+
+
+def test_help_explains_every_option_with_unit_and_default(capsys):
+    with pytest.raises(SystemExit) as exited:
+        launch.main(["--help"])
+    assert exited.value.code == 0
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    options = {
+        "--host HOST": "(default: 127.0.0.1)",
+        "--port PORT": "(default: 6543)",
+        "--interface INTERFACE": "instead of --host (default: none)",
+        "--advertise ADVERTISE": "(default: the address listened on",
+        "--num-workers N": "0 for as many as there are CPUs",
+        "--parallel N": "(default: 1)",
+        "--timeout SECONDS": "(default: 120.0)",
+        "--max-connections N": "0 for 4 times --num-workers (default: 0)",
+        "--preload MODULE,...": "(default: none)",
+        "--grace SECONDS": "(default: 30.0)",
+        "--token-file FILE": "(default: none)",
+        "--insecure": "(default: off)",
+        "--insecure-tcp": "(default: off)",
+        "--log-file FILE": "(default: standard error)",
+    }
+    starts = [text.rindex(option) for option in options]
+    ends = [min([start for start in starts if start > mine], default=len(text)) for mine in starts]
+    for (option, expected), start, end in zip(options.items(), starts, ends, strict=True):
+        assert expected in text[start:end], option
+        assert "seconds" in text[start:end] or not option.endswith("SECONDS")
+    assert set(re.findall(r" (--[a-z-]+)", text)) == {"--help", *(option.split()[0] for option in options)}
+
+
+# --- where it listens
+
+
+def test_real_command_line_prints_one_ready_line_and_serves(start_server):
+    server = start_server("--num-workers", "3")
+    assert (server.num_workers, server.address.rpartition(":")[0]) == (3, "127.0.0.1")
+    assert call(server, os.getppid) in server.processes()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(20 * TIMEOUT_SCALE) == 0
+    assert server.process.stdout.read() == ""
+    log = server.log.read_text()
+    assert f"listening on {server.address}, offering 3 workers" in log
+    assert "draining" in log
+
+
+def test_first_free_port_of_a_range(serve):
+    with listen_tcp("127.0.0.1", [0]) as used:
+        port = used.getsockname()[1]
+        server = serve("--port", f"{port}-{port + 50 if port < 65000 else 65535}")
+    assert int(server.address.rpartition(":")[2]) > port
+
+
+def test_port_in_use(fails):
+    with listen_tcp("127.0.0.1", [0]) as used:
+        port = str(used.getsockname()[1])
+        assert fails("--port", port) == (
+            1,
+            f"error: cannot listen on 127.0.0.1: port {port} in use; choose another, a range FIRST-LAST, or 0 for any\n",
+        )
+
+
+def test_interface_names_the_address(serve):
+    server = serve("--interface", "lo")
+    assert server.address.startswith("127.0.0.1:")
+    assert call(server, os.getpid) > 0
+
+
+def test_advertised_name_is_in_the_ready_line_and_leads_there(serve):
+    server = serve("--host", "127.0.0.1", "--port", "0", "--advertise", "localhost")
+    assert server.address.startswith("localhost:")
+    assert call(server, os.getpid) > 0
+
+
+def test_every_interface_is_advertised_by_a_name_that_resolves(serve):
+    server = serve("--host", "0.0.0.0", "--port", "0")
+    host, _, port = server.address.rpartition(":")
+    assert host == socket.gethostname()
+    assert socket.getaddrinfo(host, int(port))
+
+
+def test_ipv6(serve):
+    server = serve("--host", "::1", "--port", "0")
+    assert re.fullmatch(r"\[::1\]:\d+", server.address)
+    assert call(server, os.getpid) > 0
+
+
+def test_unix_socket_is_private_and_goes_with_the_server(serve, tmp_path):
+    folder = tmp_path / ("long" * 50)
+    folder.mkdir()
+    path = folder / "socket"
+    server = serve("--host", f"unix:{path}")
+    assert server.address == f"unix:{path}"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert call(server, os.getpid) > 0
+    server.stop()
+    assert not path.exists()
+
+
+def test_server_that_drains_leaves_its_path_to_the_next(serve, tmp_path):
+    """A restart: the new server must not lose its socket when the old one has finished its last task."""
+    path = tmp_path / "socket"
+    old = serve("--host", f"unix:{path}")
+    gate = tmp_path / "fifo"
+    os.mkfifo(gate)
+    running = rpc_async(old.address, lambda path: Path(path).read_text(), (str(gate),))
+    wait_until(lambda: "worker 1 of" in old.log)
+    old.signal(signal.SIGTERM)
+    wait_until(lambda: "draining" in old.log)
+    new = serve("--host", f"unix:{path}")
+    gate.write_text("done")
+    assert running.wait() == "done"
+    assert old.wait() == 0
+    assert path.exists()
+    assert call(new, os.getppid) in new.processes()
+
+
+# --- what it offers
+
+
+def test_parallel_runs_calls_of_one_client_together(serve):
+    def meet():
+        import threading
+
+        barrier = vars(threading).setdefault("the_barrier", threading.Barrier(2))
+        barrier.wait(30)
+        return "met"
+
+    server = serve("--parallel", "2")
+    assert [future.wait() for future in [rpc_async(server.address, meet) for _ in range(2)]] == ["met"] * 2
+
+
+def test_timeout_limits_calls_without_a_limit_of_their_own(serve):
+    server = serve("--timeout", "0.2")
+    with pytest.raises(RPCTimeoutError, match=r"longer than 0\.2 s, the limit of the node server \(--timeout\)"):
+        call(server, time.sleep, 60, timeout=None)
+
+
+def test_preloaded_modules_are_imported_once_in_the_server(serve, tmp_path, monkeypatch):
+    (tmp_path / "preloaded_one.py").write_text("import os; pid = os.getpid()")
+    (tmp_path / "preloaded_two.py").write_text("import os; pid = os.getpid()")
+    server = serve("--preload", "preloaded_one, preloaded_two", before=f"sys.path.append({str(tmp_path)!r})")
+    imported = lambda: [sys.modules[f"preloaded_{name}"].pid for name in ("one", "two")]  # noqa: E731  # sent by value
+    assert call(server, imported) == [server.pid, server.pid]
+
+
+def test_missing_module_to_preload(fails):
+    assert fails("--port", "0", "--preload", "no_such_module") == (
+        1,
+        "error: cannot preload no_such_module: No module named 'no_such_module'\n",
+    )
+
+
+def test_preloading_that_starts_threads_is_warned_of(serve, tmp_path):
+    (tmp_path / "starts_a_thread.py").write_text(
+        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    )
+    server = serve("--preload", "starts_a_thread", before=f"sys.path.append({str(tmp_path)!r})")
+    assert "preloading starts_a_thread started threads" in server.log
+    assert call(server, os.getpid) > 0
+
+
+def test_log_file_takes_log_and_output_and_is_appended_to(serve, tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text("before\n")
+    server = serve("--log-file", str(log))
+    call(server, lambda: print("from a worker"))  # noqa: T201
+    wait_until(lambda: "from a worker" in log.read_text())
+    assert log.read_text().startswith("before\n")
+    assert server.log == ""
+
+
+def test_log_file_that_cannot_be_written(fails, tmp_path):
+    assert fails("--log-file", str(tmp_path / "missing" / "log")) == (
+        1,
+        f"error: [Errno 2] No such file or directory: '{tmp_path}/missing/log'\n",
+    )
+
+
+# --- secrets
+
+
+def test_token_file(serve, tmp_path, monkeypatch):
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("another secret of sixteen characters")
+    server = serve("--token-file", str(token))
+    monkeypatch.setenv("RPCDATALOADER_TOKEN_FILE", str(token))
+    assert call(server, os.getpid) > 0
+
+
+def test_without_a_secret_on_a_unix_socket(serve, tmp_path, monkeypatch):
+    server = serve("--host", f"unix:{tmp_path}/socket", "--insecure")
+    monkeypatch.setenv("RPCDATALOADER_INSECURE", "unix")
+    assert call(server, os.getpid) > 0
+
+
+def test_without_a_secret_on_tcp(serve, monkeypatch):
+    server = serve("--insecure-tcp")
+    monkeypatch.setenv("RPCDATALOADER_INSECURE", "tcp")
+    assert call(server, os.getpid) > 0
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--port", "70000"], "port must be 0 to 65535 or FIRST-LAST, but is '70000'"),
+        (["--port", "20-10"], "port must be 0 to 65535 or FIRST-LAST, but is '20-10'"),
+        (["--num-workers", "-1"], "num_workers must not be negative, but is -1"),
+        (["--num-workers", "two"], "argument --num-workers: invalid int value: 'two'"),
+        (["--parallel", "0"], "parallel must be at least 1, but is 0"),
+        (["--timeout", "-1"], "timeout must be a number of seconds"),
+        (["--timeout", "nan"], "timeout must be a number of seconds"),
+        (["--grace", "inf"], "grace must be a number of seconds"),
+        (["--max-connections", "-1"], "max_connections must not be negative"),
+        (["--host", ""], "host is empty; write 0.0.0.0"),
+        (["--host", "unix:relative"], "a Unix socket needs an absolute path"),
+        (["--host", "unix:/x", "--interface", "lo"], "a Unix socket has no port and no interface"),
+        (["--host", "127.0.0.2", "--interface", "lo"], "host '127.0.0.2' and interface 'lo' contradict each other"),
+        (["--insecure"], "--insecure on TCP lets every user who reaches the port run code as you"),
+        (["--insecure", "--host", "unix:/x", "--token-file", "/y"], "--token-file and --insecure contradict each other"),
+        (["--insecure-tcp", "--token-file", "/y"], "--token-file and --insecure contradict each other"),
+        (["--token", "secret"], "unrecognized arguments: --token"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_started(fails, options, problem):
+    status, message = fails(*options)
+    assert status == 2
+    assert problem in message
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--interface", "ib7"], "there is no network interface 'ib7' here; there are "),
+        (["--host", "192.0.2.1", "--port", "0"], "cannot listen on 192.0.2.1 port 0: Cannot assign requested address"),
+        (["--host", "a..b"], "the address that clients shall use, a..b, does not resolve here"),
+        (["--port", "0", "--advertise", "no..host"], "no..host, does not resolve here (not a valid host name)"),
+        (["--host", "unix:/no/such/folder/socket"], "cannot listen on unix:/no/such/folder/socket: No such file"),
+        (["--token-file", "/no/such/token"], "the token file /no/such/token does not exist; create it with"),
+    ],
+)
+def test_server_that_cannot_start_says_why(fails, options, problem):
+    status, message = fails(*options)
+    assert status == 1
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    assert problem in message
+
+
+def test_file_that_is_no_socket_is_not_replaced(fails, tmp_path):
+    path = tmp_path / "data"
+    path.write_text("precious")
+    status, message = fails("--host", f"unix:{path}")
+    assert (status, path.read_text()) == (1, "precious")
+    assert f"cannot listen on unix:{path}" in message
+
+
+# --- run_worker
+
+
+def wait_for_server(port):
+    def answers():
+        with socket.socket() as sock:
+            return sock.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(answers, 20)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_run_worker_serves_in_a_daemonic_process():
+    """Which may not have children of multiprocessing."""
+    port = free_port()
+    process = multiprocessing.get_context("fork").Process(target=run_worker, args=("127.0.0.1", port), daemon=True)
+    process.start()
+    try:
+        wait_for_server(port)
+        pid, parent = rpc_async(f"127.0.0.1:{port}", lambda: (os.getpid(), os.getppid())).wait()
+        assert {pid, parent} <= set(descendants(process.pid))
+    finally:
+        process.terminate()
+        process.join(20 * TIMEOUT_SCALE)
+    assert process.exitcode == 0
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}"))
+    process.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_run_worker_takes_timeout_and_parallel(tmp_path):
+    path = f"unix:{tmp_path}/socket"
+    process = multiprocessing.get_context("fork").Process(target=run_worker, args=(path, 0, 0.2, 2))
+    process.start()
+    try:
+        wait_until(lambda: os.path.exists(tmp_path / "socket"))
+        with pytest.raises(RPCTimeoutError, match=r"longer than 0\.2 s"):
+            rpc_async(path, time.sleep, (60,), timeout=None).wait()
+    finally:
+        process.terminate()
+        process.terminate()
+        process.join(20 * TIMEOUT_SCALE)
+        process.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("127.0.0.1", 70000), "port must be 0 to 65535"),
+        (("", 0), "host is empty"),
+        (("127.0.0.1", 0, -1), "timeout must be a number of seconds"),
+        (("127.0.0.1", 0, 120, 0), "parallel must be at least 1"),
+    ],
+)
+def test_run_worker_refuses_bad_arguments(arguments, problem):
+    with pytest.raises(ValueError, match=problem):
+        run_worker(*arguments)
+
+
+def test_run_worker_raises_what_keeps_it_from_starting():
+    with listen_tcp("127.0.0.1", [0]) as used, pytest.raises(ConnectError, match="in use"):
+        run_worker("127.0.0.1", used.getsockname()[1])
+
+
+def test_signal_handlers_of_the_caller_are_as_before():
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    run_worker("127.0.0.1", 0)
+    timer.join()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
+
+
+# --- process 1 of a container
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a namespace of processes")
+def test_as_process_1_it_collects_the_orphans_of_its_sessions(token_file, tmp_path):
+    """Without an init, such as that of `docker run --init`, nobody else does."""
+    unshare = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    if subprocess.run([*unshare, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("namespaces of processes are not allowed here")
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*unshare, sys.executable, "-m", "rpcdataloader.launch", "--port", "0"],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=ROOT,
+        )
+    address = process.stdout.readline().split()[2]
+    (server,) = descendants(process.pid)
+
+    def num_zombies():
+        children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+        return sum(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z" for pid in children)
+
+    from rpcdataloader.client import pool
+
+    for _ in range(3):
+        rpc_async(address, os.getpid).wait()
+        pool.close_client()
+        wait_until(lambda: not [pid for pid in descendants(server)])
+    # The last session's worker may have ended after it, with nobody to see; the next event collects it.
+    rpc_async(address, os.getpid).wait()
+    pool.close_client()
+    wait_until(lambda: num_zombies() <= 1)
+    os.kill(server, signal.SIGTERM)
+    assert process.wait(20 * TIMEOUT_SCALE) == 0
+    process.stdout.close()

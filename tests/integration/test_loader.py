@@ -1,0 +1,747 @@
+"""RPCDataloader beside torch's DataLoader: the same batches, in the same order, with the same errors."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import time
+import warnings
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.errors import ConnectionLostError, RemoteTraceback, SerializationError
+from rpcdataloader.loader import iterator as iterator_module
+from rpcdataloader.wire.slabs import PinnedAllocator
+from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.integration import datasets
+from tests.integration.comparison import assert_same
+from tests.integration.datasets import Numbers, notes
+
+pytestmark = [
+    pytest.mark.usefixtures("_clean"),
+    # torch's own workers are forks, too.
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+]
+
+
+@pytest.fixture
+def _clean(clean_client):
+    yield
+    # Torch's iterators, and the pipes to their workers, when they are part of the traceback of an expected error.
+    gc.collect()
+
+
+@pytest.fixture
+def workers(shared_server):
+    return shared_server.address
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    path = str(tmp_path / "fifo")
+    os.mkfifo(path)
+    return path
+
+
+def generator(seed):
+    made = torch.Generator()
+    made.manual_seed(seed)
+    return made
+
+
+def flat(batches):
+    return [int(number) for batch in batches for number in batch.reshape(-1)]
+
+
+# The same as torch's, argument by argument
+
+
+class Counting(Sampler):
+    """Notes how far it was consumed."""
+
+    def __init__(self, size):
+        self.size = size
+        self.consumed = 0
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        for index in range(self.size):
+            self.consumed += 1
+            yield index
+
+
+class Tensors(Sampler):
+    """Yields batches of indices as tensors."""
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        yield from torch.arange(12).flip(0).split(4)
+
+
+class Generators(Tensors):
+    """Yields batches of indices as generators."""
+
+    def __iter__(self):
+        for start in range(3):
+            yield (index for index in range(start, 12, 3))
+
+
+def stack_doubled(samples):
+    return 2 * torch.stack(samples)
+
+
+def options_of(**options):
+    return lambda: dict(options)
+
+
+CASES = {
+    "defaults": options_of(),
+    "batch_size": options_of(batch_size=6),
+    "drop_last": options_of(batch_size=6, drop_last=True),
+    "no batches": options_of(batch_size=None),
+    "shuffle": options_of(batch_size=4, shuffle=True),
+    "generator": lambda: {"batch_size": 4, "shuffle": True, "generator": generator(5)},
+    "sampler": lambda: {"batch_size": 4, "sampler": SubsetRandomSampler([3, 1, 4, 15, 9, 2, 6])},
+    "sampler with a generator": lambda: {
+        "batch_size": 3,
+        "sampler": WeightedRandomSampler([0.1, 0.5, 2.0, 1.0], 10, generator=generator(8)),
+        "generator": generator(9),
+    },
+    "sampler is a list": options_of(sampler=[5, 5, 2], batch_size=2),
+    "sampler without batches": options_of(sampler=[7, 3], batch_size=None),
+    "batch_sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(20)), 3, True)},
+    "batch_sampler is a list": options_of(batch_sampler=[[1, 2], [3], [], [4, 5, 6]], collate_fn=len),
+    "batch_sampler yields tuples": options_of(batch_sampler=[(1, 2), (3,)]),
+    "sampler yields batches": lambda: {
+        "dataset": datasets.Sliced(),
+        "sampler": BatchSampler(SequentialSampler(range(9)), 4, False),
+        "batch_size": None,
+    },
+    "collate_fn": options_of(batch_size=4, collate_fn=stack_doubled),
+    "dataset with __getitems__": lambda: {"dataset": datasets.Batched(), "batch_size": 6},
+    "mapping": options_of(dataset={"a": 1, "b": 2}, sampler=["b", "a", "b"]),
+    "list": options_of(dataset=[[1.5, "x"], [2.5, "y"]], batch_size=2),
+    "empty": lambda: {"dataset": Numbers(0)},
+    "persistent": options_of(batch_size=4, shuffle=True, persistent_workers=True),
+    "persistent with a generator": lambda: {
+        "batch_size": 4,
+        "shuffle": True,
+        "generator": generator(3),
+        "persistent_workers": True,
+    },
+    "prefetch_factor": options_of(batch_size=2, shuffle=True, prefetch_factor=5),
+}
+
+
+def run_epochs(make_loader, options):
+    """Batches of three epochs, and the generators after each."""
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    loader = make_loader(options)
+    outcome = []
+    for _epoch in range(3):
+        outcome.append(list(loader))
+        states = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1]]
+        if options.get("generator") is not None:
+            states.append(options["generator"].get_state())
+        outcome.append(states)
+    outcome.append(len(loader))
+    return outcome
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_batches_order_and_generators_are_those_of_torch(workers, name):
+    def theirs(options):
+        return DataLoader(**{"dataset": Numbers(), "num_workers": 2, **options})
+
+    def ours(options):
+        return RPCDataloader(**{"dataset": Numbers(), "workers": workers, **options})
+
+    def inline(options):
+        return RPCDataloader(**{"dataset": Numbers(), "workers": "inline", **options})
+
+    make_options = CASES[name]
+    expected = run_epochs(theirs, make_options())
+    assert_same(run_epochs(ours, make_options()), expected)
+    assert_same(run_epochs(inline, make_options()), expected)
+
+
+@pytest.mark.parametrize("batch_sampler", [Tensors(), Generators()])
+def test_indices_may_come_in_anything_that_can_be_iterated_over(workers, batch_sampler):
+    # Torch's workers take no generator, and tensors cost them a thread and a socket that stay.
+    dataset = list(range(0, 120, 10))
+    expected = list(DataLoader(dataset, batch_sampler=batch_sampler))
+    assert_same(list(RPCDataloader(dataset, batch_sampler=batch_sampler, workers=workers)), expected)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_num_workers_alone_means_what_it_means_to_torch(num_workers):
+    def theirs(options):
+        return DataLoader(Numbers(), num_workers=num_workers, **options)
+
+    def ours(options):
+        return RPCDataloader(Numbers(), num_workers=num_workers, **options)
+
+    options = {"batch_size": 6, "shuffle": True}
+    assert_same(run_epochs(ours, options), run_epochs(theirs, options))
+    samples = list(RPCDataloader(datasets.Processes(), num_workers=num_workers))
+    processes = {int(pid) for _, pid, _ in samples}
+    assert (processes == {os.getpid()}) if num_workers == 0 else (os.getpid() not in processes)
+
+
+def test_length(workers):
+    loader = RPCDataloader(Numbers(), batch_size=6, workers=workers)
+    assert len(loader) == len(iter(loader)) == 4
+
+
+# How far ahead
+
+
+@pytest.mark.parametrize("prefetch_factor", [1, 2, 3])
+def test_sampler_is_consumed_as_far_ahead_as_by_torch(workers, prefetch_factor):
+    def steps(make_loader):
+        sampler = Counting(12)
+        iterator = iter(make_loader(sampler))
+        consumed = [sampler.consumed]
+        for _batch in iterator:
+            consumed.append(sampler.consumed)
+        return consumed
+
+    options = {"batch_size": None, "prefetch_factor": prefetch_factor}
+    expected = steps(lambda sampler: DataLoader(Numbers(), sampler=sampler, num_workers=2, **options))
+    assert steps(lambda sampler: RPCDataloader(Numbers(), sampler=sampler, workers=workers, **options)) == expected
+    assert expected[0] == 2 * prefetch_factor
+
+
+def test_batches_come_in_any_order_when_asked(workers, fifo):
+    dataset = datasets.Gated(8, 0, fifo)
+    batches = iter(RPCDataloader(dataset, workers=workers, in_order=False))
+    # The worker that waits has another one, which waits behind it.
+    first = [int(next(batches)) for _ in range(6)]
+    assert 0 not in first
+    open(fifo, "w").close()
+    last = flat(batches)
+    assert last[0] == 0
+    assert sorted(first + last) == list(range(8))
+
+
+def test_batches_come_in_order_otherwise(workers, fifo):
+    batches = iter(RPCDataloader(datasets.Gated(8, 0, fifo), workers=workers))
+    open(fifo, "w").close()
+    assert flat(batches) == list(range(8))
+
+
+# Workers
+
+
+class _WorkerInit:
+    def __init__(self, log):
+        self.log = log
+
+    def __call__(self, number):
+        info = get_worker_info()
+        draws = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        known = [info.id, info.num_workers, info.seed - info.id, type(info.dataset).__name__]
+        datasets.note(self.log, number, *known, torch.initial_seed() - number, *draws)
+
+
+def test_init_function_runs_once_per_worker_and_sees_what_it_sees_with_torch(workers, tmp_path):
+    def run(name, make_loader):
+        log = str(tmp_path / name)
+        torch.manual_seed(3)
+        loader = make_loader({"worker_init_fn": _WorkerInit(log), "persistent_workers": True})
+        for _epoch in range(2):
+            samples = [tuple(map(int, sample)) for sample in loader]
+        wait_until(lambda: len(notes(log)) >= 2)
+        return sorted(notes(log)), samples
+
+    expected, samples = run("theirs", lambda options: DataLoader(datasets.Informed(), num_workers=2, **options))
+    assert len(expected) == 2
+    lines, ours = run("ours", lambda options: RPCDataloader(datasets.Informed(), workers=workers, **options))
+    assert lines == expected
+    # In the dataset, too; which worker has which batch is nobody's business.
+    assert [(sample[0], *sample[2:]) for sample in ours] == [(sample[0], *sample[2:]) for sample in samples]
+    assert {sample[1] for sample in ours} <= {0, 1}
+
+
+def test_init_function_runs_before_the_first_sample(workers, tmp_path):
+    log = str(tmp_path / "log")
+
+    def init(_number):
+        datasets.note(log, "init", os.getpid())
+
+    def collate(samples):
+        datasets.note(log, "batch", os.getpid())
+        return samples
+
+    list(RPCDataloader(Numbers(), workers=workers, worker_init_fn=init, collate_fn=collate))
+    by_worker = defaultdict(list)
+    for line in notes(log):
+        what, pid = line.split()
+        by_worker[pid].append(what)
+    for did in by_worker.values():
+        assert did[0] == "init"
+        assert did.count("init") == 1
+
+
+def test_persistent_workers_stay_and_others_do_not(workers):
+    persistent = RPCDataloader(datasets.Processes(), workers=workers, persistent_workers=True)
+    processes = {int(pid) for _epoch in range(3) for _, pid, _ in persistent}
+    assert len(processes) <= 2
+    loader = RPCDataloader(datasets.Processes(), workers=workers)
+    first, second = ({int(pid) for _, pid, _ in loader} for _epoch in range(2))
+    assert not first & second
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_epoch_that_was_left_early_does_not_disturb_the_next(workers, persistent_workers):
+    options = {"batch_size": 3, "shuffle": True, "persistent_workers": persistent_workers}
+
+    def run(loader):
+        torch.manual_seed(1)
+        outcome = []
+        for number_of_batches in (2, 100, 1, 100):
+            outcome.append([])
+            for batch in loader:
+                outcome[-1].append(batch)
+                if len(outcome[-1]) == number_of_batches:
+                    break
+        return outcome
+
+    expected = run(DataLoader(Numbers(), num_workers=2, **options))
+    assert_same(run(RPCDataloader(Numbers(), workers=workers, **options)), expected)
+
+
+def test_two_iterators_of_one_loader_do_not_mix(workers):
+    loader = RPCDataloader(Numbers(), workers=workers)
+    assert [(int(one), int(other)) for one, other in zip(loader, loader, strict=True)] == [(i, i) for i in range(20)]
+
+
+def test_loops_may_be_nested(workers):
+    outer = RPCDataset(workers, Numbers, 3)
+    inner = RPCDataloader(Numbers(5), workers=workers, batch_size=5, persistent_workers=True)
+    seen = [(int(batch), flat(inner)) for batch in RPCDataloader(outer)]
+    assert seen == [(number, list(range(5))) for number in range(3)]
+    loader = RPCDataloader(outer)
+    assert [(int(one), int(other)) for one in loader for other in loader] == [
+        (one, other) for one in range(3) for other in range(3)
+    ]
+
+
+def test_finished_iterator_stays_finished_and_its_workers_are_gone(shared_server):
+    before = set(shared_server.processes())
+    iterator = iter(RPCDataloader(Numbers(3), workers=shared_server.address))
+    assert flat(iterator) == [0, 1, 2]
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(iterator)
+    wait_until(lambda: len(set(shared_server.processes()) - before) <= 1, what="only the session left")
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_dropped_iterator_frees_its_workers_in_the_middle_of_a_batch(shared_server, fifo, persistent_workers):
+    witness = RPCDataset(shared_server.address, datasets.State)
+    assert witness.epoch == 0  # the session, and the worker that answers questions
+    before = set(shared_server.processes())
+    dataset = datasets.Gated(20, 3, fifo)
+    loader = RPCDataloader(dataset, workers=shared_server.address, persistent_workers=persistent_workers)
+    iterator = iter(loader)
+    assert int(next(iterator)) == 0
+    assert len(set(shared_server.processes()) - before) == 2
+    del iterator, loader
+    gc.collect()
+    wait_until(lambda: set(shared_server.processes()) <= before, what="the workers of the iterator ended")
+
+
+# Errors of user code
+
+
+class Resumable(Sampler):
+    """An iterator that raises at one place, and goes on when asked again."""
+
+    def __init__(self, size, at):
+        self.size = size
+        self.at = at
+
+    def __len__(self):
+        return self.size
+
+    def __iter__(self):
+        self.number = -1
+        return self
+
+    def __next__(self):
+        self.number += 1
+        if self.number == self.at:
+            raise OSError("the list of samples cannot be read")
+        if self.number >= self.size:
+            raise StopIteration
+        return self.number
+
+
+class Breaking(Resumable):
+    """A generator, which ends when it raises."""
+
+    def __iter__(self):
+        for index in range(self.size):
+            if index == self.at:
+                raise OSError("the list of samples cannot be read")
+            yield index
+
+
+def fail_at_seven(samples):
+    if 7 in samples:
+        raise LookupError("seven")
+    return torch.tensor(samples)
+
+
+class PickyError(Exception):
+    """Its constructor wants two arguments."""
+
+    def __init__(self, name, code):
+        super().__init__(f"{name} failed with {code}")
+        self.name = name
+        self.code = code
+
+
+def outcomes(make_loader):
+    """Batches, and the types of what is raised, until the end."""
+    found = []
+    try:
+        iterator = iter(make_loader())
+    except Exception as exc:
+        return [type(exc)]
+    for _ in range(40):
+        try:
+            found.append(next(iterator))
+        except StopIteration:
+            return [*found, "end"]
+        except Exception as exc:
+            found.append(type(exc))
+    return found
+
+
+ERRORS = {
+    "dataset": lambda: {"dataset": datasets.Failing(12, {3: (KeyError, "x"), 4: (ValueError,), 11: (OSError, 2, "z")})},
+    "batch of the dataset": lambda: {"dataset": datasets.Failing(12, {3: (KeyError, "x")}), "batch_size": 4},
+    "collate_fn": lambda: {"dataset": range(12), "batch_size": 2, "collate_fn": fail_at_seven},
+    "default collate": lambda: {"dataset": [torch.zeros(i // 4) for i in range(12)], "batch_size": 3},
+    "index out of range": lambda: {"dataset": Numbers(5), "sampler": [0, 9, 1, -7, 2]},
+    "sampler": lambda: {"dataset": range(20), "sampler": Breaking(20, 8)},
+    "resumable sampler": lambda: {"dataset": range(20), "sampler": Resumable(20, 8), "batch_size": None},
+    "sampler at once": lambda: {"dataset": range(20), "sampler": Breaking(20, 0)},
+    "batch sampler that yields no lists": lambda: {"dataset": range(4), "batch_sampler": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_come_where_torch_raises_them_and_the_epoch_goes_on(workers, name):
+    expected = outcomes(lambda: DataLoader(num_workers=2, **ERRORS[name]()))
+    assert any(isinstance(outcome, type) for outcome in expected)
+    assert_same(outcomes(lambda: RPCDataloader(workers=workers, **ERRORS[name]())), expected)
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_error_has_its_type_and_the_remote_traceback(workers, persistent_workers):
+    errors = {2: (PickyError, "decoder", 7)}
+    loader = RPCDataloader(
+        datasets.Failing(6, errors), workers=workers, persistent_workers=persistent_workers, batch_size=2
+    )
+    for _epoch in range(2):
+        iterator = iter(loader)
+        assert flat([next(iterator)]) == [0, 1]
+        with pytest.raises(PickyError, match="decoder failed with 7") as caught:
+            next(iterator)
+        assert caught.value.code == 7
+        assert isinstance(caught.value.__cause__, RemoteTraceback)
+        assert "in __getitem__" in str(caught.value.__cause__)
+        assert "worker" in str(caught.value.__cause__)
+        assert flat(iterator) == [4, 5]
+
+
+def test_error_of_the_init_function_is_raised(workers):
+    def init(_number):
+        raise PickyError("init", 3)
+
+    loader = RPCDataloader(Numbers(), workers=workers, worker_init_fn=init)
+    with pytest.raises(PickyError, match="init failed with 3") as caught:
+        next(iter(loader))
+    assert "in init" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("name", ["collate_fn", "worker_init_fn"])
+def test_function_that_cannot_be_pickled_is_named(workers, name):
+    thread = datasets.Threaded()
+    loader = RPCDataloader(Numbers(), workers=workers, **{name: lambda _: thread})
+    with pytest.raises(SerializationError, match=rf"^{name}\.<closure>\.thread\.\w+.* cannot be pickled"):
+        iter(loader)
+
+
+# Time limit
+
+
+def test_timeout_is_an_error_as_with_torch_and_waiting_may_go_on(workers, fifo):
+    def run(loader):
+        iterator = iter(loader)
+        with pytest.raises(RuntimeError) as caught:  # noqa: PT011  compared below
+            next(iterator)
+        open(fifo, "w").close()
+        return type(caught.value), str(caught.value), flat(iterator)
+
+    dataset, timeout = datasets.Gated(6, 0, fifo), 1.5 * TIMEOUT_SCALE
+    error, text, rest = run(DataLoader(dataset, num_workers=2, timeout=timeout))
+    assert run(RPCDataloader(dataset, workers=workers, timeout=timeout)) == (error, text, rest)
+    assert rest == list(range(6))
+
+
+def test_timeout_does_not_end_a_slow_consumer(workers):
+    iterator = iter(RPCDataloader(Numbers(8), workers=workers, timeout=2 * TIMEOUT_SCALE))
+    numbers = []
+    for batch in iterator:
+        numbers.append(int(batch))
+        time.sleep(0.01)  # training
+    assert numbers == list(range(8))
+
+
+# Pinned memory
+
+
+def test_pin_memory_without_an_accelerator_warns_as_torch_does(workers):
+    if torch.cuda.is_available():
+        pytest.skip("there is an accelerator")
+
+    def warnings_of(loader):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert flat(loader) == list(range(20))
+        return [(warning.category, str(warning.message)) for warning in caught if "pin_memory" in str(warning.message)]
+
+    expected = warnings_of(DataLoader(Numbers(), num_workers=2, pin_memory=True))
+    assert warnings_of(RPCDataloader(Numbers(), workers=workers, pin_memory=True)) == expected
+    assert warnings_of(RPCDataloader(Numbers(), workers="inline", pin_memory=True)) == expected
+    assert len(expected) == 1
+
+
+class _Pinned:
+    """Stands for pinned memory."""
+
+    def __init__(self):
+        self.storages = set()
+        self.made = []
+
+    def empty(self, size_bytes):
+        tensor = torch.empty(size_bytes, dtype=torch.uint8)
+        self.made.append(tensor)
+        self.storages.add(tensor.untyped_storage()._cdata)
+        return tensor
+
+    def holds(self, tensor):
+        return tensor.untyped_storage()._cdata in self.storages
+
+
+def many_kinds(samples):
+    torch.manual_seed(0)
+    return {
+        "large": torch.rand(3, 50_000),
+        "small": [torch.rand(4), torch.tensor(samples)],
+        "thousands": [torch.full((2,), i) for i in range(300)],
+        "strided": torch.rand(40, 500).t(),
+        "expanded": torch.rand(5, 1).expand(5, 4),
+        "half": torch.rand(70_000).bfloat16(),
+    }
+
+
+def test_every_tensor_of_a_batch_lives_in_pinned_memory(workers, monkeypatch):
+    pinned, kept = _Pinned(), []
+
+    def pin(batch):
+        # What torch would do next: nothing, for it is pinned.
+        kept.append(batch)
+        return batch
+
+    monkeypatch.setattr(iterator_module, "pinned_allocator", lambda: PinnedAllocator(pinned.empty))
+    monkeypatch.setattr(iterator_module, "pin", pin)
+    loader = RPCDataloader(range(8), batch_size=4, workers=workers, pin_memory=True, collate_fn=many_kinds)
+    batches = list(loader)
+    assert len(kept) == len(batches) == 2
+    tensors = [
+        tensor
+        for batch in batches
+        for value in batch.values()
+        for tensor in (value if isinstance(value, list) else [value])
+    ]
+    assert len(tensors) == 2 * 306
+    assert all(map(pinned.holds, tensors))
+    assert_same(batches[0], many_kinds([0, 1, 2, 3]))
+
+
+# Memory
+
+
+def outstanding(log, delivered):
+    """The most samples that were loaded and not delivered at any time."""
+    loaded = [float(line.split()[1]) for line in notes(log)]
+    return max(sum(t <= moment for t in loaded) - sum(t <= moment for t in delivered) for moment in loaded)
+
+
+def consume_late(loader, log, ahead):
+    """Take a batch only when so many are ready, to see how far the workers go; returns when each was taken."""
+    already, delivered = len(notes(log)), []
+    iterator = iter(loader)
+    for number in range(len(loader)):
+        wait_until(lambda: len(notes(log)) - already >= min(number + ahead, len(loader)))  # noqa: B023
+        delivered.append(time.monotonic())
+        next(iterator)
+    return delivered
+
+
+def test_bytes_in_flight_stay_below_the_limit(workers, tmp_path):
+    megabyte = 1 << 20
+    log = str(tmp_path / "log")
+    dataset = datasets.Recorded(24, log, megabyte)
+    options = {"batch_size": None, "workers": workers, "prefetch_factor": 6, "persistent_workers": True}
+    limited = RPCDataloader(dataset, **options, max_in_flight_bytes=4 * megabyte)
+    list(limited)  # from now on it knows how large a batch is
+    os.unlink(log)
+    delivered = consume_late(limited, log, ahead=3)
+    assert 3 <= outstanding(log, delivered) <= 4
+
+    os.unlink(log)
+    unlimited = RPCDataloader(dataset, **options)
+    delivered = consume_late(unlimited, log, ahead=12)
+    assert outstanding(log, delivered) == 12
+
+
+def test_limit_below_one_batch_lets_one_after_the_other_through(workers, tmp_path):
+    dataset = datasets.Recorded(10, str(tmp_path / "log"), 200_000)
+    loader = RPCDataloader(dataset, batch_size=None, workers=workers, max_in_flight_bytes=1, persistent_workers=True)
+    for _epoch in range(2):
+        assert [int(batch[0]) for batch in loader] == list(range(10))
+
+
+def resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+def test_memory_does_not_grow_over_epochs(workers, tmp_path, persistent_workers):
+    dataset = datasets.Recorded(10, str(tmp_path / "log"), 3 << 20)
+    loader = RPCDataloader(dataset, batch_size=2, workers=workers, persistent_workers=persistent_workers)
+
+    def run(num_epochs):
+        for _epoch in range(num_epochs):
+            for _batch in loader:
+                pass
+            gc.collect()
+        return resident_bytes(), len(gc.get_objects())
+
+    run(4)
+    memory, objects = run(1)
+    later_memory, later_objects = run(8)
+    # 240 MB have gone through.
+    assert later_memory < memory + (24 << 20)
+    assert later_objects < objects + 500
+
+
+# Workers that die
+
+
+@pytest.mark.parametrize("persistent_workers", [False, True])
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("SIGKILL", "was killed by SIGKILL"), ("SIGSEGV", "was killed by SIGSEGV"), ("exit", "exited with status 7")],
+)
+def test_death_of_a_worker_is_an_error_at_once_and_the_next_epoch_works(
+    workers, tmp_path, how, reason, persistent_workers
+):
+    dataset = RPCDataset(workers, datasets.Deadly, 40, 18, how, str(tmp_path / "marker"))
+    loader = RPCDataloader(dataset, batch_size=4, persistent_workers=persistent_workers)
+    started = time.monotonic()
+    seen = []
+    with pytest.raises(ConnectionLostError) as caught:
+        seen.extend(flat([batch])[0] for batch in loader)
+    assert time.monotonic() - started < 5 * TIMEOUT_SCALE
+    text = str(caught.value)
+    assert reason in text
+    assert f"on {workers}" in text
+    assert "worker" in text
+    assert "pid" in text
+    assert "it was loading batch 4 (indices [16, 17, 18, 19])" in text
+    assert seen == list(range(0, 16, 4))[: len(seen)]
+    assert flat(loader) == list(range(40))
+
+
+def test_dead_worker_is_reported_by_every_next(workers):
+    iterator = iter(RPCDataloader(datasets.Deadly(8, 0, "SIGKILL"), workers=workers))
+    for _ in range(3):
+        with pytest.raises(ConnectionLostError, match="was killed by SIGKILL"):
+            next(iterator)
+
+
+def test_long_list_of_indices_is_shortened(workers):
+    loader = RPCDataloader(datasets.Deadly(100, 30, "SIGKILL"), workers=workers, batch_size=100)
+    with pytest.raises(ConnectionLostError, match=r"loading batch 0 \(indices \[0, 1, .*, 15, ... 100 in all\]\)"):
+        next(iter(loader))
+
+
+def test_worker_that_dies_between_epochs_is_replaced(workers):
+    loader = RPCDataloader(datasets.Processes(), workers=workers, persistent_workers=True)
+    first = {int(pid) for _, pid, _ in loader}
+    iterator = iter(loader)
+    victim = int(next(iterator)[1])
+    del iterator
+    os.kill(victim, signal.SIGKILL)
+    wait_until(lambda: not loader._pass.is_usable, what="news of the death")
+    samples = [(int(index), int(pid)) for index, pid, _ in loader]
+    assert [index for index, _ in samples] == list(range(20))
+    assert victim not in {pid for _, pid in samples}
+    assert victim in first | {victim}
+
+
+def test_drained_server_hands_its_batches_to_another(start_server, shared_server, tmp_path):
+    leaving = start_server("--num-workers", "2")
+    log = str(tmp_path / "log")
+    dataset = RPCDataset([leaving.address, shared_server.address], datasets.Recorded, 60, log, 1000)
+    loader = RPCDataloader(dataset, batch_size=2)
+    indices = []
+    for number, batch in enumerate(loader):
+        indices += batch[:, 0].tolist()
+        if number == 3:
+            leaving.process.send_signal(signal.SIGTERM)
+    assert indices == list(range(60))
+    assert leaving.process.wait(20 * TIMEOUT_SCALE) == 0
+
+
+def test_drain_of_the_only_server_is_an_error(start_server, fifo):
+    server = start_server("--num-workers", "1")
+    iterator = iter(RPCDataloader(datasets.Gated(40, 5, fifo), workers=server.address))
+    for _ in range(5):
+        next(iterator)
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "draining" in server.log.read_text())
+    open(fifo, "w").close()
+    with pytest.raises(ConnectionLostError, match=server.address):
+        for _ in range(40):
+            next(iterator)

@@ -1,0 +1,219 @@
+"""Remote references: what they become, and when the objects behind them go."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import signal
+from pathlib import Path
+
+import pytest
+
+from rpcdataloader import RRef, rpc_async
+from rpcdataloader.client.connection import Connection
+from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCTimeoutError
+from tests.conftest import wait_until
+from tests.integration import tasks
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+@pytest.fixture
+def call(shared_server):
+    """Run a function on the shared server and wait for its result."""
+
+    def call(func, *args, **options):
+        return rpc_async(shared_server.address, func, args, **options).wait()
+
+    return call
+
+
+@pytest.fixture
+def keep(call):
+    """Run a function on the shared server and keep its result there."""
+
+    def keep(func, *args, **options):
+        ref = call(func, *args, rref=True, **options)
+        assert type(ref) is RRef
+        return ref
+
+    return keep
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    return str(path)
+
+
+# --- what a reference becomes
+
+
+@pytest.mark.parametrize(
+    ("wrap", "find"),
+    [
+        pytest.param(lambda ref: ref, lambda argument: argument, id="argument"),
+        pytest.param(lambda ref: [0, ref], lambda argument: argument[1], id="list"),
+        pytest.param(lambda ref: {"key": (1, {"inner": ref})}, lambda argument: argument["key"][1]["inner"], id="dict"),
+        pytest.param(lambda ref: tasks.Box(inner=tasks.Box(ref=ref)), lambda box: box.inner.ref, id="attribute"),
+        pytest.param(lambda ref: {ref}, lambda argument: next(iter(argument)), id="set"),
+        pytest.param(lambda ref: lambda: ref, lambda function: function(), id="closure"),
+    ],
+)
+def test_reference_anywhere_in_the_arguments_becomes_the_object(call, keep, wrap, find):
+    ref = keep(tasks.Probe, 5)
+    assert call(lambda argument, ref: find(argument) is ref, wrap(ref), ref)
+    assert call(lambda *, argument, ref: find(argument) is ref, kwargs={"argument": wrap(ref), "ref": ref})
+
+
+def test_referenced_functions_can_be_called(call, keep):
+    double = keep(lambda: lambda value: 2 * value)
+    assert call(lambda function: function(4), double) == 8
+
+
+def test_object_can_be_returned_kept_twice_and_passed_back(call, keep):
+    ref = keep(tasks.Probe, [1, 2])
+    assert call(tasks.identity, ref).value == [1, 2]
+    again = keep(tasks.identity, ref)
+    assert again is not ref
+    assert call(tasks.is_same, ref, again)
+    del ref
+    assert call(tasks.identity, again).value == [1, 2]
+    none = keep(tasks.identity, None)
+    also_none = keep(tasks.identity, None)
+    del none
+    assert call(tasks.identity, also_none) is None
+    assert call(tasks.num_probes) == 1
+
+
+def test_calls_with_references_see_each_others_changes(call, keep):
+    numbers = keep(list)
+    for number in range(5):
+        call(list.append, numbers, number)
+    assert call(tasks.identity, numbers) == [0, 1, 2, 3, 4]
+
+
+def test_copies_of_a_reference_are_the_reference(keep):
+    ref = keep(tasks.Probe)
+    assert copy.copy(ref) is ref
+    assert copy.deepcopy([ref])[0] is ref
+
+
+def test_reference_cannot_be_pickled_elsewhere(keep):
+    ref = keep(tasks.Probe)
+    with pytest.raises(LocalProtocolError, match=r"RRef\(1 in worker 1 \(pid \d+\) on .*\) has a meaning only in"):
+        pickle.dumps(ref)
+
+
+def test_reference_cannot_be_used_by_another_worker(call, keep, second_server):
+    ref = keep(tasks.Probe, 5)
+    here, there = call(tasks.whereabouts)[0], rpc_async(second_server.address, tasks.whereabouts).wait()[0]
+    with pytest.raises(LocalProtocolError) as caught:
+        rpc_async(second_server.address, tasks.identity, ([ref],))
+    text = str(caught.value)
+    assert f"lives in worker 1 (pid {here})" in text
+    assert f"cannot be used by worker 1 (pid {there}) on {second_server.address}" in text
+    # Both workers go on.
+    assert rpc_async(second_server.address, tasks.whereabouts).wait()[0] == there
+    assert call(tasks.identity, ref).value == 5
+
+
+# --- when objects go
+
+
+def test_object_goes_with_its_last_reference(call, keep):
+    ref = keep(tasks.Probe)
+    held_twice = [ref, {"ref": ref}]
+    del ref
+    assert call(tasks.num_probes) == 1
+    held_twice.pop(0)
+    assert call(tasks.num_probes) == 1
+    del held_twice
+    wait_until(lambda: call(tasks.num_probes) == 0)
+
+
+def test_reference_may_be_dropped_as_soon_as_it_was_passed_on(shared_server, call, fifo):
+    gate = rpc_async(shared_server.address, tasks.read_all, (fifo,))
+    # Both wait behind the gate; the second call and the release overtake nothing.
+    made = rpc_async(shared_server.address, tasks.Probe, (7,), rref=True)
+    Path(fifo).write_bytes(b"")
+    ref = made.wait()
+    value = rpc_async(shared_server.address, lambda probe: probe.value, (ref,))
+    del ref, made
+    gc.collect()
+    assert value.wait() == 7
+    assert gate.wait() == b""
+    wait_until(lambda: call(tasks.num_probes) == 0)
+
+
+def test_objects_in_cycles_go_with_the_garbage_collector(call, keep):
+    cycle = [keep(tasks.Probe)]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+    wait_until(lambda: call(tasks.num_probes) == 0)
+
+
+def test_failed_destructors_harm_nobody(call, keep):
+    worker, _session = call(tasks.whereabouts)
+    errors = [ValueError("in a destructor"), SystemExit(3), KeyboardInterrupt()]
+    refs = [keep(tasks.Loud, error) for error in errors]
+    probe = keep(tasks.Probe)
+    del refs, probe
+    wait_until(lambda: call(tasks.num_probes) == 0)
+    assert call(tasks.whereabouts)[0] == worker
+
+
+def test_result_that_crosses_the_news_of_its_deadline_does_not_stay(shared_server, call, fifo, monkeypatch):
+    monkeypatch.setattr(Connection, "cancel", lambda _self, _number: None)  # too late to matter
+    future = rpc_async(shared_server.address, tasks.make_slowly, (fifo,), rref=True, timeout=0.3)
+    with pytest.raises(RPCTimeoutError):
+        future.wait()
+    Path(fifo).write_bytes(b"")
+    wait_until(lambda: call(tasks.num_probes) == 0)
+
+
+@pytest.fixture
+def impatient_server(serve):
+    """Runs two calls at a time, and none for long."""
+    return serve("--num-workers", "1", "--parallel", "2", "--timeout", "0.3")
+
+
+def test_result_of_a_call_that_was_given_up_does_not_stay(impatient_server, fifo, monkeypatch):
+    monkeypatch.setattr(Connection, "release", lambda _self, _handle: pytest.fail("released by the client"))
+    address = impatient_server.address
+    future = rpc_async(address, tasks.make_slowly, (fifo,), rref=True, timeout=0.3)
+    with pytest.raises(RPCTimeoutError):
+        future.wait()
+    # Too long to overtake the news that the first call was given up: once this is answered, the worker knows.
+    assert rpc_async(address, len, (bytes(100_000),)).wait() == 100_000
+    Path(fifo).write_bytes(b"")
+    wait_until(lambda: rpc_async(address, tasks.num_calls).wait() == 1)
+    assert rpc_async(address, tasks.num_probes).wait() == 0
+
+
+def test_result_beyond_the_limit_of_the_server_does_not_stay(impatient_server, fifo):
+    address = impatient_server.address
+    future = rpc_async(address, tasks.make_slowly, (fifo,), rref=True, timeout=None)
+    with pytest.raises(RPCTimeoutError, match="--timeout"):
+        future.wait()
+    Path(fifo).write_bytes(b"")
+    wait_until(lambda: rpc_async(address, tasks.num_calls).wait() == 1)
+    assert rpc_async(address, tasks.num_probes).wait() == 0
+
+
+def test_references_to_a_worker_that_is_gone_are_dropped_in_peace(call, keep):
+    worker, _session = call(tasks.whereabouts)
+    refs = [keep(tasks.Probe) for _ in range(10)]
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(ConnectionLostError, match="SIGKILL"):
+        call(tasks.read_all, "/dev/zero")
+    future = rpc_async(refs[0].owner.session.name, tasks.identity, (refs[0],))
+    with pytest.raises(ConnectionLostError, match=rf"the object behind RRef\(1 in worker 1 \(pid {worker}\).*was lost"):
+        future.wait()
+    del refs, future
+    gc.collect()
+    assert call(tasks.whereabouts)[0] != worker

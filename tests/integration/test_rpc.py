@@ -1,0 +1,547 @@
+"""Calls: what goes in, what comes out, how long it may take, and what they leave behind."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.utils.data
+from torch.futures import Future
+
+from rpcdataloader import RPCDataset, rpc_async
+from rpcdataloader.errors import (
+    ConnectError,
+    ConnectionLostError,
+    RemoteError,
+    RemoteTraceback,
+    RPCTimeoutError,
+    SerializationError,
+)
+from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.integration import tasks
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+@pytest.fixture
+def call(shared_server):
+    """Run a function on the shared server and wait for its result."""
+
+    def call(func, *args, **options):
+        return rpc_async(shared_server.address, func, args, **options).wait()
+
+    return call
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    return str(path)
+
+
+def open_gate(fifo):
+    """Let a worker that reads the FIFO go on."""
+    Path(fifo).write_bytes(b"")
+
+
+# --- calling
+
+
+def test_signature_is_that_of_the_documentation():
+    signature = inspect.signature(rpc_async)
+    assert {name: parameter.default for name, parameter in signature.parameters.items()} == {
+        "host": inspect.Parameter.empty,
+        "func": inspect.Parameter.empty,
+        "args": None,
+        "kwargs": None,
+        "pin_memory": False,
+        "rref": False,
+        "timeout": 120.0,
+    }
+
+
+def test_call_returns_a_torch_future_at_once(shared_server, fifo):
+    future = rpc_async(shared_server.address, tasks.read_all, (fifo,))
+    assert type(future) is Future
+    assert not future.done()
+    chained = future.then(lambda done: done.wait() * 2)
+    Path(fifo).write_bytes(b"ab")
+    assert future.wait() == b"ab"
+    assert chained.wait() == b"abab"
+
+
+def test_arguments_are_passed_by_position_and_by_name(shared_server):
+    assert rpc_async(shared_server.address, tasks.add).wait() == 0
+    assert rpc_async(shared_server.address, tasks.add, [1, 2]).wait() == 3
+    assert rpc_async(shared_server.address, tasks.add, (1, 2), {"scale": 10}).wait() == 30
+    assert rpc_async(shared_server.address, tasks.add, kwargs={"scale": 10}).wait() == 0
+
+
+@pytest.mark.parametrize(
+    "func",
+    [
+        pytest.param(len, id="builtin"),
+        pytest.param(functools.partial(tasks.add, 1), id="partial"),
+        pytest.param(tasks.Box(value=3).__getattribute__, id="method"),
+        pytest.param(tasks.Probe, id="class"),
+    ],
+)
+def test_any_callable_can_be_called(call, func):
+    argument = {len: "abc"}.get(func, "value" if isinstance(func, types.MethodWrapperType) else 2)
+    assert type(call(func, argument)) is type(func(argument))
+
+
+def test_many_calls_share_one_connection_and_one_worker(shared_server):
+    address = shared_server.address
+    before = _num_sockets()
+    futures = [rpc_async(address, tasks.whereabouts) for _ in range(100)]
+    [(worker, session)] = {future.wait() for future in futures}
+    assert {worker, session} <= set(shared_server.processes())
+    assert _num_sockets() - before == 2  # the session's and the worker's
+
+
+def _num_sockets():
+    targets = []
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            targets.append(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue
+    return sum(target.startswith("socket:") for target in targets)
+
+
+def test_calls_run_in_their_order(call, shared_server):
+    for number in range(100):
+        rpc_async(shared_server.address, tasks.append, (number,))
+    assert call(tasks.read_log) == list(range(100))
+
+
+def test_parallel_server_runs_calls_of_one_worker_together_and_answers_in_any_order(serve):
+    address = serve("--num-workers", "1", "--parallel", "2").address
+    # The first call ends only after the second has.
+    first = rpc_async(address, tasks.wait_for_event)
+    second = rpc_async(address, tasks.set_event)
+    assert second.wait() == "set"
+    assert first.wait() == "waited"
+    assert rpc_async(address, threading.active_count).wait() >= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"host": "localhost"}, ValueError, "localhost"),
+        ({"func": 3}, TypeError, "func must be callable, but is a int"),
+        ({"timeout": 0}, ValueError, "timeout must be above 0 seconds or None, but is 0"),
+        ({"timeout": -1.5}, ValueError, "-1.5"),
+        ({"timeout": float("nan")}, ValueError, "nan"),
+        ({"args": 5}, TypeError, "int"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_connected(arguments, error, text):
+    with pytest.raises(error, match=text):
+        rpc_async(**{"host": "localhost:1", "func": len, **arguments})
+
+
+# --- functions, classes and results that travel by value
+
+
+def test_lambdas_and_closures_are_functions_arguments_and_results(call):
+    factor = 3
+
+    def scale(value):
+        return factor * value
+
+    assert call(scale, 2) == 6
+    assert call(lambda function, value: function(value), scale, 5) == 15
+    assert call(lambda: scale) is scale
+    assert call(lambda: lambda value: value + 1)(1) == 2
+
+
+MAIN = """
+import copy, dataclasses, enum, sys
+import torch
+from rpcdataloader import RPCDataloader, rpc_async
+from rpcdataloader.errors import RemoteTraceback
+
+class Color(enum.Enum):
+    RED = 1
+
+class Base:
+    registry = []
+    calls = 0
+    def __init_subclass__(cls):
+        Base.registry.append(cls)
+
+class Sample(Base):
+    scale = 10
+    def __init__(self, value):
+        self.value = value
+    def scaled(self):
+        type(self).calls += 1
+        return self.scale * self.value
+    @classmethod
+    def make(cls, value):
+        return cls(value)
+    @property
+    def double(self):
+        return 2 * self.value
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    y: int = 2
+
+class Refused(Exception):
+    def __init__(self, sample, why):
+        super().__init__(why)
+        self.sample = sample
+
+def refuse(sample):
+    raise Refused(sample, "not today")
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return Sample(index)
+
+def collate(samples):
+    Sample.seen = len(samples)
+    return samples
+
+def change():
+    Sample.scale = -1
+    Sample.extra = "the worker's"
+    return Sample
+
+def use(sample):
+    return [sample, type(sample), Sample.make(sample.scaled()), Color.RED, Point(1), use]
+
+def call(func, *args):
+    return rpc_async(sys.argv[1], func, args).wait()
+
+def contents():
+    return {cls: {name: (id(value), value) for name, value in vars(cls).items()}
+            for cls in (Base, Sample, Samples, Color, Point, Refused)}
+
+Sample.scale = 7  # not what the class statement says
+for instance in (Sample(1), Samples(), Point(1)):
+    copy.copy(instance)  # Python notes in a class what it learns when it first reduces an instance
+before = contents()
+sample = Sample(5)
+back, cls, made, red, point, function = call(use, sample)
+assert type(back) is Sample and back is not sample and back.value == 5 and back.double == 10
+assert cls is Sample and function is use
+assert type(made) is Sample and made.value == 35
+assert red is Color.RED
+assert type(point) is Point and point == Point(1, 2)
+assert call(Sample, 4).scaled() == 28
+assert call(sample.scaled) == 35
+assert call(change) is Sample
+assert call(lambda: Sample.scale) == 7  # what the trainer says, each time it says it
+for batch in RPCDataloader(Samples(), batch_size=2, collate_fn=collate, workers=[sys.argv[1]]):
+    assert [type(sample) for sample in batch] == [Sample, Sample]
+try:
+    call(refuse, sample)
+except Refused as exc:
+    assert type(exc.sample) is Sample and exc.args == ("not today",)
+    assert isinstance(exc.__cause__, RemoteTraceback) and "in refuse" in str(exc.__cause__)
+else:
+    raise AssertionError("no exception")
+Sample.calls = Base.calls
+del Sample.calls
+assert contents() == before, (contents(), before)
+assert Base.registry == [Sample]
+print("as it was")
+"""
+
+
+def test_main_of_a_script_travels_and_the_classes_of_the_trainer_stay_as_they_were(shared_server, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(MAIN)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}  # the package need not be installed
+    done = subprocess.run(
+        [sys.executable, script, shared_server.address], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "as it was\n", "")
+
+
+# --- exceptions
+
+
+def test_exceptions_show_where_they_were_raised(call):
+    worker, _session = call(tasks.whereabouts)
+    with pytest.raises(tasks.Picky) as caught:
+        call(tasks.raise_picky)
+    cause = caught.value.__cause__
+    assert type(cause) is RemoteTraceback
+    text = str(cause)
+    assert f"worker 1 (pid {worker}) on {socket.gethostname()}" in text
+    assert 'tasks.py", line' in text
+    assert "in raise_picky" in text
+    assert 'raise Picky("decoder", 7)' in text
+
+
+def test_exceptions_keep_type_arguments_and_attributes(call):
+    with pytest.raises(tasks.Picky) as caught:
+        call(tasks.raise_picky)
+    error = caught.value
+    assert (str(error), error.args, error.name, error.code) == (
+        "decoder failed with 7",
+        ("decoder failed with 7",),
+        "decoder",
+        7,
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("wrong", 3),
+        KeyError("a\nkey"),
+        StopIteration(4),
+        FileNotFoundError(2, "not here", "/data/train"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"),
+        AssertionError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_builtin_exceptions_arrive_as_they_were_raised(call, error):
+    error.extra = [1, 2]
+    with pytest.raises(type(error)) as caught:
+        call(tasks.raise_, error)
+    arrived = caught.value
+    assert type(arrived) is type(error)
+    assert (arrived.args, str(arrived), arrived.extra) == (error.args, str(error), [1, 2])
+    if isinstance(error, OSError):
+        assert (arrived.errno, arrived.strerror, arrived.filename) == (2, "not here", "/data/train")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (SystemExit(3), "SystemExit: 3"),
+        (SystemExit(), "SystemExit"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (GeneratorExit(), "GeneratorExit"),
+    ],
+    ids=["exit-3", "exit", "interrupt", "generator-exit"],
+)
+def test_exceptions_that_would_end_a_process_end_neither_worker_nor_trainer(call, error, text):
+    worker, _session = call(tasks.whereabouts)
+    with pytest.raises(RemoteError, match=rf"worker 1 \(pid {worker}\) on .* raised {text}"):
+        call(tasks.raise_, error)
+    assert call(tasks.whereabouts)[0] == worker
+
+
+def test_unpicklable_arguments_are_an_error_that_names_their_path(call):
+    worker, _session = call(tasks.whereabouts)
+    reader = tasks.Box(reader=tasks.Box(lock=threading.Lock()))
+    with pytest.raises(
+        SerializationError, match=r"^args\[1\]\.reader\.lock is a _thread\.lock, which cannot be pickled"
+    ):
+        call(tasks.add, 1, reader)
+    with pytest.raises(SerializationError, match=r"^kwargs\['scale'\]\['x'\] is a _thread\.lock"):
+        call(tasks.add, kwargs={"scale": {"x": threading.Lock()}})
+    lock = threading.Lock()
+    with pytest.raises(SerializationError, match=r"^func\.<closure>\.lock is a _thread\.lock"):
+        call(lambda: lock)
+    assert call(tasks.whereabouts)[0] == worker
+
+
+def test_unpicklable_results_are_an_error_that_names_their_path(call):
+    worker, _session = call(tasks.whereabouts)
+    with pytest.raises(SerializationError, match=r"^result\['lock'\] is a _thread\.lock, which cannot be pickled"):
+        call(lambda: {"fine": 1, "lock": threading.Lock()})
+    assert call(tasks.whereabouts)[0] == worker
+
+
+def test_modules_that_only_one_side_has_are_an_error_that_says_so(call, monkeypatch):
+    worker, _session = call(tasks.whereabouts)
+    monkeypatch.delitem(sys.modules, "only_at_the_trainer", raising=False)
+    thing = tasks.define_module("only_at_the_trainer")
+    with pytest.raises(SerializationError, match=r"only_at_the_trainer.*importable") as caught:
+        call(tasks.identity, thing)
+    assert f"worker 1 (pid {worker})" in str(caught.value.__cause__)
+    with pytest.raises(SerializationError, match=r"only_at_the_worker.*importable"):
+        call(tasks.define_module, "only_at_the_worker")
+    assert call(tasks.whereabouts)[0] == worker
+
+
+# --- time
+
+
+def fails_after(seconds, future):
+    """Whether ``future`` fails by its time limit, and neither early nor much too late."""
+    start = time.monotonic()
+    with pytest.raises(RPCTimeoutError) as caught:
+        future.wait()
+    assert isinstance(caught.value, TimeoutError)
+    assert f"within {seconds:g} s" in str(caught.value)
+    # The limit counts from the call, a moment before ``start``.
+    assert seconds - 0.1 < time.monotonic() - start < seconds + 2 * TIMEOUT_SCALE
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("seconds", [0.25, 0.5, 1.5])
+def test_fractional_timeouts_bound_the_call(shared_server, call, fifo, seconds):
+    worker, _session = call(tasks.whereabouts)
+    text = fails_after(seconds, rpc_async(shared_server.address, tasks.read_all, (fifo,), timeout=seconds))
+    assert text.startswith(f"read_all on worker 1 (pid {worker}) on {shared_server.address}")
+    open_gate(fifo)
+    assert call(tasks.whereabouts)[0] == worker
+
+
+def test_call_that_timed_out_before_its_turn_does_not_run(shared_server, call, fifo):
+    address = shared_server.address
+    first = rpc_async(address, tasks.read_all, (fifo,))
+    fails_after(0.3, rpc_async(address, tasks.append, ("late",), timeout=0.3))
+    open_gate(fifo)
+    assert first.wait() == b""
+    assert call(tasks.read_log) == []
+
+
+def test_timeouts_may_be_longer_than_any_clock(shared_server, call, fifo):
+    assert call(tasks.add, 1, timeout=float("inf")) == 1
+    assert call(tasks.add, 1, timeout=1e100) == 1
+    # And the others are still watched.
+    fails_after(0.3, rpc_async(shared_server.address, tasks.read_all, (fifo,), timeout=0.3))
+    open_gate(fifo)
+
+
+def test_timeout_bounds_connecting_to_a_server_that_never_answers():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        text = fails_after(0.4, rpc_async(address, len, ("abc",), timeout=0.4))
+        assert "still connecting" in text
+        # What waits for the answer is let go: nothing else could wake it before its own limit.
+        listener.accept()[0].close()
+
+
+def test_timeout_bounds_waiting_for_a_server_that_is_not_there():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    text = fails_after(0.4, rpc_async(address, len, ("abc",), timeout=0.4))
+    assert "still connecting" in text
+
+
+def test_server_that_is_not_there_is_an_error_in_the_future(monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.3")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(ConnectError, match=rf"cannot connect to {address}: connection refused"):
+        rpc_async(address, len, ("abc",)).wait()
+
+
+def test_timeout_bounds_a_call_to_a_worker_that_stands_still(shared_server, call):
+    worker, _session = call(tasks.whereabouts)
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        fails_after(0.5, rpc_async(shared_server.address, tasks.add, (1,), timeout=0.5))
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert call(tasks.whereabouts)[0] == worker
+
+
+def test_without_a_timeout_the_limit_of_the_server_applies(serve, fifo):
+    address = serve("--num-workers", "1", "--timeout", "0.5").address
+    with pytest.raises(RPCTimeoutError, match=r"longer than 0\.5 s, the limit of the node server \(--timeout\)"):
+        rpc_async(address, tasks.read_all, (fifo,), timeout=None).wait()
+    open_gate(fifo)
+    # A limit of the caller's own replaces it.
+    future = rpc_async(address, tasks.read_all, (fifo,), timeout=60)
+    marker = rpc_async(address, tasks.add, (1,))
+    with pytest.raises(RPCTimeoutError):
+        rpc_async(address, tasks.add, timeout=1).wait()
+    assert not future.done()
+    open_gate(fifo)
+    assert future.wait() == b""
+    assert marker.wait() == 1
+
+
+# --- pinned memory
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
+def test_pin_memory_without_an_accelerator_warns_as_torch_does(shared_server):
+    with warnings.catch_warnings(record=True) as of_torch:
+        warnings.simplefilter("always")
+        next(iter(torch.utils.data.DataLoader(torch.zeros(2), pin_memory=True)))
+    with pytest.warns(UserWarning, match="pin_memory") as ours:
+        result = rpc_async(shared_server.address, torch.ones, (3,), pin_memory=True).wait()
+    assert {(str(one.message), one.category) for one in ours} == {(str(one.message), one.category) for one in of_torch}
+    assert torch.equal(result, torch.ones(3))
+
+
+# --- the end of workers and servers
+
+
+def test_worker_that_exits_fails_its_calls_and_the_next_gets_another(call, shared_server):
+    worker, _session = call(tasks.whereabouts)
+    dying = rpc_async(shared_server.address, os._exit, (3,))
+    behind = rpc_async(shared_server.address, tasks.add)
+    for future in (dying, behind):
+        with pytest.raises(ConnectionLostError, match=rf"worker 1 \(pid {worker}\) on .* exited with status 3"):
+            future.wait()
+    assert call(tasks.whereabouts)[0] != worker
+
+
+def test_server_that_drains_answers_the_call_that_runs(serve, fifo):
+    server = serve("--num-workers", "1")
+    future = rpc_async(server.address, tasks.read_all, (fifo,))
+    with open(fifo, "wb") as gate:  # the call has begun
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: "draining" in server.log)
+        gate.write(b"done")
+    assert future.wait() == b"done"
+    assert server.wait() == 0
+
+
+def test_killed_server_fails_its_calls_at_once_and_the_next_call_finds_its_successor(serve, fifo):
+    server = serve("--num-workers", "1")
+    future = rpc_async(server.address, tasks.read_all, (fifo,))
+    with open(fifo, "wb"):
+        start = time.monotonic()
+        server.signal(signal.SIGKILL)
+        with pytest.raises(ConnectionLostError, match=f"{server.address}"):
+            future.wait()
+        assert time.monotonic() - start < TIMEOUT_SCALE
+    assert server.wait() == -signal.SIGKILL
+    assert serve("--port", server.address.rpartition(":")[2]).address == server.address
+    assert rpc_async(server.address, tasks.add, (1, 2)).wait() == 3
+
+
+# --- beside datasets
+
+
+def test_call_waits_while_its_session_builds_a_dataset(shared_server, fifo, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.3")
+    datasets = []
+    building = threading.Thread(
+        target=lambda: datasets.append(RPCDataset([shared_server.address], tasks.read_all, fifo))
+    )
+    building.start()
+    with open(fifo, "wb") as gate:  # the constructor runs
+        future = rpc_async(shared_server.address, tasks.add, (1, 2))
+        # Whoever connects waits for it, beyond the time that is given to a server that is not there.
+        assert "still connecting" in fails_after(0.8, rpc_async(shared_server.address, tasks.add, timeout=0.8))
+        assert not future.done()
+        gate.write(b"abc")
+    assert future.wait() == 3
+    building.join()
+    assert len(datasets[0]) == 3

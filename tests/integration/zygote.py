@@ -1,0 +1,162 @@
+"""Runs scripts without the second or two that importing torch takes: forks a process that has imported it.
+
+A script ends like one that was started by itself, with everything that the interpreter does at its end.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Ended:
+    """How a script ended."""
+
+    status: int
+    output: str
+    errors: str
+    time: float  # of the monotonic clock, which all processes share
+
+
+class Script:
+    """A running script."""
+
+    def __init__(self, zygote: Zygote, pid: int, folder: Path) -> None:
+        self.pid = pid
+        self._zygote = zygote
+        self._folder = folder
+
+    @property
+    def output(self) -> str:
+        """Its standard output until now."""
+        return (self._folder / "stdout").read_text()
+
+    @property
+    def errors(self) -> str:
+        """Its standard error until now."""
+        return (self._folder / "stderr").read_text()
+
+    def kill(self) -> None:
+        """End it by SIGKILL."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, seconds: float = 30.0) -> Ended:
+        """Wait for its end."""
+        status, end = self._zygote.wait(self.pid, seconds)
+        return Ended(status, self.output, self.errors, end)
+
+
+class Zygote:
+    """The process that is forked."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_scripts = 0
+        self._ended: dict[int, tuple[int, float]] = {}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+            bufsize=0,
+        )
+
+    def start(self, source: str, *args: object) -> Script:
+        """Run ``source`` as ``__main__``."""
+        self._num_scripts += 1
+        folder = self._folder / f"script{self._num_scripts}"
+        folder.mkdir()
+        (folder / "script.py").write_text(source)
+        (folder / "stdout").touch()
+        (folder / "stderr").touch()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([str(folder), *map(str, args)]).encode() + b"\n")
+        started: list[int] = []
+        while not started:
+            self._read(60.0, started)
+        return Script(self, started[0], folder)
+
+    def wait(self, pid: int, seconds: float) -> tuple[int, float]:
+        """Exit status and time of the end of a script."""
+        deadline = time.monotonic() + seconds
+        while pid not in self._ended:
+            self._read(deadline - time.monotonic(), [])
+        return self._ended[pid]
+
+    def _read(self, seconds: float, started: list[int]) -> None:
+        assert self._process.stdout is not None
+        ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, seconds))
+        assert ready, "the script does not end"
+        event = json.loads(self._process.stdout.readline())
+        if "status" in event:
+            self._ended[event["pid"]] = (event["status"], event["time"])
+        else:
+            started.append(event["pid"])
+
+    def close(self) -> None:
+        """End it; scripts that still run do not end with it."""
+        self._process.communicate()
+
+
+def serve() -> list[str] | None:
+    """Fork for every line of standard input; returns twice: its words in the fork, None at the end."""
+    children: dict[int, int] = {}
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    stdin = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
+    while True:
+        for descriptor, _events in poll.poll():
+            if descriptor == 0:
+                line = stdin.readline()
+                if not line:
+                    return None
+                pid = os.fork()
+                if pid == 0:
+                    for other in children:
+                        os.close(other)
+                    words: list[str] = json.loads(line)
+                    return words
+                report: dict[str, float] = {"pid": pid}
+                child = os.pidfd_open(pid)
+                children[child] = pid
+                poll.register(child, select.POLLIN)
+            else:
+                poll.unregister(descriptor)
+                os.close(descriptor)
+                pid, status = os.waitpid(children.pop(descriptor), 0)
+                report = {"pid": pid, "status": os.waitstatus_to_exitcode(status), "time": time.monotonic()}
+            os.write(1, json.dumps(report).encode() + b"\n")
+
+
+def become(folder: str, args: list[str]) -> None:
+    """Run a script in this process as if it had been started with it."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_APPEND), descriptor)
+    path = f"{folder}/script.py"
+    sys.argv = [path, *args]
+    main = types.ModuleType("__main__")
+    main.__file__ = path
+    sys.modules["__main__"] = main
+    exec(compile(Path(path).read_text(), path, "exec"), vars(main))
+
+
+if __name__ == "__main__":
+    import rpcdataloader.loader.dataloader
+    import rpcdataloader.loader.dataset  # noqa: F401
+
+    gc.freeze()  # or every end would visit and copy all that torch has made
+    if request := serve():
+        become(request[0], request[1:])

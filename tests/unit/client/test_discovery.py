@@ -1,0 +1,83 @@
+"""From ``workers=`` to where the workers are."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from rpcdataloader.client.discovery import WORKERS_VARIABLE, Inline, Local, Remote, find_workers
+from rpcdataloader.wire.address import Address
+
+NODE = Address("node01", 6543)
+V6 = Address("fe80::1", 7000)
+UNIX = Address(path="/run/pool,1")
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [
+        ("node01:6543", Remote((NODE,))),
+        (["node01:6543"], Remote((NODE,))),
+        (("node01:6543", "[fe80::1]:7000"), Remote((NODE, V6))),
+        (" node01:6543 , [fe80::1]:7000,", Remote((NODE, V6))),
+        (iter(["node01:6543"]), Remote((NODE,))),
+        # Only a list can hold a path with a comma.
+        (["unix:/run/pool,1"], Remote((UNIX,))),
+        ("inline", Inline()),
+        (" inline ", Inline()),
+        ("local", Local()),
+        ("local:4", Local(4)),
+    ],
+)
+def test_forms(workers, expected):
+    assert find_workers(workers, {}) == expected
+    if isinstance(workers, str):
+        assert find_workers(None, {WORKERS_VARIABLE: workers}) == expected
+
+
+def test_order_of_addresses_is_kept():
+    assert find_workers("c:1,a:1,b:1", {}) == Remote((Address("c", 1), Address("a", 1), Address("b", 1)))
+
+
+@pytest.mark.parametrize(
+    ("workers", "problem"),
+    [
+        ([], "workers names no worker; write host:port"),
+        ("", "workers names no worker; write host:port"),
+        (" , ", "workers names no worker; write host:port"),
+        ("node01", "cannot read the address 'node01': the port is missing"),
+        ("node01:0", "the port 0 is not in 1..65535"),
+        ("tcp://node01:6543", "write node01:6543"),
+        ("::1:6543", "an IPv6 address needs brackets"),
+        ("node[01-04]:6543", "is not the name of one host"),
+        ("unix:pool", "the path of a Unix socket must be absolute"),
+        ("node01:6543,node02:6543,node01:6543", "workers names node01:6543 more than once"),
+        ("local:0", "'local:0' asks for no worker; use inline"),
+        ("local:x", "cannot read the address 'local:x'"),
+        (["inline"], "cannot read the address 'inline'"),
+    ],
+)
+def test_malformed_lists_are_refused(workers, problem):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        find_workers(workers, {})
+
+
+def test_error_in_the_environment_names_the_variable():
+    with pytest.raises(ValueError, match=f"environment variable {WORKERS_VARIABLE}: cannot read the address 'node01'"):
+        find_workers(None, {WORKERS_VARIABLE: "node01"})
+
+
+@pytest.mark.parametrize("workers", [[NODE], [b"node01:6543"], [("node01", 6543)], b"node01:6543", [None]])
+def test_other_types_are_refused(workers):
+    with pytest.raises(TypeError, match="workers must be strings"):
+        find_workers(workers, {})
+
+
+def test_caller_comes_before_the_environment_and_the_environment_is_the_default(monkeypatch):
+    assert find_workers("inline", {WORKERS_VARIABLE: "node01:6543"}) == Inline()
+    assert find_workers(None, {}) is None
+    assert find_workers(None, {WORKERS_VARIABLE: "  "}) is None
+    monkeypatch.setitem(os.environ, WORKERS_VARIABLE, "node01:6543")
+    assert find_workers(None) == Remote((NODE,))

@@ -1,0 +1,161 @@
+"""Messages between the processes of a node."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import select
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from rpcdataloader.server.link import Link
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = Link.pair()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def fill(link):
+    """Post until there is no room; returns how many messages that took."""
+    count = 0
+    while link.flush():
+        link.post("filler", number=count, padding="x" * 1000)
+        count += 1
+    return count
+
+
+def test_messages_keep_their_boundaries_and_order(pair):
+    ours, theirs = pair
+    for number in range(3):
+        assert ours.send("hello", number=number, text="é" * number)
+    assert [theirs.recv() for _ in range(3)] == [
+        ({"event": "hello", "number": number, "text": "é" * number}, []) for number in range(3)
+    ]
+
+
+def test_descriptors_arrive_usable_and_are_not_inherited(pair):
+    ours, theirs = pair
+    read_end, write_end = os.pipe()
+    assert ours.send("pipe", [read_end, write_end])
+    event, (their_read, their_write) = theirs.recv()
+    try:
+        assert event == {"event": "pipe"}
+        os.write(write_end, b"through")
+        assert os.read(their_read, 100) == b"through"
+        assert not os.get_inheritable(their_read)
+        assert not os.get_inheritable(their_write)
+    finally:
+        for descriptor in (read_end, write_end, their_read, their_write):
+            os.close(descriptor)
+
+
+def test_programs_that_are_started_hold_no_end():
+    ours, theirs = Link.pair()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, close_fds=False) as program:
+        theirs.close()
+        assert ours.recv() is None
+        ours.close()
+        program.communicate(b"\n")
+
+
+def test_closed_other_end_reads_as_none_and_takes_nothing(pair):
+    ours, theirs = pair
+    theirs.close()
+    assert ours.recv() is None
+    assert ours.recv(wait=False) is None
+    assert not ours.send("hello")
+    ours.post("hello")
+    assert ours.flush()
+
+
+def test_what_was_sent_before_the_end_is_still_read(pair):
+    ours, theirs = pair
+    ours.send("last words")
+    ours.close()
+    assert theirs.recv() == ({"event": "last words"}, [])
+    assert theirs.recv() is None
+
+
+def test_recv_without_waiting_tells_nothing_yet_from_the_end(pair):
+    ours, _theirs = pair
+    with pytest.raises(BlockingIOError):
+        ours.recv(wait=False)
+
+
+def test_post_never_waits_and_loses_nothing(pair):
+    """The node server posts: a session that is busy for an hour must neither stop it nor miss a word."""
+    ours, theirs = pair
+    count = fill(ours)
+    assert count > 10
+    ours.post("drain")
+    assert not ours.flush()
+    received = []
+    while not received or received[-1]["event"] != "drain":
+        received.append(theirs.recv()[0])
+        ours.flush()
+    assert [event.get("number") for event in received] == [*range(count), None]
+    assert ours.flush()
+
+
+def test_room_is_reported_to_whoever_polls(pair):
+    ours, theirs = pair
+    fill(ours)
+    poll = select.poll()
+    poll.register(theirs.fileno(), select.POLLIN)
+    assert poll.poll(0)
+
+
+def test_no_descriptor_left_is_an_error_and_no_lost_connection(pair):
+    ours, theirs = pair
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    read_end, write_end = os.pipe()
+    ours.send("pipe", [read_end])
+    ours.send("next")
+    lowest = os.dup(read_end)
+    os.close(lowest)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+        with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+            theirs.recv()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.close(read_end)
+        os.close(write_end)
+    assert theirs.recv() == ({"event": "next"}, [])
+
+
+def test_some_descriptors_of_several_are_closed_again(pair):
+    ours, theirs = pair
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ends = os.pipe()
+    ours.send("pipe", ends)
+    lowest = os.dup(0)
+    os.close(lowest)
+    before = set(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))
+        with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+            theirs.recv()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in ends:
+            os.close(descriptor)
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 1  # that of listdir itself
+
+
+def test_several_processes_may_write_to_one_end(pair):
+    """Gates write sockets to the node server's end of a session's link."""
+    ours, theirs = pair
+    other = Link(socket.socket(fileno=os.dup(ours.fileno())))
+    other.send("from a gate")
+    other.close()
+    ours.send("from the node server")
+    assert [theirs.recv()[0]["event"] for _ in range(2)] == ["from a gate", "from the node server"]

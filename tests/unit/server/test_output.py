@@ -1,0 +1,247 @@
+"""What sessions and workers print, and what of it their client is told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+
+import pytest
+
+from rpcdataloader.server import output as module
+from rpcdataloader.server.output import (
+    MAX_LEFT_BYTES,
+    MAX_LINE,
+    MAX_RECORDS,
+    RECORDS_PERIOD,
+    ClientHandler,
+    OutputReader,
+    redirect_output,
+    tell_client,
+    tell_nobody,
+)
+
+
+class Pipe:
+    """A pipe whose read end belongs to an OutputReader."""
+
+    def __init__(self):
+        self.lines = []
+        descriptor, self.write_end = os.pipe()
+        self.reader = OutputReader(descriptor, "[node client 1]", self.lines.append)
+
+    def write(self, data):
+        os.write(self.write_end, data)
+
+    def close(self):
+        if self.write_end is not None:
+            os.close(self.write_end)
+            self.write_end = None
+
+
+@pytest.fixture
+def pipe():
+    pipe = Pipe()
+    yield pipe
+    pipe.close()
+    try:
+        os.fstat(pipe.reader.fileno())
+    except OSError:
+        return
+    pipe.reader.finish()
+
+
+def test_lines_get_their_origin_in_front(pipe):
+    pipe.write(b"one\ntwo\n")
+    assert pipe.reader.read()
+    assert pipe.lines == ["[node client 1] one\n", "[node client 1] two\n"]
+
+
+def test_line_is_written_when_it_is_complete(pipe):
+    pipe.write(b"be")
+    assert pipe.reader.read()
+    assert pipe.lines == []
+    pipe.write(b"gin\nend")
+    assert pipe.reader.read()
+    assert pipe.lines == ["[node client 1] begin\n"]
+
+
+def test_end_of_file_gives_the_rest_and_closes(pipe):
+    pipe.write(b"last words")
+    pipe.close()
+    assert pipe.reader.read()
+    assert not pipe.reader.read()
+    assert pipe.lines == ["[node client 1] last words\n"]
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(pipe.reader.fileno())
+
+
+def test_nothing_there_is_not_the_end(pipe):
+    assert pipe.reader.read()
+    assert pipe.lines == []
+
+
+def test_output_that_is_not_text_arrives_all_the_same(pipe):
+    pipe.write(b"caf\xe9 \xff\n")
+    pipe.reader.read()
+    assert pipe.lines == ["[node client 1] caf\ufffd \ufffd\n"]
+
+
+def test_endless_line_is_cut_and_memory_stays_bounded(pipe):
+    for _ in range(100):
+        pipe.write(b"x" * 60_000)
+        pipe.reader.read()
+        assert len(pipe.reader._rest) <= MAX_LINE
+    assert all(len(line) <= MAX_LINE + 40 for line in pipe.lines)
+
+
+def test_finish_takes_what_is_there_although_somebody_holds_the_other_end(pipe):
+    pipe.write(b"one\ntwo")
+    pipe.reader.finish()
+    assert pipe.lines == ["[node client 1] one\n", "[node client 1] two\n"]
+
+
+def test_finish_ends_although_somebody_never_stops_writing(pipe, monkeypatch):
+    """A daemon that user code left behind."""
+    taken = []
+
+    def read(_descriptor, size):
+        taken.append(size)
+        return b"x" * size
+
+    monkeypatch.setattr(module.os, "read", read)
+    pipe.reader.finish()
+    assert sum(taken) == MAX_LEFT_BYTES
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_redirected_output_is_that_of_the_descriptors(tmp_path):
+    """In a fork, since it replaces what pytest has put in place."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
+            descriptor = redirect_output()
+            print("printed")  # noqa: T201
+            os.write(1, b"written to 1\n")
+            print("error", file=sys.stderr)  # noqa: T201
+            os.write(2, b"written to 2\n")
+            lines = []
+            reader = OutputReader(descriptor, ">", lines.append)
+            reader.read()
+            (tmp_path / "lines").write_text("".join(lines))
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert (tmp_path / "lines").read_text() == "> printed\n> written to 1\n> error\n> written to 2\n"
+
+
+# --- what the client is told
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1000.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """A client that is told; what it was told, and a clock."""
+    clock = Clock()
+    # The standard library uses the module of the same name, so only this module gets another one.
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    records = []
+    tell_client(records.append)
+    yield records, clock
+    tell_nobody()
+
+
+def test_records_of_warning_level_and_above_reach_the_client(told):
+    records, _clock = told
+    logger = logging.getLogger("user.code")
+    logger.setLevel(logging.DEBUG)
+    logger.info("not this")
+    logger.warning("file %s is short", "a.jpg")
+    logger.error("no disk")
+    assert records == [
+        {"level": logging.WARNING, "logger": "user.code", "text": "file a.jpg is short"},
+        {"level": logging.ERROR, "logger": "user.code", "text": "no disk"},
+    ]
+
+
+def test_python_warnings_reach_the_client_and_the_log(told, capsys):
+    records, _clock = told
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = module._show_warning
+        warnings.warn("old format", DeprecationWarning, stacklevel=1)
+    assert records == [{"level": logging.WARNING, "logger": "py.warnings", "text": "DeprecationWarning: old format"}]
+    assert "DeprecationWarning: old format" in capsys.readouterr().err
+
+
+def test_traceback_travels_with_an_exception(told):
+    records, _clock = told
+    try:
+        raise LookupError("gone")
+    except LookupError:
+        logging.getLogger("user").exception("while decoding")
+    (record,) = records
+    assert record["text"].startswith("while decoding\nTraceback (most recent call last):")
+    assert record["text"].endswith("LookupError: gone")
+
+
+def test_equal_texts_are_told_once(told):
+    records, clock = told
+    for _ in range(1000):
+        logging.getLogger("user").warning("slow disk")
+        clock.now += 1
+    assert len(records) == 1
+    logging.getLogger("other").warning("slow disk")
+    assert len(records) == 2
+
+
+def test_rate_is_limited_and_recovers(told):
+    records, clock = told
+    for number in range(500):
+        logging.getLogger("user").warning("sample %d", number)
+    assert len(records) == MAX_RECORDS
+    clock.now += RECORDS_PERIOD + 1
+    for number in range(500):
+        logging.getLogger("user").warning("sample %d", number)
+    assert len(records) == 2 * MAX_RECORDS
+
+
+def test_what_is_remembered_is_bounded(told, monkeypatch):
+    _records, clock = told
+    monkeypatch.setattr(module, "MAX_REMEMBERED", 30)
+    (handler,) = module._client_handlers()
+    for number in range(100):
+        logging.getLogger("user").warning("%d" + "x" * 2 * MAX_LINE, number)
+        clock.now += RECORDS_PERIOD
+    assert len(handler._seen) <= 30
+    assert all(len(text) <= MAX_LINE for _logger, text in handler._seen)
+
+
+def test_record_that_cannot_be_formatted_harms_nobody(told, monkeypatch):
+    records, _clock = told
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    logging.getLogger("user").warning("%d", "no number")
+    assert records == []
+
+
+def test_telling_again_replaces_and_telling_nobody_undoes(told):
+    records, _clock = told
+    others = []
+    tell_client(others.append)
+    logging.getLogger("user").warning("to the new one")
+    tell_nobody()
+    logging.getLogger("user").warning("to nobody")
+    assert (records, [record["text"] for record in others]) == ([], ["to the new one"])
+    assert not any(isinstance(handler, ClientHandler) for handler in logging.getLogger().handlers)

@@ -1,0 +1,310 @@
+"""Forks: how they live, how they end, and what is known of it."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rpcdataloader.server import processes
+from rpcdataloader.server.processes import describe_exit, fork, reap_orphans
+from tests.conftest import TIMEOUT_SCALE, wait_until
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@pytest.fixture(params=["pidfd", "old python", "old kernel"])
+def every_way(request, monkeypatch):
+    """Of seeing that a child has ended; the Pythons of conda and uv lack the function, Linux before 5.3 the call."""
+    processes._has_pidfd.cache_clear()
+    if request.param != "pidfd":
+        monkeypatch.delattr(os, "pidfd_open")
+    if request.param == "old kernel":
+        monkeypatch.setattr(processes, "_SYS_PIDFD_OPEN", 0xFFFFFF)
+    assert processes._has_pidfd() == (request.param != "old kernel")
+    yield
+    processes._has_pidfd.cache_clear()
+
+
+def wait_for(process):
+    """How a child ended, as the loops of servers find out."""
+    poll = select.poll()
+    poll.register(process.fileno(), select.POLLIN)
+    assert poll.poll(30_000 * TIMEOUT_SCALE), "the child does not end"
+    wait_until(process.reap)
+    return process.ended
+
+
+def tell(write_end, text):
+    os.write(write_end, str(text).encode())
+
+
+@pytest.fixture
+def pipe():
+    read_end, write_end = os.pipe()
+    yield read_end, write_end
+    os.close(read_end)
+    os.close(write_end)
+
+
+def answer(run, pipe):
+    """What ``run()`` returns in a fork, as text."""
+    process = fork(lambda: tell(pipe[1], run()))
+    assert wait_for(process) == "exited with status 0"
+    return os.read(pipe[0], 65536).decode()
+
+
+def sleep():
+    signal.pause()
+
+
+# --- ends
+
+
+@pytest.mark.usefixtures("every_way")
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda: None, "exited with status 0"),
+        (lambda: os._exit(7), "exited with status 7"),
+        (lambda: sys.exit(3), "exited with status 1"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL (perhaps out of memory)"),
+        (lambda: os.kill(os.getpid(), signal.SIGALRM), "was killed by SIGALRM"),
+    ],
+)
+def test_end_is_told_in_words(run, expected):
+    descriptors = set(os.listdir("/proc/self/fd"))
+    assert wait_for(fork(run)) == expected
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (0, "exited with status 0"),
+        (3 << 8, "exited with status 3"),
+        (signal.SIGKILL, "was killed by SIGKILL (perhaps out of memory)"),
+        (signal.SIGSEGV | 0x80, "was killed by SIGSEGV (a crash in compiled code)"),
+        (signal.SIGBUS, "was killed by SIGBUS (perhaps shared memory or a file that shrank)"),
+        (signal.SIGTERM, "was killed by SIGTERM"),
+        (signal.SIGRTMIN + 3, f"was killed by signal {signal.SIGRTMIN + 3}"),
+    ],
+)
+def test_every_status_has_words(status, text):
+    assert describe_exit(status) == text
+
+
+@pytest.mark.usefixtures("every_way")
+def test_kill_gives_its_reason_and_not_a_guess():
+    process = fork(sleep)
+    assert process.reap() is None
+    process.kill("no handshake in time")
+    process.kill("another reason")
+    assert wait_for(process) == "was ended: no handshake in time"
+    process.kill("too late")
+    assert process.reap() == "was ended: no handshake in time"
+
+
+def test_killed_child_that_had_ended_already_keeps_its_own_reason():
+    process = fork(lambda: os._exit(4))
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    process.kill("too late")
+    assert wait_for(process) == "exited with status 4"
+
+
+def test_reap_can_wait():
+    process = fork(lambda: None)
+    assert process.reap(wait=True) == "exited with status 0"
+
+
+def test_exit_status_that_somebody_else_took_is_no_error():
+    """run_worker shares its process with a caller, who may wait for all children."""
+    process = fork(lambda: None)
+    assert os.waitpid(process.pid, 0)[0] == process.pid
+    assert process.reap() == "ended"
+
+
+def test_error_in_a_child_is_logged_and_never_returns(caplog, capfd):
+    def run():
+        logging.getLogger().addHandler(logging.StreamHandler(os.fdopen(os.dup(2), "w")))
+        raise LookupError("in the child")
+
+    assert wait_for(fork(run)) == "exited with status 1"
+    assert "LookupError: in the child" in capfd.readouterr().err
+    assert caplog.records == []
+
+
+def test_child_dies_with_its_parent(pipe):
+    """A grandchild, whose parent is killed."""
+
+    def run():
+        grandchild = fork(sleep)
+        tell(pipe[1], grandchild.pid)
+        sleep()
+
+    process = fork(run)
+    grandchild = int(os.read(pipe[0], 100))
+    assert Path(f"/proc/{grandchild}").exists()
+    process.kill("test")
+    wait_for(process)
+    wait_until(lambda: not is_running(grandchild))
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# --- life
+
+
+def test_signals_for_the_whole_group_do_not_reach_a_child(pipe):
+    def run():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM}
+        return f"alive {len(blocked)}"
+
+    assert answer(run, pipe) == "alive 0"
+
+
+def test_signals_of_the_parent_are_as_before():
+    handler, mask = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    wait_for(fork(lambda: None))
+    assert (signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, [])) == (handler, mask)
+
+
+def test_standard_input_of_a_child_is_empty_and_inherited_by_programs(pipe):
+    assert answer(lambda: repr(os.read(0, 10)), pipe) == "b''"
+    assert answer(lambda: subprocess.run(["cat"], capture_output=True, check=True).stdout, pipe) == "b''"
+
+
+def test_standard_input_that_was_closed_is_made(pipe):
+    def run():
+        os.close(0)
+        processes._empty_stdin()
+        return f"{os.readlink('/proc/self/fd/0')} {os.get_inheritable(0)}"
+
+    assert answer(run, pipe) == "/dev/null True"
+
+
+def test_what_the_parent_has_printed_is_not_printed_again(pipe, tmp_path):
+    """Standard output that is a file or a pipe is buffered, and a fork copies the buffer."""
+
+    def run():
+        with (tmp_path / "out").open("w") as sys.stdout:
+            print("parent")  # noqa: T201
+            fork(lambda: print("child")).reap(wait=True)  # noqa: T201
+            fork(lambda: None).reap(wait=True)
+        return (tmp_path / "out").read_text()
+
+    assert answer(run, pipe) == "parent\nchild\n"
+
+
+def test_children_draw_different_random_numbers_and_use_one_thread(pipe):
+    import random
+
+    import numpy as np
+
+    def run():
+        return f"{torch.get_num_threads()} {random.random()} {np.random.random()} {torch.rand(()).item()}"
+
+    first, second = answer(run, pipe).split(), answer(run, pipe).split()
+    assert first[0] == second[0] == "1"
+    assert not set(first[1:]) & set(second[1:])
+
+
+# --- a system without room
+
+
+def test_fork_that_fails_leaves_nothing(monkeypatch, every_way):  # noqa: ARG001
+    def fail():
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", fail)
+    before = set(os.listdir("/proc/self/fd")), signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with pytest.raises(BlockingIOError):
+        fork(lambda: None)
+    assert (set(os.listdir("/proc/self/fd")), signal.pthread_sigmask(signal.SIG_BLOCK, [])) == before
+
+
+def test_child_that_cannot_be_watched_is_not_left_behind(monkeypatch):
+    assert processes._has_pidfd()
+
+    def fail(_pid):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(processes, "_pidfd_open", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        fork(sleep)
+    with pytest.raises(ChildProcessError):
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def test_orphans_are_collected_and_nobody_else(pipe):
+    """As process 1 of a container; here, in a fork that adopts orphans."""
+
+    def run():
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        reap_orphans(())  # no child at all
+        known = fork(lambda: os._exit(5))
+        parent = fork(lambda: os.spawnlp(os.P_NOWAIT, "true", "true"))
+        parent.reap(wait=True)
+        # The grandchild is ours now, and will end.
+        wait_until(lambda: num_zombies() == 2)
+        reap_orphans({known.pid})
+        if num_zombies() == 2:  # the known one came first
+            known.reap()
+            reap_orphans(())
+        left = num_zombies()
+        return f"{left} {known.reap()}"
+
+    assert answer(run, pipe) in ("1 exited with status 5", "0 exited with status 5")
+
+
+def num_zombies():
+    count = 0
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            count += fields[0] == "Z" and int(fields[1]) == os.getpid()
+    return count
+
+
+def test_workers_go_first_when_memory_runs_out(pipe):
+    def run():
+        processes.prefer_for_oom()
+        return Path("/proc/self/oom_score_adj").read_text().strip()
+
+    assert answer(run, pipe) == str(processes.WORKER_OOM_SCORE)
+
+
+def test_open_files_and_threads_are_seen(tmp_path):
+    import threading
+
+    before, threads = processes.open_files(), processes.num_threads()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    with open(tmp_path / "file", "w"):
+        assert len(processes.open_files() - before) == 1
+        assert processes.num_threads() == threads + 1
+    stop.set()
+    thread.join()
+    assert processes.open_files() == before

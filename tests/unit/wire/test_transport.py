@@ -1,0 +1,540 @@
+"""Sockets: what arrives, what happens when it does not, and which errors callers see.
+
+Everything here is one process, over socket pairs, loopback ports of the kernel's choice and Unix sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import socket
+import stat
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RPCTimeoutError
+from rpcdataloader.wire import transport
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.transport import Deadline, Stream, accept, connect, listen_tcp, listen_unix, resolve
+from tests.conftest import TIMEOUT_SCALE, wait_until
+
+FOREVER = 30 * TIMEOUT_SCALE
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def pair():
+    """Two streams joined to each other."""
+    ours, theirs = (
+        Stream(sock, name) for sock, name in zip(socket.socketpair(), ("node07:6543", "client"), strict=True)
+    )
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+@pytest.fixture
+def tcp_pair():
+    with listen_tcp("127.0.0.1", [0]) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs = listener.accept()[0]
+    streams = Stream(ours, "node07:6543"), Stream(theirs, "client")
+    yield streams
+    for stream in streams:
+        stream.close()
+
+
+def read(stream, size):
+    """Exactly ``size`` bytes, or what comes before the end of file."""
+    data = bytearray(size)
+    view = memoryview(data)
+    filled = 0
+    while filled < size and (count := stream.recv_into([view[filled:]])):
+        filled += count
+    return bytes(data[:filled])
+
+
+def in_thread(function, *args):
+    pool = ThreadPoolExecutor(1)
+    future = pool.submit(function, *args)
+    pool.shutdown(wait=False)
+    return future
+
+
+# --- deadlines
+
+
+def test_deadline_spans_several_steps(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    deadline = Deadline(2.5)
+    assert deadline.remaining() == 2.5
+    now += 2.0
+    assert deadline.remaining() == 0.5
+    now += 2.0
+    assert deadline.remaining() == 0.0
+
+
+def test_deadline_without_limit():
+    assert Deadline(None).remaining() is None
+    assert Deadline(None).pause(0.0)
+
+
+def test_pause_beyond_the_deadline_is_not_made():
+    assert not Deadline(5.0).pause(1000.0)
+
+
+def test_cancelling_ends_pauses_and_leaves_no_time():
+    deadline = Deadline(None)
+    paused = in_thread(deadline.pause, FOREVER)
+    deadline.cancel()
+    assert paused.result(FOREVER) is False
+    assert deadline.remaining() == 0.0
+    assert Deadline(None).remaining() is None
+
+
+# --- streams
+
+
+def test_pieces_arrive_in_order_whatever_their_number_and_kind(pair):
+    """More than the kernel takes at once, and more than the socket holds."""
+    ours, theirs = pair
+    pieces = [struct.pack("<I", number) for number in range(3 * transport.MAX_PIECES)]
+    pieces += [bytearray(b"x" * 5_000_000), memoryview(b"y" * 7), memoryview(bytearray(8)).cast("Q"), b"z"]
+    expected = b"".join(pieces)
+    sending = in_thread(ours.send, pieces)
+    assert read(theirs, len(expected)) == expected
+    sending.result(FOREVER)
+
+
+def test_partial_sends_go_on_where_the_kernel_stopped(pair):
+    ours, theirs = pair
+    ours._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    pieces = [bytes([number % 251]) * (number * 37 % 3000 + 1) for number in range(500)]
+    sending = in_thread(ours.send, pieces)
+    expected = b"".join(pieces)
+    received = b""
+    while len(received) < len(expected):
+        received += read(theirs, min(1000, len(expected) - len(received)))
+    assert received == expected
+    sending.result(FOREVER)
+
+
+def test_pieces_are_not_copied(pair):
+    class Recorder:
+        def __init__(self, sock):
+            self.sock, self.seen = sock, []
+
+        def sendmsg(self, pieces):
+            self.seen += pieces
+            return self.sock.sendmsg(pieces)
+
+    ours, theirs = pair
+    sock, ours._sock = ours._sock, Recorder(ours._sock)
+    pieces = [b"header", memoryview(bytearray(100_000))]
+    ours.send(pieces)
+    assert all(seen is piece for seen, piece in zip(ours._sock.seen, pieces, strict=True))
+    ours._sock = sock
+    read(theirs, 100_006)
+
+
+def test_receive_fills_several_views_and_waits_for_all_of_them(pair):
+    ours, theirs = pair
+    views = [memoryview(bytearray(size)) for size in (3, 5, 100_000)]
+    receiving = in_thread(theirs.recv_into, views)
+    for _ in range(10):
+        ours.send([b"abc" * 3_334])
+    ours.send([b"x" * 10_000])
+    assert receiving.result(FOREVER) == 100_008
+    assert b"".join(views)[:9] == b"abcabcabc"
+
+
+def test_end_of_file_reads_as_0_and_cuts_a_receive_short(pair):
+    ours, theirs = pair
+    ours.send([b"abc"])
+    ours.finish()
+    assert theirs.recv_into([memoryview(bytearray(10))]) == 3
+    assert theirs.recv_into([memoryview(bytearray(10))]) == 0
+
+
+def test_read_ahead_gives_the_same_bytes(pair):
+    ours, theirs = pair
+    theirs.read_ahead()
+    data = os.urandom(300_000)
+    sending = in_thread(lambda: [ours.send([data]), ours.finish()])
+    received = [read(theirs, size) for size in (1, 80, 7, 70_000, 3, 200_000, 100, 50_000)]
+    assert b"".join(received) == data
+    sending.result(FOREVER)
+
+
+def test_shutdown_wakes_a_receiver_and_a_sender(pair):
+    ours, _theirs = pair
+    receiving = in_thread(ours.recv_into, [memoryview(bytearray(10))])
+    sending = in_thread(ours.send, [bytes(50_000_000)])
+    ours.shutdown()
+    assert receiving.result(FOREVER) == 0
+    with pytest.raises(ConnectionLostError, match="connection to node07:6543 lost while sending"):
+        sending.result(FOREVER)
+
+
+def test_reset_is_a_lost_connection_with_its_cause(tcp_pair):
+    ours, theirs = tcp_pair
+    theirs._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    theirs.close()
+    with pytest.raises(ConnectionLostError, match="connection to node07:6543 lost: Connection reset by peer") as raised:
+        ours.recv_into([memoryview(bytearray(10))])
+    assert isinstance(raised.value.__cause__, ConnectionResetError)
+
+
+def test_writing_to_a_closed_peer_is_a_lost_connection(pair):
+    ours, theirs = pair
+    theirs.close()
+    with pytest.raises(ConnectionLostError, match="connection to node07:6543 lost while sending: Broken pipe"):
+        ours.send([b"x"])
+
+
+def test_limit_bounds_receives_and_sends(pair):
+    ours, _theirs = pair
+    ours.limit(Deadline(0.01))
+    with pytest.raises(RPCTimeoutError, match="node07:6543 does not answer"):
+        ours.recv_into([memoryview(bytearray(10))])
+    with pytest.raises(RPCTimeoutError, match="node07:6543 takes no data"):
+        ours.send([bytes(50_000_000)])
+
+
+def test_limit_that_has_passed_is_an_error_at_once(pair):
+    deadline = Deadline(None)
+    deadline.cancel()
+    with pytest.raises(RPCTimeoutError, match="no answer from node07:6543 in time"):
+        pair[0].limit(deadline)
+
+
+def test_limit_can_be_taken_away(pair):
+    ours, _theirs = pair
+    ours.limit(Deadline(0.01))
+    ours.limit(Deadline(None))
+    assert ours._sock.gettimeout() is None
+
+
+def test_lingering_saves_the_last_words_from_unread_input(tcp_pair):
+    """Without, the kernel resets the connection of a socket that is closed with input, and the peer reads an error."""
+    ours, theirs = tcp_pair
+    theirs.send([b"nobody reads this" * 1000])
+    ours.send([b"refused"])
+    lingering = in_thread(ours.linger)
+    assert read(theirs, 100) == b"refused"
+    theirs.send([b"nor this"])
+    theirs.close()
+    lingering.result(FOREVER)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_fork_does_not_keep_a_connection_open(pair):
+    """multiprocessing in a trainer or in a worker: the peer must see the end although the fork lives on."""
+    ours, theirs = pair
+    done_read, done_write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(done_write)
+        os.read(done_read, 1)
+        os._exit(0)
+    os.close(done_read)
+    try:
+        ours.close()
+        theirs.limit(Deadline(FOREVER))
+        assert theirs.recv_into([memoryview(bytearray(1))]) == 0
+    finally:
+        os.close(done_write)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("uid", "euid", "allowed"), [(1000, 1000, True), (0, 1000, True), (1001, 1000, False), (1000, 0, False)]
+)
+def test_only_the_same_user_may_connect_without_a_secret(pair, monkeypatch, uid, euid, allowed):
+    monkeypatch.setattr(transport, "peer_of", lambda _sock: transport.Peer(1, uid))
+    monkeypatch.setattr(os, "geteuid", lambda: euid)
+    if allowed:
+        pair[0].require_same_user()
+    else:
+        with pytest.raises(AuthenticationError, match=f"belongs to user id {uid} and this process to {euid}"):
+            pair[0].require_same_user()
+
+
+def test_kernel_knows_the_peer_of_a_unix_socket(pair, tcp_pair):
+    assert transport.peer_of(pair[0]._sock) == transport.Peer(os.getpid(), os.getuid())
+    tcp_pair[0].require_same_user()  # nothing is known there
+
+
+# --- connecting
+
+
+def test_connecting_to_nobody_says_what_to_do():
+    with listen_tcp("127.0.0.1", [0]) as listener:
+        address = Address("127.0.0.1", listener.getsockname()[1])
+    with pytest.raises(ConnectError, match=rf"cannot connect to {address}: connection refused \(is `python -m rpc"):
+        connect(address, Deadline(FOREVER))
+    with pytest.raises(ConnectError, match="cannot connect to unix:/nowhere/pool: No such file or directory"):
+        connect(Address(path="/nowhere/pool"), Deadline(FOREVER))
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 64 + ".org"])
+def test_host_that_does_not_resolve(host, monkeypatch):
+    if host.endswith(".invalid"):  # so that nobody is asked
+        error = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: throw(error))
+    with pytest.raises(ConnectError, match=rf"cannot connect to {host}:6543: the host name does not resolve \("):
+        connect(Address(host, 6543), Deadline(FOREVER))
+    with pytest.raises(ConnectError, match=f"{host}, does not resolve here .*; give one that does with --advertise"):
+        resolve(host)
+    with pytest.raises(ConnectError, match=f"cannot listen on {host}: the host name does not resolve"):
+        listen_tcp(host, [0])
+
+
+def throw(error):
+    raise error
+
+
+class Impatient(Deadline):
+    """Makes pauses a hundred times shorter."""
+
+    def pause(self, seconds):
+        return super().pause(seconds / 100)
+
+
+def test_waiting_for_a_server_that_is_not_there_yet(tmp_path, caplog):
+    """Trainers and node servers of a job start at the same time."""
+    address = Address(path=str(tmp_path / "socket"))
+    connecting = in_thread(lambda: connect(address, Impatient(FOREVER), retry=True))
+    wait_until(lambda: "still waiting for unix:" in caplog.text, 20)
+    with listen_unix(address.path):
+        connecting.result(FOREVER).close()
+    assert caplog.text.count("still waiting") == 1
+
+
+def test_waiting_ends_at_the_deadline_and_when_it_is_cancelled(tmp_path):
+    address = Address(path=str(tmp_path / "socket"))
+    with pytest.raises(ConnectError, match="No such file or directory"):
+        connect(address, Deadline(0.1), retry=True)
+    deadline = Deadline(None)
+    connecting = in_thread(lambda: connect(address, deadline, retry=True))
+    deadline.cancel()
+    with pytest.raises(ConnectError):
+        connecting.result(FOREVER)
+
+
+@contextlib.contextmanager
+def silent_host():
+    """An address that answers nothing: a listener whose queue is full."""
+    with socket.socket() as listener, contextlib.ExitStack() as stack:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        while True:
+            filler = stack.enter_context(socket.socket())
+            filler.settimeout(0.1)
+            try:
+                filler.connect(listener.getsockname())
+            except TimeoutError:
+                break
+        yield listener.getsockname()
+
+
+def test_host_that_does_not_answer():
+    with silent_host() as (host, port), pytest.raises(ConnectError, match="no answer in time"):
+        connect(Address(host, port), Deadline(0.2))
+
+
+def test_every_address_of_a_name_is_tried_within_the_one_deadline(monkeypatch):
+    """An address that drops packets, such as an IPv6 one without a route, leaves time for the next."""
+    with silent_host() as silent, listen_tcp("127.0.0.1", [0]) as listener:
+        known = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in (silent, listener.getsockname())]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: known)
+        start = time.monotonic()
+        connect(Address("node07", 6543), Deadline(2.0)).close()
+        assert time.monotonic() - start < 1.9
+        known.reverse()
+        connect(Address("node07", 6543), Deadline(2.0)).close()
+        known[:] = [known[1], known[1]]
+        start = time.monotonic()
+        with pytest.raises(ConnectError, match="cannot connect to node07:6543: no answer in time"):
+            connect(Address("node07", 6543), Deadline(0.3))
+        assert time.monotonic() - start < 0.3 + FOREVER
+
+
+def test_connection_of_a_port_to_itself_is_nobody(monkeypatch):
+    """TCP allows that, and a client that waits for a server on a port of the ephemeral range will meet it."""
+
+    class FromTheSamePort(socket.socket):
+        def connect(self, address):
+            self.bind(address)
+            super().connect(address)
+
+    with listen_tcp("127.0.0.1", [0]) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setattr(socket, "socket", FromTheSamePort)
+    with pytest.raises(ConnectError, match="connection refused"):
+        connect(Address("127.0.0.1", port), Deadline(FOREVER))
+
+
+def test_tcp_options():
+    with listen_tcp("127.0.0.1", [0]) as listener:
+        stream = connect(Address("127.0.0.1", listener.getsockname()[1]), Deadline(FOREVER))
+        sock, source = accept(listener)
+    assert source == "127.0.0.1"
+    for end in (stream._sock, sock):
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 5
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
+        # It would cut off a peer that merely stands still.
+        assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+    stream.close()
+    sock.close()
+
+
+# --- listening
+
+
+def test_first_free_port_of_a_range():
+    with listen_tcp("127.0.0.1", [0]) as first:
+        port = first.getsockname()[1]
+        with listen_tcp("127.0.0.1", [port, 0]) as second:
+            assert second.getsockname()[1] not in (0, port)
+
+
+def test_port_in_use_is_told_with_the_way_out():
+    with listen_tcp("127.0.0.1", [0]) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConnectError, match=f"cannot listen on 127.0.0.1: port {port} in use; choose another"):
+            listen_tcp("127.0.0.1", [port])
+        with pytest.raises(ConnectError, match=f"port {port}-{port} in use"):
+            listen_tcp("127.0.0.1", [port, port])
+
+
+def test_port_can_be_used_again_at_once(tcp_pair):
+    """Connections of a server that has ended stay in the kernel for a minute."""
+    _ours, theirs = tcp_pair
+    port = theirs._sock.getsockname()[1]
+    theirs.close()
+    listen_tcp("127.0.0.1", [port]).close()
+
+
+def test_address_of_another_machine():
+    with pytest.raises(ConnectError, match=r"cannot listen on 192\.0\.2\.1 port 0: Cannot assign requested address"):
+        listen_tcp("192.0.2.1", [0])
+
+
+def test_all_interfaces_of_both_families():
+    with listen_tcp("::", [0]) as listener:
+        port = listener.getsockname()[1]
+        for host in ("127.0.0.1", "::1"):
+            connect(Address(host, port), Deadline(FOREVER)).close()
+            accept(listener)[0].close()
+
+
+def test_ipv6_alone():
+    with listen_tcp("::1", [0]) as listener:
+        connect(Address("::1", listener.getsockname()[1]), Deadline(FOREVER)).close()
+        sock, source = accept(listener)
+        sock.close()
+    assert source == "::1"
+
+
+@pytest.fixture
+def unix_path(tmp_path):
+    """One that is too long for a socket address."""
+    folder = tmp_path / ("d" * 120) / ("e" * 90)
+    folder.mkdir(parents=True)
+    return str(folder / "socket")
+
+
+def test_unix_socket_belongs_to_this_user_alone_however_long_its_path(unix_path):
+    umask = os.umask(0)
+    try:
+        with listen_unix(unix_path) as listener:
+            assert stat.S_IMODE(os.stat(unix_path).st_mode) == 0o600
+            connect(Address(path=unix_path), Deadline(FOREVER)).close()
+            sock, source = accept(listener)
+            sock.close()
+            assert source == f"uid {os.getuid()}"
+        assert os.umask(0) == 0
+    finally:
+        os.umask(umask)
+
+
+def test_socket_file_of_a_dead_server_is_replaced(unix_path):
+    listen_unix(unix_path).close()
+    with pytest.raises(ConnectError, match="connection refused"):
+        connect(Address(path=unix_path), Deadline(FOREVER))
+    with listen_unix(unix_path):
+        connect(Address(path=unix_path), Deadline(FOREVER)).close()
+
+
+def test_socket_of_a_live_server_is_not_taken(unix_path):
+    with listen_unix(unix_path), pytest.raises(ConnectError, match=f"cannot listen on unix:{unix_path}: in use by"):
+        listen_unix(unix_path)
+
+
+def test_socket_of_a_server_that_is_stuck_is_not_taken(tmp_path):
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as stuck, contextlib.ExitStack() as stack:
+        stuck.bind(path)
+        stuck.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+                sock.setblocking(False)
+                sock.connect(path)
+        with pytest.raises(ConnectError, match="in use by another server"):
+            listen_unix(path)
+
+
+def test_file_that_is_no_socket_is_left_alone(tmp_path):
+    path = tmp_path / "results.csv"
+    path.write_text("precious")
+    with pytest.raises(ConnectError, match=f"cannot listen on unix:{path}"):
+        listen_unix(str(path))
+    assert path.read_text() == "precious"
+
+
+def test_folder_that_does_not_exist(tmp_path):
+    with pytest.raises(ConnectError, match="No such file or directory"):
+        listen_unix(str(tmp_path / "missing" / "socket"))
+    with pytest.raises(ConnectError, match="No such file or directory"):
+        listen_unix(str(tmp_path / ("m" * 150) / "socket"))
+
+
+def test_accept_without_a_connection_gives_none(tcp_pair):  # noqa: ARG001
+    with listen_tcp("127.0.0.1", [0]) as listener:
+        listener.setblocking(False)
+        assert accept(listener) is None
+
+
+def test_accept_without_a_descriptor_left_is_an_error_and_the_connection_waits():
+    with listen_tcp("127.0.0.1", [0]) as listener:
+        listener.setblocking(False)
+        stream = connect(Address("127.0.0.1", listener.getsockname()[1]), Deadline(FOREVER))
+        lowest = os.dup(0)
+        os.close(lowest)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+            with pytest.raises(ConnectError, match=os.strerror(errno.EMFILE)):
+                accept(listener)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        sock, _source = accept(listener)
+        sock.close()
+        stream.close()
