@@ -18,9 +18,11 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rpcdataloader.client.node import Session, Worker, WorkerOwner, result_of
+from rpcdataloader.client.exchange import result_of
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.refs import DatasetRef
+from rpcdataloader.client.session import Session
+from rpcdataloader.client.worker import Worker, WorkerOwner
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCError, SerializationError
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Build, Call

@@ -12,9 +12,10 @@ import threading
 
 from rpcdataloader.client.alarm import Alarm
 from rpcdataloader.client.discovery import Local, Remote
+from rpcdataloader.client.exchange import ClientSettings
 from rpcdataloader.client.janitor import Janitor
 from rpcdataloader.client.local import LocalServer
-from rpcdataloader.client.node import ClientSettings, Node
+from rpcdataloader.client.node import Node
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, client_credentials

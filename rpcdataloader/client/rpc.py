@@ -9,9 +9,10 @@ from typing import Any
 from torch.futures import Future
 
 from rpcdataloader.client.alarm import Timer
-from rpcdataloader.client.node import Worker, result_of
+from rpcdataloader.client.exchange import result_of
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.refs import RRef
+from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.frames import Message

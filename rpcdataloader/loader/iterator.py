@@ -22,9 +22,11 @@ import torch
 import torch.utils.data._utils.pin_memory
 
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
-from rpcdataloader.client.node import Session, Worker, reference_of, result_of
+from rpcdataloader.client.exchange import reference_of, result_of
 from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.session import Session
 from rpcdataloader.client.sharing import Partition
+from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import ConnectError, LocalProtocolError, RPCError
 from rpcdataloader.loader import remote
 from rpcdataloader.loader.scheduler import Scheduler

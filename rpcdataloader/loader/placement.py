@@ -6,8 +6,8 @@ import functools
 import logging
 
 from rpcdataloader.client.discovery import Local, Remote
-from rpcdataloader.client.node import Session
 from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.session import Session
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
 
 logger = logging.getLogger("rpcdataloader.loader")

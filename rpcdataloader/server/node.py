@@ -144,9 +144,12 @@ class NodeServer:
     def stop(self) -> None:
         """Drain; called a second time, end at once. Safe in a signal handler and in any thread."""
         self._stop_requests += 1
-        # Full is as good as written; and it is closed when the server has ended.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b".")
+
+    def wakeup_fileno(self) -> int:
+        """A descriptor that ends the server's wait when something is written to it (:func:`signal.set_wakeup_fd`)."""
+        return self._wake_write
 
     def _watch(self, descriptor: int, handler: Callable[[], object], events: int = select.POLLIN) -> None:
         self._handlers[descriptor] = handler
@@ -164,9 +167,11 @@ class NodeServer:
         for output in self._outputs:
             output.finish()
         self._listener.close()
-        wake, self._wake_write = self._wake_write, -1
-        os.close(wake)
+
+    def close(self) -> None:
+        """Give the descriptors back, once nothing can call :meth:`stop` any more."""
         os.close(self._wake_read)
+        os.close(self._wake_write)
 
     # --- gates and sessions
 
@@ -337,7 +342,8 @@ class NodeServer:
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
-        self._drain()
+        if self._stop_requests > 0:
+            self._drain()
         if self._stop_requests > 1:
             self._end_all("the node server was told to end")
 
@@ -396,8 +402,11 @@ def stopping_on_signals(server: NodeServer) -> Iterator[None]:
         yield
         return
     before = {number: signal.signal(number, lambda *_: server.stop()) for number in (signal.SIGTERM, signal.SIGINT)}
+    # A signal that the kernel gives to another thread, such as one of a preloaded module, does not interrupt poll.
+    wakeup = signal.set_wakeup_fd(server.wakeup_fileno(), warn_on_full_buffer=False)
     try:
         yield
     finally:
+        signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)

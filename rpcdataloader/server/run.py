@@ -84,7 +84,7 @@ def run_server(
             write_output=write_output,
             lifeline=lifeline,
         )
-        with stopping_on_signals(server):
+        with contextlib.closing(server), stopping_on_signals(server):
             logger.info("listening on %s, offering %d workers", address, context.num_workers)
             ready(f"rpcdataloader ready {address} num_workers={context.num_workers} pid={os.getpid()}")
             server.serve()

@@ -38,7 +38,7 @@ class ServerSettings:
     interface: str = field(
         default="",
         metadata={
-            "help": "listen on the address of this network interface (for example ib0) instead of --host (default: none)"
+            "help": "listen on the address of this network interface, such as ib0, instead of --host (default: none)"
         },
     )
     advertise: str = field(

@@ -1,0 +1,80 @@
+"""What control and worker connections have in common: the welcome, references in requests, results, log records."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rpcdataloader.client.refs import DatasetRef
+from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.channel import Channel
+from rpcdataloader.wire.credentials import Credentials
+from rpcdataloader.wire.frames import Message, MessageType
+from rpcdataloader.wire.messages import Busy, Log, Welcome
+from rpcdataloader.wire.pickling import loads, loads_exception
+from rpcdataloader.wire.slabs import Allocator
+
+worker_logger = logging.getLogger("rpcdataloader.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """What all connections of this client share.
+
+    Attributes:
+        credentials: Finds the secret for an address.
+        connect_timeout: Seconds to wait for a node server that is not there yet, or has no room.
+        rank: Of a distributed trainer, for the server's log.
+        allocator: Pageable receive buffers.
+    """
+
+    credentials: Callable[[Address], Credentials]
+    connect_timeout: float
+    rank: int | None
+    allocator: Allocator
+
+
+class BusyError(Exception):
+    """The server answered BUSY."""
+
+
+def read_welcome(channel: Channel) -> Welcome:
+    """Read the first message of the server; closes the connection if that is no welcome."""
+    try:
+        message = channel.recv()
+        if message is None:
+            raise ConnectionLostError(f"{channel.name} closed the connection instead of welcoming us")
+        if message.type == MessageType.BUSY:
+            raise BusyError(Busy.decode(message.payload).reason)
+        welcome: Welcome = Welcome.decode(message.payload)
+    except BaseException:
+        channel.stream.close()
+        raise
+    return welcome
+
+
+def reference_of(value: Any) -> tuple[str, int] | None:
+    """The persistent id of a dataset; None for everything that is pickled."""
+    return ("dataset", value.key) if isinstance(value, DatasetRef) else None
+
+
+def result_of(message: Message | RPCError, allocator: Allocator) -> Any:
+    """The result that a reply carries.
+
+    Raises:
+        Exception: What the request raised, or why there is no reply.
+    """
+    if not isinstance(message, Message):
+        raise message
+    if message.type == MessageType.ERROR:
+        raise loads_exception(message.payload)
+    return loads(message.payload, message.blocks, allocator=allocator)
+
+
+def log_from_server(name: str, message: Message) -> None:
+    """Pass a worker's warning or log record on to this process's logging."""
+    log: Log = Log.decode(message.payload)
+    worker_logger.log(log.level, "%s: %s: %s", name, log.logger, log.text)

@@ -1,0 +1,226 @@
+"""A client's session on one node: the control connection, and the workers that belong to it.
+
+When the control connection is lost, the session and all its workers are.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rpcdataloader.client.connection import Connection, Request
+from rpcdataloader.client.exchange import ClientSettings, log_from_server, read_welcome, reference_of, result_of
+from rpcdataloader.client.worker import Worker, WorkerOwner
+from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.channel import Channel, open_channel
+from rpcdataloader.wire.environment import collect, install
+from rpcdataloader.wire.frames import Message, MessageType
+from rpcdataloader.wire.identity import local_identity
+from rpcdataloader.wire.messages import Call, Exited, Welcome
+from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.transport import Deadline
+
+logger = logging.getLogger("rpcdataloader.client")
+
+_NO_SESSION = bytes(16)
+
+# How long a lost worker connection waits for its session to say how the worker ended. The session is a neighbour of
+# the worker and hears of it from the kernel; this is only reached when the session is busy building.
+FATE_TIMEOUT = 2.0
+
+
+class Session:
+    """This client's session on one node: the control connection.
+
+    Attributes:
+        name: Address of the node server.
+    """
+
+    def __init__(self, address: Address, settings: ClientSettings) -> None:
+        self.address = address
+        self.name = str(address)
+        self.welcome: Welcome | None = None
+        self._welcome: Welcome | None = None  # until the session is ready
+        self._settings = settings
+        self._condition = threading.Condition()
+        # Guarded by the condition:
+        self._exited: dict[int, Exited] = {}
+        self._lost: RPCError | None = None
+        self.draining = False
+        self._deadline = Deadline(settings.connect_timeout)
+        self._connection = Connection(self.name, self._open, self, settings.allocator)
+        self._workers: set[Worker] = set()
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._connection.start()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is there, or may still come."""
+        return not self.draining and not self._connection.has_ended
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left of it."""
+        return self._lost is not None and not self._workers
+
+    @property
+    def num_workers(self) -> int:
+        """What the node server advertises; call :meth:`wait` before."""
+        assert self.welcome is not None
+        return self.welcome.num_workers
+
+    def wait(self) -> Welcome:
+        """Wait until the session is there.
+
+        Raises:
+            RPCError: It never came to be, or has ended.
+        """
+        with self._condition:
+            self._condition.wait_for(lambda: self.welcome is not None or self._lost is not None)
+            if self._lost is not None:
+                raise self._lost
+            assert self.welcome is not None
+            return self.welcome
+
+    def submit(
+        self, type: MessageType, payload: bytes, buffers: list[memoryview], complete: Callable[[Any], None]
+    ) -> None:
+        """Send a request to the session itself.
+
+        Raises:
+            ConnectionLostError: The session has ended.
+        """
+        self._connection.submit(type, payload, buffers, Request(complete, self._settings.allocator))
+
+    def call(self, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+        """Run ``func(*args)`` in the session; returns a function that waits for the result."""
+        encoded = dumps(Call(func, args, {}).fields(), persistent_id=reference_of)
+        return self._wait_for(MessageType.CALL, encoded.payload, encoded.buffers)
+
+    def build(self, payload: bytes, buffers: list[memoryview], finished: Callable[[], None]) -> Callable[[], Any]:
+        """Send a BUILD request; returns a function that waits for the result.
+
+        Args:
+            finished: Called from the receiver thread when there is one.
+        """
+        return self._wait_for(MessageType.BUILD, payload, buffers, finished)
+
+    def release(self, key: int) -> None:
+        """Let a dataset go; never blocks."""
+        self._connection.release(key)
+
+    def _wait_for(
+        self,
+        type: MessageType,
+        payload: bytes,
+        buffers: list[memoryview],
+        finished: Callable[[], None] = lambda: None,
+    ) -> Callable[[], Any]:
+        condition = threading.Condition()
+        replies: list[Message | RPCError] = []
+
+        def complete(reply: Message | RPCError) -> None:
+            finished()
+            with condition:
+                replies.append(reply)
+                condition.notify()
+
+        def wait() -> Any:
+            with condition:
+                condition.wait_for(lambda: replies)
+            return result_of(replies[0], self._settings.allocator)
+
+        self.submit(type, payload, buffers, complete)
+        return wait
+
+    def fate(self, worker: int) -> Exited | None:
+        """How a worker of this session ended; waits a little for the news. None if they do not come."""
+        with self._condition:
+            self._condition.wait_for(lambda: worker in self._exited or self._lost is not None, FATE_TIMEOUT)
+            return self._exited.get(worker)
+
+    def open_worker(self, owner: WorkerOwner, keep_waiting: Callable[[], bool] = lambda: True) -> Worker:
+        """Ask for a worker; it is there, or not, when ``owner`` is told.
+
+        Args:
+            keep_waiting: Asked while the node is busy; False gives up.
+        """
+        worker = Worker(self, owner, keep_waiting, self._settings)
+        self._workers.add(worker)
+        worker.connection.start()
+        return worker
+
+    def worker_ended(self, worker: Worker) -> None:
+        """Forget a worker."""
+        self._workers.discard(worker)
+
+    def close(self) -> None:
+        """End the session and its workers."""
+        self._deadline.cancel()
+        for worker in list(self._workers):
+            worker.close()
+        self._connection.close()
+
+    def connections(self) -> list[Connection]:
+        """Every connection of the session."""
+        return [self._connection, *(worker.connection for worker in list(self._workers))]
+
+    # --- the control connection (receiver thread)
+
+    def _open(self) -> Channel:
+        channel = open_channel(
+            self.address,
+            self._settings.credentials(self.address),
+            local_identity("client", self._settings.rank),
+            _NO_SESSION,
+            self._deadline,
+            retry=True,
+        )
+        self._welcome = read_welcome(channel)
+        if channel.differences:
+            logger.warning("%s differs from this client: %s", self.name, "; ".join(channel.differences))
+        return channel
+
+    def ready(self) -> None:
+        encoded = dumps(Call(install, (collect(),), {}).fields())
+        # First of all, so that the modules of the training script are found by everything that follows.
+        self._connection.submit(
+            MessageType.CALL, encoded.payload, encoded.buffers, Request(self._installed, self._settings.allocator)
+        )
+        with self._condition:
+            self.welcome = self._welcome
+            self._condition.notify_all()
+
+    def _installed(self, reply: Message | RPCError) -> None:
+        try:
+            result_of(reply, self._settings.allocator)
+        except Exception as exc:
+            logger.warning("%s could not take over the import path: %s", self.name, exc)
+
+    def received(self, message: Message) -> None:
+        if message.type == MessageType.EXITED:
+            exited = Exited.decode(message.payload)
+            with self._condition:
+                self._exited[exited.worker] = exited
+                self._condition.notify_all()
+        elif message.type == MessageType.GOAWAY:
+            self.draining = True
+        elif message.type == MessageType.LOG:
+            log_from_server(self.name, message)
+
+    def explain(self, error: RPCError) -> RPCError:
+        return error
+
+    def lost(self, error: RPCError) -> None:
+        with self._condition:
+            self._lost = error
+            self._condition.notify_all()
+        # The node has ended these already, or will when it notices; a host that vanished never tells us.
+        never_came = self.welcome is None
+        for worker in list(self._workers):
+            worker.connection.close(error if never_came else ConnectionLostError(f"{self.name} is gone: {error}"))

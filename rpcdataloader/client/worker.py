@@ -1,0 +1,166 @@
+"""A worker as its client sees it: one connection, opened while its node has room."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rpcdataloader.client.connection import Connection, Request
+from rpcdataloader.client.exchange import BusyError, ClientSettings, log_from_server, read_welcome, reference_of
+from rpcdataloader.client.refs import RRef
+from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError, SerializationError
+from rpcdataloader.wire.channel import Channel, open_channel
+from rpcdataloader.wire.frames import Message, MessageType
+from rpcdataloader.wire.identity import local_identity
+from rpcdataloader.wire.messages import Call, Goaway
+from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.slabs import Allocator
+from rpcdataloader.wire.transport import Deadline
+
+if TYPE_CHECKING:
+    from rpcdataloader.client.session import Session
+
+logger = logging.getLogger("rpcdataloader.client")
+
+
+class WorkerOwner(Protocol):
+    """Who asked for a worker; called from its receiver thread."""
+
+    def worker_ready(self, worker: Worker) -> None:
+        """The worker takes requests (earlier ones have waited for this moment)."""
+
+    def worker_draining(self, worker: Worker, last_request: int) -> None:
+        """The worker answers no request above ``last_request`` and ends then."""
+
+    def worker_lost(self, worker: Worker, error: RPCError) -> None:
+        """The worker has ended or never came to be; its requests have failed with ``error``."""
+
+
+class Worker:
+    """A worker of a session: one connection.
+
+    Attributes:
+        name: For messages, such as ``worker 3 (pid 123) on node07:6543``.
+    """
+
+    def __init__(
+        self, session: Session, owner: WorkerOwner, keep_waiting: Callable[[], bool], settings: ClientSettings
+    ) -> None:
+        self.session = session
+        self.name = f"worker on {session.name}"
+        self.pid = 0
+        self.number = 0
+        self._draining = False
+        self._owner = owner
+        self._keep_waiting = keep_waiting
+        self._settings = settings
+        self._deadline: Deadline | None = None  # of waiting for room, once the node is busy
+        self.connection = Connection(session.name, self._open, self, settings.allocator)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it takes requests, or may still come."""
+        return not self._draining and not self.connection.has_ended
+
+    def call(
+        self, call: Call, complete: Callable[[Message | RPCError], None], allocator: Allocator | None = None
+    ) -> int:
+        """Send a request; returns its number on this connection.
+
+        Raises:
+            SerializationError: Something in it cannot be pickled.
+            LocalProtocolError: It refers to an object of another worker.
+            ConnectionLostError: The worker has ended, or the one that held an object of the request.
+        """
+        try:
+            encoded = dumps(call.fields(), persistent_id=self._reference_of)
+        except SerializationError:
+            # Again, part by part, for an error that calls each by the name that the caller knows.
+            for name in ("func", "args", "kwargs"):
+                dumps(getattr(call, name), persistent_id=self._reference_of, name=name)
+            raise
+        return self.submit(encoded.payload, encoded.buffers, complete, allocator)
+
+    def submit(
+        self,
+        payload: bytes,
+        buffers: list[memoryview],
+        complete: Callable[[Message | RPCError], None],
+        allocator: Allocator | None = None,
+        *,
+        cancellable: bool = False,
+    ) -> int:
+        """Send a CALL that is pickled already; returns its number on this connection."""
+        request = Request(complete, allocator or self._settings.allocator, cancellable)
+        return self.connection.submit(MessageType.CALL, payload, buffers, request)
+
+    def _reference_of(self, value: Any) -> tuple[str, int] | None:
+        if isinstance(value, RRef):
+            if not value.owner.is_usable:
+                raise ConnectionLostError(f"the object behind {value!r} was lost with its worker")
+            if value.owner is not self:
+                raise LocalProtocolError(
+                    f"this object lives in {value.owner.name}, and cannot be used by {self.name}: "
+                    "run the call where the object is"
+                )
+            return ("handle", value.handle)
+        return reference_of(value)
+
+    def close(self) -> None:
+        """End the worker."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self.connection.close()
+
+    # --- its connection (receiver thread)
+
+    def _open(self) -> Channel:
+        welcome = self.session.wait()
+        identity = local_identity("client", self._settings.rank)
+        credentials = self._settings.credentials(self.session.address)
+        pause, reported = 0.05, False
+        while True:
+            # Without a limit: the session answers when it has built what it builds, and its end is the end of this.
+            channel = open_channel(
+                self.session.address, credentials, identity, bytes.fromhex(welcome.session), Deadline(None)
+            )
+            try:
+                answer = read_welcome(channel)
+            except BusyError as exc:
+                deadline = self._deadline = self._deadline or Deadline(self._settings.connect_timeout)
+                if self.connection.has_ended or not self._keep_waiting() or not deadline.pause(pause):
+                    raise ConnectError(f"{self.session.name} is busy: {exc}") from None
+                if not reported:
+                    reported = True
+                    logger.warning("waiting for %s, which is busy: %s", self.session.name, exc)
+                pause = min(2 * pause, 1.0)
+                continue
+            self.number, self.pid = answer.worker, answer.pid
+            self.name = f"worker {answer.worker} (pid {answer.pid}) on {self.session.name}"
+            self.connection.rename(f"{self.session.name}/{answer.worker}")
+            return channel
+
+    def ready(self) -> None:
+        self._owner.worker_ready(self)
+
+    def received(self, message: Message) -> None:
+        if message.type == MessageType.GOAWAY:
+            self._draining = True
+            self._owner.worker_draining(self, Goaway.decode(message.payload).last_request)
+        elif message.type == MessageType.LOG:
+            log_from_server(self.name, message)
+
+    def explain(self, error: RPCError) -> RPCError:
+        if not isinstance(error, ConnectionLostError) or not self.number:
+            return error
+        exited = self.session.fate(self.number)
+        if exited is None:
+            return ConnectionLostError(f"{self.name} is lost: {error}")
+        return ConnectionLostError(f"{self.name} {exited.reason}")
+
+    def lost(self, error: RPCError) -> None:
+        self.session.worker_ended(self)
+        self._owner.worker_lost(self, error)
+        # Worker and connection refer to each other. The owner, and what it holds, must not wait for the collector.
+        del self._owner, self._keep_waiting
