@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rpcdataloader.client.exchange import result_of
+from rpcdataloader.client.exchange import Answer
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.refs import DatasetRef
 from rpcdataloader.client.session import Session
@@ -220,24 +220,12 @@ class RemoteDataset:
             )
 
     def _ask(self, worker: Worker, func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
-        condition = threading.Condition()
-        replies: list[Message | RPCError] = []
-
-        def complete(reply: Message | RPCError) -> None:
-            with condition:
-                replies.append(reply)
-                condition.notify()
-
-        def wait() -> Any:
-            with condition:
-                condition.wait_for(lambda: replies)
-            return result_of(replies[0], get_client().allocator)
-
+        answer = Answer(get_client().allocator)
         try:
-            worker.call(Call(func, (self.ref, *args), {}, ordered=True), complete)
+            worker.call(Call(func, (self.ref, *args), {}, ordered=True), answer.complete)
         except ConnectionLostError as exc:
-            complete(exc)
-        return wait
+            answer.complete(exc)
+        return answer.wait
 
 
 def ship(instance: object) -> RemoteDataset:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,34 @@ def read_welcome(channel: Channel) -> Welcome:
 def reference_of(value: Any) -> tuple[str, int] | None:
     """The persistent id of a dataset; None for everything that is pickled."""
     return ("dataset", value.key) if isinstance(value, DatasetRef) else None
+
+
+class Answer:
+    """The answer to a request, for a thread that waits for it.
+
+    Args:
+        allocator: Where the blocks of the reply were received.
+    """
+
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
+        self._arrived = threading.Event()
+        self._reply: Message | RPCError | None = None
+
+    def complete(self, reply: Message | RPCError) -> None:
+        """Take the reply (what a ``Request`` calls)."""
+        self._reply = reply
+        self._arrived.set()
+
+    def wait(self) -> Any:
+        """Wait for the result.
+
+        Raises:
+            Exception: What the request raised, or why there is no reply.
+        """
+        self._arrived.wait()
+        assert self._reply is not None
+        return result_of(self._reply, self._allocator)
 
 
 def result_of(message: Message | RPCError, allocator: Allocator) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
-from rpcdataloader.client.exchange import ClientSettings, log_from_server, read_welcome, reference_of, result_of
+from rpcdataloader.client.exchange import Answer, ClientSettings, log_from_server, read_welcome, reference_of, result_of
 from rpcdataloader.client.worker import Worker, WorkerOwner
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.wire.address import Address
@@ -121,22 +121,14 @@ class Session:
         buffers: list[memoryview],
         finished: Callable[[], None] = lambda: None,
     ) -> Callable[[], Any]:
-        condition = threading.Condition()
-        replies: list[Message | RPCError] = []
+        answer = Answer(self._settings.allocator)
 
         def complete(reply: Message | RPCError) -> None:
             finished()
-            with condition:
-                replies.append(reply)
-                condition.notify()
-
-        def wait() -> Any:
-            with condition:
-                condition.wait_for(lambda: replies)
-            return result_of(replies[0], self._settings.allocator)
+            answer.complete(reply)
 
         self.submit(type, payload, buffers, complete)
-        return wait
+        return answer.wait
 
     def fate(self, worker: int) -> Exited | None:
         """How a worker of this session ended; waits a little for the news. None if they do not come."""
