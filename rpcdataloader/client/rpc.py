@@ -46,7 +46,8 @@ def rpc_async(
     Returns:
         A future of the result. It fails with the exception that ``func`` raised, whose cause shows the remote
         traceback; with :class:`~rpcdataloader.errors.RPCTimeoutError`; with
-        :class:`~rpcdataloader.errors.ConnectionLostError` if the worker dies; with
+        :class:`~rpcdataloader.errors.ConnectionLostError` if the worker dies, or has died with the object of an RRef
+        among the arguments; with
         :class:`~rpcdataloader.errors.SerializationError` if the result cannot be sent; or with
         :class:`~rpcdataloader.errors.ConnectError` if there is no server.
 

@@ -183,7 +183,7 @@ class NodeServer:
             if accepted is not None:
                 self._fork_gate(*accepted)
         except (ConnectError, OSError) as exc:
-            logger.warning("cannot take a connection now: %s", exc)
+            logger.warning("cannot take a connection now: %s", getattr(exc, "strerror", exc))
             self._pause_listening(EXHAUSTED_PAUSE)
 
     def _fork_gate(self, sock: socket.socket, source: str) -> None:

@@ -16,7 +16,8 @@ import signal
 import sys
 from collections.abc import Callable, Container
 
-import numpy as np
+# By its full name: numpy imports it when it is first used, which would be in every fork.
+import numpy.random
 import torch
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -199,7 +200,7 @@ def _empty_stdin() -> None:
 def _seed_afresh() -> None:
     seed = int.from_bytes(os.urandom(8), "little")
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    numpy.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
 
 

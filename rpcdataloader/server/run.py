@@ -15,6 +15,7 @@ from rpcdataloader.server.processes import num_threads
 from rpcdataloader.server.settings import ServerSettings
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, load_credentials
+from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.transport import listen_tcp, listen_unix, resolve
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -68,6 +69,8 @@ def run_server(
     _preload(settings.preload)
     listener, address = _listen(settings)
     made = _identity(settings)
+    # Looks up versions, which takes milliseconds: once here instead of in every fork.
+    local_identity("server")
     try:
         context = ServerContext(
             node=socket.gethostname(),

@@ -263,9 +263,9 @@ def test_setting_an_attribute_reaches_sessions_and_workers_of_today_and_tomorrow
 
 @pytest.mark.parametrize("build", ["node", "worker"])
 def test_change_is_applied_exactly_once_to_workers_that_are_just_starting(two_nodes, build):
-    dataset = RPCDataset(two_nodes, State, 200, build=build)
+    dataset = RPCDataset(two_nodes, State, 60, build=build)
     loader = RPCDataloader(dataset, batch_size=1, persistent_workers=True)
-    for change in range(1, 6):
+    for change in range(1, 5):
         iterator = iter(RPCDataloader(dataset, batch_size=1))
         assert set(dataset.call_all(datasets.increment)) == {change}
         # Batches that were loaded before it may still come.
@@ -334,7 +334,7 @@ def test_setting_an_attribute_for_ever_costs_no_memory(shared_server):
 def test_change_right_after_an_iterator_was_dropped(shared_server):
     dataset = RPCDataset(shared_server.address, State)
     loader = RPCDataloader(dataset)
-    for epoch in range(10):
+    for epoch in range(6):
         for _batch in loader:
             break
         dataset.epoch = epoch

@@ -82,6 +82,51 @@ def test_exit_does_not_wait_for_a_server_that_never_answers(zygote):
     assert float(ended.output) < TIMEOUT_SCALE
 
 
+def test_exit_ends_the_embedded_pool(zygote, tmp_path):
+    body = f"""
+import os
+os.environ["TMPDIR"] = {str(tmp_path)!r}
+{IN_AN_EPOCH_THAT_GOES_ON.replace("[sys.argv[1]]", "'local:2'")}
+from pathlib import Path
+print(*Path(f"/proc/self/task/{{os.getpid()}}/children").read_text().split())
+"""
+    ended = zygote.start(CLOCK + body + STOP_CLOCK).wait(60 * TIMEOUT_SCALE)
+    assert (ended.status, ended.errors) == (0, "")
+    pool, seconds = ended.output.split()
+    assert float(seconds) < 3 * TIMEOUT_SCALE  # it is a process that ends, too
+    assert not os.path.exists(f"/proc/{pool}")
+    assert not os.listdir(tmp_path)
+
+
+FORKED = """
+import os, sys, warnings
+from rpcdataloader import rpc_async
+from tests.integration import tasks
+
+warnings.simplefilter("ignore")  # of Python, about forks of processes with threads
+def whereabouts():
+    return rpc_async(sys.argv[1], tasks.whereabouts).wait()
+
+ref = rpc_async(sys.argv[1], tasks.Probe, (5,), rref=True).wait()
+mine = whereabouts()
+child = os.fork()
+if child == 0:
+    worker, session = whereabouts()
+    assert worker != mine[0] and session != mine[1]
+    del ref  # is the parent's
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert whereabouts() == mine
+assert rpc_async(sys.argv[1], lambda probe: probe.value, (ref,)).wait() == 5
+"""
+
+
+def test_forked_child_is_a_client_of_its_own(zygote, shared_server):
+    ended = zygote.start(FORKED, shared_server.address).wait()
+    assert (ended.status, ended.errors) == (0, "")
+    wait_until(lambda: not shared_server.processes(), what="sessions of programs that have ended")
+
+
 INTERRUPTED = """
 import sys, time
 import torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
 import signal
@@ -13,6 +14,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,8 @@ import torch.utils.data
 from torch.futures import Future
 
 from rpcdataloader import RPCDataset, rpc_async
+from rpcdataloader.client.alarm import MAX_CANCELLED
+from rpcdataloader.client.pool import close_client, get_client
 from rpcdataloader.errors import (
     ConnectError,
     ConnectionLostError,
@@ -29,6 +33,7 @@ from rpcdataloader.errors import (
     RPCTimeoutError,
     SerializationError,
 )
+from rpcdataloader.wire.address import Address
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.integration import tasks
 
@@ -139,6 +144,48 @@ def test_parallel_server_runs_calls_of_one_worker_together_and_answers_in_any_or
     assert second.wait() == "set"
     assert first.wait() == "waited"
     assert rpc_async(address, threading.active_count).wait() >= 2
+
+
+def test_threads_may_call_at_the_same_time(shared_server):
+    def work(offset):
+        futures = [rpc_async(shared_server.address, tasks.add, (offset, number)) for number in range(50)]
+        results[offset] = [future.wait() for future in futures]
+
+    results = {}
+    threads = [threading.Thread(target=work, args=(offset,)) for offset in range(0, 800, 100)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {offset: list(range(offset, offset + 50)) for offset in range(0, 800, 100)}
+
+
+def test_callbacks_may_call(shared_server):
+    def call_again(done):
+        return rpc_async(shared_server.address, tasks.add, (done.wait(), 1))
+
+    future = rpc_async(shared_server.address, tasks.add, (1,)).then(call_again)
+    assert future.wait().wait() == 2
+
+
+def test_large_tensors_travel_both_ways(call):
+    tensor = torch.arange(1_000_000).reshape(1000, 1000).T
+    array = tensor.numpy()
+    back, array_back = call(tasks.identity, (tensor, array))
+    assert torch.equal(back, tensor)
+    assert (array_back == array).all()
+
+
+def test_calls_that_were_answered_leave_nothing_behind(call):
+    alarm = get_client().alarm
+    box = call(tasks.Box)
+    reference = weakref.ref(box)
+    del box
+    gc.collect()
+    assert reference() is None
+    for _ in range(MAX_CANCELLED + 100):
+        call(tasks.add)
+    assert len(alarm) <= MAX_CANCELLED + 1
 
 
 @pytest.mark.parametrize(
@@ -504,11 +551,29 @@ def test_worker_that_exits_fails_its_calls_and_the_next_gets_another(call, share
 def test_server_that_drains_answers_the_call_that_runs(serve, fifo):
     server = serve("--num-workers", "1")
     future = rpc_async(server.address, tasks.read_all, (fifo,))
+    behind = rpc_async(server.address, tasks.add, (1, 2))
     with open(fifo, "wb") as gate:  # the call has begun
         server.signal(signal.SIGTERM)
         wait_until(lambda: "draining" in server.log)
         gate.write(b"done")
     assert future.wait() == b"done"
+    assert behind.wait() == 3
+    assert server.wait() == 0
+
+
+def test_close_ends_sessions_that_drain(serve, fifo):
+    server = serve("--num-workers", "1")
+    future = rpc_async(server.address, tasks.read_all, (fifo,))
+    node = get_client().node(Address.parse(server.address))
+    draining = node.session()
+    with open(fifo, "wb"):
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: node.session() is not draining, what="news of the drain")
+        start = time.monotonic()
+        close_client()  # the draining session, and the one that waits for a successor
+        assert time.monotonic() - start < 5 * TIMEOUT_SCALE
+        with pytest.raises(ConnectionLostError):
+            future.wait()
     assert server.wait() == 0
 
 

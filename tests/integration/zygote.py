@@ -5,6 +5,7 @@ A script ends like one that was started by itself, with everything that the inte
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @dataclass
@@ -106,7 +108,7 @@ class Zygote:
             started.append(event["pid"])
 
     def close(self) -> None:
-        """End it; scripts that still run do not end with it."""
+        """End it, and scripts that still run."""
         self._process.communicate()
 
 
@@ -124,6 +126,7 @@ def serve() -> list[str] | None:
                     return None
                 pid = os.fork()
                 if pid == 0:
+                    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
                     for other in children:
                         os.close(other)
                     words: list[str] = json.loads(line)

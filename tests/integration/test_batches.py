@@ -1,0 +1,186 @@
+"""What comes out of a loader is what the collate function returned, and each tensor of it stands for itself."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from rpcdataloader import RPCDataloader
+from rpcdataloader.client.pool import get_client
+from tests.integration import kinds
+from tests.integration.comparison import assert_same
+
+pytestmark = [
+    pytest.mark.usefixtures("clean_client"),
+    # What torch says when it rebuilds the rarer kinds.
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning", "ignore:Sparse:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.quantize_per:UserWarning"),
+]
+
+
+@pytest.fixture
+def workers(shared_server):
+    return shared_server.address
+
+
+def load(workers, name):
+    options = {"sampler": [name], "batch_size": None, "collate_fn": kinds.as_is}
+    (batch,) = RPCDataloader(kinds.Kinds(), **options, workers=workers)
+    return batch
+
+
+@pytest.fixture
+def batch(workers):
+    (batch,) = RPCDataloader([0], collate_fn=kinds.make_small_and_large, workers=workers)
+    return batch
+
+
+def tensors_of(batch):
+    return [batch["image"], batch["label"], batch["weight"], *batch["boxes"]]
+
+
+# Everything arrives as it was
+
+
+@pytest.mark.parametrize("name", kinds.MAKERS)
+def test_every_kind_arrives_as_it_was(workers, name):
+    expected = kinds.make(name)
+    if name == "tensors":
+        for sent_compact in ("column of a large one", "with a step"):
+            expected[sent_compact] = expected[sent_compact].contiguous()
+    assert_same(load(workers, name), expected)
+
+
+def test_objects_that_were_one_are_one_again(workers):
+    first, second = load(workers, "structures")["same object twice"]
+    assert first is second
+
+
+def test_tensors_that_shared_memory_share_it_again(workers):
+    def overlapping(_samples):
+        base = torch.zeros(100)
+        return [base, base[10:20], base.view(10, 10)[1]]
+
+    (batch,) = RPCDataloader([0], collate_fn=overlapping, workers=workers)
+    base, part, row = batch
+    part += 1
+    assert base.sum() == 10
+    assert row.sum() == 10
+
+
+def test_row_of_a_large_tensor_costs_a_row(workers):
+    row = load(workers, "tensors")["row of a large one"]
+    assert row.untyped_storage().nbytes() == row.nbytes == 400
+
+
+def test_default_collate_makes_the_batch_types_of_torch(workers):
+    samples = [{"x": np.float32(i), "y": (i, "s"), "z": kinds.Point(torch.rand(2), "p")} for i in range(4)]
+    expected = torch.utils.data.default_collate(samples)
+    (batch,) = RPCDataloader(samples, batch_size=4, workers=workers)
+    assert_same(batch, expected)
+
+
+# Each tensor stands for itself
+
+
+def test_a_kept_tensor_keeps_nothing_else(workers, batch):
+    label, pool = batch["label"], get_client().allocator
+    assert label.untyped_storage().nbytes() == label.nbytes
+    batches = list(RPCDataloader([0] * 6, collate_fn=large_and_small, workers=workers))
+    kept = [small for _large, small in batches]
+    assert pool.stats().leased_bytes >= 6 * 2 << 20
+    del batches
+    gc.collect()
+    assert pool.stats().leased_bytes == 0
+    assert [int(small) for small in kept] == [3] * 6
+
+
+def large_and_small(_samples):
+    return torch.ones(2 << 20, dtype=torch.uint8), torch.tensor(3)
+
+
+def test_a_kept_array_keeps_its_memory(workers):
+    def arrays(samples):
+        return np.full(3_000_000, samples[0], dtype=np.uint8)
+
+    kept = list(RPCDataloader(range(5), collate_fn=arrays, workers=workers))
+    # Fresh batches, which would land in the memory of these if it were free.
+    assert len(list(RPCDataloader(range(5, 10), collate_fn=arrays, workers=workers))) == 5
+    for number, array in enumerate(kept):
+        assert (array == number).all()
+
+
+def test_a_numpy_view_of_a_tensor_keeps_its_memory(workers):
+    dataset = [torch.full((2_000_000,), number, dtype=torch.uint8) for number in range(4)]
+    loader = RPCDataloader(dataset, batch_size=None, workers=workers)
+    kept = [tensor.numpy() for tensor in loader]
+    assert len(list(loader)) == 4
+    for number, array in enumerate(kept):
+        assert (array == number).all()
+
+
+def test_saving_one_tensor_saves_only_that(batch):
+    for tensor in tensors_of(batch):
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        assert file.tell() < tensor.nbytes + 4096
+        file.seek(0)
+        assert torch.equal(torch.load(file), tensor)
+
+
+def test_deep_copy_copies_only_the_tensor(batch):
+    for tensor in tensors_of(batch):
+        duplicate = copy.deepcopy(tensor)
+        assert duplicate.untyped_storage().nbytes() == tensor.nbytes
+        assert torch.equal(duplicate, tensor)
+        assert duplicate.data_ptr() != tensor.data_ptr()
+
+
+def test_changing_and_resizing_one_tensor_changes_no_other(batch):
+    expected = kinds.make_small_and_large(None)
+    untouched, originals = tensors_of(batch), tensors_of(expected)
+    resized = []
+    while untouched:
+        tensor, _original = untouched.pop(0), originals.pop(0)
+        if tensor is batch["image"]:
+            # Torch's loader refuses this for every tensor of a batch, we for large ones.
+            with pytest.raises(RuntimeError, match="not resizable"):
+                tensor.resize_(tensor.numel() + 5000)
+        else:
+            resized.append(tensor.resize_(tensor.numel() + 5000).fill_(7))
+        assert_same(untouched, originals)
+    assert_same(batch["array"], expected["array"])
+    assert all((tensor == 7).all() for tensor in resized)
+
+
+def test_changing_one_tensor_in_place_does_not_trouble_the_gradients_of_another(batch):
+    weight = batch["weight"].requires_grad_()
+    loss = (weight * weight).sum()
+    for tensor in [batch["label"], *batch["boxes"]]:
+        tensor.add_(1)
+    loss.backward()
+    assert_same(weight.grad, 2 * weight.detach())
+
+
+def test_batches_can_be_written_to(workers):
+    for batch in RPCDataloader([np.arange(3), np.arange(20_000)], batch_size=None, workers=workers, collate_fn=kinds.as_is):
+        batch += 1
+        assert batch[0] == 1
+
+
+def test_thousands_of_tensors(workers):
+    def features(_samples):
+        return {f"feature {i}": torch.full((4, 2), float(i)) for i in range(2000)}
+
+    (batch,) = RPCDataloader([0], collate_fn=features, workers=workers)
+    assert_same(batch, features(None))
+    batch["feature 7"].fill_(-1)
+    assert int(batch["feature 8"].sum()) == 64
+    file = io.BytesIO()
+    torch.save(batch["feature 8"], file)
+    assert file.tell() < 2 << 20  # they may share a slab

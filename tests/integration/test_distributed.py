@@ -1,0 +1,170 @@
+"""Several trainers share the workers without a word to each other."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.loader import placement
+from tests.conftest import wait_until
+from tests.integration import datasets
+from tests.integration.datasets import Numbers, notes
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Make this process a rank, as launchers do."""
+
+    def become(rank, world_size):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+
+    return become
+
+
+class NoteServer:
+    """An init function that notes on which node server the worker is."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __call__(self, _number):
+        datasets.note(self.log, datasets.node_server())
+
+
+def servers_of(dataset, log, num_expected, **options):
+    """How many workers of a loader there are on each server."""
+    before = len(notes(log))
+    loader = RPCDataloader(dataset, worker_init_fn=NoteServer(log), persistent_workers=True, **options)
+    list(loader)
+    wait_until(lambda: len(notes(log)) - before >= num_expected, what="all workers of the loader")
+    found = Counter(int(line) for line in notes(log)[before:])
+    assert found.total() == num_expected
+    return found
+
+
+@pytest.fixture
+def log(tmp_path):
+    return str(tmp_path / "log")
+
+
+def test_ranks_take_disjoint_shares_that_use_every_worker(wide_servers, log, as_rank):
+    addresses = [server.address for server in wide_servers]
+    shares = []
+    for rank, num_expected in enumerate((6, 5, 5)):
+        as_rank(rank, 3)
+        shares.append(servers_of(Numbers(), log, num_expected, workers=addresses))
+    assert sum(shares, Counter()) == Counter({server.pid: 8 for server in wide_servers})
+
+
+def test_num_workers_limits_the_share(wide_servers, log, as_rank):
+    addresses = [server.address for server in wide_servers]
+    as_rank(1, 2)
+    dataset = RPCDataset(addresses, Numbers)
+    # Of two ranks on two nodes, each has a node to itself.
+    assert servers_of(dataset, log, 3, num_workers=3) == Counter({wide_servers[1].pid: 3})
+    assert servers_of(dataset, log, 8, num_workers=100) == Counter({wide_servers[1].pid: 8})
+
+
+def test_partition_overrides_the_environment(shared_server, second_server, log, as_rank):
+    addresses = [shared_server.address, second_server.address]
+    as_rank(0, 2)
+    pids = shared_server.pid, second_server.pid
+    assert servers_of(Numbers(), log, 2, workers=addresses) == Counter({pids[0]: 2})
+    assert servers_of(Numbers(), log, 2, workers=addresses, partition=(1, 2)) == Counter({pids[1]: 2})
+    assert servers_of(Numbers(), log, 4, workers=addresses, partition=None) == Counter(dict.fromkeys(pids, 2))
+
+
+def test_embedded_pool_is_not_shared_among_ranks(log, as_rank):
+    as_rank(3, 4)
+    assert servers_of(Numbers(), log, 2, workers="local:2").total() == 2
+
+
+def test_more_ranks_than_workers_share_with_one_warning(shared_server, log, as_rank, caplog):
+    placement._warn_of_doubling.cache_clear()
+    for rank in (0, 4):
+        as_rank(rank, 5)
+        dataset = RPCDataset(shared_server.address, Numbers)
+        for _epoch in range(2):
+            assert servers_of(dataset, log, 1) == Counter({shared_server.pid: 1})
+    (record,) = [record for record in caplog.records if "share" in record.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "5 ranks share 2 workers: some are used by more than one rank"
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("two", "4"), ("4", "4"), ("-1", "4")])
+def test_malformed_environment_is_named(shared_server, monkeypatch, rank, world_size):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    with pytest.raises(ValueError, match="environment variables RANK and WORLD_SIZE"):
+        RPCDataset(shared_server.address, Numbers)
+
+
+RANK_SCRIPT = """
+import json
+import sys
+
+import torch.distributed
+from torch.utils.data import DistributedSampler
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from tests.integration import datasets
+from tests.integration.test_distributed import NoteServer
+
+rank, rendezvous, log, *workers = sys.argv[1:]
+torch.distributed.init_process_group("gloo", init_method="file://" + rendezvous, rank=int(rank), world_size=2)
+dataset = RPCDataset(workers, datasets.Augmented, 41)
+sampler = DistributedSampler(dataset, seed=5)
+generator = torch.Generator()
+generator.manual_seed(1)
+loader = RPCDataloader(dataset, 4, sampler=sampler, generator=generator, worker_init_fn=NoteServer(log))
+indices, draws = [], []
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    indices.append([])
+    for batch in loader:
+        indices[-1] += batch["index"].tolist()
+        draws += batch["draws"].flatten().tolist()
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+print(json.dumps([indices, draws]))
+"""
+
+
+def test_two_processes_of_a_distributed_job(zygote, shared_server, second_server, tmp_path):
+    addresses = [shared_server.address, second_server.address]
+    logs = [str(tmp_path / f"log{rank}") for rank in range(2)]
+    ranks = [
+        zygote.start(RANK_SCRIPT, rank, tmp_path / "rendezvous", logs[rank], *addresses) for rank in range(2)
+    ]
+    ended = [script.wait(60) for script in ranks]
+    for one in ended:
+        assert one.status == 0, one.errors
+    (indices, draws), (other_indices, other_draws) = [json.loads(one.output) for one in ended]
+    for epoch in range(2):
+        # 41 samples for two: one is loaded twice.
+        assert Counter(indices[epoch] + other_indices[epoch]).keys() == set(range(41))
+        assert len(indices[epoch]) == len(other_indices[epoch]) == 21
+    assert indices[0] == list(DistributedSampler(range(41), 2, 0, seed=5))
+    assert not set(draws) & set(other_draws)
+    # Each has a node to itself.
+    assert {int(line) for line in notes(logs[0])} == {shared_server.pid}
+    assert {int(line) for line in notes(logs[1])} == {second_server.pid}
+
+
+def test_one_dataset_is_covered_by_the_ranks_together(shared_server, as_rank):
+    seen = []
+    for rank in range(3):
+        as_rank(rank, 3)
+        dataset = RPCDataset(shared_server.address, Numbers, 21)
+        sampler = DistributedSampler(dataset, 3, rank, shuffle=False)
+        seen += torch.cat(list(RPCDataloader(dataset, 2, sampler=sampler))).tolist()
+    assert sorted(seen) == list(range(21))

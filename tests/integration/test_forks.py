@@ -1,0 +1,106 @@
+"""What else a trainer forks does not disturb its workers, and cannot use them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+
+import pytest
+from torch.utils.data import DataLoader
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.errors import LocalProtocolError
+from tests.integration.datasets import Numbers, Processes
+
+pytestmark = [
+    pytest.mark.usefixtures("clean_client"),
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+]
+
+
+def fork(function):
+    """Run it in a fork of this process; returns the exit status."""
+    child = multiprocessing.get_context("fork").Process(target=function)
+    child.start()
+    child.join()
+    status = child.exitcode
+    child.close()
+    return status
+
+
+def test_forks_in_the_middle_of_an_epoch_disturb_nothing(shared_server):
+    dataset = RPCDataset(shared_server.address, Processes, 60)
+    iterator = iter(RPCDataloader(dataset, persistent_workers=True))
+    samples = []
+
+    def consume(count):
+        samples.extend(tuple(map(int, next(iterator))) for _ in range(count))
+
+    consume(5)
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    consume(5)
+    assert os.system("true") == 0
+    consume(5)
+    assert fork(lambda: None) == 0
+    consume(5)
+    assert fork(lambda: sys.exit(3)) == 3
+    consume(5)
+    assert fork(lambda: os._exit(4)) == 4
+    consume(5)
+    beside = DataLoader(Numbers(8), num_workers=2)
+    assert [int(number) for number in beside] == list(range(8))
+    consume(5)
+    theirs = iter(beside)
+    next(theirs)
+    consume(5)
+    del theirs
+    consume(20)
+    assert [index for index, _, _ in samples] == list(range(60))
+    assert len({pid for _, pid, _ in samples}) <= 2
+    assert len({session for _, _, session in samples}) == 1
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_fork_cannot_use_the_iterator_but_may_begin_its_own(shared_server):
+    loader = RPCDataloader(Numbers(), workers=shared_server.address, persistent_workers=True)
+    iterator = iter(loader)
+    assert int(next(iterator)) == 0
+
+    def child():
+        with pytest.raises(LocalProtocolError, match=r"belongs to process \d+, of which this one is a fork"):
+            next(iterator)
+        for _epoch in range(2):
+            assert [int(number) for number in loader] == list(range(20))
+
+    assert fork(child) == 0
+    assert [int(number) for number in iterator] == list(range(1, 20))
+
+
+def test_many_forks_at_once_each_with_a_loader_of_their_own(shared_server):
+    loader = RPCDataloader(Numbers(), workers=shared_server.address, num_workers=1)
+    iterator = iter(loader)
+
+    def child():
+        assert [int(number) for number in loader] == list(range(20))
+
+    children = [multiprocessing.get_context("fork").Process(target=child) for _ in range(4)]
+    for process in children:
+        process.start()
+    assert [int(number) for number in iterator] == list(range(20))
+    for process in children:
+        process.join()
+        assert process.exitcode == 0
+        process.close()
+
+
+def test_torch_workers_cannot_use_an_rpc_dataset_and_say_so(shared_server):
+    dataset = RPCDataset(shared_server.address, Numbers)
+    iterator = iter(DataLoader(dataset, sampler=[0], num_workers=1))
+    with pytest.raises(LocalProtocolError, match="dataset Numbers belongs to process"):
+        next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+    assert [int(number) for number in DataLoader(dataset)] == list(range(20))

@@ -1,0 +1,138 @@
+"""A training script whose dataset, functions and batch types are its own, as most are."""
+
+from __future__ import annotations
+
+import pytest
+
+SCRIPT = """
+import dataclasses
+import enum
+import os
+import sys
+from collections import namedtuple
+
+import torch
+from torch.utils.data import Dataset
+
+from rpcdataloader import RPCDataloader, RPCDataset
+
+
+class Color(enum.Enum):
+    RED = 1
+    BLUE = 2
+
+
+@dataclasses.dataclass
+class Batch:
+    images: torch.Tensor
+    colors: list
+    made = 0
+
+    def double(self):
+        return 2 * self.images
+
+
+Place = namedtuple("Place", "row column")
+
+
+class DecodeError(Exception):
+    def __init__(self, name, code):
+        super().__init__(f"{name}: {code}")
+        self.code = code
+
+
+class Images(Dataset):
+    made = 0
+
+    def __init__(self, size):
+        self.size = size
+        Images.made += 1
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if isinstance(index, Place):
+            return torch.tensor([index.row, index.column])
+        if index == 7:
+            raise DecodeError("seven", 7)
+        return scale(torch.full((2, 2), float(index))), Color(1 + index % 2)
+
+
+def scale(image):
+    return image * SCALE
+
+
+SCALE = 10
+
+
+def collate(samples):
+    Batch.made += 1
+    images, colors = zip(*samples)
+    return Batch(torch.stack(images), list(colors))
+
+
+def init(number):
+    assert os.getpid() != TRAINER
+    assert callable(collate)
+    os.environ["NUMBER"] = str(number)
+
+
+TRAINER = os.getpid()
+workers = sys.argv[1]
+attributes = {cls: dict(vars(cls)) for cls in (Batch, Color, Images, DecodeError, Place)}
+
+
+def check(batches):
+    batches = list(batches)
+    assert [type(batch) for batch in batches] == [Batch] * 2, batches
+    for number, batch in enumerate(batches):
+        assert batch.double()[:, 0, 0].tolist() == [20.0 * index for index in range(3 * number, 3 * number + 3)]
+        assert all(type(color) is Color for color in batch.colors)
+        assert batch.colors[0] is Color(1 + 3 * number % 2)
+
+
+options = {"batch_size": 3, "collate_fn": collate, "worker_init_fn": init}
+for build in ("node", "worker"):
+    check(RPCDataloader(RPCDataset(workers, Images, 6, build=build), **options))
+check(RPCDataloader(RPCDataset(workers, lambda: Images(size=6)), **options))
+assert Images.made == 0, "it is built there, not here"
+loader = RPCDataloader(Images(6), workers=workers, persistent_workers=True, **options)
+for _epoch in range(2):
+    check(loader)
+
+offset = 5
+batches = RPCDataloader(Images(6), 6, workers=workers, collate_fn=lambda samples: len(samples) + offset)
+assert list(batches) == [11]
+places = RPCDataloader(Images(6), None, sampler=[Place(1, 2), Place(3, 4)], workers=workers)
+assert torch.stack(list(places)).tolist() == [[1, 2], [3, 4]]
+places = RPCDataloader(Images(6), batch_sampler=[[Place(1, 2), Place(3, 4)]], workers=workers)
+assert next(iter(places)).tolist() == [[1, 2], [3, 4]]
+try:
+    list(RPCDataloader(Images(8), workers=workers, **options))
+except DecodeError as error:
+    assert error.code == 7
+    assert "in __getitem__" in str(error.__cause__)
+else:
+    raise AssertionError
+dataset = RPCDataset(workers, Images, 6)
+assert type(dataset[2][1]) is Color
+assert dataset.call_all(lambda images: images.size * SCALE) == [60] * 2
+
+# What came back has changed nothing here.
+for cls, before in attributes.items():
+    after = dict(vars(cls))
+    for name in ("made", "__slotnames__"):  # the latter is what pickle remembers
+        after.pop(name, None), before.pop(name, None)
+    assert not after.keys() ^ before.keys(), (cls, after.keys() ^ before.keys())
+    assert all(after[name] is before[name] for name in before), cls
+assert (Batch.made, Images.made) == (0, 5)
+print("as expected")
+"""
+
+
+@pytest.mark.parametrize("where", ["remote", "local:2"])
+def test_classes_and_functions_of_the_training_script(zygote, shared_server, where):
+    ended = zygote.start(SCRIPT, shared_server.address if where == "remote" else where).wait(60)
+    assert ended.status == 0, ended.errors
+    assert ended.output == "as expected\n"

@@ -1,0 +1,688 @@
+"""A node server, its sessions and its workers: who lives how long, who holds what, and who is told of what."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rpcdataloader import RPCDataset, rpc_async
+from rpcdataloader.client import local, pool
+from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.frames import Preamble
+from tests.conftest import TIMEOUT_SCALE, descendants, is_running, wait_until
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+# A client in a process of its own: prints who works for it, then does as it is told.
+CLIENT = """
+import os, sys, time
+from rpcdataloader import rpc_async
+print(*rpc_async(sys.argv[1], lambda: (os.getpid(), os.getppid())).wait(), flush=True)
+"""
+BUSY_WORKER = CLIENT + "rpc_async(sys.argv[1], exec, ('while True: pass',)).wait()"
+BUSY_SESSION = CLIENT + "from rpcdataloader import RPCDataset; RPCDataset([sys.argv[1]], exec, 'while True: pass')"
+IDLE = CLIENT + "time.sleep(600)"
+
+
+def call(server, func, *args, **options):
+    """Run a function on a server and wait for its result."""
+    return rpc_async(server.address, func, args, **options).wait()
+
+
+def whereabouts():
+    return os.getpid(), os.getppid()
+
+
+@pytest.fixture
+def start_client(zygote):
+    """Start clients in processes of their own; gives the script, and the processes of its worker and session."""
+    scripts = []
+
+    def start(source, server):
+        script = zygote.start(source, server.address)
+        scripts.append(script)
+        wait_until(lambda: output_of(script).endswith("\n"), 20, "the client's first call")
+        worker, session = map(int, script.output.split())
+        return script, worker, session
+
+    yield start
+    for script in scripts:
+        with contextlib.suppress(ProcessLookupError):
+            script.kill()
+        script.wait()
+
+
+def output_of(script):
+    try:
+        return script.output
+    except FileNotFoundError:
+        return ""
+
+
+def dial(server, data=b""):
+    """A raw connection that says ``data``."""
+    host, _, port = server.address.rpartition(":")
+    sock = socket.create_connection((host, int(port)))
+    sock.settimeout(20 * TIMEOUT_SCALE)
+    sock.sendall(data)
+    return sock
+
+
+def read_all(sock):
+    """What a raw connection says until it ends."""
+    data = b""
+    with contextlib.suppress(ConnectionResetError):
+        while piece := sock.recv(65536):
+            data += piece
+    return data
+
+
+def num_descriptors(pid):
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def connections_of(pid):
+    """Numbers of the TCP connections that a process holds."""
+    table = Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]
+    tcp = {fields[9] for fields in map(str.split, table) if fields[3] == "01"}
+    found = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}")):
+                found.add(match[1])
+    return found & tcp
+
+
+# --- processes
+
+
+def test_every_client_has_a_session_with_its_worker(serve, start_client):
+    server = serve()
+    worker, session = call(server, whereabouts)
+    _script, other_worker, other_session = start_client(IDLE, server)
+    assert len({worker, session, other_worker, other_session}) == 4
+    assert sorted(server.processes()) == sorted([worker, session, other_worker, other_session])
+    assert {session, other_session} == {pid for pid in server.processes() if descendants(pid)}
+    pool.close_client()
+    wait_until(lambda: sorted(server.processes()) == sorted([other_worker, other_session]))
+
+
+@pytest.mark.parametrize("source", [IDLE, BUSY_WORKER, BUSY_SESSION], ids=["idle", "busy worker", "busy session"])
+def test_everything_of_a_client_that_is_killed_is_gone_within_a_second(serve, start_client, source):
+    server = serve()
+    script, worker, session = start_client(source, server)
+    assert call(server, os.getpid) > 0  # another client, of whom the first one's processes must hold nothing
+    script.kill()
+    wait_until(lambda: not is_running(worker) and not is_running(session), 1.0)
+    wait_until(lambda: re.search(r"session of client \S+ ended: the client has gone", server.log))
+
+
+def test_nobody_holds_a_connection_of_somebody_else(serve, start_client):
+    """Or the death of one client would go unnoticed while another one lives."""
+    server = serve()
+    clients = [start_client(IDLE, server)[1:] for _ in range(3)]
+    clients.append(call(server, whereabouts))
+    holders = {}
+    for pid in [server.pid, *server.processes()]:
+        for connection in connections_of(pid):
+            holders.setdefault(connection, set()).add(pid)
+    expected = [{worker} for worker, _ in clients] + [{server.pid, session} for _, session in clients]
+    assert sorted(map(sorted, holders.values())) == sorted(map(sorted, expected))
+
+
+def test_what_user_code_forks_or_starts_does_not_hold_a_connection(serve):
+    """A worker that is killed, and a process that it has forked, and one that it has started, live on."""
+
+    def leave_behind():
+        import subprocess
+
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(600)
+        # Not close_fds=True, which subprocess has as its default and C libraries do not.
+        return os.getpid(), [pid, subprocess.Popen(["sleep", "600"], close_fds=False).pid]
+
+    server = serve()
+    worker, left = call(server, leave_behind)
+    waiting = rpc_async(server.address, time.sleep, (600,))
+    try:
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(ConnectionLostError, match="killed by SIGKILL"):
+            waiting.wait()
+        assert all(map(is_running, left))
+    finally:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_death_of_a_worker_is_logged_with_its_reason_and_the_next_call_works(serve):
+    server = serve()
+    pid = call(server, os.getpid)
+    with pytest.raises(ConnectionLostError, match=r"killed by SIGSEGV \(a crash in compiled code\)"):
+        call(server, lambda: os.kill(os.getpid(), signal.SIGSEGV))
+    assert call(server, os.getpid) != pid
+    name = f"client {socket.gethostname()}:{os.getpid()}"
+    line = f"WARNING rpcdataloader.server[{server.pid}] worker 1 of {name} was killed by SIGSEGV (a crash in"
+    wait_until(lambda: line in server.log)
+
+
+def test_death_of_a_session_is_logged_and_ends_its_workers(serve):
+    server = serve()
+    worker, session = call(server, whereabouts)
+    os.kill(session, signal.SIGKILL)
+    wait_until(lambda: not is_running(worker), 5)
+    wait_until(lambda: "was killed by SIGKILL (perhaps out of memory)" in server.log)
+    assert call(server, os.getppid) != session
+
+
+def test_everything_dies_with_a_node_server_that_is_killed(serve):
+    server = serve()
+    worker, session = call(server, whereabouts)
+    waiting = rpc_async(server.address, time.sleep, (600,))
+    server.signal(signal.SIGKILL)
+    wait_until(lambda: not is_running(worker) and not is_running(session), 5)
+    with pytest.raises(ConnectionLostError):
+        waiting.wait()
+
+
+# --- the end
+
+
+@pytest.fixture
+def fifo(tmp_path):
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    return path
+
+
+def read_text(path):
+    return Path(path).read_text()
+
+
+def test_drain_lets_running_calls_finish_and_takes_no_new_session(serve, start_client, fifo):
+    server = serve()
+    _script, worker, session = start_client(IDLE, server)
+    running = rpc_async(server.address, lambda path: Path(path).read_text(), (str(fifo),))
+    with fifo.open("w") as file:  # the call has begun
+        server.signal(signal.SIGTERM)
+        # A client with nothing to do goes at once, and nobody is let in.
+        wait_until(lambda: not is_running(worker) and not is_running(session), 5)
+        with pytest.raises(ConnectionRefusedError):
+            dial(server)
+        file.write("done")
+    assert running.wait() == "done"
+    assert server.wait() == 0
+    assert "draining: 2 sessions, at most 30 s" in server.log
+    assert "WARNING" not in server.log
+
+
+def test_drain_ends_after_its_grace(serve, fifo):
+    server = serve("--grace", "0.2")
+    running = rpc_async(server.address, read_text, (str(fifo),))
+    with fifo.open("w"):
+        server.signal(signal.SIGTERM)
+        assert server.wait(10) == 0
+    with pytest.raises(ConnectionLostError):
+        running.wait()
+    assert "ended 1 sessions that were still busy after 0.2 s" in server.log
+    assert "was ended: still busy 0.2 s after it was told to drain" in server.log
+    assert "memory" not in server.log
+
+
+def test_second_signal_ends_at_once(serve, fifo):
+    server = serve()
+    running = rpc_async(server.address, read_text, (str(fifo),))
+    with fifo.open("w"):
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: "draining" in server.log)
+        server.signal(signal.SIGTERM)
+        assert server.wait(10) == 0
+    with pytest.raises(ConnectionLostError):
+        running.wait()
+
+
+def test_drain_reaches_a_session_that_is_busy_when_it_comes_up(serve, fifo):
+    """The word waits for it."""
+
+    class Slow:
+        def __init__(self, path):
+            Path(path).read_text()
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return index
+
+    server = serve()
+    with ThreadPoolExecutor(1) as thread:
+        building = thread.submit(RPCDataset, [server.address], Slow, str(fifo))
+        with fifo.open("w"):
+            server.signal(signal.SIGTERM)
+            wait_until(lambda: "draining" in server.log)
+        assert len(building.result(20 * TIMEOUT_SCALE)) == 1
+    assert server.wait() == 0
+
+
+def test_ctrl_c_in_the_terminal_reaches_the_server_alone(serve, fifo):
+    """It signals the whole group: workers and sessions ignore that, and finish what they do."""
+    server = serve(before="os.setpgid(0, 0)")
+    running = rpc_async(server.address, read_text, (str(fifo),))
+    with fifo.open("w") as file:
+        assert {os.getpgid(pid) for pid in server.processes()} == {server.pid}
+        os.killpg(server.pid, signal.SIGINT)
+        wait_until(lambda: "draining" in server.log)
+        file.write("done")
+    assert running.wait() == "done"
+    assert server.wait() == 0
+
+
+# --- who gets a worker
+
+
+def test_full_server_is_waited_for(serve, start_client, caplog):
+    server = serve("--num-workers", "1", "--max-connections", "1")
+    script, _worker, _session = start_client(IDLE, server)
+    waiting = rpc_async(server.address, os.getpid)
+    wait_until(lambda: f"waiting for {server.address}, which is busy: all 1 connections are in use" in caplog.text)
+    script.kill()
+    assert waiting.wait() > 0
+    assert "gets no worker: all 1 connections are in use (--max-connections)" in server.log
+
+
+def test_full_server_is_not_waited_for_longer_than_the_connect_timeout(serve, start_client, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.5")
+    server = serve("--num-workers", "1", "--max-connections", "1")
+    start_client(IDLE, server)
+    with pytest.raises(ConnectError, match=f"{server.address} is busy: all 1 connections are in use"):
+        call(server, os.getpid)
+
+
+def test_sessions_cost_no_worker(serve, start_client):
+    """Reading what a full server offers."""
+    server = serve("--num-workers", "1", "--max-connections", "1")
+    start_client(IDLE, server)
+    session = pool.get_client().node(Address.parse(server.address)).session()
+    assert session.wait().num_workers == 1
+
+
+# --- output
+
+
+PREFIX = rf"\[{re.escape(socket.gethostname())} client \S+:{os.getpid()}( rank 3)? worker 1\] "
+
+
+def test_output_of_a_worker_is_in_the_log_with_its_origin(serve):
+    def speak():
+        print("from python")  # noqa: T201
+        print("to the error stream", file=sys.stderr)  # noqa: T201
+        os.write(1, b"from a descriptor\n")
+        os.system("echo from a program")
+        ctypes.CDLL(None).dprintf(2, b"from a C library\n")
+        sys.stdout.write("without an end")
+        sys.stdout.flush()
+
+    server = serve()
+    call(server, speak)
+    for text in ("from python", "to the error stream", "from a descriptor", "from a program", "from a C library"):
+        wait_until(lambda text=text: re.search(f"^{PREFIX}{text}$", server.log, re.MULTILINE), what=text)
+    pool.close_client()
+    wait_until(lambda: re.search(f"^{PREFIX}without an end$", server.log, re.MULTILINE))
+
+
+def test_rank_is_part_of_the_origin(serve, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    server = serve()
+    call(server, lambda: print("hello"))  # noqa: T201
+    line = rf"^\[\S+ client \S+:{os.getpid()} rank 3 worker 1\] hello$"
+    wait_until(lambda: re.search(line, server.log, re.MULTILINE))
+
+
+def test_output_of_a_session_is_in_the_log(serve):
+    class Talkative:
+        def __init__(self):
+            os.write(1, b"building\n")
+            warnings.warn("the index is old", stacklevel=1)
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return index
+
+    server = serve()
+    dataset = RPCDataset([server.address], Talkative)
+    assert len(dataset) == 1
+    wait_until(lambda: re.search(rf"^\[\S+ client \S+:{os.getpid()}\] building$", server.log, re.MULTILINE))
+    assert "UserWarning: the index is old" in server.log
+
+
+def test_warnings_and_log_records_reach_the_client(serve, caplog):
+    def warn():
+        warnings.warn("old format", DeprecationWarning, stacklevel=1)
+        logging.getLogger("user.data").info("not this")
+        for _ in range(100):
+            logging.getLogger("user.data").error("file a.jpg is broken")
+        for number in range(1000):
+            logging.getLogger("user.data").warning("sample %d", number)
+
+    server = serve(before="import warnings; warnings.simplefilter('always')")
+    caplog.set_level(logging.WARNING, "rpcdataloader.worker")
+    call(server, warn)
+    texts = lambda: [record.getMessage() for record in caplog.records if record.name == "rpcdataloader.worker"]  # noqa: E731
+    wait_until(lambda: len(texts()) >= 20)
+    call(server, os.getpid)
+    assert len(texts()) == 20  # of what a worker says within ten seconds, each text once
+    assert texts()[0].endswith("py.warnings: DeprecationWarning: old format")
+    assert texts()[1].endswith("user.data: file a.jpg is broken")
+    assert f"worker 1 (pid {call(server, os.getpid)}) on {server.address}" in texts()[0]
+    assert server.log.count("sample") == 0 or "sample 999" in server.log
+
+
+def test_warnings_of_a_session_reach_the_client(serve, caplog):
+    class Dataset:
+        def __init__(self):
+            logging.getLogger("user.data").warning("the index is old")
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return index
+
+    server = serve()
+    dataset = RPCDataset([server.address], Dataset)
+    assert len(dataset) == 1
+    wait_until(lambda: f"{server.address}: user.data: the index is old" in caplog.text)
+
+
+def test_standard_input_of_a_worker_is_empty(serve):
+    server = serve()
+    assert call(server, lambda: os.popen("cat").read()) == ""
+    assert call(server, lambda: sys.stdin.read()) == ""
+
+
+def test_full_disk_under_the_log_ends_nobody(serve):
+    server = serve("--log-file", "/dev/full")
+    call(server, lambda: print("lost"))  # noqa: T201
+    assert call(server, os.getpid) > 0
+
+
+# --- strangers and floods
+
+
+def test_connections_in_a_row_leave_nothing_behind(serve):
+    server = serve()
+    call(server, os.getpid)
+    pool.close_client()
+    wait_until(lambda: not server.processes())
+    before = num_descriptors(server.pid)
+    for data in [b"", b"GET / HTTP/1.1\r\n\r\n", b"RPCDLDR\x01", Preamble(bytes([1] * 16)).encode()] * 25:
+        dial(server, data).close()
+    wait_until(lambda: not server.processes(), 20)
+    wait_until(lambda: num_descriptors(server.pid) == before)
+    assert not zombies_of(server.pid)
+    assert call(server, os.getpid) > 0
+
+
+def zombies_of(pid):
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                if fields[0] == "Z" and int(fields[1]) == pid:
+                    found.append(int(entry))
+    return found
+
+
+def test_many_at_once_are_all_served_although_few_gates_may_be_open(serve):
+    """The workers of a large job: none is turned away for coming together with others."""
+    server = serve(before="node.MAX_GATES = 4")
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(dial(server, Preamble(bytes([7] * 16)).encode())) for _ in range(100)]
+        for sock in socks:
+            assert b"there is no such session" in read_exactly(sock)
+            sock.close()
+    wait_until(lambda: server.log.count("unknown session") == 100)
+    assert "too many" not in server.log
+
+
+def read_exactly(sock):
+    """The one message that a gate sends."""
+    header = sock.recv(80, socket.MSG_WAITALL)
+    return header + sock.recv(int.from_bytes(header[16:24], "little"), socket.MSG_WAITALL)
+
+
+def test_silent_strangers_do_not_keep_others_out(serve):
+    """One of them goes for everybody who comes, once it has had its time."""
+    server = serve(before="node.MAX_GATES = 4; node.GATE_PATIENCE = 0.05")
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(dial(server)) for _ in range(12)]
+        assert call(server, os.getpid) > 0
+        assert len(server.processes()) <= 4 + 1 + 2
+        assert "ended an unauthenticated connection from 127.0.0.1: too many of them" in server.log
+        assert read_all(silent[0]) == b""
+
+
+def test_server_without_descriptors_waits_and_goes_on(serve):
+    server = serve(before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))")
+    with contextlib.ExitStack() as stack:
+        for _ in range(30):
+            stack.enter_context(dial(server))
+        wait_until(lambda: re.search("cannot take a connection now: .*Too many open files", server.log))
+        assert is_running(server.pid)
+        cpu = cpu_seconds(server.pid)
+        start = time.monotonic()
+        wait_until(lambda: server.log.count("cannot take a connection") >= 2, 20)
+        # It does not spin meanwhile.
+        assert cpu_seconds(server.pid) - cpu < 0.5 * (time.monotonic() - start)
+    assert call(server, os.getpid) > 0
+
+
+def cpu_seconds(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_server_that_cannot_fork_says_so_and_goes_on(serve):
+    failing = """
+import errno
+from rpcdataloader.server import processes
+fork, failures = os.fork, iter(range(3))
+def fail_at_first():
+    for _ in failures:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork()
+os.fork = fail_at_first
+node.EXHAUSTED_PAUSE = 0.01
+"""
+    server = serve(before=failing)
+    descriptors = num_descriptors(server.pid)
+    for _ in range(3):
+        with dial(server) as sock:
+            assert read_all(sock) == b""
+    wait_until(lambda: server.log.count("cannot take a connection now: ") == 3)
+    assert num_descriptors(server.pid) == descriptors
+    assert call(server, os.getpid) > 0
+
+
+def session_of(server):
+    """This client's session on a server: its id, and its process."""
+    welcome = pool.get_client().node(Address.parse(server.address)).session().wait()
+    return bytes.fromhex(welcome.session), welcome.pid
+
+
+def test_connection_that_is_handed_to_a_session_that_ends_ends_too(serve):
+    """And not only when somebody's patience does: the socket must be nowhere else."""
+    telling = """
+hand_over = gate._hand_over
+def tell(*args):
+    hand_over(*args)
+    os.write(2, b"handed over\\n")
+gate._hand_over = tell
+"""
+    server = serve(before=telling)
+    session_id, session = session_of(server)
+    os.kill(session, signal.SIGSTOP)
+    with dial(server, Preamble(session_id).encode()) as sock:
+        wait_until(lambda: "handed over" in server.log)
+        os.kill(session, signal.SIGKILL)
+        assert read_all(sock) == b""
+
+
+def test_session_that_stands_still_stops_nobody_else(serve, start_client):
+    """Its queue fills with connections, and those that hand them over wait; the node server does not."""
+    server = serve(before="node.GATE_TIMEOUT = 2; node.MAX_GATES = 16; node.GATE_PATIENCE = 0.05")
+    session_id, session = session_of(server)
+    assert call(server, os.getpid) > 0
+    os.kill(session, signal.SIGSTOP)
+    with contextlib.ExitStack() as stack:
+        for _ in range(300):
+            stack.enter_context(dial(server, Preamble(session_id).encode()))
+        _script, worker, other = start_client(IDLE, server)
+        assert {worker, other} <= set(server.processes())
+    os.kill(session, signal.SIGCONT)
+    assert call(server, os.getppid) == session
+
+
+def test_session_survives_workers_that_never_say_who_they_are(serve):
+    """Session ids travel in the clear, so that anybody may open worker connections, and nothing more."""
+    server = serve(before="session.HANDSHAKE_TIMEOUT = 0.3; session.MAX_UNAUTHENTICATED = 8")
+    session_id, session = session_of(server)
+    pid = call(server, os.getpid)
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(dial(server, Preamble(session_id).encode())) for _ in range(20)]
+        for sock in socks:
+            assert read_all(sock) == b""
+    assert call(server, whereabouts) == (pid, session)
+    wait_until(lambda: set(server.processes()) == {session, pid})
+    assert "no handshake within 0.3 s" in server.log
+
+
+# --- the embedded pool
+
+
+EMBEDDED = """
+import os, signal, sys, time
+from rpcdataloader import RPCDataloader
+from rpcdataloader.client import pool
+import torch
+loader = RPCDataloader(torch.utils.data.TensorDataset(torch.arange(8.0)), batch_size=2, num_workers=2)
+assert torch.cat([x for x, in loader]).tolist() == list(range(8))
+local = pool.get_client()._local
+print(local._process.pid, os.path.dirname(local.address.path), flush=True)
+"""
+ENDS = {
+    "normally": "",
+    "by os._exit": "os._exit(3)",
+    "by SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
+    "by SIGKILL while a fork of it lives on": """
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+}
+
+
+@pytest.fixture
+def long_tmpdir(tmp_path):
+    folder = tmp_path / ("t" * 100) / ("m" * 100)
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_embedded_pool_ends_with_its_trainer_however_that_ends_and_leaves_nothing(zygote, long_tmpdir):
+    start = f"import os; os.environ['TMPDIR'] = {str(long_tmpdir)!r}\n" + EMBEDDED
+    scripts = {end: zygote.start(start + source) for end, source in ENDS.items()}
+    for end, script in scripts.items():
+        ended = script.wait(60)
+        num_lines = 2 if "fork" in end else 1
+        wait_until(lambda script=script, n=num_lines: script.output.count("\n") == n, what=end + ended.errors)
+        server, folder, *forks = script.output.split()
+        assert folder.startswith(str(long_tmpdir))
+        wait_until(lambda server=server: not is_running(int(server)), what=end)
+        wait_until(lambda folder=folder: not os.path.exists(folder), what=end)
+        for pid in map(int, forks):
+            assert is_running(pid)
+            os.kill(pid, signal.SIGKILL)
+    assert os.listdir(long_tmpdir) == []
+
+
+def test_ctrl_c_in_the_terminal_reaches_the_trainer_and_not_its_pool(zygote):
+    """It signals the whole group; the trainer may save its work and go on."""
+    source = """
+os.setpgid(0, 0)
+try:
+    os.killpg(0, signal.SIGINT)
+    time.sleep(600)
+except KeyboardInterrupt:
+    pass
+assert torch.cat([x for x, in loader]).tolist() == list(range(8))
+assert os.getsid(local._process.pid) == local._process.pid
+print("went on")
+"""
+    ended = zygote.start(EMBEDDED + source).wait(60)
+    assert (ended.status, ended.output.splitlines()[1], ended.errors) == (0, "went on", "")
+
+
+def test_embedded_pool_is_private(zygote):
+    source = """
+import stat
+path = local.address.path
+print(oct(stat.S_IMODE(os.stat(os.path.dirname(path)).st_mode)), oct(stat.S_IMODE(os.stat(path).st_mode)))
+secret = local.credentials.secret
+pids = [local._process.pid]
+for pid in pids:
+    pids += map(int, open(f"/proc/{pid}/task/{pid}/children").read().split())
+print(len(pids) >= 3)
+for pid in pids:
+    for name in ("cmdline", "environ"):
+        assert secret not in open(f"/proc/{pid}/{name}", "rb").read()
+assert secret.decode() not in repr(local.credentials) + repr(vars(local))
+"""
+    # The iterator of an epoch that is not over keeps the workers.
+    ended = zygote.start(EMBEDDED + "iterator = iter(loader); next(iterator)\n" + source).wait(60)
+    assert ended.errors == ""
+    assert ended.output.splitlines()[1:] == ["0o700 0o600", "True"]
+
+
+def test_embedded_pool_imports_nothing_from_the_current_folder(zygote, tmp_path):
+    """A script that is started from elsewhere does not either, so such a name is no mistake of its author."""
+    (tmp_path / "json.py").write_text("raise LookupError('the wrong json')")
+    ended = zygote.start(f"import os; os.chdir({str(tmp_path)!r})\n" + EMBEDDED).wait(60)
+    assert (ended.status, ended.errors) == (0, "")
+
+
+def test_embedded_pool_that_does_not_start_is_an_error_and_leaves_nothing(monkeypatch, long_tmpdir):
+    monkeypatch.setenv("TMPDIR", str(long_tmpdir))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(local, "_BOOT", "import sys; sys.exit(3)")
+    with pytest.raises(ConnectError, match=r"the embedded pool did not start \(exit status 3\)"):
+        local.LocalServer()
+    assert os.listdir(long_tmpdir) == []
+
+
+def test_ctrl_c_while_the_embedded_pool_starts_leaves_nothing(monkeypatch, long_tmpdir):
+    monkeypatch.setenv("TMPDIR", str(long_tmpdir))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(local, "STOP_TIMEOUT", 0.1)
+    monkeypatch.setattr(local, "_BOOT", f"import os, signal; os.kill({os.getpid()}, signal.SIGINT); signal.pause()")
+    with pytest.raises(KeyboardInterrupt):
+        local.LocalServer()
+    assert os.listdir(long_tmpdir) == []
