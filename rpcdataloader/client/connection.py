@@ -29,6 +29,9 @@ logger = logging.getLogger("rpcdataloader.client")
 MAX_SENT_NOW = 16
 
 
+_ALL_SIGNALS = signal.valid_signals()
+
+
 class Listener(Protocol):
     """Who owns a connection; every method is called from its receiver thread."""
 
@@ -113,7 +116,8 @@ class Connection:
             number = self._last_request
             self._pending[number] = request
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one it serves.
-            if self._num_queued or not self._send_now(type, number, payload, buffers):
+            # Only requests of a loader, whose workers are its own: Ctrl-C in the middle ends the connection.
+            if self._num_queued or not request.cancellable or not self._send_now(type, number, payload, buffers):
                 self._num_queued += 1
                 self._outbox.put((type, number, payload, buffers))
         return number
@@ -191,7 +195,7 @@ class Connection:
 
     def _receive(self) -> None:
         # A signal that cuts a receive short would cost a trip through the GIL for every one of them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
         error: RPCError
         try:
             channel = self._open_channel()
@@ -266,7 +270,7 @@ class Connection:
     # --- sender
 
     def _send(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
         channel = self._channel
         assert channel is not None
         try:

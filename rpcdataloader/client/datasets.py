@@ -25,6 +25,7 @@ from rpcdataloader.client.session import Session
 from rpcdataloader.client.worker import Worker, WorkerOwner
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCError, SerializationError
 from rpcdataloader.wire.frames import Message
+from rpcdataloader.wire.generators import get_states
 from rpcdataloader.wire.messages import Build, Call
 from rpcdataloader.wire.picklers import PersistentId
 from rpcdataloader.wire.pickling import Encoded, dumps
@@ -57,6 +58,7 @@ class RemoteDataset:
         self.name = name
         self._pickled = pickled
         self._shared = shared
+        self._generators = get_states()
         self._pid = os.getpid()
         self._lock = threading.RLock()
         # Guarded by the lock: for each session that has it, whether the session has built it itself.
@@ -97,11 +99,12 @@ class RemoteDataset:
                 slow.close()
 
     def _build_on(self, sessions: Sequence[Session], slow: _SlowLine) -> None:
-        payload = Build(self.key, self.name, self._shared, self._pickled.payload).encode()
+        payload = Build(self.key, self.name, self._shared, self._generators, self._pickled.payload).encode()
         waiting = [
             (session, session.build(payload, self._pickled.buffers, functools.partial(slow.finished, session.name)))
             for session in sessions
         ]
+        lengths: dict[str, int | None] = {}
         for session, wait in waiting:
             reply = wait()
             if reply["shared"]:
@@ -109,8 +112,14 @@ class RemoteDataset:
                     raise TypeError(
                         f"dataset {self.name} is not map-style: it has no __getitem__, or is an IterableDataset"
                     )
-                self._length = reply["length"]
+                lengths[session.name] = self._length = reply["length"]
             self._sessions[session] = reply["shared"]
+        if len(set(lengths.values())) > 1:
+            found = ", ".join(f"{length} on {name}" for name, length in lengths.items())
+            raise ValueError(
+                f"dataset {self.name} is not the same on all nodes: its length is {found}. Is the data complete "
+                "everywhere? Does it depend on the order of a folder (sort it) or on the time?"
+            )
         for session in sessions:
             if self._sessions[session]:
                 for func, args in self._changes:
@@ -335,7 +344,7 @@ class _QueryOwner:
     def worker_ready(self, worker: Worker) -> None:
         pass
 
-    def worker_draining(self, worker: Worker, last_request: int) -> None:
+    def worker_draining(self, worker: Worker) -> None:
         pass
 
     def worker_lost(self, worker: Worker, error: RPCError) -> None:

@@ -18,6 +18,9 @@ _FORMS = "write host:port, [v6]:port, unix:/path, several of them separated by c
 class Inline:
     """No workers: everything runs in the process of the caller, so that a debugger works."""
 
+    def __str__(self) -> str:
+        return "inline"
+
 
 @dataclass(frozen=True, slots=True)
 class Local:
@@ -29,12 +32,18 @@ class Local:
 
     num_workers: int | None = None
 
+    def __str__(self) -> str:
+        return "local" if self.num_workers is None else f"local:{self.num_workers}"
+
 
 @dataclass(frozen=True, slots=True)
 class Remote:
     """Node servers, each at an address."""
 
     addresses: tuple[Address, ...]
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.addresses))
 
 
 Where = Inline | Local | Remote
@@ -64,6 +73,8 @@ def find_workers(workers: str | Iterable[str] | None, environ: Mapping[str, str]
             raise ValueError(f"environment variable {WORKERS_VARIABLE}: {exc}") from None
     if isinstance(workers, str):
         return _parse(workers)
+    if not isinstance(workers, Iterable):
+        raise TypeError(f"workers must be a string or a list of strings, but is {workers!r}; {_FORMS}")
     texts = list(workers)
     for text in texts:
         if not isinstance(text, str):
@@ -85,6 +96,9 @@ def _parse(text: str) -> Where:
 def _remote(texts: list[str]) -> Remote:
     if not texts:
         raise ValueError(f"workers names no worker; {_FORMS}")
+    for text in texts:
+        if text == "inline" or re.match(r"local(:\d*)?$", text):
+            raise ValueError(f"{text!r} cannot be one of several: it stands alone")
     addresses = tuple(Address.parse(text) for text in texts)
     for address in addresses:
         if addresses.count(address) > 1:

@@ -64,7 +64,7 @@ class _RpcOwner:
     def worker_ready(self, worker: Worker) -> None:
         pass
 
-    def worker_draining(self, worker: Worker, _last_request: int) -> None:
+    def worker_draining(self, worker: Worker) -> None:
         # It answers what it has, and ends when we do; objects that it holds are lost then.
         if worker.connection.num_pending == 0:
             worker.close()

@@ -13,7 +13,7 @@ from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtoco
 from rpcdataloader.wire.channel import Channel, open_channel
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.identity import local_identity
-from rpcdataloader.wire.messages import Call, Goaway
+from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.slabs import Allocator
 from rpcdataloader.wire.transport import Deadline
@@ -30,8 +30,8 @@ class WorkerOwner(Protocol):
     def worker_ready(self, worker: Worker) -> None:
         """The worker takes requests (earlier ones have waited for this moment)."""
 
-    def worker_draining(self, worker: Worker, last_request: int) -> None:
-        """The worker answers no request above ``last_request`` and ends then."""
+    def worker_draining(self, worker: Worker) -> None:
+        """The worker answers what it has received, takes no more, and ends then."""
 
     def worker_lost(self, worker: Worker, error: RPCError) -> None:
         """The worker has ended or never came to be; its requests have failed with ``error``."""
@@ -147,7 +147,7 @@ class Worker:
     def received(self, message: Message) -> None:
         if message.type == MessageType.GOAWAY:
             self._draining = True
-            self._owner.worker_draining(self, Goaway.decode(message.payload).last_request)
+            self._owner.worker_draining(self)
         elif message.type == MessageType.LOG:
             log_from_server(self.name, message)
 

@@ -9,6 +9,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
+from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.loader.placement import place
 
 
@@ -44,6 +45,8 @@ class RPCDataset(Dataset[Any]):
         build: str = "node",
         **kwargs: Any,
     ) -> None:
+        if callable(workers):
+            raise TypeError(f"workers come first, then what makes the dataset: RPCDataset(None, {workers!r}, ...)")
         if not callable(dataset):
             raise TypeError(
                 f"dataset must be a callable that makes the dataset, but is a {type(dataset).__name__}; "
@@ -93,10 +96,14 @@ class RPCDataset(Dataset[Any]):
 
     def __repr__(self) -> str:
         access = self._own("_access")
-        return f"RPCDataset({access.name}, workers={self._own('_where')})"
+        return f"RPCDataset({access.name}, workers='{self._own('_where')}')"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        raise TypeError("an RPCDataset belongs to this process and cannot be pickled; make one in each process")
+        raise LocalProtocolError(
+            "an RPCDataset belongs to this process and cannot be sent: to use a part of it, give RPCDataloader a "
+            "sampler, or wrap what is built, RPCDataset(workers, lambda: Subset(MyDataset(), indices)); to load it, "
+            "use RPCDataloader"
+        )
 
     def _own(self, name: str) -> Any:
         """An attribute of this object itself; in ``__dict__``, so that none of the dataset's is hidden."""

@@ -27,7 +27,7 @@ from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.session import Session
 from rpcdataloader.client.sharing import Partition
 from rpcdataloader.client.worker import Worker
-from rpcdataloader.errors import ConnectError, LocalProtocolError, RPCError
+from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError
 from rpcdataloader.loader import remote
 from rpcdataloader.loader.scheduler import Scheduler
 from rpcdataloader.wire.frames import Message
@@ -176,11 +176,16 @@ class _Run:
         self._alive: set[Worker] = set()
         self._ready: set[Worker] = set()
         self._draining: set[Worker] = set()
+        self._num_refused = 0  # by nodes that have no room
         self._error: BaseException | None = None
         self._closed = False
         self._source = TaskSource(settings, samples)
         self._draw()
-        self._open(dataset, sessions)
+        try:
+            self._open(dataset, sessions)
+        except BaseException:
+            self.close()
+            raise
 
     def _new_scheduler(self, batch_size_bytes: float) -> Scheduler[Worker]:
         return Scheduler(
@@ -273,7 +278,8 @@ class _Run:
         if os.getpid() != self._pid:
             return False
         with self._condition:
-            return self._error is None and not self._closed and len(self._alive) == self._num_workers
+            complete = len(self._alive) + self._num_refused == self._num_workers
+            return self._error is None and not self._closed and complete
 
     def begin_epoch(self) -> None:
         samples = iter(self._settings.sampler)
@@ -287,7 +293,9 @@ class _Run:
             self._scheduler = self._new_scheduler(self._scheduler.batch_size_bytes)
             starting = dumps(Call(remote.start_epoch, (self._epoch,), {}, ordered=True).fields())
             for worker in self._alive:
-                worker.submit(starting.payload, starting.buffers, self._opened)
+                # Fails when the worker was lost in between, which is about to be reported.
+                with contextlib.suppress(RPCError):
+                    worker.submit(starting.payload, starting.buffers, self._opened)
             for worker in self._ready:
                 self._scheduler.worker_joined(worker, time.monotonic())
         self._draw()
@@ -312,7 +320,7 @@ class _Run:
             assignments = self._assign()
         self._send(assignments)
 
-    def worker_draining(self, worker: Worker, last_request: int) -> None:  # noqa: ARG002  part of the protocol
+    def worker_draining(self, worker: Worker) -> None:
         with self._condition:
             if worker in self._ready:
                 self._draining.add(worker)
@@ -333,7 +341,11 @@ class _Run:
                 # It said goodbye and answered what it had begun; the rest goes to others.
                 logger.info("%s has drained; %d batches go to other workers", worker.name, len(lost))
             elif isinstance(error, ConnectError) and self._alive:
+                self._num_refused += 1
                 logger.warning("going on with %d workers: %s", len(self._alive), error)
+            elif worker in self._draining and self._error is None:
+                node = worker.session.name
+                self._error = ConnectionLostError(f"{node} is shutting down, and no other worker is left")
             elif self._error is None:
                 self._error = _with_batch(error, lost, tasks)
             self._condition.notify_all()

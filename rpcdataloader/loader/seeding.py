@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from rpcdataloader.wire.generators import get_states, set_states
+
 _MASK_64 = 2**64 - 1
 _PACK_KEY = struct.Struct("<QQQ").pack
 _UNPACK_SEEDS = struct.Struct("<QLL").unpack
@@ -125,12 +127,8 @@ def sample_scope() -> Iterator[None]:
 @contextmanager
 def generators_restored() -> Iterator[None]:
     """Put the three global generators back to where they were before."""
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    torch_state = torch.default_generator.get_state()
+    states = get_states()
     try:
         yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
-        torch.default_generator.set_state(torch_state)
+        set_states(states)

@@ -17,6 +17,7 @@ class ServerContext:
         parallel: Threads per worker for ``rpc_async`` calls.
         timeout: Seconds for an ``rpc_async`` call whose caller set no limit; 0 for none.
         credentials: The secret that clients must know.
+        tells_clients: Whether warnings go to the client, too; not when the log is the client's terminal.
     """
 
     node: str
@@ -24,3 +25,4 @@ class ServerContext:
     parallel: int
     timeout: float
     credentials: Credentials
+    tells_clients: bool = True

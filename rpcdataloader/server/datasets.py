@@ -16,15 +16,17 @@ from torch.utils.data import IterableDataset
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.server.processes import num_threads, open_files
+from rpcdataloader.wire.generators import set_states
 from rpcdataloader.wire.pickling import loads
 from rpcdataloader.wire.slabs import Block
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A pickled ``(instance,)`` or ``(callable, args, kwargs)``, and the blocks that the pickle refers to."""
+    """A pickled ``(instance,)`` or ``(callable, args, kwargs)``, with the blocks and random states that it needs."""
 
     name: str
+    generators: tuple[Any, ...]
     pickled: bytes
     blocks: Sequence[Block]
 
@@ -35,6 +37,8 @@ class Recipe:
             SerializationError: A module or name that the pickle needs is missing here.
             Exception: Whatever the callable raises.
         """
+        # A change that the constructor makes stays, as when the client had called it.
+        set_states(self.generators)
         made = loads(self.pickled, self.blocks, adopt_main=True)
         if len(made) == 1:
             return made[0]

@@ -26,7 +26,7 @@ def main() -> None:
     # Sessions and workers have an empty standard input of their own in that place.
     lifeline = os.dup(sys.stdin.fileno())
     try:
-        run_server(settings, credentials, capped=False, ready=_print_ready_line, lifeline=lifeline)
+        run_server(settings, credentials, embedded=True, ready=_print_ready_line, lifeline=lifeline)
     finally:
         # The trainer removes it too, unless it was killed.
         with contextlib.suppress(OSError):

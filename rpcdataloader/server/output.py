@@ -155,6 +155,6 @@ def _show_warning(
     stream = sys.stderr if file is None else file
     if stream is not None:
         stream.write(warnings.formatwarning(message, category, filename, lineno, line))
-    text = f"{category.__name__}: {message}"
+    text = f"{category.__name__}: {message} ({filename}:{lineno})"
     for handler in _client_handlers():
         handler.handle(logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, text, (), None))

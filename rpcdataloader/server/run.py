@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import logging
 import os
+import resource
 import socket
 from collections.abc import Callable, Sequence
 
@@ -49,7 +50,7 @@ def run_server(
     settings: ServerSettings,
     credentials: Credentials,
     *,
-    capped: bool = True,
+    embedded: bool = False,
     ready: Callable[[str], None] = lambda _line: None,
     write_output: Callable[[str], None] = write_to_stderr,
     lifeline: int | None = None,
@@ -57,7 +58,8 @@ def run_server(
     """Serve until told to stop.
 
     Args:
-        capped: Whether ``max_connections`` applies; the embedded pool has no cap.
+        embedded: Whether this is the pool of one trainer: workers are not capped, and warnings only go to the
+            log, which is the trainer's terminal.
         ready: Takes the ready line once clients can connect.
         write_output: Takes the lines that workers print.
         lifeline: See :class:`~rpcdataloader.server.node.NodeServer`.
@@ -66,6 +68,10 @@ def run_server(
         ConnectError: The port is in use, or a host does not resolve.
         ImportError: A module to preload is missing.
     """
+    # Three descriptors for a connection that is new, one for each worker: a thousand, the usual limit, is soon gone.
+    # What is allowed costs nothing; only select(2), which nothing here uses, minds numbers above a thousand.
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     _preload(settings.preload)
     listener, address = _listen(settings)
     made = _identity(settings)
@@ -78,11 +84,12 @@ def run_server(
             parallel=settings.parallel,
             timeout=settings.timeout,
             credentials=credentials,
+            tells_clients=not embedded,
         )
         server = NodeServer(
             listener,
             context,
-            max_connections=settings.connections if capped else None,
+            max_connections=None if embedded else settings.connections,
             grace=settings.grace,
             write_output=write_output,
             lifeline=lifeline,

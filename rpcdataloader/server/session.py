@@ -61,6 +61,8 @@ def run_session(channel: Channel, node: Link, context: ServerContext) -> None:
     """Serve an authenticated control connection until it ends."""
     # With --insecure, or in the embedded pool, nobody has read and removed it.
     os.environ.pop(TOKEN_VARIABLE, None)
+    # Of its own group, so that user code that signals its group does not end the node server and everybody's work.
+    os.setpgid(0, 0)
     session_id = os.urandom(16)
     output = redirect_output()
     node.send("session", [output], id=session_id.hex(), client=channel.name)
@@ -78,6 +80,12 @@ def run_session(channel: Channel, node: Link, context: ServerContext) -> None:
     except RPCError as exc:
         # Somebody on the way altered what the client sent, for example. The client hears of it as well.
         logger.warning("the session ends: %s", exc)
+
+
+def _has_hung_up(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLRDHUP)
+    return bool(poll.poll(0))
 
 
 class Session:
@@ -105,7 +113,8 @@ class Session:
         Raises:
             RPCError: The connection ended otherwise.
         """
-        tell_client(self._tell_client)
+        if self._context.tells_clients:
+            tell_client(self._tell_client)
         self._watch(self._channel.fileno(), self._on_control)
         self._watch(self._node.fileno(), self._on_node)
         while not self._finished:
@@ -162,7 +171,7 @@ class Session:
 
     def _build(self, message: Message) -> dict[str, Any]:
         build = Build.decode(message.payload)
-        recipe = Recipe(build.name, build.pickled, message.blocks)
+        recipe = Recipe(build.name, build.generators, build.pickled, message.blocks)
         dataset, reason = self._datasets.add(build.key, recipe, shared=build.shared)
         if reason is not None:
             logger.warning(
@@ -227,6 +236,9 @@ class Session:
         number = self._next_number
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as failed:
             sock = stack.enter_context(socket.socket(fileno=descriptor))
+            if _has_hung_up(sock):
+                # Session ids travel in clear: strangers' connections must not cost a fork each.
+                return
             try:
                 ours, theirs = Link.pair()
                 failed.callback(ours.close)

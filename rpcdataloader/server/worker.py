@@ -129,7 +129,10 @@ class Worker:
 
     def run(self) -> None:
         """Serve; returns after a drain. The process ends here and there when the client goes."""
-        tell_client(lambda fields: self._outbox.put((MessageType.LOG, 0, Log(**fields).encode(), (), Flag.OPTIONAL)))
+        if self._context.tells_clients:
+            tell_client(
+                lambda fields: self._outbox.put((MessageType.LOG, 0, Log(**fields).encode(), (), Flag.OPTIONAL))
+            )
         sender = threading.Thread(target=self._send, name="rpcdl-send", daemon=True)
         watcher = threading.Thread(target=self._watch, name="rpcdl-watch", daemon=True)
         sender.start()
@@ -153,6 +156,7 @@ class Worker:
             return
         except RPCError as exc:
             logger.warning("%s: %s", self._where, exc)
+            os._exit(1)
 
     # --- the main thread receives
 

@@ -119,6 +119,10 @@ class Channel:
         try:
             self.stream.send(encode(self._sealer, type, request_id, payload, buffers))
             return True
+        except BaseException:
+            # A KeyboardInterrupt between sealing and sending: the peer would take the next message for an altered one.
+            self.stream.shutdown()
+            raise
         finally:
             self._send_lock.release()
 

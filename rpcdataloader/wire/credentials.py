@@ -153,7 +153,8 @@ def _credentials(token: str | bytes, source: str) -> Credentials:
         size = "shorter" if len(secret) < _MIN_TOKEN_BYTES else "longer"
         limit = _MIN_TOKEN_BYTES if len(secret) < _MIN_TOKEN_BYTES else _MAX_TOKEN_BYTES
         raise AuthenticationError(f"the secret ({source}) is {size} than {limit} characters; {_HOW_TO_CREATE}")
-    if secret == INSECURE_SECRET:
+    # HMAC pads keys with zero bytes, so a secret that ends in some equals one without.
+    if secret.rstrip(b"\0") == INSECURE_SECRET:
         raise AuthenticationError(f"the secret ({source}) is the one that everybody knows; {_HOW_TO_CREATE}")
     return Credentials(secret, source)
 

@@ -21,7 +21,8 @@ then messages in both directions, each a header, a body and blocks::
         28     4  reserved       zero
         32    32  body digest    SHA-256 of the body
         64    16  MAC            of the 64 bytes above, see Sealer; zero before the handshake has made keys
-        80        body           table of block sizes (8 bytes each), then the payload
+        80        body           table of block sizes (8 bytes each); in CALL and BUILD with blocks, the
+                                 SHA-256 of the blocks (32 bytes); then the payload
                   blocks         back to back
 
 The preamble, the header and the HELLO message look the same in every version of the protocol, so that sides of
@@ -29,7 +30,9 @@ different versions can tell each other so.
 
 Invariant: no length is believed before its MAC and its limit have been checked, no block is allocated before the
 digest of the table that gives its size, and no message is handed out before all of that. The MAC covers the body
-through its digest; it does not cover the blocks, which are plain data and never unpickled (TLS protects them).
+through its digest, and so the blocks of CALL and BUILD, which become datasets and arguments: code of the user may
+interpret their bytes, for example pickles that are kept in an array. It does not cover the blocks of replies, batches
+that are too many to hash (TLS protects those).
 """
 
 from __future__ import annotations
@@ -93,6 +96,8 @@ class Flag(IntFlag):
 # Plain containers: looking a member up in the enumerations costs more than all other checks of a header together.
 _MESSAGE_TYPES: dict[int, MessageType] = {int(member): member for member in MessageType}
 _OPTIONAL = int(Flag.OPTIONAL)
+_WITH_BLOCK_DIGEST = frozenset((MessageType.CALL, MessageType.BUILD))
+_DIGEST_SIZE = 32
 _KNOWN_FLAGS = _OPTIONAL
 
 
@@ -282,6 +287,8 @@ def encode(
     if excess is not None:
         raise LocalProtocolError(f"this cannot be sent: {excess}; send it in parts")
     table = struct.pack(f"<{len(sizes)}Q", *sizes)
+    if sizes and type in _WITH_BLOCK_DIGEST:
+        table += _digest(blocks)
     joined = len(payload) < _JOIN_BELOW_BYTES
     if joined:
         table += payload
@@ -305,6 +312,13 @@ def _as_bytes(buffer: Buffer) -> memoryview:
     view = memoryview(buffer)
     # An empty view of another shape or format cannot be cast.
     return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _digest(blocks: Sequence[memoryview]) -> bytes:
+    digest = hashlib.sha256()
+    for block in blocks:
+        digest.update(block)
+    return digest.digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +363,7 @@ class Decoder:
         "_num_blocks",
         "_pending",
         "_sealer",
+        "_table_size",
         "_then",
         "allocate",
         "limits",
@@ -372,6 +387,7 @@ class Decoder:
         self._message = Message(0)
         self._body = self._header[:0]
         self._num_blocks = 0
+        self._table_size = 0
         self._digest = b""
 
     @property
@@ -455,13 +471,16 @@ class Decoder:
                 f"the peer sent a header that this version cannot read: size {header_size}, flags {flags}, "
                 f"reserved {reserved}"
             )
-        if code not in _MESSAGE_TYPES and not flags & _OPTIONAL:
+        if code not in _MESSAGE_TYPES and not (flags & _OPTIONAL and self._sealer is not None):
             raise RemoteProtocolError(f"the peer sent a message of the unknown type {code}")
         self._check_limits(payload_size, num_blocks)
         self._message = Message(_MESSAGE_TYPES.get(code, code), flags, request_id)
         self._num_blocks = num_blocks
         self._digest = digest
-        self._body = memoryview(bytearray(8 * num_blocks + payload_size))
+        self._table_size = 8 * num_blocks
+        if num_blocks and code in _WITH_BLOCK_DIGEST:
+            self._table_size += _DIGEST_SIZE
+        self._body = memoryview(bytearray(self._table_size + payload_size))
         return self._expect([self._body], Decoder._body_filled)
 
     def _body_filled(self) -> Message | None:
@@ -469,7 +488,7 @@ class Decoder:
         # Compared in constant time for uniformity only: nobody can try digests against an authenticated header.
         if not hmac.compare_digest(hashlib.sha256(body).digest(), self._digest):
             raise RemoteProtocolError(f"the body of message {message.request_id} was altered on its way")
-        message.payload = body[8 * num_blocks :]
+        message.payload = body[self._table_size :]
         if not num_blocks:
             return self._blocks_filled()
         sizes = struct.unpack_from(f"<{num_blocks}Q", body)
@@ -483,6 +502,9 @@ class Decoder:
 
     def _blocks_filled(self) -> Message | None:
         message = self._message
+        digest = self._body[8 * self._num_blocks : self._table_size]
+        if digest and not hmac.compare_digest(_digest([block.view for block in message.blocks]), digest):
+            raise RemoteProtocolError(f"the blocks of message {message.request_id} were altered on their way")
         self._reset()
         return message if message.type in _MESSAGE_TYPES else None
 

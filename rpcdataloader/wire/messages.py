@@ -96,17 +96,19 @@ class Build:
     Attributes:
         key: Chosen by the client; the same on all its nodes.
         name: For messages.
+        generators: States of the client's random generators, which a constructor may draw from.
         pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``; its blocks are the message's.
     """
 
     key: int
     name: str
     shared: bool
+    generators: tuple[Any, ...]
     pickled: bytes
 
     def encode(self) -> bytes:
         """The payload."""
-        return pickle.dumps((self.key, self.name, self.shared, self.pickled), protocol=5)
+        return pickle.dumps((self.key, self.name, self.shared, self.generators, self.pickled), protocol=5)
 
     @classmethod
     def decode(cls, payload: bytes | bytearray | memoryview) -> Build:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
 import select
 import socket
@@ -285,13 +286,23 @@ def connect(address: Address, deadline: Deadline, *, retry: bool = False) -> Str
         try:
             return _connect_once(address, deadline)
         except OSError as exc:
-            transient = isinstance(exc, (socket.gaierror, TimeoutError)) or exc.errno in _NOT_YET
+            # A name that does not exist will not exist soon; a name server that does not answer may.
+            transient = exc.errno == socket.EAI_AGAIN if isinstance(exc, socket.gaierror) else _may_pass(exc)
             if not retry or not transient or not deadline.pause(pause):
                 raise ConnectError(f"cannot connect to {address}: {_reason(exc)}") from exc
             if pause >= 1.0 and not reported:
                 reported = True
-                logger.warning("still waiting for %s: %s", address, _reason(exc))
+                logger.warning(
+                    "still waiting for %s, %g s at most (RPCDATALOADER_CONNECT_TIMEOUT): %s",
+                    address,
+                    deadline.timeout or math.inf,
+                    _reason(exc),
+                )
         pause = min(2 * pause, 1.0)
+
+
+def _may_pass(exc: OSError) -> bool:
+    return isinstance(exc, TimeoutError) or exc.errno in _NOT_YET
 
 
 def _connect_once(address: Address, deadline: Deadline) -> Stream:
@@ -344,6 +355,8 @@ def _reason(exc: OSError) -> str:
         return "no answer in time (is the host up, does a firewall drop the port?)"
     if exc.errno == errno.ECONNREFUSED:
         return "connection refused (is `python -m rpcdataloader.launch` running there, on that port?)"
+    if exc.errno == errno.ENOENT:
+        return f"{exc.strerror} (is `python -m rpcdataloader.launch` running on this machine?)"
     return exc.strerror or str(exc)
 
 

@@ -56,7 +56,8 @@ def test_order_of_addresses_is_kept():
         ("node01:6543,node02:6543,node01:6543", "workers names node01:6543 more than once"),
         ("local:0", "'local:0' asks for no worker; use inline"),
         ("local:x", "cannot read the address 'local:x'"),
-        (["inline"], "cannot read the address 'inline'"),
+        (["inline"], "'inline' cannot be one of several"),
+        (["node01:6543", "local:2"], "'local:2' cannot be one of several"),
     ],
 )
 def test_malformed_lists_are_refused(workers, problem):

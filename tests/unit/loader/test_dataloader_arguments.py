@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.errors import LocalProtocolError
 
 ADDRESS = "node07.invalid:6543"
 
@@ -235,7 +236,7 @@ def test_workers_must_be_strings(workers):
 
 def test_environment_variable_is_named(monkeypatch):
     monkeypatch.setenv("RPCDATALOADER_WORKERS", "node07")
-    with pytest.raises(ValueError, match="environment variable RPCDATALOADER_WORKERS: .*node07"):
+    with pytest.raises(ValueError, match=r"environment variable RPCDATALOADER_WORKERS: .*node07"):
         RPCDataloader(Numbers())
 
 
@@ -267,7 +268,7 @@ def test_workers_contradict_an_rpc_dataset():
 
 @pytest.mark.parametrize("dataset", [Numbers(), None, 3])
 def test_rpc_dataset_wants_a_callable(dataset):
-    with pytest.raises(TypeError, match="dataset must be a callable .* but is a .*given to RPCDataloader directly"):
+    with pytest.raises(TypeError, match=r"dataset must be a callable .* but is a .*given to RPCDataloader directly"):
         RPCDataset("inline", dataset)
 
 
@@ -279,7 +280,7 @@ def test_rpc_dataset_knows_two_ways_to_build(build):
 
 @pytest.mark.parametrize("workers", [[], "node07", [ADDRESS, ADDRESS], "local:0"])
 def test_rpc_dataset_refuses_malformed_workers(workers):
-    with pytest.raises(ValueError, match="workers names|node07|asks for no worker"):
+    with pytest.raises(ValueError, match=r"workers names|node07|asks for no worker"):
         RPCDataset(workers, Numbers)
 
 
@@ -289,6 +290,7 @@ def test_inline_dataset_must_be_map_style(factory):
         RPCDataset("inline", factory)
 
 
-def test_rpc_dataset_cannot_be_pickled():
-    with pytest.raises(TypeError, match="an RPCDataset belongs to this process and cannot be pickled"):
-        pickle.dumps(RPCDataset("inline", Numbers))
+@pytest.mark.parametrize("use", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_rpc_dataset_stays_in_its_process(use):
+    with pytest.raises(LocalProtocolError, match="an RPCDataset belongs to this process and cannot be sent"):
+        use(RPCDataset("inline", Numbers))

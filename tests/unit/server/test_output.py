@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import warnings
 
@@ -182,7 +183,9 @@ def test_python_warnings_reach_the_client_and_the_log(told, capsys):
         warnings.simplefilter("always")
         warnings.showwarning = module._show_warning
         warnings.warn("old format", DeprecationWarning, stacklevel=1)
-    assert records == [{"level": logging.WARNING, "logger": "py.warnings", "text": "DeprecationWarning: old format"}]
+    [record] = records
+    assert (record["level"], record["logger"]) == (logging.WARNING, "py.warnings")
+    assert re.fullmatch(rf"DeprecationWarning: old format \({re.escape(__file__)}:\d+\)", record["text"])
     assert "DeprecationWarning: old format" in capsys.readouterr().err
 
 

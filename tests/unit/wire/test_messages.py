@@ -74,7 +74,7 @@ def test_garbage_is_refused(payload):
 
 
 def test_build_round_trip():
-    build = Build(3, "ImageFolder", True, b"\x80\x05pickle")
+    build = Build(3, "ImageFolder", True, ("python", "numpy", b"torch"), b"\x80\x05pickle")
     assert Build.decode(memoryview(build.encode())) == build
 
 
