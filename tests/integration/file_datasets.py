@@ -28,7 +28,7 @@ class Lmdb(Numbers):
 
     def __getitem__(self, index: int) -> Any:
         with self.env.begin() as transaction:
-            return int(transaction.get(str(index).encode()))
+            return int(transaction.get(str(index).encode()) or -1)
 
 
 class Zip(Numbers):

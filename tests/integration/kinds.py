@@ -17,7 +17,7 @@ class Point(NamedTuple):
     label: str
 
 
-Pair = namedtuple("Pair", ["first", "second"])  # noqa: PYI024  the old way is used, too
+Pair = namedtuple("Pair", ["first", "second"])
 
 
 @dataclasses.dataclass
@@ -96,7 +96,7 @@ def make_tensors() -> dict[str, torch.Tensor]:
         "parameter": torch.nn.Parameter(torch.rand(100, 300)),
         "subclass": torch.rand(3).as_subclass(Tagged),
         "sparse": torch.rand(4, 4).relu().to_sparse(),
-        "not coalesced": torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,)),
+        "not coalesced": torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,)),
         "zero size": torch.rand(0),
         "meta": torch.empty(3, device="meta"),
         "one of a storage": large[0],

@@ -168,7 +168,9 @@ def test_changing_one_tensor_in_place_does_not_trouble_the_gradients_of_another(
 
 
 def test_batches_can_be_written_to(workers):
-    for batch in RPCDataloader([np.arange(3), np.arange(20_000)], batch_size=None, workers=workers, collate_fn=kinds.as_is):
+    for batch in RPCDataloader(
+        [np.arange(3), np.arange(20_000)], batch_size=None, workers=workers, collate_fn=kinds.as_is
+    ):
         batch += 1
         assert batch[0] == 1
 

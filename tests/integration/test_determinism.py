@@ -68,10 +68,6 @@ def test_batches_are_the_same_whatever_is_prefetched_and_in_which_order_they_com
         assert_same([by_first[int(batch["index"][0])] for batch in expected[epoch]], expected[epoch])
 
 
-def test_batches_are_the_same_on_the_embedded_pool(expected):
-    assert_same(epochs(Augmented(), workers="local:2"), expected)
-
-
 def test_epochs_of_persistent_workers_differ_and_depend_on_nothing_else(addresses):
     expected = epochs(Augmented(), 3, workers="inline", persistent_workers=True)
     assert len({tuple(map(tuple, draws(batches))) for batches in expected}) == 3
@@ -145,7 +141,10 @@ def test_one_sample_at_a_time_and_batches_at_once_have_seeds_too(addresses):
         options |= {"shuffle": False, "collate_fn": None}
         expected = epochs(make(), 1, workers="inline", **options)
         assert_same(epochs(make(), 1, workers=addresses[0], num_workers=3, **options), expected)
-        seeds = [int(batch["seed"].flatten()[0] if torch.is_tensor(batch["seed"]) else batch["seed"]) for batch in expected[0]]
+        seeds = [
+            int(batch["seed"].flatten()[0] if torch.is_tensor(batch["seed"]) else batch["seed"])
+            for batch in expected[0]
+        ]
         assert len(set(seeds)) == len(seeds)
 
 

@@ -83,11 +83,6 @@ def test_partition_overrides_the_environment(shared_server, second_server, log, 
     assert servers_of(Numbers(), log, 4, workers=addresses, partition=None) == Counter(dict.fromkeys(pids, 2))
 
 
-def test_embedded_pool_is_not_shared_among_ranks(log, as_rank):
-    as_rank(3, 4)
-    assert servers_of(Numbers(), log, 2, workers="local:2").total() == 2
-
-
 def test_more_ranks_than_workers_share_with_one_warning(shared_server, log, as_rank, caplog):
     placement._warn_of_doubling.cache_clear()
     for rank in (0, 4):
@@ -142,9 +137,7 @@ print(json.dumps([indices, draws]))
 def test_two_processes_of_a_distributed_job(zygote, shared_server, second_server, tmp_path):
     addresses = [shared_server.address, second_server.address]
     logs = [str(tmp_path / f"log{rank}") for rank in range(2)]
-    ranks = [
-        zygote.start(RANK_SCRIPT, rank, tmp_path / "rendezvous", logs[rank], *addresses) for rank in range(2)
-    ]
+    ranks = [zygote.start(RANK_SCRIPT, rank, tmp_path / "rendezvous", logs[rank], *addresses) for rank in range(2)]
     ended = [script.wait(60) for script in ranks]
     for one in ended:
         assert one.status == 0, one.errors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -103,4 +104,6 @@ def test_torch_workers_cannot_use_an_rpc_dataset_and_say_so(shared_server):
         next(iterator)
     with pytest.raises(StopIteration):
         next(iterator)
+    del iterator
+    gc.collect()  # the traceback refers to it, and it to pipes
     assert [int(number) for number in DataLoader(dataset)] == list(range(20))

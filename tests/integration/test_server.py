@@ -277,12 +277,14 @@ def test_drain_reaches_a_session_that_is_busy_when_it_comes_up(serve, fifo):
     assert server.wait() == 0
 
 
-def test_ctrl_c_in_the_terminal_reaches_the_server_alone(serve, fifo):
-    """It signals the whole group: workers and sessions ignore that, and finish what they do."""
+def test_signal_for_everybody_reaches_the_server_alone(serve, fifo):
+    """As Ctrl-C in a terminal, srun and systemd send it: workers and sessions ignore that, and finish what they do."""
     server = serve(before="os.setpgid(0, 0)")
     running = rpc_async(server.address, read_text, (str(fifo),))
     with fifo.open("w") as file:
-        assert {os.getpgid(pid) for pid in server.processes()} == {server.pid}
+        for pid in server.processes():
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGINT)
         os.killpg(server.pid, signal.SIGINT)
         wait_until(lambda: "draining" in server.log)
         file.write("done")
@@ -387,7 +389,7 @@ def test_warnings_and_log_records_reach_the_client(serve, caplog):
     wait_until(lambda: len(texts()) >= 20)
     call(server, os.getpid)
     assert len(texts()) == 20  # of what a worker says within ten seconds, each text once
-    assert texts()[0].endswith("py.warnings: DeprecationWarning: old format")
+    assert f"py.warnings: DeprecationWarning: old format ({__file__}:" in texts()[0]
     assert texts()[1].endswith("user.data: file a.jpg is broken")
     assert f"worker 1 (pid {call(server, os.getpid)}) on {server.address}" in texts()[0]
     assert server.log.count("sample") == 0 or "sample 999" in server.log

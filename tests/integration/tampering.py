@@ -1,0 +1,142 @@
+"""What stands between a client and a node server and does them harm; and an object that shows when it was loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rpcdataloader.wire.frames import HEADER_SIZE, PREAMBLE_SIZE
+
+
+def leave_trace(path: str) -> None:
+    """Write a line."""
+    with open(path, "a") as file:
+        file.write("loaded\n")
+
+
+class Bomb:
+    """An object whose pickle writes a line when it is loaded."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return leave_trace, (self.path,)
+
+
+def num_loaded(path: Path) -> int:
+    """How often bombs of this path were loaded."""
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One message as it travels."""
+
+    header: bytes
+    body: bytes
+    blocks: bytes
+
+    @property
+    def type(self) -> int:
+        return self.header[4]
+
+    def flip(self, part: str, offset: int) -> Frame:
+        """The same with one bit changed."""
+        data = bytearray(getattr(self, part))
+        data[offset] ^= 0x04
+        return replace(self, **{part: bytes(data)})
+
+    def encode(self) -> bytes:
+        return self.header + self.body + self.blocks
+
+
+def recv_exactly(sock: socket.socket, size: int) -> bytes:
+    """``size`` bytes, or EOFError."""
+    data = b""
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return data
+
+
+def recv_frame(sock: socket.socket) -> Frame:
+    """The next message, or EOFError."""
+    header = recv_exactly(sock, HEADER_SIZE)
+    payload_size, num_blocks = struct.unpack_from("<QI", header, 16)
+    body = recv_exactly(sock, 8 * num_blocks + payload_size)
+    sizes = struct.unpack_from(f"<{num_blocks}Q", body)
+    return Frame(header, body, recv_exactly(sock, sum(sizes)))
+
+
+class Proxy:
+    """Passes on everything between clients and a server, but for what ``tamper`` makes of it.
+
+    Args:
+        target: Address of the server, ``host:port``.
+        tamper: Called with the direction (``"up"`` to the server, ``"down"`` to the client), the number of the
+            connection from 0, the number of the message in this direction from 0, and the message; returns what to
+            send in its place. Messages 0 and 1 are HELLO and AUTH.
+    """
+
+    def __init__(self, target: str, tamper: Callable[[str, int, int, Frame], list[Frame | bytes]]) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = host, int(port)
+        self._tamper = tamper
+        self._socks: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._start(self._accept)
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sock in [self._listener, *self._socks]:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+        for sock in [self._listener, *self._socks]:
+            sock.close()
+
+    def _start(self, function: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=function, args=args)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        number = 0
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(self._target)
+                self._socks += [client, server]
+                self._start(self._pump, "up", number, client, server)
+                self._start(self._pump, "down", number, server, client)
+                number += 1
+
+    def _pump(self, direction: str, connection: int, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            if direction == "up":
+                sink.sendall(recv_exactly(source, PREAMBLE_SIZE))
+            number = 0
+            while True:
+                frame = recv_frame(source)
+                for piece in self._tamper(direction, connection, number, frame):
+                    sink.sendall(piece if isinstance(piece, bytes) else piece.encode())
+                number += 1
+        except (OSError, EOFError):
+            # The end of one side is passed on to the other.
+            for sock in (source, sink):
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,52 @@
+"""A dataset is the same on all nodes, also one that draws random numbers when it is made."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import rpcdataloader
+from rpcdataloader import RPCDataset
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+def _make():
+    class Shuffled:
+        def __init__(self, number):
+            self.order = random.sample(range(number), number)
+            self.drawn = [float(random.random()), float(np.random.rand()), float(torch.rand(()))]
+
+        def __len__(self):
+            return len(self.order)
+
+        def __getitem__(self, index):
+            return self.order[index]
+
+    return Shuffled
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
+def test_random_constructor_gives_the_same_dataset_everywhere(shared_server, second_server, build):
+    rpcdataloader.set_random_seeds(7, 0)
+    dataset = RPCDataset([shared_server.address, second_server.address], _make(), 50, build=build)
+    everywhere = [(dataset.order, dataset.drawn), *dataset.call_all(lambda one: (one.order, one.drawn))]
+    rpcdataloader.set_random_seeds(7, 0)
+    local = _make()(50)
+    assert all(found == (local.order, local.drawn) for found in everywhere)
+
+
+def test_trainer_generators_are_left_alone(shared_server):
+    before = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()
+    RPCDataset([shared_server.address], _make(), 50)
+    assert before == (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist())
+
+
+def test_nodes_that_disagree_about_the_length_are_named(start_server):
+    servers = [start_server("--num-workers", "1", env={"TEST_NUMBER_OF_FILES": number}) for number in ("3", "4")]
+    make = _make()
+    with pytest.raises(ValueError, match="not the same on all nodes") as caught:
+        RPCDataset([server.address for server in servers], lambda: make(int(os.environ["TEST_NUMBER_OF_FILES"])))
+    assert f"3 on {servers[0].address}, 4 on {servers[1].address}" in str(caught.value)

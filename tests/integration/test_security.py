@@ -1,0 +1,722 @@
+"""Nobody without the secret gets anything unpickled, in either direction, and nobody gets the server to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rpcdataloader import launch, rpc_async
+from rpcdataloader.client import pool
+from rpcdataloader.errors import (
+    AuthenticationError,
+    ConnectError,
+    ConnectionLostError,
+    RemoteProtocolError,
+    RPCError,
+)
+from rpcdataloader.wire import credentials
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.frames import MessageType, Preamble, encode
+from rpcdataloader.wire.handshake import ClientHandshake, ServerHandshake
+from rpcdataloader.wire.identity import local_identity
+from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
+from tests.integration.quick import quick_server
+from tests.integration.tampering import Bomb, Frame, Proxy, leave_trace, num_loaded, recv_frame
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+WRONG = b"not the secret of the test suite"
+
+# A peer that does wrong is noticed by what it does, and not by a limit of time.
+PROMPTLY = 8 * TIMEOUT_SCALE
+
+
+@pytest.fixture(scope="module")
+def server(zygote):
+    """A server that does not wait long for strangers."""
+    with quick_server(zygote, before="node.GATE_TIMEOUT = 1.0; session.HANDSHAKE_TIMEOUT = 1.0") as server:
+        yield server
+        # Whatever the tests have done to it, the next client is served.
+        assert rpc_async(server.address, os.getppid).wait() in server.processes()
+        pool.close_client()
+        wait_until(lambda: not server.processes())
+        assert "ERROR" not in server.log
+        assert "Traceback" not in server.log
+
+
+@pytest.fixture(autouse=True)
+def server_survives(request):
+    yield
+    if "server" in request.fixturenames:
+        assert is_running(request.getfixturevalue("server").pid)
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Where bombs leave their trace."""
+    return tmp_path / "trace"
+
+
+def session_of(address):
+    """This client's session."""
+    return pool.get_client().node(Address.parse(address)).session()
+
+
+# --- somebody on the path
+
+
+def flip(part, offset):
+    return lambda frame, _others: [frame.flip(part, offset)]
+
+
+def swap(_frame, _others):
+    """Sends this message after the next one: kept back until that comes."""
+    raise NotImplementedError("Attack does")
+
+
+def forge(frame, _others):
+    """An injected message: what the attacker would like to have loaded, under a seal of his own making."""
+    forged = b"".join(encode(None, frame.type, 1, frame.body))
+    return [forged[:64] + os.urandom(16) + forged[80:], frame]
+
+
+def forge_without_seal(frame, _others):
+    return [b"".join(encode(None, frame.type, 1, frame.body)), frame]
+
+
+HARM = {
+    "flip the magic": flip("header", 0),
+    "flip the type": flip("header", 4),
+    "flip the flags": flip("header", 5),
+    "flip the request id": flip("header", 8),
+    "flip the payload size": flip("header", 16),
+    "flip the payload size beyond all memory": flip("header", 22),
+    "flip the number of blocks": flip("header", 24),
+    "flip the digest": flip("header", 40),
+    "flip the seal": flip("header", 79),
+    "flip the body": flip("body", -1),
+    "replay": lambda frame, _others: [frame, frame],
+    "replay an earlier one": lambda frame, others: [others[0], frame],
+    "inject": forge,
+    "inject without a seal": forge_without_seal,
+    "inject garbage": lambda frame, _others: [os.urandom(200), frame],
+    "drop": lambda _frame, _others: [],
+    "swap": swap,
+}
+
+
+class Attack:
+    """Does harm to the first message of a type in one direction of one connection."""
+
+    def __init__(self, direction, connection, type, harm):
+        self.where = direction, connection
+        self.type = type
+        self.harm = harm
+        self.others, self.kept = [], []
+        self.done = self.replayed_itself = False
+
+    def __call__(self, direction, connection, number, frame):
+        if (direction, connection) != self.where or number < 2:
+            return [frame]
+        if self.done:
+            kept, self.kept = self.kept, []
+            return [frame, *kept]
+        if frame.type == self.type:
+            self.done = True
+            if self.harm is swap:
+                self.kept = [frame]
+                return []
+            pieces = self.harm(frame, self.others or [frame])
+            self.replayed_itself = pieces == [frame, frame]
+            return pieces
+        self.others.append(frame)
+        return [frame]
+
+
+# Nothing comes after a WELCOME until the client has seen it: it only waits when that is dropped.
+ATTACKS = [
+    (direction, type, how)
+    for direction, type in [("up", MessageType.CALL), ("down", MessageType.WELCOME), ("down", MessageType.REPLY)]
+    for how in HARM
+    if type != MessageType.WELCOME or how not in ("drop", "swap")
+]
+NOTICED = "failed authentication .altered, replayed or injected.|was altered on its way|the peer sent no message"
+
+
+@pytest.mark.parametrize(("direction", "type", "how"), ATTACKS)
+def test_altered_message_of_a_worker_connection_is_never_loaded(server, trace, direction, type, how):
+    attack = Attack(direction, 1, type, HARM[how])
+    start = time.monotonic()
+    with Proxy(server.address, attack) as proxy:
+        # The bomb is loaded by the worker in the arguments, or by this process in the result.
+        func, args = (id, (Bomb(trace),)) if direction == "up" else (Bomb, (trace,))
+        futures = [rpc_async(proxy.address, func, args)]
+        futures += [rpc_async(proxy.address, os.getpid) for _ in range(2)]
+        with pytest.raises(RPCError) as raised:
+            torch.futures.wait_all(futures)
+        assert attack.done
+    assert time.monotonic() - start < PROMPTLY
+    # What is replayed has arrived once, as it should.
+    assert num_loaded(trace) == int(attack.replayed_itself and type != MessageType.WELCOME)
+    if direction == "down":
+        assert isinstance(raised.value, RemoteProtocolError), raised.value
+        assert re.search(NOTICED, str(raised.value))
+    else:
+        assert isinstance(raised.value, ConnectionLostError)
+        wait_until(lambda: re.search(rf"worker 1\] .*({NOTICED})", server.log))
+
+
+@pytest.mark.parametrize(
+    ("direction", "type", "how"), [attack for attack in ATTACKS if attack[2] not in ("drop", "swap")]
+)
+def test_altered_message_of_a_control_connection_ends_the_session(server, direction, type, how):
+    with Proxy(server.address, Attack(direction, 0, type, HARM[how])) as proxy:
+        error = end_of(session_of(proxy.address))
+        if direction == "down":
+            assert isinstance(error, RemoteProtocolError)
+            assert re.search(NOTICED, str(error))
+        else:
+            assert isinstance(error, ConnectionLostError)
+            wait_until(lambda: re.search(rf"the session ends: .*({NOTICED})", server.log))
+
+
+def end_of(session):
+    """Why a session has ended, once it has."""
+    errors = []
+
+    def has_ended():
+        try:
+            session.wait()
+        except RPCError as exc:
+            errors.append(exc)
+        return errors
+
+    wait_until(has_ended, PROMPTLY)
+    return errors[0]
+
+
+@pytest.mark.parametrize("offset", [0, 4, 5, 8, 16, 24, 32, 64])
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_altered_handshake_comes_to_nothing(server, direction, number, offset):
+    """Headers in clear; what they frame is covered by the proofs, see the next test."""
+    altered = []
+
+    def tamper(way, _connection, count, frame):
+        if (way, count) == (direction, number):
+            altered.append(frame.flip("header", offset))
+            return altered[-1:]
+        return [frame]
+
+    with Proxy(server.address, tamper) as proxy:
+        session = session_of(proxy.address)
+        with pytest.raises(RPCError):
+            session.wait()
+    assert altered
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("torch", "9.9"), ("host", "elsewhere"), ("pid", 1), ("rank", 5), ("machine", "vax")],
+)
+@pytest.mark.parametrize("direction", ["up", "down"])
+def test_identity_cannot_be_changed_on_the_way(server, direction, field, value):
+    def tamper(way, _connection, count, frame):
+        if (way, count) != (direction, 0):
+            return [frame]
+        hello = json.loads(frame.body)
+        hello["identity"][field] = value
+        return [b"".join(encode(None, MessageType.HELLO, payload=json.dumps(hello).encode()))]
+
+    with (
+        Proxy(server.address, tamper) as proxy,
+        pytest.raises(AuthenticationError, match="do not hold the same secret"),
+    ):
+        session_of(proxy.address).wait()
+
+
+def test_session_id_cannot_be_changed_on_the_way(server):
+    """Or a client's worker would be another client's."""
+    victim = bytes.fromhex(session_of(server.address).wait().session)
+    sock = dial(server, Preamble(victim).encode())
+    # The client means to start a session of its own.
+    handshake = ClientHandshake(secret_of_the_suite(), local_identity("client"), bytes(16))
+    sock.sendall(handshake.data_to_send()[32:])
+    with sock, pytest.raises(AuthenticationError):
+        shake_hands(sock, handshake)
+
+
+def test_recording_is_worth_nothing_later(server, trace):
+    """A whole conversation of a client who knows the secret, said once more."""
+    recorded = []
+
+    def record(direction, connection, _number, frame):
+        if (direction, connection) == ("up", 1):
+            recorded.append(frame)
+        return [frame]
+
+    with Proxy(server.address, record) as proxy:
+        rpc_async(proxy.address, id, (Bomb(trace),)).wait()
+        session = session_of(proxy.address).wait().session
+        assert num_loaded(trace) == 1
+        for session_id in (bytes.fromhex(session), bytes(16)):
+            with dial(server, Preamble(session_id).encode()) as sock:
+                sock.sendall(b"".join(frame.encode() for frame in recorded))
+                answers = read_frames(sock)
+            assert [frame.type for frame in answers] == [MessageType.HELLO, MessageType.REFUSED]
+    assert num_loaded(trace) == 1
+
+
+# --- servers that are none
+
+
+class Impostor:
+    """Listens, and lets ``act`` deal with every connection."""
+
+    def __init__(self, act):
+        self._act = act
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._run)
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+    def _run(self):
+        with contextlib.suppress(OSError):
+            while True:
+                sock, _ = self._listener.accept()
+                sock.settimeout(20 * TIMEOUT_SCALE)
+                with sock, contextlib.suppress(OSError, EOFError):
+                    self._act(sock)
+                    sock.shutdown(socket.SHUT_WR)
+                    while sock.recv(65536):
+                        pass
+
+
+def message(type, payload, number=0):
+    """A message in clear."""
+    return b"".join(encode(None, type, number, payload))
+
+
+def meet(sock):
+    """Take the preamble and HELLO of a client and answer with a HELLO; gives the handshake."""
+    preamble = Preamble.decode(sock.recv(32, socket.MSG_WAITALL))
+    handshake = ServerHandshake(WRONG, local_identity("server"), preamble)
+    hello = recv_frame(sock)
+    handshake.receive(as_message(hello))
+    sock.sendall(handshake.data_to_send())
+    return handshake
+
+
+def as_message(frame):
+    from rpcdataloader.wire.frames import Message
+
+    return Message(frame.type, payload=frame.body)
+
+
+def at_once(sock, bomb):
+    sock.sendall(message(MessageType.REPLY, bomb, 1))
+
+
+def as_welcome(sock, bomb):
+    sock.sendall(message(MessageType.WELCOME, bomb))
+
+
+def after_hello(sock, bomb):
+    meet(sock)
+    sock.sendall(message(MessageType.REPLY, bomb, 1))
+
+
+def welcome_after_hello(sock, bomb):
+    meet(sock)
+    welcome = {"node": "node07", "pid": 1, "session": "00" * 16, "num_workers": 2}
+    sock.sendall(message(MessageType.WELCOME, json.dumps(welcome).encode()) + message(MessageType.REPLY, bomb, 1))
+
+
+def after_a_wrong_proof(sock, bomb):
+    meet(sock)
+    sock.sendall(message(MessageType.AUTH, json.dumps({"proof": secrets.token_hex(32)}).encode()))
+    sock.sendall(message(MessageType.REPLY, bomb, 1))
+
+
+def after_the_clients_own_proof(sock, bomb):
+    meet(sock)
+    sock.sendall(recv_frame(sock).encode() + message(MessageType.REPLY, bomb, 1))
+
+
+def as_an_echo(sock, bomb):
+    sock.recv(32, socket.MSG_WAITALL)
+    with contextlib.suppress(EOFError):
+        while True:
+            sock.sendall(recv_frame(sock).encode())
+    sock.sendall(message(MessageType.REPLY, bomb, 1))
+
+
+def as_a_refusal(sock, bomb):
+    sock.sendall(message(MessageType.REFUSED, bomb))
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        at_once,
+        as_welcome,
+        after_hello,
+        welcome_after_hello,
+        after_a_wrong_proof,
+        after_the_clients_own_proof,
+        as_an_echo,
+        as_a_refusal,
+    ],
+)
+def test_client_loads_nothing_of_a_server_without_the_secret(act, trace):
+    bomb = pickle.dumps(Bomb(trace))
+    pickle.loads(bomb)
+    assert num_loaded(trace) == 1  # it would go off
+    start = time.monotonic()
+    with Impostor(lambda sock: act(sock, bomb)) as impostor:
+        with pytest.raises((AuthenticationError, RemoteProtocolError)) as raised:
+            rpc_async(impostor.address, os.getpid).wait()
+        pool.close_client()
+    assert time.monotonic() - start < PROMPTLY
+    assert impostor.address in str(raised.value)
+    assert num_loaded(trace) == 1
+
+
+def test_client_shows_its_secret_to_nobody():
+    """Nothing of it is in what a server without the secret gets to see."""
+    seen = []
+
+    def listen(sock):
+        meet(sock)
+        seen.append(recv_frame(sock).encode())
+
+    with Impostor(listen) as impostor:
+        with pytest.raises(RPCError):
+            rpc_async(impostor.address, os.getpid).wait()
+        pool.close_client()
+    assert seen
+    assert secret_of_the_suite() not in b"".join(seen)
+
+
+def test_client_gives_up_on_a_server_that_says_nothing(monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.3")
+    with Impostor(lambda sock: sock.recv(1, socket.MSG_PEEK)) as impostor:
+        held = socket.create_connection(tuple_of(impostor.address))  # the impostor is busy with this one
+        with held, pytest.raises(ConnectError, match="did not finish the handshake in time"):
+            rpc_async(impostor.address, os.getpid).wait()
+        pool.close_client()
+
+
+def tuple_of(address):
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+# --- clients that are none
+
+
+def secret_of_the_suite():
+    return credentials.load_credentials().secret
+
+
+def dial(server, data=b""):
+    sock = socket.create_connection(tuple_of(server.address))
+    sock.settimeout(20 * TIMEOUT_SCALE)
+    sock.sendall(data)
+    return sock
+
+
+def read_frames(sock):
+    """All messages until the end."""
+    frames = []
+    with contextlib.suppress(EOFError, ConnectionResetError):
+        while True:
+            frames.append(recv_frame(sock))
+    return frames
+
+
+def shake_hands(sock, handshake):
+    """The rest of a handshake, over a raw connection whose preamble and HELLO were sent."""
+    while handshake.established is None:
+        handshake.receive(as_message(recv_frame(sock)))
+        sock.sendall(handshake.data_to_send())
+
+
+def answer_hello(sock, handshake):
+    handshake.receive(as_message(recv_frame(sock)))
+    return handshake.data_to_send()
+
+
+@pytest.fixture(params=["new session", "session of somebody else"])
+def session_id(request, server):
+    """Zeros, or an id that was seen on the network."""
+    if request.param == "new session":
+        return bytes(16)
+    return bytes.fromhex(session_of(server.address).wait().session)
+
+
+@pytest.mark.parametrize("type", [MessageType.CALL, MessageType.BUILD, MessageType.HELLO, MessageType.AUTH])
+@pytest.mark.parametrize("after", ["preamble", "hello", "wrong proof"])
+def test_server_loads_nothing_of_a_client_without_the_secret(server, session_id, trace, type, after):
+    bomb = message(type, pickle.dumps(Bomb(trace)), 1)
+    handshake = ClientHandshake(WRONG, local_identity("client"), session_id)
+    start = handshake.data_to_send()
+    with dial(server, start[:32]) as sock:
+        if after != "preamble":
+            sock.sendall(start[32:])
+            proof = answer_hello(sock, handshake)
+            if after == "wrong proof":
+                sock.sendall(proof)
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(bomb)
+        answers = read_frames(sock)
+    assert {frame.type for frame in answers} <= {MessageType.REFUSED}
+    assert num_loaded(trace) == 0
+
+
+def test_wrong_secret_with_the_right_session_id(server, session_id):
+    handshake = ClientHandshake(WRONG, local_identity("client"), session_id)
+    count = server.log.count("do not hold the same secret")
+    with dial(server, handshake.data_to_send()) as sock, pytest.raises(AuthenticationError, match="refused"):
+        shake_hands(sock, handshake)
+    wait_until(lambda: server.log.count("do not hold the same secret") > count)
+
+
+def test_unknown_session_id_is_refused_in_words(server):
+    """Such as that of a server that was started again."""
+    handshake = ClientHandshake(secret_of_the_suite(), local_identity("client"), secrets.token_bytes(16))
+    with (
+        dial(server, handshake.data_to_send()) as sock,
+        pytest.raises(RemoteProtocolError, match="there is no such session on this node server"),
+    ):
+        shake_hands(sock, handshake)
+
+
+def test_peers_that_stop_in_the_middle_are_put_out(server):
+    """At the limit of the server, which is 10 s and 1 s here; whether they mean a new session or know of one."""
+    known = bytes.fromhex(session_of(server.address).wait().session)
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        socks = []
+        for session_id in (bytes(16), known):
+            hello = ClientHandshake(WRONG, local_identity("client"), session_id).data_to_send()
+            for data in (b"", hello[:16], hello[:32], hello[: 32 + len(hello) // 2], hello):
+                socks.append((stack.enter_context(dial(server, data)), data == hello))
+        for sock, complete in socks:
+            assert [frame.type for frame in read_frames(sock)] == [MessageType.HELLO] * complete
+            assert time.monotonic() - start > 0.9
+    assert re.search("refused 127.0.0.1: no handshake within 1 s", server.log)
+    wait_until(lambda: re.search(r"ended worker \d+: no handshake within 1 s", server.log))
+    assert rpc_async(server.address, os.getpid).wait() > 0  # in that session
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"GET / HTTP/1.1\r\nHost: node07\r\n\r\n", b"SSH-2.0-OpenSSH_9.9\r\n" * 2, bytes(100), b"\xff" * 5000],
+    ids=["http", "ssh", "zeros", "ones"],
+)
+def test_garbage_is_put_out_at_once(server, data):
+    start = time.monotonic()
+    with dial(server, data) as sock:
+        sock.shutdown(socket.SHUT_WR)
+        assert read_frames(sock) == []
+    assert time.monotonic() - start < 0.9 * TIMEOUT_SCALE
+    wait_until(lambda: "the peer does not speak this protocol: its first bytes are" in server.log)
+
+
+def test_names_that_a_stranger_gives_do_not_write_into_the_log(server):
+    """It may be read in a terminal, or by a program that goes line by line."""
+    identity = dataclasses.replace(local_identity("client"), host="x\n2026-01-01 CRITICAL forged\x1b[31m")
+    handshake = ClientHandshake(WRONG, identity, bytes(16))
+    with dial(server, handshake.data_to_send()) as sock, pytest.raises(AuthenticationError):
+        shake_hands(sock, handshake)
+    wait_until(lambda: "x?2026-01-01 CRITICAL forged?[31m" in server.log)
+    assert "\x1b" not in server.log
+
+
+# --- other versions
+
+
+def test_client_of_another_version_of_the_protocol(server):
+    identity = dataclasses.replace(local_identity("client"), protocol=77)
+    handshake = ClientHandshake(secret_of_the_suite(), identity, bytes(16))
+    with dial(server, handshake.data_to_send()) as sock, pytest.raises(RemoteProtocolError) as raised:
+        shake_hands(sock, handshake)
+    assert f"the client on {identity.host} (pid {os.getpid()}) runs version 77 of the protocol" in str(raised.value)
+    assert re.search(r"the node server on \S+ \(pid \d+\) runs version 1 of the protocol", str(raised.value))
+    wait_until(lambda: "runs version 77 of the protocol" in server.log)
+
+
+def other_interpreter():
+    """The command of a Python of another minor version, or None."""
+    for minor in range(10, 16):
+        name = f"python3.{minor}"
+        if minor == sys.version_info[1] or shutil.which(name) is None:
+            continue
+        # Some managers of versions install a command for each of them that works for the one that is asked for.
+        env = {**os.environ, "PYENV_VERSION": f"3.{minor}"}
+        show = "import sys; print(*sys.version_info[:2])"
+        result = subprocess.run([name, "-c", show], env=env, capture_output=True, text=True, check=False)
+        if result.stdout.split() == ["3", str(minor)]:
+            return name, env
+    return None
+
+
+OTHER_CLIENT = """
+import sys
+from rpcdataloader.errors import RPCError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.channel import open_channel
+from rpcdataloader.wire.credentials import load_credentials
+from rpcdataloader.wire.identity import local_identity
+from rpcdataloader.wire.transport import Deadline
+try:
+    open_channel(Address.parse(sys.argv[1]), load_credentials(), local_identity("client"), bytes(16), Deadline(20))
+except RPCError as exc:
+    print(type(exc).__name__, exc)
+print(*sorted({"torch", "numpy", "cloudpickle", "pickle"} & set(sys.modules)))
+"""
+
+
+def test_client_of_another_version_of_python(server):
+    """A real one, which needs neither torch nor numpy to be told."""
+    interpreter = other_interpreter()
+    if interpreter is None:
+        pytest.skip("there is no other version of Python here")
+    command, env = interpreter
+    env = {**env, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run(
+        [command, "-c", OTHER_CLIENT, server.address], env=env, capture_output=True, text=True, check=True
+    )
+    error, loaded = result.stdout.splitlines()
+    ours = f"CPython 3.{sys.version_info[1]}"
+    assert error.startswith(f"RemoteProtocolError {server.address}: ")
+    theirs = "CPython " + command.removeprefix("python")
+    assert f"runs {theirs}" in error
+    assert f"runs {ours}" in error
+    assert "use the same minor version of Python on both sides" in error
+    assert loaded == ""
+    wait_until(lambda: f"runs {theirs}" in server.log)
+
+
+# --- secrets
+
+
+@pytest.fixture
+def token(tmp_path, monkeypatch):
+    """A token file for this process alone."""
+
+    def write(text, mode=0o600):
+        path = tmp_path / "token"
+        path.write_text(text)
+        path.chmod(mode)
+        monkeypatch.setenv("RPCDATALOADER_TOKEN_FILE", str(path))
+        return path
+
+    return write
+
+
+def test_wrong_secret_is_told_on_both_sides(server, token):
+    original = os.environ["RPCDATALOADER_TOKEN_FILE"]
+    path = token("another secret, of somebody else")
+    mine = credentials.load_credentials().fingerprint
+    with pytest.raises(AuthenticationError, match="do not hold the same secret") as raised:
+        rpc_async(server.address, os.getpid).wait()
+    assert f"(this client's secret: file {path}, fingerprint {mine})" in str(raised.value)
+    assert server.address in str(raised.value)
+    fingerprints = f"file {original}, fingerprint {credentials.load_credentials(token_file=original).fingerprint}"
+    wait_until(lambda: "do not hold the same secret" in server.log and fingerprints in server.log)
+    # For the fixture that looks after the server.
+    path.write_text(Path(original).read_text())
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "problem"),
+    [
+        ("", 0o600, "is empty"),
+        (" \n\n", 0o600, "is empty"),
+        ("short", 0o600, "is shorter than 16 characters"),
+        ("a secret that anybody can read", 0o644, "is open to other users (mode 0644)"),
+        ("a secret that the group can read", 0o640, "run: chmod 600"),
+    ],
+)
+def test_unusable_secrets_are_refused_on_both_sides(token, capsys, text, mode, problem):
+    path = token(text, mode)
+    with pytest.raises(AuthenticationError, match=re.escape(problem)) as raised:
+        rpc_async("127.0.0.1:1", os.getpid).wait()
+    assert launch.main(["--port", "0"]) == 1
+    assert capsys.readouterr().err == f"error: {raised.value}\n"
+    assert str(path) in str(raised.value)
+
+
+def test_missing_secret_is_refused_on_both_sides(monkeypatch, capsys):
+    monkeypatch.setenv("RPCDATALOADER_TOKEN_FILE", "/no/such/token")
+    with pytest.raises(AuthenticationError, match="the token file /no/such/token does not exist; create it with"):
+        rpc_async("127.0.0.1:1", os.getpid).wait()
+    assert launch.main(["--port", "0"]) == 1
+    assert "the token file /no/such/token does not exist; create it with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--host", "unix:{tmp_path}/socket", "--insecure"]])
+def test_secret_is_nowhere_to_be_seen(serve, tmp_path, monkeypatch, options):
+    """Given in the environment, to a server that needs it or does not."""
+    secret = secrets.token_urlsafe(32)
+    monkeypatch.setattr(credentials, "_environment_token", None)
+    monkeypatch.delenv("RPCDATALOADER_TOKEN_FILE")
+    monkeypatch.setenv("RPCDATALOADER_TOKEN", secret)
+    monkeypatch.setenv("RPCDATALOADER_INSECURE", "unix")
+    server = serve(
+        *[option.format(tmp_path=tmp_path) for option in options],
+        before=f"os.environ.pop('RPCDATALOADER_TOKEN_FILE'); os.environ['RPCDATALOADER_TOKEN'] = {secret!r}",
+    )
+
+    def look():
+        import subprocess
+
+        command_lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in (os.getpid(), os.getppid())]
+        return repr(dict(os.environ)), subprocess.run(["env"], capture_output=True, text=True).stdout, command_lines
+
+    seen = rpc_async(server.address, look).wait()
+    assert "PATH" in seen[0]
+    assert secret not in repr(seen)
+    assert secret not in server.log
+    client = pool.get_client()
+    assert secret not in repr([client, vars(client), client._credentials(Address.parse(server.address))])
+    if not options:
+        assert "RPCDATALOADER_TOKEN" not in os.environ
+
+
+def test_bombs_go_off_otherwise(server, trace):
+    """What the tests above rely on."""
+    assert rpc_async(server.address, id, (Bomb(trace),)).wait()
+    assert num_loaded(trace) == 1
+    rpc_async(server.address, Bomb, (trace,)).wait()
+    assert num_loaded(trace) == 2
+    leave_trace(str(trace))
+    assert isinstance(Frame(bytes(80), b"", b"").encode(), bytes)
