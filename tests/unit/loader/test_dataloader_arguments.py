@@ -272,6 +272,18 @@ def test_rpc_dataset_wants_a_callable(dataset):
         RPCDataset("inline", dataset)
 
 
+@pytest.mark.parametrize("make", [Numbers, identity])
+def test_rpc_dataset_without_workers_says_that_they_come_first(make):
+    with pytest.raises(TypeError, match="workers come first"):
+        RPCDataset(make, 10)
+
+
+@pytest.mark.parametrize("workers", [3, 2.5, True])
+def test_workers_must_be_a_list_or_a_string(workers):
+    with pytest.raises(TypeError, match="workers must be a string or a list of strings"):
+        RPCDataloader(Numbers(), workers=workers)
+
+
 @pytest.mark.parametrize("build", ["Node", "", None, "session"])
 def test_rpc_dataset_knows_two_ways_to_build(build):
     with pytest.raises(ValueError, match=f"build must be 'node' or 'worker', but is {build!r}"):
