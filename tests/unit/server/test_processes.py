@@ -181,8 +181,17 @@ def test_signals_of_the_parent_are_as_before():
 
 
 def test_standard_input_of_a_child_is_empty_and_inherited_by_programs(pipe):
-    assert answer(lambda: repr(os.read(0, 10)), pipe) == "b''"
-    assert answer(lambda: subprocess.run(["cat"], capture_output=True, check=True).stdout, pipe) == "b''"
+    """Whatever somebody types, or the settings that the embedded server is sent there."""
+
+    def run():
+        read_end, write_end = os.pipe()
+        os.write(write_end, b"typed")
+        os.dup2(read_end, 0)
+        fork(lambda: tell(pipe[1], repr(os.read(0, 10)))).reap(wait=True)
+        fork(lambda: tell(pipe[1], subprocess.run(["cat"], capture_output=True, check=True).stdout)).reap(wait=True)
+        return repr(os.read(0, 10))
+
+    assert answer(run, pipe) == "b''b''b'typed'"
 
 
 def test_standard_input_that_was_closed_is_made(pipe):
