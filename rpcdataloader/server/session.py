@@ -48,6 +48,7 @@ class _Forked:
 
     Attributes:
         deadline: When it must have authenticated its client; None when it has, or is being ended.
+        failure: Why it gave up, in its own words.
     """
 
     number: int
@@ -55,6 +56,7 @@ class _Forked:
     link: Link
     deadline: float | None
     authenticated: bool = False
+    failure: str = ""
 
 
 def run_session(channel: Channel, node: Link, context: ServerContext) -> None:
@@ -293,6 +295,8 @@ class Session:
             self._node.send("admit", worker=worker.number)
             if self._draining:
                 worker.link.send("drain")
+        elif event["event"] == "failed":
+            worker.failure = event["reason"]
 
     def _on_worker_end(self, worker: _Forked) -> None:
         descriptor = worker.process.fileno()
@@ -300,6 +304,11 @@ class Session:
         if reason is None:
             return
         self._unwatch(descriptor)
+        if worker.link.fileno() >= 0:
+            # Its last words may have come in the same round.
+            self._on_worker(worker)
+        if worker.failure:
+            reason = f"gave up: {worker.failure}"
         if worker.link.fileno() >= 0:
             self._unwatch(worker.link.fileno())
             worker.link.close()

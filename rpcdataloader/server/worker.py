@@ -156,6 +156,8 @@ class Worker:
             return
         except RPCError as exc:
             logger.warning("%s: %s", self._where, exc)
+            # The client hears of it on its control connection.
+            self._session.send("failed", reason=str(exc))
             os._exit(1)
 
     # --- the main thread receives

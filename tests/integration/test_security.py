@@ -180,6 +180,8 @@ def test_altered_message_of_a_worker_connection_is_never_loaded(server, trace, d
         assert re.search(NOTICED, str(raised.value))
     else:
         assert isinstance(raised.value, ConnectionLostError)
+        # What the worker noticed reaches the client on its control connection.
+        assert re.search(rf"worker 1 .* gave up: .*({NOTICED})", str(raised.value)), raised.value
         wait_until(lambda: re.search(rf"worker 1\] .*({NOTICED})", server.log))
 
 
