@@ -32,7 +32,7 @@ from rpcdataloader.loader import remote
 from rpcdataloader.loader.scheduler import Scheduler
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call
-from rpcdataloader.wire.pickling import Encoded, dumps
+from rpcdataloader.wire.pickling import NO_TENSORS, Encoded, dumps
 from rpcdataloader.wire.slabs import Allocator, pinned_allocator
 
 logger = logging.getLogger("rpcdataloader.loader")
@@ -258,20 +258,28 @@ class _Run:
 
     def _draw(self) -> None:
         """Fill the window from the sampler, which is user code and so runs outside of the lock."""
-        # Only this thread adds tasks, so the answer cannot become wrong in between.
-        while self._scheduler.wants_input:
-            try:
-                indices, position, number = next(self._source)
-            except StopIteration:
-                with self._condition:
-                    self._scheduler.end_of_input()
-                break
-            task = Task(indices, _load_request(indices, position, number))
+        drawing = True
+        while drawing:
+            task = None
+            # Only this thread adds tasks, so the answer cannot become wrong in between.
+            if self._scheduler.wants_input:
+                task = self._next_task()
             with self._condition:
-                self._scheduler.add_task(task)
-        with self._condition:
-            assignments = self._assign()
-        self._send(assignments)
+                if task is not None:
+                    self._scheduler.add_task(task)
+                drawing = self._scheduler.wants_input
+                assignments = self._assign()
+            self._send(assignments)
+
+    def _next_task(self) -> Task | None:
+        """The next task of the sampler; None at its end, which the table is told."""
+        try:
+            indices, position, number = next(self._source)
+        except StopIteration:
+            with self._condition:
+                self._scheduler.end_of_input()
+            return None
+        return Task(indices, _load_request(indices, position, number))
 
     @property
     def is_usable(self) -> bool:
@@ -383,10 +391,10 @@ class _Run:
             now = time.monotonic()
             if self._scheduler.replied(worker, number, size_bytes=size_bytes, task_seconds=seconds, now=now):
                 self._results[number] = result
-                # Waking the consumer for a batch that is not its turn costs two changes of thread.
-                if self._scheduler.has_deliverable:
-                    self._condition.notify()
             assignments = self._assign()
+            # Waking the consumer for a batch that is not its turn costs two changes of thread.
+            if self._scheduler.has_deliverable:
+                self._condition.notify()
         self._send(assignments)
 
     def _is_alone(self) -> bool:
@@ -414,19 +422,38 @@ class _Run:
         """Send what was assigned; without the condition, so that no thread waits for another one's send."""
         for worker, epoch, number, task in assignments:
             complete = functools.partial(self._replied, worker, epoch, number)
-            # Fails when the worker was lost in between, which is about to be reported, and will put the task back.
-            with contextlib.suppress(RPCError):
+            try:
                 worker.submit(task.request, [], complete, self._allocator, cancellable=True)
+            except RPCError:
+                # The worker was lost in between, which is about to be reported, and will put the task back.
+                continue
+
+
+def _pickle_part(value: Any) -> bytes:
+    """A pickle without its first and last opcodes, PROTO and STOP, to be joined to others.
+
+    Protocol 3 is the last one without frames, whose lengths would become wrong.
+    """
+    return pickle.dumps(value, protocol=3)[2:-1]
+
+
+# Around the arguments of a call of remote.load. Pickling it each time takes longer than all the rest: the pickler
+# imports a function to see whether it is the one of that name.
+_LOAD, _, *_OPTIONS = Call(remote.load, (), {}, ordered=True).fields()
+_BEFORE_ARGS = pickle.PROTO + b"\x03" + pickle.MARK + _pickle_part(_LOAD)
+_AFTER_ARGS = b"".join(map(_pickle_part, _OPTIONS)) + pickle.TUPLE + pickle.STOP + NO_TENSORS
 
 
 def _load_request(indices: Any, position: int, number: int) -> bytes:
-    fields = Call(remote.load, (indices, position, number), {}, ordered=True).fields()
-    with contextlib.suppress(Exception):
-        pickled = pickle.dumps(fields, protocol=5)
+    args = (indices, position, number)
+    try:
+        pickled = _pickle_part(args)
         # Not of a class of the training script, which has to be sent along.
         if b"_main__" not in pickled:
-            return pickled + bytes(4)
-    encoded = dumps(fields, name="indices")
+            return _BEFORE_ARGS + pickled + _AFTER_ARGS
+    except Exception:
+        logger.debug("not for the plain pickler: %r", indices, exc_info=True)
+    encoded = dumps(Call(remote.load, args, {}, ordered=True).fields(), name="indices")
     if encoded.buffers:
         raise ValueError("the sampler yields large tensors or arrays; yield lists of indices")
     return encoded.payload

@@ -198,13 +198,14 @@ class Scheduler(Generic[W]):
         """
         if not self._open or not self._may_send():
             return None
-        best: _Worker[W] | None = None
-        best_key = (True, 0.0, 0)
-        for worker in self._open.values():
-            key = (self._is_overdue(worker, now), self._expect_finish(worker), worker.order)
-            if best is None or key < best_key:
-                best, best_key = worker, key
-        return None if best is None or self._had_better_wait(best, now) else best.id
+        if len(self._open) == 1:
+            (best,) = self._open.values()
+        else:
+            best = min(self._open.values(), key=lambda worker: self._rank(worker, now))
+        return None if self._had_better_wait(best, now) else best.id
+
+    def _rank(self, worker: _Worker[W], now: float) -> tuple[bool, float, int]:
+        return self._is_overdue(worker, now), self._expect_finish(worker), worker.order
 
     def next_requeued(self) -> int | None:
         """The lowest number that waits for a worker: it came back from one that left, or was added ahead of time."""

@@ -113,7 +113,9 @@ class Channel:
         Raises:
             ConnectionLostError: The peer is gone.
         """
-        size_bytes = len(payload) + sum(buffer.nbytes for buffer in buffers)
+        size_bytes = len(payload)
+        if buffers:
+            size_bytes += sum(buffer.nbytes for buffer in buffers)
         if size_bytes > MAX_SENT_NOW_BYTES or not self._send_lock.acquire(blocking=False):
             return False
         try:

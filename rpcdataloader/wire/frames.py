@@ -282,13 +282,15 @@ def encode(
     """
     payload = _as_bytes(payload)
     blocks = [_as_bytes(buffer) for buffer in buffers]
-    sizes = [len(block) for block in blocks]
+    sizes = list(map(len, blocks))
     excess = limits.find_excess(len(payload), len(sizes), sizes)
     if excess is not None:
         raise LocalProtocolError(f"this cannot be sent: {excess}; send it in parts")
-    table = struct.pack(f"<{len(sizes)}Q", *sizes)
-    if sizes and type in _WITH_BLOCK_DIGEST:
-        table += _digest(blocks)
+    table = b""
+    if sizes:
+        table = struct.pack(f"<{len(sizes)}Q", *sizes)
+        if type in _WITH_BLOCK_DIGEST:
+            table += _digest(blocks)
     joined = len(payload) < _JOIN_BELOW_BYTES
     if joined:
         table += payload

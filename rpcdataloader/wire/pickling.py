@@ -1,8 +1,8 @@
 """Objects to a payload and blocks, and back.
 
-The payload is a pickle, then the index of the message's tensors, then the length of that index as a 32-bit number.
-The blocks are numpy arrays and other large buffers in the order of the pickle, then tensors of 64 KiB or more, then
-the slabs of small ones.
+The payload is a pickle, then the bytes of the message's tensors if they are very few, then the index of the tensors,
+then the lengths of these bytes and of the index as 32-bit numbers. The blocks are numpy arrays and other large buffers
+in the order of the pickle, then tensors of 64 KiB or more, then the slabs of small ones.
 
 This is the only place where anything received is unpickled, apart from exceptions. Nothing gets here before its
 message was authenticated.
@@ -25,12 +25,18 @@ from rpcdataloader.wire.diagnose import USER_ERRORS, find_culprit
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
 from rpcdataloader.wire.picklers import PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler, UnresolvedError
 from rpcdataloader.wire.rebuild import rebuild
-from rpcdataloader.wire.slabs import Allocator, Block
+from rpcdataloader.wire.slabs import Allocator, Block, PageablePool
 from rpcdataloader.wire.tensors import Index, Packer
 
 __all__ = ["Encoded", "dumps", "dumps_exception", "dumps_reply", "loads", "loads_exception"]
 
-_INDEX_LENGTH = struct.Struct("<I")
+_LENGTHS = struct.Struct("<II")
+
+#: Where a pickle has neither tensors nor blocks, this after it makes it a payload.
+NO_TENSORS = _LENGTHS.pack(0, 0)
+
+# A slab up to this size travels inside the payload: a block would cost more than its bytes.
+_MAX_INLINE_BYTES = 1 << 11
 
 _REQUEST_ADVICE = (
     "build it where it is used: pass a callable and its arguments, RPCDataset(workers, MyDataset, *args), so that "
@@ -104,9 +110,14 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
         raise
     except USER_ERRORS as error:
         raise _explain(obj, make_pickler, name, advice, error) from error
-    encoded_index = b"" if index is None else pickle.dumps(tuple(index), protocol=5)
+    if index is None:
+        file.write(NO_TENSORS)
+        return Encoded(file.getvalue(), buffers)
+    inline = blocks.pop() if len(blocks) == 1 and blocks[0].nbytes <= _MAX_INLINE_BYTES else b""
+    encoded_index = pickle.dumps(tuple(index), protocol=5)
+    file.write(inline)
     file.write(encoded_index)
-    file.write(_INDEX_LENGTH.pack(len(encoded_index)))
+    file.write(_LENGTHS.pack(len(inline), len(encoded_index)))
     return Encoded(file.getvalue(), buffers + blocks)
 
 
@@ -147,14 +158,19 @@ def loads(
     """
     try:
         content = memoryview(payload)
-        (index_bytes,) = _INDEX_LENGTH.unpack(content[-_INDEX_LENGTH.size :])
-        index_end = len(content) - _INDEX_LENGTH.size
+        index_end = len(content) - _LENGTHS.size
+        inline_bytes, index_bytes = _LENGTHS.unpack_from(content, index_end)
         tensors: list[torch.Tensor] = []
         num_buffers = len(blocks)
         if index_bytes:
-            index = Index(*pickle.loads(content[index_end - index_bytes : index_end]))
-            num_buffers -= len(index.blocks) + len(index.slabs)
-            tensors = rebuild(index, blocks[num_buffers:], allocator)
+            index_start = index_end - index_bytes
+            index = Index(*pickle.loads(content[index_start:index_end]))
+            if inline_bytes:
+                memory = [_inline_memory(content[index_start - inline_bytes : index_start], allocator)]
+            else:
+                num_buffers -= len(index.blocks) + len(index.slabs)
+                memory = [block.tensor for block in blocks[num_buffers:]]
+            tensors = rebuild(index, memory, allocator)
         buffers = [block.view for block in blocks[:num_buffers]]
         return Unpickler(io.BytesIO(payload), tensors, buffers, adopt_main, persistent_load).load()
     except RPCError:
@@ -168,6 +184,14 @@ def loads(
         ) from error
     except USER_ERRORS as error:
         raise SerializationError(f"a message cannot be rebuilt: {_describe(error)}") from error
+
+
+def _inline_memory(content: memoryview, allocator: Allocator | None) -> torch.Tensor:
+    memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    if allocator is None or isinstance(allocator, PageablePool):
+        # What is made over foreign memory cannot be resized.
+        return memory.clone()
+    return allocator.allocate(len(content)).tensor.copy_(memory)
 
 
 def _describe(error: BaseException) -> str:

@@ -14,36 +14,36 @@ from typing import Any
 
 import torch
 
-from rpcdataloader.wire.slabs import Allocator, Block, PageablePool
+from rpcdataloader.wire.slabs import Allocator, PageablePool
 from rpcdataloader.wire.tensors import Index, Layout, Place, Region, Run, SlabIndex
 
 #: Up to so many small tensors of a message get pinned memory of their own, which costs some microseconds each.
 MAX_PINNED_COPIES = 64
 
 
-def rebuild(index: Index, blocks: Sequence[Block], allocator: Allocator | None) -> list[torch.Tensor]:
+def rebuild(index: Index, memory: Sequence[torch.Tensor], allocator: Allocator | None) -> list[torch.Tensor]:
     """Make the tensors of a message.
 
     Args:
         index: What :meth:`~rpcdataloader.wire.tensors.Packer.pack` returned.
-        blocks: Its blocks, as received.
+        memory: Its blocks, as received, each as a ``uint8`` tensor of its own storage.
         allocator: Where the blocks came from. Memory for small tensors is taken from it too, so that pinned stays
             pinned. None for plain memory.
     """
     rebuilder = _Rebuilder(index.layouts, index.num_tensors)
     num_large = len(index.blocks)
-    for block, places in zip(blocks[:num_large], index.blocks, strict=True):
-        rebuilder.place(block.tensor, 0, places)
+    for block, places in zip(memory[:num_large], index.blocks, strict=True):
+        rebuilder.place(block, 0, places)
     num_small = sum(map(_num_regions, index.slabs))
-    for block, slab in zip(blocks[num_large:], index.slabs, strict=True):
+    for block, slab in zip(memory[num_large:], index.slabs, strict=True):
         if _num_regions(slab) == 1:
-            rebuilder.share(block.tensor, slab)
+            rebuilder.share(block, slab)
         elif allocator is None or isinstance(allocator, PageablePool):
-            rebuilder.copy(block.tensor, slab)
+            rebuilder.copy(block, slab)
         elif num_small <= MAX_PINNED_COPIES:
-            rebuilder.copy_to(allocator, block.tensor, slab)
+            rebuilder.copy_to(allocator, block, slab)
         else:
-            rebuilder.share(block.tensor, slab)
+            rebuilder.share(block, slab)
     rebuilder.make_empty(index.empty)
     return rebuilder.tensors
 

@@ -356,6 +356,24 @@ class TestMemory:
         assert pool.stats().leased_bytes == 0
         assert label.equal(torch.arange(64))
 
+    def test_very_few_bytes_travel_in_the_payload_and_arrive_in_memory_of_the_allocator(self):
+        batch = {"label": torch.arange(200), "weight": torch.ones(50)}
+        assert len(dumps_reply(batch).buffers) == 0
+        assert len(dumps_reply({**batch, "more": torch.arange(100)}).buffers) == 1
+        lent: list[torch.Tensor] = []
+
+        def lend(size_bytes: int) -> torch.Tensor:
+            lent.append(torch.empty(size_bytes, dtype=torch.uint8))
+            return lent[-1]
+
+        received = transfer(batch, allocator=PinnedAllocator(lend))
+        for name, tensor in received.items():
+            assert tensor.equal(batch[name])
+            assert any(tensor.data_ptr() == memory.data_ptr() for memory in lent)
+        received = transfer(batch)
+        received["label"].resize_(1000)
+        assert received["weight"].equal(torch.ones(50))
+
     @pytest.mark.parametrize("what", [torch.ones(5), torch.ones(100_000), np.ones(100_000)])
     def test_nothing_is_kept_after_encoding_until_a_garbage_collection(self, what, encode):
         obj = Sample(what, 0)

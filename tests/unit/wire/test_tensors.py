@@ -53,7 +53,7 @@ def transfer(sent: list[torch.Tensor], allocator: Allocator | None = None) -> li
     for buffer in buffers:
         blocks.append((allocator or PageablePool()).allocate(buffer.nbytes))
         blocks[-1].view[:] = buffer
-    return rebuild(Index(*pickle.loads(pickle.dumps(tuple(index)))), blocks, allocator)
+    return rebuild(Index(*pickle.loads(pickle.dumps(tuple(index)))), [block.tensor for block in blocks], allocator)
 
 
 def content(tensor: torch.Tensor) -> bytes:
@@ -305,7 +305,7 @@ def test_lone_small_tensor_stays_where_it_was_received():
     block = PageablePool().allocate(buffer.nbytes)
     block.view[:] = buffer
     assert index is not None
-    (received,) = rebuild(index, [block], None)
+    (received,) = rebuild(index, [block.tensor], None)
     assert received.data_ptr() == block.tensor.data_ptr()
     assert received.untyped_storage().nbytes() == 8
 
