@@ -18,6 +18,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from rpcdataloader.client.exchange import Answer
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.refs import DatasetRef
@@ -51,9 +53,10 @@ class RemoteDataset:
         name: For messages.
         pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``.
         shared: Build once per session, or else in every worker.
+        is_iterable: Whether it is iterable-style; None if that is to be found out.
     """
 
-    def __init__(self, name: str, pickled: Encoded, *, shared: bool) -> None:
+    def __init__(self, name: str, pickled: Encoded, *, shared: bool, is_iterable: bool | None = None) -> None:
         self.key = next(_keys)
         self.name = name
         self._pickled = pickled
@@ -64,6 +67,7 @@ class RemoteDataset:
         # Guarded by the lock: for each session that has it, whether the session has built it itself.
         self._sessions: dict[Session, bool] = {}
         self._length: int | None = None
+        self._is_iterable = is_iterable
         self._changes: list[_Change] = []
         self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
         self._query_worker: Worker | None = None
@@ -79,7 +83,7 @@ class RemoteDataset:
 
         Raises:
             Exception: Whatever building it raised, with the node in the remote traceback.
-            TypeError: It is not map-style.
+            TypeError: It is no dataset.
         """
         self._check_process()
         with self._lock:
@@ -108,10 +112,9 @@ class RemoteDataset:
         for session, wait in waiting:
             reply = wait()
             if reply["shared"]:
-                if not reply["indexable"]:
-                    raise TypeError(
-                        f"dataset {self.name} is not map-style: it has no __getitem__, or is an IterableDataset"
-                    )
+                if not reply["kind"]:
+                    raise TypeError(f"{self.name} made no dataset: it has no __getitem__, and is no IterableDataset")
+                self._is_iterable = reply["kind"] == "iterable"
                 lengths[session.name] = self._length = reply["length"]
             self._sessions[session] = reply["shared"]
         if len(set(lengths.values())) > 1:
@@ -151,6 +154,13 @@ class RemoteDataset:
             if self._length is None:
                 self._length = self.query(len)
             return self._length
+
+    def is_iterable(self) -> bool:
+        """Whether it is iterable-style, and not map-style."""
+        with self._lock:
+            if self._is_iterable is None:
+                self._is_iterable = self.query(_is_iterable)
+            return self._is_iterable
 
     def query(self, func: Callable[..., Any], *args: Any) -> Any:
         """Run ``func(dataset, *args)`` in a worker that is kept for such questions; returns the result.
@@ -235,6 +245,10 @@ class RemoteDataset:
         except ConnectionLostError as exc:
             answer.complete(exc)
         return answer.wait
+
+
+def _is_iterable(dataset: object) -> bool:
+    return isinstance(dataset, IterableDataset)
 
 
 def ship(instance: object) -> RemoteDataset:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,9 @@ from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
-from rpcdataloader.loader.iterator import PassSettings, RemoteIterator
+from rpcdataloader.loader.iterator import RemoteIterator
+from rpcdataloader.loader.local import LocalIterator
+from rpcdataloader.loader.passes import PassSettings, Progress, check_state, start_after, to_state
 from rpcdataloader.loader.placement import place
 
 # Bytes of batches that are on their way or wait to be consumed; at least one batch is always allowed.
@@ -26,8 +29,8 @@ class RPCDataloader(DataLoader[Any]):
     Arguments, batches, their order, and exceptions are torch's; see its documentation. What differs:
 
     Args:
-        dataset: An :class:`~rpcdataloader.RPCDataset`, whose workers are used; or any map-style dataset, which is
-            pickled and sent to the nodes of ``workers`` when an epoch begins, if it has changed.
+        dataset: An :class:`~rpcdataloader.RPCDataset`, whose workers are used; or any dataset, which is pickled and
+            sent to the nodes of ``workers`` when an epoch begins, if it has changed.
         num_workers: With an ``RPCDataset`` or ``workers``: how many of this process's share of the workers to use, 0
             for all. Otherwise as in torch: worker processes on this machine, 0 to load in this process.
         multiprocessing_context: Checked as by torch, and without meaning: workers are forked by their node server.
@@ -43,9 +46,12 @@ class RPCDataloader(DataLoader[Any]):
     position of the sample in the epoch, so batches do not depend on the number of workers. The seed of the epoch is
     drawn from ``generator``, at the moment torch draws its own.
 
+    An iterable-style dataset is iterated over in every worker, as with torch: ``get_worker_info()`` tells each of them
+    which part is its own, and their batches are taken in turn.
+
     Raises:
         ValueError: Arguments contradict each other or are out of range.
-        TypeError: The dataset is iterable-style, or has no ``__getitem__``.
+        TypeError: The dataset is neither iterable-style nor has a ``__getitem__``.
     """
 
     def __init__(
@@ -100,6 +106,8 @@ class RPCDataloader(DataLoader[Any]):
         self._where = where
         self._partition = _partition(partition)
         self._pass: RemoteIterator | InlineIterator | None = None
+        self._progress: tuple[PassSettings, Progress] | None = None  # of the last iterator
+        self._saved: Mapping[str, Any] | None = None  # for the next one
         self._shipped: RemoteDataset | None = None
         self.in_order = in_order
         self.workers = workers
@@ -115,24 +123,70 @@ class RPCDataloader(DataLoader[Any]):
                 self.check_worker_number_rationality()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
+        settings = self._settings()
+        saved, self._saved = self._saved, None
+        if saved is not None and ("start" not in saved or saved["finished"]):
+            # Nothing to go on with: the next pass is a new one.
+            if "start" in saved:
+                start_after(settings, saved)
+            saved = None
+        iterator: LocalIterator | RemoteIterator | InlineIterator
         if self._where is None:
-            return super().__iter__()
-        if not self.persistent_workers:
-            return self._begin()
-        if self._pass is None or not self._pass.is_usable:
-            self._pass = self._begin()
+            iterator = LocalIterator(super().__iter__, settings, self.dataset, saved)
+        elif not self.persistent_workers:
+            iterator = self._begin(settings, saved)
+        elif self._pass is None or not self._pass.is_usable or saved is not None:
+            iterator = self._pass = self._begin(settings, saved)
         else:
-            self._pass.reset()
-        return self._pass
+            self._pass.reset(self._reported_length)
+            iterator = self._pass
+        self._progress = settings, iterator.progress
+        return iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last iterator of this loader is, for :meth:`load_state_dict`; that of torchdata's loaders.
+
+        It counts what was delivered, not what is being prefetched, and takes some 15 KB: mostly the states of the
+        global generators when the epoch began, which samplers draw from. The states of samplers and of iterable-style
+        datasets that have a ``state_dict()`` of their own are part of it.
+        """
+        if self._progress is None:
+            return dict(self._saved or {"version": 1})
+        return to_state(*self._progress)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next iterator go on where the saved one was: the remaining batches, bit for bit.
+
+        The number of workers may be another one for map-style datasets; iterable-style ones get as many as before.
+        What was delivered is not loaded again, and the global generators of this process stay as they are. A state of
+        the end of an epoch lets the next one begin.
+
+        Raises:
+            TypeError: ``state_dict`` is no mapping.
+            ValueError: It belongs to another kind of loader. When iterating: or the sampler is too short for it.
+        """
+        check_state(state_dict, iterable=self._is_iterable)
+        self._saved = state_dict
+        self._progress = None
+
+    @property
+    def _is_iterable(self) -> bool:
+        return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def _reported_length(self) -> int | None:
+        return self._IterableDataset_len_called  # what len(self) has said
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process alone; a copy begins without.
-        return {**self.__dict__, "_pass": None, "_shipped": None}
+        return {**self.__dict__, "_pass": None, "_shipped": None, "_progress": None}
 
-    def _begin(self) -> RemoteIterator | InlineIterator:
-        settings = PassSettings(
+    def _settings(self) -> PassSettings:
+        return PassSettings(
             sampler=self._index_sampler,
             auto_collation=self._auto_collation,
+            iterable=self._is_iterable,
+            drop_last=self.drop_last,
             collate_fn=self.collate_fn,
             worker_init_fn=self.worker_init_fn,
             generator=self.generator,
@@ -144,10 +198,11 @@ class RPCDataloader(DataLoader[Any]):
             persistent_workers=self.persistent_workers,
             partition=current_partition() if self.partition == "auto" else self._partition or current_partition(),
         )
+
+    def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator | InlineIterator:
         if isinstance(self._where, Inline):
-            return InlineIterator(
-                settings, access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else self.dataset
-            )
+            local = access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else self.dataset
+            return InlineIterator(settings, local, saved, self._reported_length)
         assert self._where is not None
         if isinstance(self.dataset, RPCDataset):
             dataset: RemoteDataset = access_of(self.dataset)
@@ -155,9 +210,13 @@ class RPCDataloader(DataLoader[Any]):
             # Kept until the next one, so that one that has not changed is on its nodes already.
             dataset = self._shipped = ship(self.dataset)
         share = Partition() if self.partition is None else self._partition
-        sessions = place(self._where, partition=share, num_workers=self.num_workers)
+        num_streams = len(saved["streams"]) if saved is not None else 0
+        sessions = place(self._where, partition=share, num_workers=num_streams or self.num_workers)
+        if num_streams:
+            # Each stream of an iterable-style dataset goes on, on whichever nodes there are now.
+            sessions = tuple(itertools.islice(itertools.cycle(sessions), num_streams))
         dataset.build_on(sessions)
-        return RemoteIterator(settings, dataset, sessions)
+        return RemoteIterator(settings, dataset, sessions, saved, self._reported_length)
 
 
 def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: int) -> Where | None:
@@ -175,10 +234,11 @@ def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: in
 
 
 def _check(dataset: object, prefetch_factor: int | None, max_in_flight_bytes: int | None) -> None:
-    if isinstance(dataset, IterableDataset):
-        raise TypeError("iterable-style datasets are loaded in the process only: leave out workers and num_workers")
-    if not hasattr(dataset, "__getitem__"):
-        raise TypeError(f"dataset of type {type(dataset).__name__} has no __getitem__: a map-style dataset needs one")
+    if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"dataset of type {type(dataset).__name__} has no __getitem__, which a map-style dataset needs, and is no "
+            "IterableDataset"
+        )
     if prefetch_factor is not None and prefetch_factor < 1:
         raise ValueError(f"prefetch_factor must be at least 1, but is {prefetch_factor}")
     if max_in_flight_bytes is not None and max_in_flight_bytes < 1:

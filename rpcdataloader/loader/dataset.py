@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
@@ -17,7 +17,8 @@ class RPCDataset(Dataset[Any]):
     """Build ``dataset(*args, **kwargs)`` on the nodes of the workers.
 
     ``len``, indexing and attributes are answered there, one question at a time: to train, give this object to an
-    :class:`~rpcdataloader.RPCDataloader`. Setting an attribute sets it on every node and in every worker.
+    :class:`~rpcdataloader.RPCDataloader`. Setting an attribute sets it on every node and in every worker. If an
+    ``IterableDataset`` is made, this object is one too.
 
     Args:
         workers: Where the workers are: a list of ``host:port``, ``[v6]:port`` or ``unix:/path``; a string of them
@@ -31,7 +32,7 @@ class RPCDataset(Dataset[Any]):
 
     Raises:
         ValueError: ``workers`` or ``build`` is malformed.
-        TypeError: ``dataset`` cannot be called, or what it makes is no map-style dataset.
+        TypeError: ``dataset`` cannot be called, or what it makes is no dataset.
         ConnectError: A node server cannot be reached.
         SerializationError: An argument cannot be pickled.
         Exception: Whatever the callable raised, with the remote traceback as its cause.
@@ -57,16 +58,20 @@ class RPCDataset(Dataset[Any]):
         where = find_workers(workers) or Local()
         access: _Inline | RemoteDataset
         if isinstance(where, Inline):
-            access = _Inline(_check_map_style(dataset(*args, **kwargs)))
+            access = _Inline(_check_kind(dataset(*args, **kwargs)))
         else:
             name = getattr(dataset, "__qualname__", None) or repr(dataset)
             parts = {"dataset": dataset, "args": args, "kwargs": kwargs}
             pickled = dumps_named(tuple(parts.values()), parts)
-            access = RemoteDataset(name, pickled, shared=build == "node")
+            is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
+            access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable)
             access.build_on(place(where))
         # Past __setattr__, which sets attributes of the remote dataset.
         self.__dict__["_where"] = where
         self.__dict__["_access"] = access
+        if access.is_iterable():
+            # torch's loader asks for the class. Past __setattr__, too.
+            object.__setattr__(self, "__class__", RPCIterableDataset)
 
     def __len__(self) -> int:
         return self._own("_access").length()  # type: ignore[no-any-return]
@@ -113,6 +118,15 @@ class RPCDataset(Dataset[Any]):
             raise AttributeError(f"this RPCDataset was not initialised: {name}") from None
 
 
+class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
+    """What an :class:`RPCDataset` becomes when its dataset is iterable-style. Iterating over it takes one worker."""
+
+    def __iter__(self) -> Iterator[Any]:
+        from rpcdataloader.loader.dataloader import RPCDataloader
+
+        return iter(RPCDataloader(self, batch_size=None, num_workers=1))
+
+
 def where_of(dataset: RPCDataset) -> Where:
     """Where its workers are."""
     return dataset.__dict__["_where"]  # type: ignore[no-any-return]
@@ -134,6 +148,9 @@ class _Inline:
     def length(self) -> int:
         return len(self.dataset)
 
+    def is_iterable(self) -> bool:
+        return isinstance(self.dataset, IterableDataset)
+
     def query(self, func: Callable[..., Any], *args: Any) -> Any:
         return func(self.dataset, *args)
 
@@ -141,11 +158,9 @@ class _Inline:
         return [func(self.dataset, *args)]
 
 
-def _check_map_style(dataset: Any) -> Any:
-    if not hasattr(dataset, "__getitem__") or isinstance(dataset, IterableDataset):
-        raise TypeError(
-            f"dataset {type(dataset).__name__} is not map-style: it has no __getitem__, or is an IterableDataset"
-        )
+def _check_kind(dataset: Any) -> Any:
+    if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
+        raise TypeError(f"{type(dataset).__name__} is no dataset: it has no __getitem__, and is no IterableDataset")
     return dataset
 
 

@@ -14,7 +14,7 @@ import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,22 @@ from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.exchange import reference_of, result_of
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.session import Session
-from rpcdataloader.client.sharing import Partition
 from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError
 from rpcdataloader.loader import remote
+from rpcdataloader.loader.passes import (
+    Pass,
+    PassSettings,
+    Progress,
+    begin_epoch,
+    begin_pass,
+    loader_spec,
+    warn_if_longer,
+)
+from rpcdataloader.loader.remote import StreamState
 from rpcdataloader.loader.scheduler import Scheduler
+from rpcdataloader.loader.seeding import generators_restored
+from rpcdataloader.loader.streams import StreamTable
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import NO_TENSORS, Encoded, dumps
@@ -41,78 +52,40 @@ logger = logging.getLogger("rpcdataloader.loader")
 MAX_SHOWN_INDICES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class PassSettings:
-    """What an iterator takes from its loader.
-
-    Attributes:
-        sampler: The batch sampler or, without automatic batching, the sampler.
-        generator: Where the base seed is drawn; None for torch's default.
-        timeout: Seconds to wait for a batch; 0 for no limit.
-        partition: This process among the trainers, for the seeds.
-    """
-
-    sampler: Any
-    auto_collation: bool
-    collate_fn: Callable[[Any], Any]
-    worker_init_fn: Callable[[int], None] | None
-    generator: torch.Generator | None
-    timeout: float
-    prefetch_factor: int
-    in_order: bool
-    max_in_flight_bytes: int
-    pin_memory: bool
-    persistent_workers: bool
-    partition: Partition
-
-
 @dataclass(slots=True)
 class Task:
-    """A batch to load: what the sampler gave, and the request made of it."""
+    """A batch to load: what the sampler gave, and the request made of it.
+
+    Attributes:
+        number: In the whole pass, of which this process may have taken up only the rest.
+    """
 
     indices: Any
+    number: int
+    num_samples: int
     request: bytes
 
 
-def draw_base_seed(generator: torch.Generator | None) -> int:
-    """Draw the seed of a pass, at the moment and in the way torch's loader does, so that both leave the same state."""
-    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-
-
-class TaskSource:
-    """Tasks from a sampler, numbered by batch and by the position of their first sample in the epoch."""
-
-    def __init__(self, settings: PassSettings, samples: Iterator[Any]) -> None:
-        self._samples = samples
-        self._auto_collation = settings.auto_collation
-        self._number = 0
-        self._position = 0
-
-    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        return self
-
-    def __next__(self) -> tuple[Any, int, int]:
-        """Indices, position, batch number.
-
-        Raises:
-            StopIteration: The sampler is at its end.
-        """
-        indices = next(self._samples)
-        if self._auto_collation and not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
-            # A sampler may yield tensors, arrays or generators; torch only iterates over them.
-            indices = list(indices)
-        position, number = self._position, self._number
-        # What is no batch at all is an error where the batch is loaded.
-        self._position += len(indices) if self._auto_collation and isinstance(indices, (list, tuple)) else 1
-        self._number += 1
-        return indices, position, number
-
-
 class RemoteIterator:
-    """What ``iter(loader)`` returns when workers load. Dropping it ends its workers."""
+    """What ``iter(loader)`` returns when workers load. Dropping it ends its workers.
 
-    def __init__(self, settings: PassSettings, dataset: RemoteDataset, sessions: Sequence[Session]) -> None:
-        self._run = _Run(settings, dataset, sessions)
+    Args:
+        sessions: Of each worker; for an iterable-style dataset, of each stream.
+        saved: The state of the pass to go on with.
+        reported_length: What ``len`` of the loader has said of an iterable-style dataset.
+    """
+
+    def __init__(
+        self,
+        settings: PassSettings,
+        dataset: RemoteDataset,
+        sessions: Sequence[Session],
+        saved: Mapping[str, Any] | None = None,
+        reported_length: int | None = None,
+    ) -> None:
+        self._run = _Run(settings, dataset, sessions, saved)
+        self._name = dataset.name
+        self._reported_length = reported_length
         self._sampler = settings.sampler
         weakref.finalize(self, get_client().janitor.leave, self._run.close).atexit = False
 
@@ -128,18 +101,27 @@ class RemoteIterator:
             ConnectionLostError: A worker died, or there is none left.
             Exception: What the dataset, the collate function or the init function raised on a worker.
         """
-        return self._run.next()
+        batch = self._run.next()
+        if self._reported_length is not None:
+            warn_if_longer(self.progress.num_yielded, self._reported_length, self._name)
+        return batch
 
     def __len__(self) -> int:
         return len(self._sampler)
+
+    @property
+    def progress(self) -> Progress:
+        """How far this pass has come; changes with it."""
+        return self._run.progress
 
     @property
     def is_usable(self) -> bool:
         """Whether :meth:`reset` is possible: no worker was lost."""
         return self._run.is_usable
 
-    def reset(self) -> None:
+    def reset(self, reported_length: int | None = None) -> None:
         """Begin another epoch with the same workers."""
+        self._reported_length = reported_length
         self._run.begin_epoch()
 
 
@@ -158,7 +140,13 @@ class _Failure:
 class _Run:
     """The state behind an iterator, referred to by its workers, so that the iterator itself can be collected."""
 
-    def __init__(self, settings: PassSettings, dataset: RemoteDataset, sessions: Sequence[Session]) -> None:
+    def __init__(
+        self,
+        settings: PassSettings,
+        dataset: RemoteDataset,
+        sessions: Sequence[Session],
+        saved: Mapping[str, Any] | None,
+    ) -> None:
         self._settings = settings
         self._dataset = dataset  # held for as long as there are workers
         self._num_workers = len(sessions)
@@ -166,59 +154,64 @@ class _Run:
         pinned = pinned_allocator() if settings.pin_memory else None
         self._pins = pinned is not None
         self._allocator: Allocator = pinned or get_client().allocator
-        samples = iter(settings.sampler)
-        self._base_seed = draw_base_seed(settings.generator)
-        self._epoch = 0
-        self._condition = threading.Condition()
-        # Guarded by the condition:
-        self._scheduler: Scheduler[Worker] = self._new_scheduler(batch_size_bytes=0.0)
-        self._results: dict[int, Any] = {}
-        self._alive: set[Worker] = set()
-        self._ready: set[Worker] = set()
-        self._draining: set[Worker] = set()
-        self._num_refused = 0  # by nodes that have no room
-        self._error: BaseException | None = None
-        self._closed = False
-        self._source = TaskSource(settings, samples)
-        self._draw()
+        # Going on draws from the generators as they were then, which is not the trainer's business now.
+        with contextlib.nullcontext() if saved is None else generators_restored():
+            self._pass = begin_pass(settings, saved)
+            if settings.iterable and not self.progress.streams:
+                self.progress.streams = [StreamState()] * self._num_workers
+            self._condition = threading.Condition()
+            # Guarded by the condition:
+            self._table = self._new_table(batch_size_bytes=0.0)
+            self._results: dict[int, Any] = {}
+            self._alive: dict[Worker, int] = {}  # with the number that the dataset knows it by
+            self._ready: set[Worker] = set()
+            self._draining: set[Worker] = set()
+            self._num_refused = 0  # by nodes that have no room
+            self._error: BaseException | None = None
+            self._closed = False
+            self._draw()
         try:
             self._open(dataset, sessions)
         except BaseException:
             self.close()
             raise
 
-    def _new_scheduler(self, batch_size_bytes: float) -> Scheduler[Worker]:
+    @property
+    def progress(self) -> Progress:
+        return self._pass.progress
+
+    def _new_table(self, batch_size_bytes: float) -> Scheduler[Worker] | StreamTable[Worker]:
+        settings = self._settings
+        if settings.iterable:
+            return StreamTable(
+                num_streams=self._num_workers,
+                prefetch_factor=settings.prefetch_factor,
+                in_order=settings.in_order,
+                max_in_flight_bytes=settings.max_in_flight_bytes,
+                batch_size_bytes=batch_size_bytes,
+                turn=self.progress.turn,
+            )
         return Scheduler(
             num_workers=self._num_workers,
-            prefetch_factor=self._settings.prefetch_factor,
-            in_order=self._settings.in_order,
-            max_in_flight_bytes=self._settings.max_in_flight_bytes,
+            prefetch_factor=settings.prefetch_factor,
+            in_order=settings.in_order,
+            max_in_flight_bytes=settings.max_in_flight_bytes,
             batch_size_bytes=batch_size_bytes,
         )
 
     def _open(self, dataset: RemoteDataset, sessions: Sequence[Session]) -> None:
         openings = [self._opening(dataset, worker_id) for worker_id in range(len(sessions))]
-        for session, opening in zip(sessions, openings, strict=True):
+        for worker_id, (session, opening) in enumerate(zip(sessions, openings, strict=True)):
             # Under the condition, so that the worker is ready only after its first request is on the way.
             with self._condition:
                 worker = dataset.open_worker(session, self, self._is_alone)
-                self._alive.add(worker)
+                self._alive[worker] = worker_id
                 worker.submit(opening.payload, opening.buffers, self._opened)
 
     def _opening(self, dataset: RemoteDataset, worker_id: int) -> Encoded:
         """The first request to a worker; pickled before any is asked for, so that what cannot be is found early."""
         settings = self._settings
-        spec = remote.LoaderSpec(
-            collate_fn=settings.collate_fn,
-            worker_init_fn=settings.worker_init_fn,
-            auto_collation=settings.auto_collation,
-            base_seed=self._base_seed,
-            epoch=self._epoch,
-            rank=settings.partition.rank,
-            world_size=settings.partition.world_size,
-            worker_id=worker_id,
-            num_workers=self._num_workers,
-        )
+        spec = loader_spec(settings, self._pass, worker_id, self._num_workers)
         call = Call(remote.open_loader, (dataset.ref, spec), {}, ordered=True)
         parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
         return dumps_named(call.fields(), parts, persistent_id=reference_of)
@@ -228,28 +221,38 @@ class _Run:
     def next(self) -> Any:
         if os.getpid() != self._pid:
             raise LocalProtocolError(f"this iterator belongs to process {self._pid}, of which this one is a fork")
-        with self._condition:
-            number = self._wait()
-            result = self._results.pop(number)
+        while True:
+            with self._condition:
+                number = self._wait()
+                if number is not None:
+                    result, record = self._results.pop(number)
+                    break
+            self._draw()
+        record()
         self._draw()
         if isinstance(result, _Failure):
             raise result.error
         return result
 
-    def _wait(self) -> int:
+    def _wait(self) -> int | None:
+        """Wait for the next batch and return its number; None when there is room for tasks instead."""
         timeout = self._settings.timeout or None
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             if self._error is not None:
                 self.close()
                 raise self._error
-            number = self._scheduler.pop_deliverable()
+            number = self._table.pop_deliverable()
             if number is not None:
                 return number
-            if self._scheduler.finished:
+            if self._table.finished:
+                self.progress.finished = True
                 if not self._settings.persistent_workers:
                     self.close()
                 raise StopIteration
+            if self._table.wants_input:
+                # A stream has ended, and left its place to the others.
+                return None
             remaining = None if deadline is None else deadline - time.monotonic()
             if remaining is not None and remaining <= 0:
                 # torch's exception and text, which scripts may look for.
@@ -262,24 +265,26 @@ class _Run:
         while drawing:
             task = None
             # Only this thread adds tasks, so the answer cannot become wrong in between.
-            if self._scheduler.wants_input:
+            if self._table.wants_input:
                 task = self._next_task()
             with self._condition:
                 if task is not None:
-                    self._scheduler.add_task(task)
-                drawing = self._scheduler.wants_input
+                    self._table.add_task(task)
+                drawing = self._table.wants_input
                 assignments = self._assign()
             self._send(assignments)
 
     def _next_task(self) -> Task | None:
         """The next task of the sampler; None at its end, which the table is told."""
+        source = self._pass.source
         try:
-            indices, position, number = next(self._source)
+            indices, position, number = next(source)
         except StopIteration:
-            with self._condition:
-                self._scheduler.end_of_input()
+            if isinstance(self._table, Scheduler):  # that of an iterable-style dataset never ends
+                with self._condition:
+                    self._table.end_of_input()
             return None
-        return Task(indices, _load_request(indices, position, number))
+        return Task(indices, number, source.num_samples(indices), _load_request(indices, position, number))
 
     @property
     def is_usable(self) -> bool:
@@ -290,22 +295,24 @@ class _Run:
             return self._error is None and not self._closed and complete
 
     def begin_epoch(self) -> None:
-        samples = iter(self._settings.sampler)
+        begun = begin_epoch(self._settings, self.progress.base_seed, self.progress.epoch + 1)
         with self._condition:
             # Requests of an epoch that was left in the middle; their answers are ignored.
             for worker in self._alive:
                 worker.connection.cancel_all()
             self._results.clear()
-            self._epoch += 1
-            self._source = TaskSource(self._settings, samples)
-            self._scheduler = self._new_scheduler(self._scheduler.batch_size_bytes)
-            starting = dumps(Call(remote.start_epoch, (self._epoch,), {}, ordered=True).fields())
+            self._pass = begun
+            if self._settings.iterable:
+                self.progress.streams = [StreamState()] * self._num_workers
+            self._table = self._new_table(self._table.batch_size_bytes)
+            call = Call(remote.start_epoch, (self.progress.epoch, begun.order.first), {}, ordered=True)
+            starting = dumps(call.fields())
             for worker in self._alive:
                 # Fails when the worker was lost in between, which is about to be reported.
                 with contextlib.suppress(RPCError):
                     worker.submit(starting.payload, starting.buffers, self._opened)
             for worker in self._ready:
-                self._scheduler.worker_joined(worker, time.monotonic())
+                self._join(worker)
         self._draw()
 
     def close(self) -> None:
@@ -324,38 +331,49 @@ class _Run:
         with self._condition:
             if worker in self._alive and not self._closed:
                 self._ready.add(worker)
-                self._scheduler.worker_joined(worker, time.monotonic())
+                self._join(worker)
             assignments = self._assign()
         self._send(assignments)
+
+    def _join(self, worker: Worker) -> None:
+        """Let the worker have tasks; with the condition."""
+        if isinstance(self._table, StreamTable):
+            self._table.worker_joined(worker, self._alive[worker])
+        else:
+            self._table.worker_joined(worker, time.monotonic())
 
     def worker_draining(self, worker: Worker) -> None:
         with self._condition:
             if worker in self._ready:
                 self._draining.add(worker)
-                self._scheduler.worker_draining(worker)
+                if isinstance(self._table, Scheduler):
+                    self._table.worker_draining(worker)
 
     def worker_lost(self, worker: Worker, error: RPCError) -> None:
         with self._condition:
-            self._alive.discard(worker)
+            self._alive.pop(worker, None)
             if self._closed:
                 return
             lost: list[int] = []
             tasks: list[Any] = []
             if worker in self._ready:
                 self._ready.discard(worker)
-                tasks = [self._scheduler.payload(number) for number in self._scheduler.in_flight(worker)]
-                lost = self._scheduler.worker_left(worker, time.monotonic())
-            if worker in self._draining and self._alive:
+                tasks = [self._table.payload(number) for number in self._table.in_flight(worker)]
+                lost = self._table.worker_left(worker, time.monotonic())
+            # A stream is one worker's, from its beginning to its end.
+            replaceable = bool(self._alive) and not self._settings.iterable
+            if worker in self._draining and replaceable:
                 # It said goodbye and answered what it had begun; the rest goes to others.
                 logger.info("%s has drained; %d batches go to other workers", worker.name, len(lost))
-            elif isinstance(error, ConnectError) and self._alive:
+            elif isinstance(error, ConnectError) and replaceable:
                 self._num_refused += 1
                 logger.warning("going on with %d workers: %s", len(self._alive), error)
             elif worker in self._draining and self._error is None:
                 node = worker.session.name
-                self._error = ConnectionLostError(f"{node} is shutting down, and no other worker is left")
+                left = "its part of the dataset is not at its end" if self._alive else "no other worker is left"
+                self._error = ConnectionLostError(f"{node} is shutting down, and {left}")
             elif self._error is None:
-                self._error = _with_batch(error, lost, tasks)
+                self._error = _with_batch(error, tasks)
             self._condition.notify_all()
             assignments = self._assign()
         self._send(assignments)
@@ -371,14 +389,17 @@ class _Run:
                     self._error = exc
                 self._condition.notify_all()
 
-    def _replied(self, worker: Worker, epoch: int, number: int, reply: Message | RPCError) -> None:
+    def _replied(self, worker: Worker, begun: Pass, number: int, reply: Message | RPCError) -> None:
         if not isinstance(reply, Message):
             # The worker is lost, which is reported once for all of its requests.
             return
         seconds = 0.0
+        stream: StreamState | None = None
         try:
             timings, result = result_of(reply, self._allocator)
             seconds = sum(timings)
+            if self._settings.iterable:
+                result, stream = result
             if self._pins:
                 # What came in band, and batch types with a pin_memory method of their own. What is pinned stays.
                 result = pin(result)
@@ -386,16 +407,37 @@ class _Run:
             result = _Failure(exc)
         size_bytes = len(reply.payload) + sum(block.view.nbytes for block in reply.blocks)
         with self._condition:
-            if epoch != self._epoch or self._closed:
+            if begun is not self._pass or self._closed:
                 return
-            now = time.monotonic()
-            if self._scheduler.replied(worker, number, size_bytes=size_bytes, task_seconds=seconds, now=now):
-                self._results[number] = result
+            if isinstance(self._table, StreamTable):
+                self._stream_replied(self._table, worker, number, result, stream, size_bytes)
+            else:
+                now = time.monotonic()
+                if self._table.replied(worker, number, size_bytes=size_bytes, task_seconds=seconds, now=now):
+                    task = self._table.payload(number)
+                    record = functools.partial(self.progress.delivered, task.number, task.num_samples)
+                    self._results[number] = result, record
             assignments = self._assign()
             # Waking the consumer for a batch that is not its turn costs two changes of thread.
-            if self._scheduler.has_deliverable:
+            if self._table.has_deliverable or self._table.finished or self._table.wants_input:
                 self._condition.notify()
         self._send(assignments)
+
+    def _stream_replied(
+        self,
+        table: StreamTable[Worker],
+        worker: Worker,
+        number: int,
+        result: Any,
+        state: StreamState | None,
+        size_bytes: int,
+    ) -> None:
+        stream = self._alive.get(worker, 0)
+        if state is not None or isinstance(result, _Failure):
+            if table.replied(worker, number, size_bytes=size_bytes):
+                self._results[number] = result, functools.partial(self.progress.stream_delivered, stream, state)
+        else:
+            table.ended(worker, number)
 
     def _is_alone(self) -> bool:
         """Whether no worker is there yet: then a busy node is worth waiting for."""
@@ -404,24 +446,21 @@ class _Run:
 
     # --- any thread
 
-    def _assign(self) -> list[tuple[Worker, int, int, Task]]:
+    def _assign(self) -> list[tuple[Worker, Pass, int, Task]]:
         """Give waiting tasks to the workers that may take one; with the condition."""
-        assignments: list[tuple[Worker, int, int, Task]] = []
+        assignments: list[tuple[Worker, Pass, int, Task]] = []
         if self._closed:
             return assignments
         now = time.monotonic()
-        while (number := self._scheduler.next_requeued()) is not None:
-            worker = self._scheduler.choose_worker(now)
-            if worker is None:
-                break
-            self._scheduler.dispatch(number, worker, now)
-            assignments.append((worker, self._epoch, number, self._scheduler.payload(number)))
+        while (assigned := self._table.assign(now)) is not None:
+            worker, number = assigned
+            assignments.append((worker, self._pass, number, self._table.payload(number)))
         return assignments
 
-    def _send(self, assignments: Sequence[tuple[Worker, int, int, Task]]) -> None:
+    def _send(self, assignments: Sequence[tuple[Worker, Pass, int, Task]]) -> None:
         """Send what was assigned; without the condition, so that no thread waits for another one's send."""
-        for worker, epoch, number, task in assignments:
-            complete = functools.partial(self._replied, worker, epoch, number)
+        for worker, begun, number, task in assignments:
+            complete = functools.partial(self._replied, worker, begun, number)
             try:
                 worker.submit(task.request, [], complete, self._allocator, cancellable=True)
             except RPCError:
@@ -459,12 +498,12 @@ def _load_request(indices: Any, position: int, number: int) -> bytes:
     return encoded.payload
 
 
-def _with_batch(error: RPCError, lost: Sequence[int], tasks: Sequence[Task]) -> RPCError:
+def _with_batch(error: RPCError, tasks: Sequence[Task]) -> RPCError:
     """The same error, naming the batch that the worker was at."""
-    if not lost:
+    if not tasks:
         return error
     indices = tasks[0].indices
     shown = str(indices)
     if isinstance(indices, (list, tuple)) and len(indices) > MAX_SHOWN_INDICES:
         shown = f"[{', '.join(map(str, indices[:MAX_SHOWN_INDICES]))}, ... {len(indices)} in all]"
-    return type(error)(f"{error}; it was loading batch {lost[0]} (indices {shown})")
+    return type(error)(f"{error}; it was loading batch {tasks[0].number} (indices {shown})")

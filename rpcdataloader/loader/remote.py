@@ -1,16 +1,17 @@
 """What a worker runs for a loader: fetch the samples of a batch, collate them, with seeds that depend on neither.
 
 A worker serves one loader: :func:`open_loader` comes first, then :func:`load` for each batch, one at a time. The same
-:class:`BatchLoader` runs in the trainer's own process for ``workers="inline"``.
+:class:`BatchLoader` or :class:`StreamLoader` runs in the trainer's own process for ``workers="inline"``.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import default_collate, default_convert
@@ -31,6 +32,24 @@ _TORCH_COLLATE = (default_collate, default_convert)
 _NUM_TORCH_TYPES = len(default_collate_fn_map)
 
 
+class StreamState(NamedTuple):
+    """How far a stream, which is one worker's iterator over an iterable-style dataset, has come.
+
+    Attributes:
+        num_samples: Taken from it.
+        num_batches: Made of them.
+        owner: Which of the two has a ``state_dict()``: ``"iterator"``, or else ``"dataset"``; empty for neither.
+        state: What it returned.
+        ended: The last batch has met the end: it was not full.
+    """
+
+    num_samples: int = 0
+    num_batches: int = 0
+    owner: str = ""
+    state: Any = None
+    ended: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class LoaderSpec:
     """What a worker has to know of a loader; sent once.
@@ -39,23 +58,31 @@ class LoaderSpec:
         collate_fn: None for torch's default.
         worker_init_fn: Called with ``worker_id`` before the first sample.
         auto_collation: Whether the sampler yields lists of indices, or single ones.
+        iterable: The dataset is iterable-style.
+        drop_last: Of an iterable-style dataset, leave out a last batch that is not full.
         base_seed: From 0 to 2**63 - 1, the same on all workers.
         epoch: From 0; see :meth:`BatchLoader.start_epoch`.
         rank: Of the trainer; with ``world_size``, keeps the random numbers of ranks apart.
         world_size: Number of trainers.
         worker_id: From 0.
         num_workers: 0 means what it means to torch: no worker info and no init function.
+        first_place: Place in the epoch, over all ranks, of the first sample, where the sampler began later.
+        stream: Where an iterable-style dataset goes on; None for its beginning.
     """
 
     collate_fn: Callable[[Any], Any] | None
     worker_init_fn: Callable[[int], None] | None
     auto_collation: bool
+    iterable: bool
+    drop_last: bool
     base_seed: int
     epoch: int
     rank: int
     world_size: int
     worker_id: int
     num_workers: int
+    first_place: int = 0
+    stream: StreamState | None = None
 
 
 # How long a worker was at work on a batch: seconds to fetch, and to collate. A plain tuple: a class costs a microsecond
@@ -99,9 +126,9 @@ class BatchLoader:
             if spec.worker_init_fn is not None:
                 spec.worker_init_fn(spec.worker_id)
 
-    def start_epoch(self, epoch: int) -> None:
+    def start_epoch(self, epoch: int, first_place: int) -> None:
         """Begin another pass: from now on, random numbers are those of ``epoch``."""
-        self._spec = replace(self._spec, epoch=epoch)
+        self._spec = replace(self._spec, epoch=epoch, first_place=first_place, stream=None)
 
     def load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
         """Load one batch.
@@ -114,16 +141,24 @@ class BatchLoader:
         Raises:
             Exception: Whatever the dataset or the collate function raise.
         """
-        with _trainer_restored(self._inline), seeding.sample_scope():
-            torch_worker._worker_info = self._worker_info
-            self._collate_tensors.install()
+        with self._at_work():
             start = time.perf_counter()
             samples = self._fetch(indices, position)
             fetched = time.perf_counter()
-            if self._collate not in _TORCH_COLLATE or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
-                self._begin_collate(batch_number)
-            batch = self._collate(samples)
+            batch = self._collate_seeded(samples, batch_number)
             return (fetched - start, time.perf_counter() - fetched), batch
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        with _trainer_restored(self._inline), seeding.sample_scope():
+            torch_worker._worker_info = self._worker_info
+            self._collate_tensors.install()
+            yield
+
+    def _collate_seeded(self, samples: Any, batch_number: int) -> Any:
+        if self._collate not in _TORCH_COLLATE or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
+            self._begin_collate(batch_number)
+        return self._collate(samples)
 
     def _fetch(self, indices: Any, position: int) -> Any:
         dataset = self._dataset
@@ -148,8 +183,121 @@ class BatchLoader:
 
     def _begin_sample(self, position: int) -> None:
         spec = self._spec
-        place = position * spec.world_size + spec.rank
+        place = spec.first_place + position * spec.world_size + spec.rank
         seeding.begin_sample(seeding.sample_seed(spec.base_seed, spec.epoch, place))
+
+
+class StreamLoader(BatchLoader):
+    """Load the batches of one stream of an iterable-style dataset.
+
+    The seeds come from rank, stream and place in the stream.
+    """
+
+    def __init__(
+        self, dataset: Any, spec: LoaderSpec, allocator: Allocator | None = None, *, inline: bool = False
+    ) -> None:
+        super().__init__(dataset, spec, allocator, inline=inline)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._iterator: Iterator[Any] | None = None
+        self._ended = self._spec.stream is not None and self._spec.stream.ended
+        self._num_samples = 0
+        self._num_batches = 0
+
+    def start_epoch(self, epoch: int, first_place: int) -> None:
+        """Begin another pass, from the beginning of the dataset."""
+        super().start_epoch(epoch, first_place)
+        self._begin()
+
+    def load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:  # noqa: ARG002
+        """Load the next batch.
+
+        Args:
+            indices: A list as long as the batch or, without automatic collation, anything.
+            position: Without meaning, as is ``batch_number``: the stream itself knows where it is.
+            batch_number: See there.
+
+        Returns:
+            Timings, and the batch with the :class:`StreamState` after it, or None in its place at the end.
+
+        Raises:
+            Exception: Whatever the dataset or the collate function raise.
+        """
+        with self._at_work():
+            start = time.perf_counter()
+            try:
+                samples = self._next_samples(len(indices)) if self._spec.auto_collation else self._next_sample()
+            except StopIteration:
+                self._iterator, self._ended = None, True
+                return (time.perf_counter() - start, 0.0), (None, None)
+            except BaseException:
+                # As with torch: who has no iterator has no more batches.
+                self._ended = self._ended or self._iterator is None
+                raise
+            fetched = time.perf_counter()
+            self._num_batches += 1
+            number = (self._num_batches - 1) * self._spec.num_workers + self._spec.worker_id
+            batch = self._collate_seeded(samples, number)
+            return (fetched - start, time.perf_counter() - fetched), (batch, self._state())
+
+    def _next_samples(self, batch_size: int) -> list[Any]:
+        samples: list[Any] = []
+        try:
+            while len(samples) < batch_size:
+                samples.append(self._next_sample())
+        except StopIteration:
+            self._ended = True
+            if not samples or self._spec.drop_last:
+                raise
+        return samples
+
+    def _next_sample(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if self._iterator is None:
+            self._iterator = self._open_iterator()
+        self._begin_sample(self._num_samples)
+        sample = next(self._iterator)
+        self._num_samples += 1
+        return sample
+
+    def _open_iterator(self) -> Iterator[Any]:
+        """Iterate over the dataset from where the saved stream stopped.
+
+        The conventions are those of torchdata's StatefulDataLoader: the state is the iterator's if it has one, else
+        the dataset's; without one, what was delivered is taken again and thrown away.
+        """
+        saved = self._spec.stream or StreamState()
+        self._begin_sample(-1)
+        if saved.owner == "dataset":
+            self._dataset.load_state_dict(saved.state)
+        iterator: Any = iter(self._dataset)
+        if saved.owner == "iterator":
+            iterator.load_state_dict(saved.state)
+        if saved.owner:
+            self._num_samples = saved.num_samples
+        while self._num_samples < saved.num_samples:
+            self._begin_sample(self._num_samples)
+            next(iterator)
+            self._num_samples += 1
+        self._num_batches = saved.num_batches
+        return iterator  # type: ignore[no-any-return]
+
+    def _state(self) -> StreamState:
+        owner, state = "", None
+        for name in ("iterator", "dataset"):
+            get_state = getattr(getattr(self, f"_{name}"), "state_dict", None)
+            if get_state is not None:
+                owner, state = name, get_state()
+                break
+        # A worker pickles it now; here it may be the object that the dataset goes on changing.
+        state = copy.deepcopy(state) if self._inline else state
+        return StreamState(self._num_samples, self._num_batches, owner, state, self._ended)
+
+    def _begin_sample(self, position: int) -> None:
+        # -1 stands for what comes before the first sample.
+        super()._begin_sample((position + 1) * self._spec.num_workers + self._spec.worker_id)
 
 
 class TensorCollator:
@@ -244,7 +392,8 @@ def open_loader(dataset: Any, spec: LoaderSpec) -> None:
         Exception: Whatever ``worker_init_fn`` raises.
     """
     global _loader
-    _loader = BatchLoader(dataset, spec, PageablePool())
+    kind = StreamLoader if spec.iterable else BatchLoader
+    _loader = kind(dataset, spec, PageablePool())
 
 
 def load(indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
@@ -252,9 +401,9 @@ def load(indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, 
     return _get_loader().load(indices, position, batch_number)
 
 
-def start_epoch(epoch: int) -> None:
-    """Begin another pass over the open loader."""
-    _get_loader().start_epoch(epoch)
+def start_epoch(epoch: int, first_place: int) -> None:
+    """Begin another pass over the open loader; see :class:`LoaderSpec`."""
+    _get_loader().start_epoch(epoch, first_place)
 
 
 def _get_loader() -> BatchLoader:

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.loader.budget import ByteBudget
 
 W = TypeVar("W", bound=Hashable)
 
@@ -56,11 +57,6 @@ _PATIENCE = 1.5
 # What is known of a worker is old when it was idle for this many of its own task times. It is tried again then, if it
 # was passed over, and its next answer replaces what was known.
 _STALE_FACTOR = 8.0
-
-# The estimated size of a batch jumps up to the largest seen and sinks this fraction of the way towards smaller ones. A
-# limit on memory must hold when sizes vary, where an average is too low half of the time; without the sinking, one
-# giant batch at the start would throttle the whole epoch.
-_SIZE_DECAY = 1 / 16
 
 
 @dataclass(slots=True)
@@ -114,15 +110,13 @@ class Scheduler(Generic[W]):
         self._window = num_workers * prefetch_factor
         self._prefetch_factor = prefetch_factor
         self._in_order = in_order
-        self._max_in_flight_bytes = max_in_flight_bytes
+        self._budget = ByteBudget(max_in_flight_bytes, batch_size_bytes)
 
         self._tasks: dict[int, _Task] = {}  # every undelivered task
         self._num_added = 0
         self._ended = False
         self._waiting: list[int] = []  # heap
-        self._num_in_flight = 0
         self._answered: deque[int] = deque()  # in the order of the answers; unused when in_order
-        self._answered_bytes = 0
         self._next_delivery = 0  # used when in_order
 
         self._workers: dict[W, _Worker[W]] = {}
@@ -131,7 +125,6 @@ class Scheduler(Generic[W]):
         self._open: dict[W, _Worker[W]] = {}
         self._num_joined = 0
         self._task_seconds: float | None = None  # average over all workers, expected of those without an answer so far
-        self._batch_size_bytes = float(batch_size_bytes)
 
     # Workers
 
@@ -154,7 +147,7 @@ class Scheduler(Generic[W]):
         self._open.pop(worker, None)
         for number in record.in_flight:
             heapq.heappush(self._waiting, number)
-        self._num_in_flight -= len(record.in_flight)
+        self._budget.num_in_flight -= len(record.in_flight)
         return list(record.in_flight)
 
     def in_flight(self, worker: W) -> list[int]:
@@ -207,6 +200,15 @@ class Scheduler(Generic[W]):
     def _rank(self, worker: _Worker[W], now: float) -> tuple[bool, float, int]:
         return self._is_overdue(worker, now), self._expect_finish(worker), worker.order
 
+    def assign(self, now: float) -> tuple[W, int] | None:
+        """Send the lowest task that waits; returns the worker and the number, None while none may be sent."""
+        number = self.next_requeued()
+        worker = None if number is None else self.choose_worker(now)
+        if number is None or worker is None:
+            return None
+        self.dispatch(number, worker, now)
+        return worker, number
+
     def next_requeued(self) -> int | None:
         """The lowest number that waits for a worker: it came back from one that left, or was added ahead of time."""
         return self._waiting[0] if self._waiting else None
@@ -224,7 +226,7 @@ class Scheduler(Generic[W]):
                 record.num_averaged = min(record.num_averaged, 1)
             record.since = now
         record.in_flight[number] = None
-        self._num_in_flight += 1
+        self._budget.num_in_flight += 1
         if len(record.in_flight) == self._prefetch_factor:
             del self._open[worker]
 
@@ -257,14 +259,8 @@ class Scheduler(Generic[W]):
         record.task_seconds = _smooth(record.task_seconds if record.num_averaged > 1 else None, task_seconds)
         record.num_averaged += 1
         self._task_seconds = _smooth(self._task_seconds, task_seconds)
-        if size_bytes > self._batch_size_bytes:
-            self._batch_size_bytes = float(size_bytes)
-        else:
-            self._batch_size_bytes += _SIZE_DECAY * (size_bytes - self._batch_size_bytes)
-
-        self._num_in_flight -= 1
         self._tasks[number].size_bytes = size_bytes
-        self._answered_bytes += size_bytes
+        self._budget.answered(size_bytes)
         if not self._in_order:
             self._answered.append(number)
         return True
@@ -282,7 +278,7 @@ class Scheduler(Generic[W]):
         if not self.has_deliverable:
             return None
         number = self._next_delivery if self._in_order else self._answered.popleft()
-        self._answered_bytes -= self._tasks.pop(number).size_bytes or 0
+        self._budget.delivered(self._tasks.pop(number).size_bytes or 0)
         self._next_delivery += 1
         return number
 
@@ -294,7 +290,7 @@ class Scheduler(Generic[W]):
     @property
     def batch_size_bytes(self) -> float:
         """Estimated size of a batch, 0 before the first answer."""
-        return self._batch_size_bytes
+        return self._budget.batch_size_bytes
 
     # Helpers
 
@@ -316,9 +312,8 @@ class Scheduler(Generic[W]):
         if self._in_order:
             needed_next = number == self._next_delivery
         else:
-            needed_next = not self._num_in_flight and not self._answered
-        expected_bytes = self._answered_bytes + (self._num_in_flight + 1) * self._batch_size_bytes
-        return needed_next or expected_bytes <= self._max_in_flight_bytes
+            needed_next = not self._budget.num_in_flight and not self._answered
+        return needed_next or self._budget.has_room
 
     def _expect_seconds(self, worker: _Worker[W]) -> float | None:
         return self._task_seconds if worker.task_seconds is None else worker.task_seconds

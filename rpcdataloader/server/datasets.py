@@ -68,7 +68,7 @@ class DatasetTable:
             return None, None
         threads, files = num_threads(), open_files()
         dataset = recipe.build()
-        reason = _why_not_shared(threads, files)
+        reason = why_not_shared(threads, files)
         if reason is not None:
             return None, reason
         self._built[key] = dataset
@@ -106,13 +106,16 @@ def length_of(dataset: object) -> int | None:
     return len(dataset)
 
 
-def is_map_style(dataset: object) -> bool:
-    """Whether batches can be loaded from it by index."""
+def kind_of(dataset: object) -> str:
+    """How batches are loaded from it: ``"map"`` by index, ``"iterable"``, or ``""`` for not at all."""
     # Every Dataset of torch has __getitem__; that of an iterable one only raises.
-    return hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    if isinstance(dataset, IterableDataset):
+        return "iterable"
+    return "map" if hasattr(dataset, "__getitem__") else ""
 
 
-def _why_not_shared(threads: int, files: set[tuple[int, int]]) -> str | None:
+def why_not_shared(threads: int, files: set[tuple[int, int]]) -> str | None:
+    """Why a dataset cannot be inherited that was built since ``num_threads`` and ``open_files`` said this; or None."""
     if num_threads() > threads:
         return "its constructor started threads, which a fork does not copy"
     if open_files() - files:

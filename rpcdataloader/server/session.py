@@ -20,7 +20,7 @@ from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.datasets import DatasetTable, Recipe, is_map_style, length_of
+from rpcdataloader.server.datasets import DatasetTable, Recipe, kind_of, length_of
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.output import redirect_output, tell_client, tell_nobody
 from rpcdataloader.server.processes import Process, fork
@@ -184,7 +184,7 @@ class Session:
             )
         if dataset is None:
             return {"shared": False, "length": None}
-        return {"shared": True, "length": length_of(dataset), "indexable": is_map_style(dataset)}
+        return {"shared": True, "length": length_of(dataset), "kind": kind_of(dataset)}
 
     def _call(self, message: Message) -> Any:
         call = Call.decode(loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))

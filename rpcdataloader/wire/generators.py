@@ -24,3 +24,20 @@ def set_states(states: tuple[Any, ...]) -> None:
     random.setstate(python_state)
     np.random.set_state(numpy_state)
     torch.default_generator.set_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
+
+
+def states_to_plain(states: tuple[Any, ...]) -> dict[str, Any]:
+    """The same in numbers, strings and lists, for files that may hold nothing else."""
+    (version, python_state, gauss), numpy_state, torch_state = states
+    name, key, *rest = numpy_state
+    return {
+        "python": [version, list(python_state), gauss],
+        "numpy": [name, key.tolist(), *rest],
+        "torch": torch_state.hex(),
+    }
+
+
+def states_from_plain(plain: dict[str, Any]) -> tuple[Any, ...]:
+    """The states again."""
+    version, python_state, gauss = plain["python"]
+    return (version, tuple(python_state), gauss), tuple(plain["numpy"]), bytes.fromhex(plain["torch"])

@@ -69,6 +69,8 @@ def make_spec(**changes: Any) -> LoaderSpec:
         "collate_fn": None,
         "worker_init_fn": None,
         "auto_collation": True,
+        "iterable": False,
+        "drop_last": False,
         "base_seed": 2**62 + 5,
         "epoch": 0,
         "rank": 0,
@@ -196,7 +198,7 @@ def make_epoch(num_workers=1, batch_size=4, epoch=0, indices=range(24), dataset=
         for worker_id in range(num_workers)
     ]
     for loader in loaders:
-        loader.start_epoch(epoch)
+        loader.start_epoch(epoch, 0)
     indices = list(indices)
     batches = []
     for number, first in enumerate(range(0, len(indices), batch_size)):
@@ -318,7 +320,7 @@ def test_init_function_runs_once_with_worker_info_and_seeds():
     loader = make_loader(Squares(), worker_init_fn=init, worker_id=2, num_workers=3, base_seed=50)
     for number in range(3):
         loader.load([1], number, number)
-    loader.start_epoch(1)
+    loader.start_epoch(1, 0)
     loader.load([1], 0, 0)
     seeding.set_random_seeds(50, 2)
     expected.append((2, 2, random.random(), np.random.rand(), torch.rand(1).item()))
@@ -599,7 +601,7 @@ def test_worker_opens_one_loader_and_loads():
     metrics, batch = remote.load([1, 2], 4, 1)
     assert len(metrics) == 2
     assert_same(batch, load(Augmented(), [1, 2], 4, 1, world_size=2, rank=1))
-    remote.start_epoch(3)
+    remote.start_epoch(3, 0)
     assert_same(remote.load([1], 4, 1)[1], load(Augmented(), [1], 4, 1, world_size=2, rank=1, epoch=3))
 
 
@@ -617,7 +619,7 @@ def test_large_batches_of_a_worker_can_be_kept():
     assert [batch.unique().tolist() for batch in batches] == [[i] for i in range(8)]
 
 
-@pytest.mark.parametrize("call", [lambda: remote.load([1], 0, 0), lambda: remote.start_epoch(1)])
+@pytest.mark.parametrize("call", [lambda: remote.load([1], 0, 0), lambda: remote.start_epoch(1, 0)])
 def test_loading_before_opening_is_refused(call):
     with pytest.raises(LocalProtocolError, match="no loader is open in this worker"):
         call()

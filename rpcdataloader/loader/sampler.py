@@ -1,0 +1,95 @@
+"""A distributed sampler whose pass can be continued by other ranks than those that began it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler
+
+
+class ResumableDistributedSampler(DistributedSampler[Any]):
+    """torch's ``DistributedSampler``, in the same order, that can begin in the middle of an epoch.
+
+    The ranks take the samples of one global order in turn. What a checkpoint keeps is how many of them were delivered
+    on all ranks together, so any number of ranks with any batch size can go on: every sample that was not seen yet is
+    seen once (apart from the padding at the end, as in torch), with the random numbers it would have had.
+
+    With :class:`~rpcdataloader.RPCDataloader`, its ``state_dict()`` takes care of this sampler; all ranks load the
+    state of any one of them.
+
+    Args:
+        dataset: Anything with a length.
+        num_replicas: Number of ranks; by default that of torch.distributed.
+        rank: Of this process.
+        shuffle: Another order in each epoch, see ``set_epoch``; False for the order of the dataset.
+        seed: Of the order, the same on all ranks.
+        drop_last: Leave out the tail that is not enough for all ranks, instead of repeating samples.
+
+    Attributes:
+        start: Place in the global order at which the next pass begins; 0 but after :meth:`load_state_dict`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        self.start = 0
+        self._length = len(dataset)
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self._length, generator=generator)
+        else:
+            order = torch.arange(self._length)
+        total = len(self) * self.num_replicas
+        rest = order[self.start :]
+        self.start = 0
+        while len(rest) < total:  # repeatedly, if there are more ranks than samples
+            rest = torch.cat([rest, order[: total - len(rest)]])
+        return iter(rest[self.rank : total : self.num_replicas].tolist())
+
+    def __len__(self) -> int:
+        """Samples of this rank in the next pass."""
+        rest = self._length - self.start
+        return rest // self.num_replicas if self.drop_last else -(-rest // self.num_replicas)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass; another epoch than before begins at its start."""
+        if epoch != self.epoch:
+            self.start = 0
+        super().set_epoch(epoch)
+
+    def state_dict(self, start: int = 0) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs to begin at place ``start`` of this epoch's order."""
+        return {
+            "epoch": self.epoch,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "length": self._length,
+            "start": min(start, self._length),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the next pass go on where the saved one was.
+
+        Raises:
+            ValueError: The state belongs to a dataset of another length.
+        """
+        if state["length"] != self._length:
+            raise ValueError(
+                f"this state belongs to a dataset of {state['length']} samples, but there are {self._length} now: "
+                "the order would be another one"
+            )
+        self.seed, self.shuffle = state["seed"], state["shuffle"]
+        super().set_epoch(state["epoch"])
+        self.start = state["start"]

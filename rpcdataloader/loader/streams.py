@@ -1,0 +1,193 @@
+"""Which task of an iterable-style dataset goes to which stream, and in which order the answers are delivered.
+
+A stream is what one worker iterates over. Tasks are dealt to the streams in turn and delivered in that order, as by
+torch's loader, so the order of the batches depends on the number of streams and on nothing else. A stream that ends
+leaves the turn, and the tasks that it still had are dropped.
+
+A pure state machine, as the scheduler for map-style datasets is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.loader.budget import ByteBudget
+
+W = TypeVar("W", bound=Hashable)
+
+
+@dataclass(slots=True)
+class _Task:
+    payload: Any
+    stream: int
+    is_sent: bool = False
+    size_bytes: int | None = None  # of the reply; None until it is there
+
+
+class StreamTable(Generic[W]):
+    """The tasks of one pass.
+
+    Args:
+        num_streams: Each is the work of one worker.
+        prefetch_factor: Undelivered tasks per stream that has not ended, at most.
+        in_order: Deliver in turn; otherwise in the order of the answers.
+        max_in_flight_bytes: As for the scheduler: the task that is next to be delivered is always allowed.
+        batch_size_bytes: Estimate to start with.
+        turn: The stream whose batch comes first.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_streams: int,
+        prefetch_factor: int = 2,
+        in_order: bool = True,
+        max_in_flight_bytes: int = 2**30,
+        batch_size_bytes: float = 0.0,
+        turn: int = 0,
+    ) -> None:
+        for name, value in (("num_streams", num_streams), ("prefetch_factor", prefetch_factor)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        self._prefetch_factor = prefetch_factor
+        self._in_order = in_order
+        self._budget = ByteBudget(max_in_flight_bytes, batch_size_bytes)
+        # The streams that have not ended; the first one gets the next task.
+        self._turn = deque(range(num_streams))
+        self._turn.rotate(-turn)
+        self._workers: dict[W, int] = {}
+        self._owners: dict[int, W] = {}
+        self._tasks: dict[int, _Task] = {}  # undelivered, in the order of delivery
+        self._num_added = 0
+        self._answered: deque[int] = deque()  # in the order of the answers; unused when in_order
+
+    # Workers
+
+    def worker_joined(self, worker: W, stream: int) -> None:
+        """From now on this worker serves the stream."""
+        if worker in self._workers or stream in self._owners:
+            raise LocalProtocolError(f"{worker!r} cannot take stream {stream}: one of them is taken")
+        self._workers[worker] = stream
+        self._owners[stream] = worker
+
+    def worker_left(self, worker: W, now: float) -> list[int]:  # noqa: ARG002  as for the scheduler
+        """A worker is gone; returns the numbers of its unanswered tasks, which wait for another worker."""
+        stream = self._get(worker)
+        del self._workers[worker], self._owners[stream]
+        lost = [number for number, task in self._tasks.items() if self._is_in_flight(task, stream)]
+        for number in lost:
+            self._tasks[number].is_sent = False
+            self._budget.num_in_flight -= 1
+        return lost
+
+    def in_flight(self, worker: W) -> list[int]:
+        """Tasks that a worker has not answered, oldest first."""
+        stream = self._get(worker)
+        return [number for number, task in self._tasks.items() if self._is_in_flight(task, stream)]
+
+    # Tasks, from the input to a stream
+
+    @property
+    def wants_input(self) -> bool:
+        """Whether :meth:`add_task` is allowed: there is a stream left, and room in the window."""
+        return len(self._tasks) < len(self._turn) * self._prefetch_factor
+
+    def add_task(self, payload: Any) -> int:
+        """Add a task for the stream whose turn it is; returns its number."""
+        if not self.wants_input:
+            raise LocalProtocolError(f"no task can be added: {len(self._tasks)} tasks for {len(self._turn)} streams")
+        number = self._num_added
+        self._num_added += 1
+        self._tasks[number] = _Task(payload, self._turn[0])
+        self._turn.rotate(-1)
+        return number
+
+    def payload(self, number: int) -> Any:
+        """What was added under ``number``, until it is delivered or dropped."""
+        return self._tasks[number].payload
+
+    def stream_of(self, number: int) -> int:
+        """The stream that an undelivered task belongs to."""
+        return self._tasks[number].stream
+
+    def assign(self, now: float) -> tuple[W, int] | None:  # noqa: ARG002  as for the scheduler
+        """Send the lowest task that can be sent; returns the worker and the number, None if there is none."""
+        for place, (number, task) in enumerate(self._tasks.items()):
+            if task.is_sent or task.stream not in self._owners:
+                continue
+            # What the consumer waits for must never be held back, or nothing would ever free a byte.
+            needed_next = place == 0 if self._in_order else not (self._budget.num_in_flight or self._answered)
+            if not (needed_next or self._budget.has_room):
+                return None
+            task.is_sent = True
+            self._budget.num_in_flight += 1
+            return self._owners[task.stream], number
+        return None
+
+    # Answers, from a worker to the consumer
+
+    def replied(self, worker: W, number: int, *, size_bytes: int) -> bool:
+        """A worker answered a task with a batch; returns False if it is not in flight at that worker (any more)."""
+        task = self._tasks.get(number)
+        if task is None or not self._is_in_flight(task, self._workers.get(worker)):
+            return False
+        task.size_bytes = size_bytes
+        self._budget.answered(size_bytes)
+        if not self._in_order:
+            self._answered.append(number)
+        return True
+
+    def ended(self, worker: W, number: int) -> bool:
+        """A worker answered that its stream was at its end before this task; returns False as :meth:`replied` does."""
+        task = self._tasks.get(number)
+        if task is None or not self._is_in_flight(task, self._workers.get(worker)):
+            return False
+        dropped = [
+            other for other, task in self._tasks.items() if task.stream == self._workers[worker] and other >= number
+        ]
+        for other in dropped:
+            self._budget.num_in_flight -= self._tasks.pop(other).is_sent
+        self._turn.remove(self._workers[worker])
+        return True
+
+    @property
+    def has_deliverable(self) -> bool:
+        """Whether :meth:`pop_deliverable` gives a task now."""
+        if not self._in_order:
+            return bool(self._answered)
+        for task in self._tasks.values():
+            return task.size_bytes is not None
+        return False
+
+    def pop_deliverable(self) -> int | None:
+        """Take the next task to deliver out of the table; None while it is not answered."""
+        if not self.has_deliverable:
+            return None
+        number = next(iter(self._tasks)) if self._in_order else self._answered.popleft()
+        self._budget.delivered(self._tasks.pop(number).size_bytes or 0)
+        return number
+
+    @property
+    def finished(self) -> bool:
+        """Whether all streams have ended and every batch is delivered."""
+        return not self._turn and not self._tasks
+
+    @property
+    def batch_size_bytes(self) -> float:
+        """Estimated size of a batch, 0 before the first answer."""
+        return self._budget.batch_size_bytes
+
+    # Helpers
+
+    def _get(self, worker: W) -> int:
+        stream = self._workers.get(worker)
+        if stream is None:
+            raise LocalProtocolError(f"{worker!r} has not joined, or has left")
+        return stream
+
+    def _is_in_flight(self, task: _Task, stream: int | None) -> bool:
+        return task.stream == stream and task.is_sent and task.size_bytes is None
