@@ -1,0 +1,1 @@
+"""``python -m rpcdataloader.check MODULE:FACTORY``: does this dataset work remotely, and how fast?"""

@@ -1,0 +1,499 @@
+"""``python -m rpcdataloader.check``: what it says of datasets that work, and of those that do not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import pytest
+
+from rpcdataloader.check.__main__ import main
+from tests.conftest import TIMEOUT_SCALE
+
+ROOT = Path(__file__).parents[2]
+NUMBERS = itertools.count()
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+HEAD = """
+import collections, dataclasses, os, threading, time
+import h5py, numpy as np, torch
+import PIL.Image
+from torch.utils.data import Dataset, IterableDataset, DataLoader
+from rpcdataloader import RPCDataset, get_sample_seed
+
+class Base(Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return torch.rand(3), index
+"""
+
+Check = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a module into the current folder; gives its name, which is new for the sake of ``sys.modules``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+
+    def module(source, head=HEAD):
+        name = f"checked{next(NUMBERS)}"
+        (tmp_path / f"{name}.py").write_text(head + textwrap.dedent(source))
+        return name
+
+    return module
+
+
+@pytest.fixture
+def check(module, shared_server, capsys) -> Check:
+    """Check what ``source`` defines as ``Data``; gives the exit status and what was printed."""
+
+    def check(source, *options, name="Data", workers=shared_server.address):
+        where = ["--workers", workers] if workers else []
+        status = main([f"{module(source)}:{name}", "--seconds", "0.05", *where, *options])
+        return status, capsys.readouterr().out
+
+    return check
+
+
+def line_of(output: str, name: str) -> str:
+    """The lines of a finding, with those below them."""
+    found = re.finditer(rf"^(ok|note|FAILED) +{name} .*\n(                  .*\n)*", output, re.MULTILINE)
+    lines = "".join(match[0] for match in found)
+    assert lines, output
+    return lines
+
+
+# --- datasets that work
+
+
+def test_good_dataset(check):
+    status, output = check("class Data(Base): pass", "--rate", "1000")
+    assert status == 0
+    assert {line.split()[0] for line in output.splitlines()[:-1]} == {"ok"}
+    names = [line.split()[1] for line in output.splitlines()[:-1]]
+    expected = "imports builds inherits pickles remote samples repeats collates size speed network rate"
+    assert names == expected.split()
+    assert ".Data of 20 samples in" in line_of(output, "builds")
+    assert "8 of them arrive: (float32 tensor 3, int)" in line_of(output, "samples")
+    assert "again in the same worker, in another worker, in another order, in this process" in line_of(
+        output, "repeats"
+    )
+    assert re.search(r"[\d,]+ for 1 Gbit/s, [\d,]+ for 10 Gbit/s, [\d,]+ for 25 Gb", line_of(output, "network"))
+    assert "1,000 samples/s need 1 worker" in line_of(output, "rate")
+    assert output.splitlines()[-1].endswith(":Data works remotely")
+
+
+def test_own_pool_of_a_real_command_line_and_output_for_scripts(module):
+    source = """
+        print("imported")
+        class Data(Base):
+            def __getitem__(self, index):
+                return torch.zeros(1000, dtype=torch.uint8)
+    """
+    name = module(source)
+    done = subprocess.run(
+        [sys.executable, "-m", "rpcdataloader.check", f"{name}:Data", "--json", "--rate", "1e9", "--samples", "3"],
+        capture_output=True,
+        text=True,
+        timeout=50 * TIMEOUT_SCALE,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads(done.stdout)
+    assert data["ok"]
+    assert data["dataset"] == f"{name}:Data"
+    assert data["build"] == "node"
+    assert data["differences"] == []
+    assert data["num_measured"] == 3
+    assert 1000 < data["bytes_per_sample"] < 1200
+    assert data["bytes_per_second"] == pytest.approx(data["bytes_per_sample"] * data["samples_per_second"])
+    assert data["workers_to_feed"] == -(-1e9 // data["samples_per_second"])
+    assert {finding["level"] for finding in data["findings"]} == {"ok"}
+
+
+def test_samples_of_many_kinds(check):
+    source = """
+        Pair = collections.namedtuple("Pair", ["left", "right"])
+
+        @dataclasses.dataclass
+        class Sample:
+            image: object
+            label: int
+
+        class Data(Base):
+            def __getitem__(self, index):
+                image = PIL.Image.new("RGB", (4, 4), int(torch.randint(255, ())))
+                return {"pair": Pair(np.random.rand(2), "x"), "image": image, "sample": Sample(torch.rand(2), index)}
+
+        def collate(samples):
+            return samples
+    """
+    status, output = check(source)
+    assert status == 1
+    assert output.splitlines()[-1].endswith(":Data does not work as it is: collates")
+    assert "cannot make a batch of sample['image']: TypeError" in line_of(output, "collates")
+    assert line_of(output, "repeats").startswith("ok")
+    assert "{'pair': (float64 array 2, str), 'image': PIL.Image.Image" in line_of(output, "samples")
+
+
+def test_collate_function_of_the_user(module, shared_server, capsys):
+    source = """
+        class Data(Base):
+            def __getitem__(self, index):
+                return torch.zeros(index + 1)
+
+        def collate(samples):
+            return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+        def broken(samples):
+            raise ValueError("no batch")
+    """
+    name = module(source)
+    arguments = [f"{name}:Data", "--workers", shared_server.address, "--seconds", "0.05"]
+    assert main(arguments) == 1
+    expected = "cannot make a batch of sample: RuntimeError: stack expects each tensor to be equal size"
+    assert expected in line_of(capsys.readouterr().out, "collates")
+    assert main([*arguments, "--collate-fn", f"{name}:collate"]) == 0
+    assert line_of(capsys.readouterr().out, "collates").startswith("ok")
+    assert main([*arguments, "--collate-fn", f"{name}:broken"]) == 1
+    found = line_of(capsys.readouterr().out, "collates")
+    assert "the collate function fails with 8 samples: ValueError: no batch" in found
+    assert "in broken" in found
+
+
+def test_instance_and_plain_sequence(check):
+    for source in "Data = Base()", "Data = [1, 2, 3]":
+        status, output = check(source)
+        assert status == 0, output
+
+
+def test_dataset_without_length(check):
+    source = """
+        class Data(Dataset):
+            def __getitem__(self, index):
+                return index
+    """
+    status, output = check(source)
+    assert status == 0
+    assert "give RPCDataloader a sampler" in line_of(output, "loader")
+
+
+# --- how it is built
+
+
+def test_attribute_that_cannot_be_pickled_is_named_and_the_factory_works(check):
+    source = """
+        class Data(Base):
+            def __init__(self):
+                self.locks = {"a": threading.Lock()}
+    """
+    status, output = check(source)
+    assert status == 0
+    found = line_of(output, "pickles")
+    assert found.startswith("note")
+    assert "dataset.locks['a'] is a _thread.lock, which cannot be pickled" in found
+    assert re.search(r"RPCDataset\(workers, checked\d+.Data\), which works", found)
+
+
+def test_instance_that_cannot_be_pickled_does_not_work(check):
+    source = """
+        class Locked(Base):
+            def __init__(self):
+                self.lock = threading.Lock()
+        Data = Locked()
+    """
+    status, output = check(source)
+    assert status == 1
+    assert "dataset.lock is a _thread.lock" in line_of(output, "pickles")
+    assert line_of(output, "repeats").startswith("ok")
+
+
+def test_open_file_leaves_building_to_workers(check, tmp_path):
+    with h5py.File(tmp_path / "values.h5", "w") as file:
+        file["values"] = list(range(20))
+    source = """
+        class Data(Base):
+            def __init__(self):
+                self.values = h5py.File("values.h5")["values"]
+            def __getitem__(self, index):
+                return self.values[index]
+    """
+    status, output = check(source)
+    assert status == 0
+    assert "each worker builds its own: it holds files open" in line_of(output, "inherits")
+
+
+def test_threads_leave_building_to_workers(check):
+    source = """
+        class Data(Base):
+            def __init__(self):
+                self.end = threading.Event()
+                thread = threading.Thread(target=self.end.wait)
+                thread.start()
+            def __del__(self):
+                self.end.set()
+    """
+    status, output = check(source)
+    assert status == 0
+    assert "each worker builds its own: its constructor started threads" in line_of(output, "inherits")
+
+
+def test_dataset_that_only_nodes_can_build(module, serve, capsys):
+    server = serve("--num-workers", "1", before="os.environ['IS_NODE'] = '1'")
+    source = """
+        class Data(Base):
+            def __init__(self):
+                os.environ["IS_NODE"]
+    """
+    name = module(source)
+    assert main([f"{name}:Data", "--workers", server.address, "--seconds", "0.05"]) == 0
+    output = capsys.readouterr().out
+    assert "not on this machine, where it raised KeyError: 'IS_NODE'" in line_of(output, "builds")
+    assert "in this process" not in line_of(output, "repeats")
+
+
+def test_nodes_that_disagree(module, serve, shared_server, capsys):
+    server = serve("--num-workers", "1", before="os.environ['NUMBER'] = '7'")
+    source = """
+        class Data(Base):
+            def __len__(self):
+                return int(os.environ.get("NUMBER", 20))
+        class Hosts(Base):
+            def __getitem__(self, index):
+                return os.environ.get("NUMBER", "none")
+    """
+    name = module(source)
+    arguments = ["--workers", f"{shared_server.address},{server.address}", "--seconds", "0.05"]
+    assert main([f"{name}:Data", *arguments]) == 1
+    assert f"on {server.address} it is {name}.Data of 7 samples and" in line_of(capsys.readouterr().out, "remote")
+    assert main([f"{name}:Hosts", *arguments]) == 1
+    assert "not the same on another node:" in line_of(capsys.readouterr().out, "repeats")
+
+
+# --- what is not the same
+
+
+@pytest.mark.parametrize(
+    ("body", "runs", "path", "cause"),
+    [
+        (
+            "def __getitem__(self, index): return {'image': np.random.default_rng().random(2), 'label': index}",
+            "again in the same worker, in another worker, in another order, in this process",
+            "sample['image']: 2 of 2 values",
+            "a random generator of its own that nobody seeds",
+        ),
+        (
+            "generator = np.random.default_rng(1)\n"
+            "    def __getitem__(self, index): return self.generator.random(), index",
+            "again in the same worker, in another order",
+            "sample[0]: ",
+            "state that is kept from sample to sample",
+        ),
+        (
+            "def __getitem__(self, index): return os.getpid(), index",
+            "in another worker, in another order, in this process",
+            "sample[0]: ",
+            "something of the process",
+        ),
+        (
+            "def __getitem__(self, index): return {'words': list(set(map(str, range(100))))}",
+            "in this process",
+            "sample['words'][",
+            "the order of a set",
+        ),
+    ],
+)
+def test_field_that_differs_is_named_with_the_usual_cause(check, body, runs, path, cause):
+    status, output = check(f"class Data(Base):\n    {body}\n")
+    assert status == 1
+    found = line_of(output, "repeats")
+    assert f"not the same {runs}:\n" in found
+    assert f"    {path}" in found
+    assert "in 8 of 8 samples" in found
+    assert f"usually: {cause}" in found
+    assert "'label'" not in found
+    assert "sample[1]" not in found
+
+
+def test_seeded_generators_give_equal_bytes(check):
+    source = """
+        class Data(Base):
+            def __init__(self):
+                self.order = torch.randperm(20)
+            def __getitem__(self, index):
+                return self.order[index], np.random.default_rng(get_sample_seed()).random(), np.random.random()
+    """
+    status, output = check(source)
+    assert status == 0, output
+
+
+# --- what does not work at all
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "line"),
+    [
+        ("def make(): Base()", "make", "gives None: is a return missing?"),
+        ("def make(): return DataLoader(Base())", "make", "DataLoader: name what makes its dataset instead"),
+        ("def make(): return 5", "make", "gives int, which has no __getitem__ and is no IterableDataset"),
+        ("class Data(Base):\n    def __len__(self): return 0", "Data", "Data is empty: its length is 0"),
+        ("class Data(Base):\n    def __len__(self): return 1 // 0", "Data", "len(dataset) raised ZeroDivisionError"),
+        ("def make(root, split='a'): pass", "make", "needs arguments (root): name a function without any"),
+        ("def make(): open('/no/such/file')", "make", "raised FileNotFoundError: [Errno 2] No such file"),
+    ],
+)
+def test_what_builds_no_dataset(check, source, name, line):
+    status, output = check(source, name=name, workers=None)
+    assert status == 1
+    assert line in line_of(output, "builds")
+    assert output.splitlines()[-1].endswith(f":{name} does not work as it is: builds")
+
+
+def test_exception_of_the_factory_shows_where(check):
+    _status, output = check("def make():\n    raise ValueError\n", name="make", workers=None)
+    assert re.search(r"make raised ValueError\n.*checked\d+.py, line \d+, in make\n +raise ValueError\n", output)
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("import no_such_module", "importing {} raised ModuleNotFoundError: No module named 'no_such_module'"),
+        ("import sys; sys.exit()", "{} ends the program when it is imported: put what is not for import below if __na"),
+        ("def make(): pass", "module {} has no 'Data'; it has make"),
+    ],
+)
+def test_what_cannot_be_imported(module, capsys, source, line):
+    name = module(source, head="")
+    assert main([f"{name}:Data"]) == 1
+    assert line.format(name) in line_of(capsys.readouterr().out, "imports")
+
+
+def test_module_that_does_not_exist(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    assert main(["no_such_module.data:Data"]) == 1
+    found = line_of(capsys.readouterr().out, "imports")
+    assert f"no module 'no_such_module', neither in {tmp_path} nor elsewhere" in found
+
+
+def test_sample_that_raises_is_named(check):
+    source = """
+        class Data(Base):
+            def __getitem__(self, index):
+                if index == 19:
+                    raise ValueError(f"image {index} is broken")
+                return index
+    """
+    status, output = check(source)
+    assert status == 1
+    found = line_of(output, "samples")
+    assert "dataset[19]: ValueError: image 19 is broken\n" in found
+    assert 'raise ValueError(f"image {index} is broken")' in found
+
+
+def test_sample_that_cannot_be_sent_is_named(check):
+    source = """
+        class Data(Base):
+            def __getitem__(self, index):
+                return {"lock": threading.Lock()}
+    """
+    status, output = check(source)
+    assert status == 1
+    assert "dataset[0]: SerializationError: sample['lock'] is a _thread.lock" in line_of(output, "samples")
+
+
+def test_sample_that_ends_its_worker_is_named(check):
+    source = """
+        class Data(Base):
+            def __getitem__(self, index):
+                return index if index < 19 else os._exit(3)
+    """
+    status, output = check(source)
+    assert status == 1
+    assert re.search(r"exited with status 3; it was loading batch 7 \(indices 19\)", line_of(output, "samples"))
+
+
+def test_nobody_at_the_address(check, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.2")
+    status, output = check("class Data(Base): pass", workers="unix:/no/such/socket")
+    assert status == 1
+    assert "not on unix:/no/such/socket: ConnectError: " in line_of(output, "remote")
+
+
+# --- iterable datasets
+
+
+def test_iterable_dataset_is_loaded_from_its_beginning_each_time(check):
+    source = """
+        class Data(IterableDataset):
+            def __iter__(self):
+                for index in range(12):
+                    yield torch.rand(2), index
+        class Once(IterableDataset):
+            def __init__(self):
+                self.samples = iter(range(12))
+            def __iter__(self):
+                return self.samples
+        class Empty(IterableDataset):
+            def __iter__(self):
+                return iter([])
+    """
+    _status, output = check(source)
+    assert "which is iterable" in line_of(output, "builds")
+    assert line_of(output, "samples").startswith("ok")
+    assert line_of(output, "repeats").startswith("ok")
+    assert "(measured with 12)" in line_of(output, "speed")
+    status, output = check(source, name="Once")
+    assert status == 1
+    assert "the number of samples: 8 and 4" in line_of(output, "repeats")
+    status, output = check(source, name="Empty")
+    assert status == 1
+    assert "Empty is empty: iterating over it gives nothing" in line_of(output, "samples")
+
+
+# --- the command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data"], "'data' is not of the form MODULE:FACTORY, such as mydata:make_dataset"),
+        (["data:"], "'data:' is not of the form MODULE:FACTORY"),
+        (["a/data.py:Data"], "'a/data.py:Data' names a file; name the module instead, as in data:Data"),
+        (["data:Data", "--collate-fn", "data"], "'data' is not of the form MODULE:FUNCTION"),
+        (["data:Data", "--samples", "0"], "--samples must be at least 1, but is 0"),
+        (["data:Data", "--seconds", "nan"], "--seconds must be a number above 0, but is nan"),
+        (["data:Data", "--rate", "-1"], "--rate must be a number above 0, but is -1"),
+        (["data:Data", "--workers", "inline"], "--workers inline has no workers"),
+        (["data:Data", "--workers", "node01"], "node01"),
+        ([], "the following arguments are required: MODULE:FACTORY"),
+    ],
+)
+def test_wrong_command_line(capsys, arguments, message):
+    with pytest.raises(SystemExit) as exited:
+        main(arguments)
+    assert exited.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_explains_every_option_with_unit_and_default(capsys):
+    with pytest.raises(SystemExit) as exited:
+        main(["--help"])
+    assert exited.value.code == 0
+    text = re.sub(r"\s+", " ", capsys.readouterr().out).partition("options:")[2]
+    options = re.split(r" (?=--[a-z])", text)[1:]
+    assert [option.split()[0] for option in options] == (
+        ["--help", "--workers", "--collate-fn", "--samples", "--seconds", "--rate", "--json"]
+    )
+    assert all("(default: " in option for option in options[1:])
