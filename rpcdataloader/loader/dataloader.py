@@ -16,11 +16,8 @@ from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.local import LocalIterator
-from rpcdataloader.loader.passes import PassSettings, Progress, check_state, start_after, to_state
+from rpcdataloader.loader.passes import MAX_IN_FLIGHT_BYTES, PassSettings, Progress, check_state, start_after, to_state
 from rpcdataloader.loader.placement import place
-
-# Bytes of batches that are on their way or wait to be consumed; at least one batch is always allowed.
-MAX_IN_FLIGHT_BYTES = 4 * 2**30
 
 
 class RPCDataloader(DataLoader[Any]):

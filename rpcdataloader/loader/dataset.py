@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch.utils.data import Dataset, IterableDataset
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.loader.iterator import RemoteIterator
+from rpcdataloader.loader.passes import PassSettings
 from rpcdataloader.loader.placement import place
 
 
@@ -119,12 +122,20 @@ class RPCDataset(Dataset[Any]):
 
 
 class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
-    """What an :class:`RPCDataset` becomes when its dataset is iterable-style. Iterating over it takes one worker."""
+    """What an :class:`RPCDataset` becomes when its dataset is iterable-style.
+
+    Iterating over it takes a worker, and gives the samples as they are.
+    """
 
     def __iter__(self) -> Iterator[Any]:
-        from rpcdataloader.loader.dataloader import RPCDataloader
-
-        return iter(RPCDataloader(self, batch_size=None, num_workers=1))
+        access = self._own("_access")
+        if isinstance(access, _Inline):
+            return iter(access.dataset)
+        sessions = place(self._own("_where"), num_workers=1)
+        access.build_on(sessions)
+        endless = itertools.repeat(None)
+        settings = PassSettings(sampler=endless, auto_collation=False, iterable=True, collate_fn=_unchanged)
+        return RemoteIterator(settings, access, sessions)
 
 
 def where_of(dataset: RPCDataset) -> Where:
@@ -162,6 +173,10 @@ def _check_kind(dataset: Any) -> Any:
     if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
         raise TypeError(f"{type(dataset).__name__} is no dataset: it has no __getitem__, and is no IterableDataset")
     return dataset
+
+
+def _unchanged(sample: Any) -> Any:
+    return sample
 
 
 def _get_item(dataset: Any, index: Any) -> Any:

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
-from rpcdataloader.client.sharing import Partition
+from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.loader.remote import LoaderSpec, StreamState
 from rpcdataloader.loader.sampler import ResumableDistributedSampler
 from rpcdataloader.wire.generators import get_states, set_states, states_from_plain, states_to_plain
 
 _VERSION = 1
+
+# Bytes of batches that are on their way or wait to be consumed; at least one batch is always allowed.
+MAX_IN_FLIGHT_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +42,17 @@ class PassSettings:
     sampler: Any
     auto_collation: bool
     iterable: bool
-    drop_last: bool
     collate_fn: Callable[[Any], Any]
-    worker_init_fn: Callable[[int], None] | None
-    generator: torch.Generator | None
-    timeout: float
-    prefetch_factor: int
-    in_order: bool
-    max_in_flight_bytes: int
-    pin_memory: bool
-    persistent_workers: bool
-    partition: Partition
+    drop_last: bool = False
+    worker_init_fn: Callable[[int], None] | None = None
+    generator: torch.Generator | None = None
+    timeout: float = 0.0
+    prefetch_factor: int = 2
+    in_order: bool = True
+    max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES
+    pin_memory: bool = False
+    persistent_workers: bool = False
+    partition: Partition = field(default_factory=current_partition)
 
 
 def draw_base_seed(generator: torch.Generator | None) -> int:
