@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -16,11 +17,14 @@ from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.local import LocalIterator
-from rpcdataloader.loader.passes import MAX_IN_FLIGHT_BYTES, PassSettings, Progress, check_state, start_after, to_state
+from rpcdataloader.loader.passes import MAX_IN_FLIGHT_BYTES, PassSettings, Progress, check_state, end_pass, to_state
 from rpcdataloader.loader.placement import place
 
 
-class RPCDataloader(DataLoader[Any]):
+_T_co = TypeVar("_T_co", covariant=True)
+
+
+class RPCDataloader(DataLoader[_T_co]):
     """A ``torch.utils.data.DataLoader`` that loads and collates its batches in workers on any machine.
 
     Arguments, batches, their order, and exceptions are torch's; see its documentation. What differs:
@@ -38,6 +42,8 @@ class RPCDataloader(DataLoader[Any]):
             them, because the list was split by the caller. ``"auto"`` asks torch.distributed, or else the environment
             variables RANK and WORLD_SIZE.
         max_in_flight_bytes: Limit on the bytes of batches that are on their way or wait to be consumed.
+        max_retries: What a worker that died was loading is given to another one. A batch at which so many in a row
+            have died is an error, raised when its turn comes.
 
     Random numbers: before each sample, the global generators of python, numpy and torch are seeded from the
     position of the sample in the epoch, so batches do not depend on the number of workers. The seed of the epoch is
@@ -53,7 +59,7 @@ class RPCDataloader(DataLoader[Any]):
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[_T_co],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
@@ -74,12 +80,15 @@ class RPCDataloader(DataLoader[Any]):
         workers: str | Iterable[str] | None = None,
         partition: tuple[int, int] | Literal["auto"] | None = "auto",
         max_in_flight_bytes: int | None = None,
+        max_retries: int = 3,
     ) -> None:
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
         where = _where(dataset, workers, num_workers)
         if where is not None:
             _check(dataset, prefetch_factor, max_in_flight_bytes)
+        if max_retries < 1:
+            raise ValueError(f"max_retries must be at least 1, but is {max_retries}")
         # torch refuses these three without workers of its own; those that we have are not its business.
         own = where is not None
         super().__init__(
@@ -110,6 +119,7 @@ class RPCDataloader(DataLoader[Any]):
         self.workers = workers
         self.partition = partition
         self.max_in_flight_bytes = max_in_flight_bytes
+        self.max_retries = max_retries
         if own:
             self.num_workers = num_workers
             self.prefetch_factor = 2 if prefetch_factor is None else prefetch_factor
@@ -121,22 +131,21 @@ class RPCDataloader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
         settings = self._settings()
-        saved, self._saved = self._saved, None
-        if saved is not None and ("start" not in saved or saved["finished"]):
-            # Nothing to go on with: the next pass is a new one.
-            if "start" in saved:
-                start_after(settings, saved)
-            saved = None
+        # A state of the beginning has nothing to go on with.
+        saved = self._saved if self._saved is not None and "start" in self._saved else None
         iterator: LocalIterator | RemoteIterator | InlineIterator
         if self._where is None:
-            iterator = LocalIterator(super().__iter__, settings, self.dataset, saved)
+            going_on = None if saved is None or saved["finished"] else saved
+            iterator = LocalIterator(super().__iter__, settings, self.dataset, going_on)
         elif not self.persistent_workers:
-            iterator = self._begin(settings, saved)
+            iterator = self._begin(settings, None if saved is None or saved["finished"] else saved)
         elif self._pass is None or not self._pass.is_usable or saved is not None:
+            self._pass = None  # ends its workers, whose place is needed
             iterator = self._pass = self._begin(settings, saved)
         else:
             self._pass.reset(self._reported_length)
             iterator = self._pass
+        self._saved = None
         self._progress = settings, iterator.progress
         return iterator
 
@@ -162,8 +171,11 @@ class RPCDataloader(DataLoader[Any]):
             TypeError: ``state_dict`` is no mapping.
             ValueError: It belongs to another kind of loader. When iterating: or the sampler is too short for it.
         """
-        check_state(state_dict, iterable=self._is_iterable)
-        self._saved = state_dict
+        settings = self._settings()
+        check_state(settings, state_dict)
+        if state_dict.get("finished"):
+            end_pass(settings, state_dict)
+        self._saved = copy.deepcopy(state_dict)
         self._progress = None
 
     @property
@@ -180,6 +192,7 @@ class RPCDataloader(DataLoader[Any]):
 
     def _settings(self) -> PassSettings:
         return PassSettings(
+            dataset=self.dataset,
             sampler=self._index_sampler,
             auto_collation=self._auto_collation,
             iterable=self._is_iterable,
@@ -193,6 +206,7 @@ class RPCDataloader(DataLoader[Any]):
             max_in_flight_bytes=self.max_in_flight_bytes or MAX_IN_FLIGHT_BYTES,
             pin_memory=self.pin_memory,
             persistent_workers=self.persistent_workers,
+            max_retries=self.max_retries,
             partition=current_partition() if self.partition == "auto" else self._partition or current_partition(),
         )
 
@@ -207,7 +221,7 @@ class RPCDataloader(DataLoader[Any]):
             # Kept until the next one, so that one that has not changed is on its nodes already.
             dataset = self._shipped = ship(self.dataset)
         share = Partition() if self.partition is None else self._partition
-        num_streams = len(saved["streams"]) if saved is not None else 0
+        num_streams = len(saved["streams"]) if saved is not None and not saved["finished"] else 0
         sessions = place(self._where, partition=share, num_workers=num_streams or self.num_workers)
         if num_streams:
             # Each stream of an iterable-style dataset goes on, on whichever nodes there are now.

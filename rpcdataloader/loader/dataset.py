@@ -134,7 +134,9 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
         sessions = place(self._own("_where"), num_workers=1)
         access.build_on(sessions)
         endless = itertools.repeat(None)
-        settings = PassSettings(sampler=endless, auto_collation=False, iterable=True, collate_fn=_unchanged)
+        settings = PassSettings(
+            dataset=self, sampler=endless, auto_collation=False, iterable=True, collate_fn=_unchanged
+        )
         return RemoteIterator(settings, access, sessions)
 
 

@@ -5,7 +5,6 @@ A debugger stops in the dataset, and what it sees is what a worker sees: worker 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,10 +16,10 @@ from rpcdataloader.loader.passes import (
     begin_pass,
     check_one_stream,
     loader_spec,
+    undone_afterwards,
     warn_if_longer,
 )
 from rpcdataloader.loader.remote import BatchLoader, StreamLoader, StreamState
-from rpcdataloader.loader.seeding import generators_restored
 from rpcdataloader.wire.slabs import pinned_allocator
 
 
@@ -45,11 +44,12 @@ class InlineIterator:
         self._pins = settings.pin_memory and pinned_allocator() is not None
         if saved is not None:
             check_one_stream(saved, "workers='inline'")
-        with contextlib.nullcontext() if saved is None else generators_restored():
+        with undone_afterwards(saved):
             self._pass = begin_pass(settings, saved)
         self._begin_streams()
         kind = StreamLoader if settings.iterable else BatchLoader
-        self._loader = kind(dataset, loader_spec(settings, self._pass, 0, 1), None, inline=True)
+        stream = self.progress.streams[0] if settings.iterable else None
+        self._loader = kind(dataset, loader_spec(settings, self._pass, 0, 1, stream), None, inline=True)
 
     def _begin_streams(self) -> None:
         if self._settings.iterable and not self.progress.streams:
@@ -59,27 +59,34 @@ class InlineIterator:
         return self
 
     def __next__(self) -> Any:
-        source, progress = self._pass.source, self.progress
+        source = self._pass.source
         try:
             indices, position, number = next(source)
-            stream = None
-            try:
-                _seconds, batch = self._loader.load(indices, position, number)
-                if self._settings.iterable:
-                    batch, stream = batch
-                    if stream is None:
-                        raise StopIteration
-            finally:
-                # An exception of the dataset takes the place of its batch.
-                if self._settings.iterable:
-                    progress.stream_delivered(0, stream)
-                else:
-                    progress.delivered(number, source.num_samples(indices))
         except StopIteration:
-            progress.finished = True
+            self.progress.finished = True
             raise
-        warn_if_longer(progress.num_yielded, self._reported_length, self._name)
+        stream: StreamState | None = None
+        try:
+            _seconds, batch = self._loader.load(indices, position, number)
+            if self._settings.iterable:
+                batch, stream = batch
+        except Exception:
+            # It takes the place of the batch. An interrupt does not.
+            self._delivered(indices, number, None)
+            raise
+        if self._settings.iterable and stream is None:
+            self.progress.finished = True
+            raise StopIteration
+        self._delivered(indices, number, stream)
+        warn_if_longer(self.progress.num_yielded, self._reported_length, self._name)
         return pin(batch) if self._pins else batch
+
+    def _delivered(self, indices: Any, number: int, stream: StreamState | None) -> None:
+        if self._settings.iterable:
+            self.progress.stream_delivered(0, stream)
+        else:
+            source = self._pass.source
+            self.progress.delivered(number, source.num_samples(indices), source.sampler_state)
 
     def __len__(self) -> int:
         return len(self._settings.sampler)

@@ -35,11 +35,11 @@ from rpcdataloader.loader.passes import (
     begin_epoch,
     begin_pass,
     loader_spec,
+    undone_afterwards,
     warn_if_longer,
 )
 from rpcdataloader.loader.remote import StreamState
 from rpcdataloader.loader.scheduler import Scheduler
-from rpcdataloader.loader.seeding import generators_restored
 from rpcdataloader.loader.streams import StreamTable
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call
@@ -58,11 +58,13 @@ class Task:
 
     Attributes:
         number: In the whole pass, of which this process may have taken up only the rest.
+        sampler_state: After this batch, if the sampler has one.
     """
 
     indices: Any
     number: int
     num_samples: int
+    sampler_state: Any
     request: bytes
 
 
@@ -149,24 +151,26 @@ class _Run:
     ) -> None:
         self._settings = settings
         self._dataset = dataset  # held for as long as there are workers
+        self._sessions = sessions
         self._num_workers = len(sessions)
         self._pid = os.getpid()
         pinned = pinned_allocator() if settings.pin_memory else None
         self._pins = pinned is not None
         self._allocator: Allocator = pinned or get_client().allocator
-        # Going on draws from the generators as they were then, which is not the trainer's business now.
-        with contextlib.nullcontext() if saved is None else generators_restored():
+        with undone_afterwards(saved):
             self._pass = begin_pass(settings, saved)
-            if settings.iterable and not self.progress.streams:
-                self.progress.streams = [StreamState()] * self._num_workers
             self._condition = threading.Condition()
             # Guarded by the condition:
+            self._streams: list[StreamState] = []  # after the last answer of each
+            self._begin_streams()
             self._table = self._new_table(batch_size_bytes=0.0)
             self._results: dict[int, Any] = {}
             self._alive: dict[Worker, int] = {}  # with the number that the dataset knows it by
             self._ready: set[Worker] = set()
             self._draining: set[Worker] = set()
-            self._num_refused = 0  # by nodes that have no room
+            self._num_missing = 0  # refused by nodes that have no room, or lost with their node
+            self._num_deaths = 0  # since the last answer
+            self._killers: dict[int, list[str]] = {}  # for a task, how each worker that was at work on it has ended
             self._error: BaseException | None = None
             self._closed = False
             self._draw()
@@ -180,6 +184,11 @@ class _Run:
     def progress(self) -> Progress:
         return self._pass.progress
 
+    def _begin_streams(self) -> None:
+        if self._settings.iterable and not self.progress.streams:
+            self.progress.streams = [StreamState()] * self._num_workers
+        self._streams = list(self.progress.streams)
+
     def _new_table(self, batch_size_bytes: float) -> Scheduler[Worker] | StreamTable[Worker]:
         settings = self._settings
         if settings.iterable:
@@ -189,6 +198,7 @@ class _Run:
                 in_order=settings.in_order,
                 max_in_flight_bytes=settings.max_in_flight_bytes,
                 batch_size_bytes=batch_size_bytes,
+                max_retries=settings.max_retries,
                 turn=self.progress.turn,
             )
         return Scheduler(
@@ -197,6 +207,7 @@ class _Run:
             in_order=settings.in_order,
             max_in_flight_bytes=settings.max_in_flight_bytes,
             batch_size_bytes=batch_size_bytes,
+            max_retries=settings.max_retries,
         )
 
     def _open(self, dataset: RemoteDataset, sessions: Sequence[Session]) -> None:
@@ -211,10 +222,15 @@ class _Run:
     def _opening(self, dataset: RemoteDataset, worker_id: int) -> Encoded:
         """The first request to a worker; pickled before any is asked for, so that what cannot be is found early."""
         settings = self._settings
-        spec = loader_spec(settings, self._pass, worker_id, self._num_workers)
+        stream = self._streams[worker_id] if self._streams else None
+        spec = loader_spec(settings, self._pass, worker_id, self._num_workers, stream)
         call = Call(remote.open_loader, (dataset.ref, spec), {}, ordered=True)
         parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
-        return dumps_named(call.fields(), parts, persistent_id=reference_of)
+        return dumps_named(call.fields(), parts, persistent_id=self._reference_of)
+
+    def _reference_of(self, value: Any) -> tuple[str, int] | None:
+        """The persistent id of the dataset, also where a function of the user holds it, as a bound method does."""
+        return reference_of(self._dataset.ref if value is self._settings.dataset else value)
 
     # --- the consumer's thread
 
@@ -284,14 +300,15 @@ class _Run:
                 with self._condition:
                     self._table.end_of_input()
             return None
-        return Task(indices, number, source.num_samples(indices), _load_request(indices, position, number))
+        request = _load_request(indices, position, number)
+        return Task(indices, number, source.num_samples(indices), source.sampler_state, request)
 
     @property
     def is_usable(self) -> bool:
         if os.getpid() != self._pid:
             return False
         with self._condition:
-            complete = len(self._alive) + self._num_refused == self._num_workers
+            complete = len(self._alive) + self._num_missing == self._num_workers
             return self._error is None and not self._closed and complete
 
     def begin_epoch(self) -> None:
@@ -302,8 +319,8 @@ class _Run:
                 worker.connection.cancel_all()
             self._results.clear()
             self._pass = begun
-            if self._settings.iterable:
-                self.progress.streams = [StreamState()] * self._num_workers
+            self._begin_streams()
+            self._killers.clear()
             self._table = self._new_table(self._table.batch_size_bytes)
             call = Call(remote.start_epoch, (self.progress.epoch, begun.order.first), {}, ordered=True)
             starting = dumps(call.fields())
@@ -351,32 +368,78 @@ class _Run:
 
     def worker_lost(self, worker: Worker, error: RPCError) -> None:
         with self._condition:
-            self._alive.pop(worker, None)
-            if self._closed:
+            worker_id = self._alive.pop(worker, None)
+            if self._closed or worker_id is None:
                 return
+            if isinstance(self._table, StreamTable) and self._table.has_ended(worker_id):
+                return  # nobody needs it any more
             lost: list[int] = []
-            tasks: list[Any] = []
+            tasks: list[Task] = []
             if worker in self._ready:
                 self._ready.discard(worker)
                 tasks = [self._table.payload(number) for number in self._table.in_flight(worker)]
                 lost = self._table.worker_left(worker, time.monotonic())
-            # A stream is one worker's, from its beginning to its end.
-            replaceable = bool(self._alive) and not self._settings.iterable
-            if worker in self._draining and replaceable:
-                # It said goodbye and answered what it had begun; the rest goes to others.
-                logger.info("%s has drained; %d batches go to other workers", worker.name, len(lost))
-            elif isinstance(error, ConnectError) and replaceable:
-                self._num_refused += 1
+            if worker in self._draining:
+                error = ConnectionLostError(f"{worker.session.name} is shutting down")
+            session = self._successor(worker, worker_id, error)
+            if session is not None:
+                logger.warning("%s; another worker starts on %s", error, session.name)
+                if lost and session is worker.session:
+                    # A node that goes with all of its workers says nothing about this batch.
+                    self._blame(lost[0], tasks[0], error)
+            elif self._alive and not self._settings.iterable:
+                self._num_missing += 1
                 logger.warning("going on with %d workers: %s", len(self._alive), error)
-            elif worker in self._draining and self._error is None:
-                node = worker.session.name
-                left = "its part of the dataset is not at its end" if self._alive else "no other worker is left"
-                self._error = ConnectionLostError(f"{node} is shutting down, and {left}")
             elif self._error is None:
                 self._error = _with_batch(error, tasks)
             self._condition.notify_all()
             assignments = self._assign()
         self._send(assignments)
+        if session is not None:
+            self._replace(worker_id, session)
+
+    def _successor(self, worker: Worker, worker_id: int, error: RPCError) -> Session | None:
+        """Where another worker takes the place of one that is lost; None for nowhere. With the condition."""
+        if isinstance(error, ConnectError) or self._error is not None:
+            return None  # it never came, so another one would not
+        self._num_deaths += 1
+        if self._num_deaths > self._settings.max_retries * self._num_workers:
+            return None  # they die before they answer anything
+        places = [worker.session, *self._sessions[worker_id:], *self._sessions[:worker_id]]
+        return next((session for session in places if session.is_usable), None)
+
+    def _blame(self, number: int, task: Task, error: RPCError) -> None:
+        """The batch that a worker was loading when it died may be the reason; with the condition."""
+        killed = self._killers.setdefault(number, [])
+        killed.append(str(error))
+        if self._table.blame(number):
+            ends = "; ".join(self._killers.pop(number))
+            failure = _Failure(
+                ConnectionLostError(f"{_describe(task)} has ended {len(killed)} workers in a row: {ends}")
+            )
+            self._results[number] = failure, functools.partial(self._record, task, None)
+
+    def _replace(self, worker_id: int, session: Session) -> None:
+        try:
+            while True:
+                begun = self._pass
+                opening = self._opening(self._dataset, worker_id)
+                with self._condition:
+                    if self._closed or begun is not self._pass:
+                        if self._closed:
+                            return
+                        continue
+                    worker = self._dataset.open_worker(session, self, self._is_alone)
+                    self._alive[worker] = worker_id
+                    # Fails when it is lost already, which is about to be reported.
+                    with contextlib.suppress(RPCError):
+                        worker.submit(opening.payload, opening.buffers, self._opened)
+                    return
+        except BaseException as exc:
+            with self._condition:
+                if self._error is None:
+                    self._error = exc
+                self._condition.notify_all()
 
     def _opened(self, reply: Message | RPCError) -> None:
         if not isinstance(reply, Message):
@@ -409,14 +472,14 @@ class _Run:
         with self._condition:
             if begun is not self._pass or self._closed:
                 return
+            self._num_deaths = 0
             if isinstance(self._table, StreamTable):
                 self._stream_replied(self._table, worker, number, result, stream, size_bytes)
             else:
                 now = time.monotonic()
                 if self._table.replied(worker, number, size_bytes=size_bytes, task_seconds=seconds, now=now):
                     task = self._table.payload(number)
-                    record = functools.partial(self.progress.delivered, task.number, task.num_samples)
-                    self._results[number] = result, record
+                    self._results[number] = result, functools.partial(self._record, task, None)
             assignments = self._assign()
             # Waking the consumer for a batch that is not its turn costs two changes of thread.
             if self._table.has_deliverable or self._table.finished or self._table.wants_input:
@@ -432,12 +495,20 @@ class _Run:
         state: StreamState | None,
         size_bytes: int,
     ) -> None:
-        stream = self._alive.get(worker, 0)
-        if state is not None or isinstance(result, _Failure):
-            if table.replied(worker, number, size_bytes=size_bytes):
-                self._results[number] = result, functools.partial(self.progress.stream_delivered, stream, state)
-        else:
+        if state is None and not isinstance(result, _Failure):
             table.ended(worker, number)
+        elif table.replied(worker, number, size_bytes=size_bytes):
+            if state is not None:
+                self._streams[table.stream_of(number)] = state
+            task = self._table.payload(number)
+            self._results[number] = result, functools.partial(self._record, task, (table.stream_of(number), state))
+
+    def _record(self, task: Task, stream: tuple[int, StreamState | None] | None) -> None:
+        """A batch was handed to the consumer, or an exception in its place."""
+        if stream is None:
+            self.progress.delivered(task.number, task.num_samples, task.sampler_state)
+        else:
+            self.progress.stream_delivered(*stream)
 
     def _is_alone(self) -> bool:
         """Whether no worker is there yet: then a busy node is worth waiting for."""
@@ -500,10 +571,11 @@ def _load_request(indices: Any, position: int, number: int) -> bytes:
 
 def _with_batch(error: RPCError, tasks: Sequence[Task]) -> RPCError:
     """The same error, naming the batch that the worker was at."""
-    if not tasks:
-        return error
-    indices = tasks[0].indices
-    shown = str(indices)
-    if isinstance(indices, (list, tuple)) and len(indices) > MAX_SHOWN_INDICES:
-        shown = f"[{', '.join(map(str, indices[:MAX_SHOWN_INDICES]))}, ... {len(indices)} in all]"
-    return type(error)(f"{error}; it was loading batch {tasks[0].number} (indices {shown})")
+    return type(error)(f"{error}; it was loading {_describe(tasks[0])}") if tasks else error
+
+
+def _describe(task: Task) -> str:
+    shown = str(task.indices)
+    if isinstance(task.indices, (list, tuple)) and len(task.indices) > MAX_SHOWN_INDICES:
+        shown = f"[{', '.join(map(str, task.indices[:MAX_SHOWN_INDICES]))}, ... {len(task.indices)} in all]"
+    return f"batch {task.number} (indices {shown})"

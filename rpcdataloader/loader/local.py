@@ -13,9 +13,10 @@ from rpcdataloader.loader.passes import (
     check_one_stream,
     progress_of,
     restore_start,
+    sampler_state,
     skip_delivered,
 )
-from rpcdataloader.loader.remote import StreamState
+from rpcdataloader.loader.remote import StreamState, load_dataset_state, load_iterator_state, skip_sample, state_of
 from rpcdataloader.loader.seeding import generators_restored
 
 
@@ -39,7 +40,7 @@ class LocalIterator:
         saved: Mapping[str, Any] | None = None,
     ) -> None:
         self._settings = settings
-        self._stateful = dataset if settings.iterable and hasattr(dataset, "state_dict") else None
+        self._dataset = dataset
         self._iterator: Any
         if saved is None:
             start = capture_start(settings)
@@ -47,32 +48,47 @@ class LocalIterator:
             self.progress = Progress(self._iterator._base_seed, 0, start=start)
             if settings.iterable:
                 self.progress.streams = [StreamState()]
-            self._record_indices()
+                self._count_samples()
+            self._record_indices(sampler_state(settings, self._iterator._sampler_iter))
         else:
             check_one_stream(saved, "num_workers=0")
             with generators_restored():
                 self._go_on(make, saved)
 
     def _go_on(self, make: Callable[[], Iterator[Any]], saved: Mapping[str, Any]) -> None:
-        self.progress = progress_of(saved, restore_start(self._settings, saved))
-        streams = self.progress.streams
-        has_state = bool(streams) and (streams[0].owner == "dataset" or streams[0].ended)
-        if has_state and self._stateful is not None and not streams[0].ended:
-            self._stateful.load_state_dict(streams[0].state)
+        settings = self._settings
+        self.progress = progress_of(saved, restore_start(settings, saved))
+        stream = self.progress.streams[0] if settings.iterable else StreamState()
+        load_dataset_state(self._dataset, stream)
         self._iterator = make()
-        samples, self.progress.num_samples = skip_delivered(self._settings, saved, self._iterator._sampler_iter)
+        samples = self._iterator._sampler_iter
+        if saved["epoch"] > 0:
+            # torch's iterator has drawn a seed, but persistent workers, whose pass this is, draw only one.
+            restore_start(settings, saved)
+            samples = iter(settings.sampler)
+        get_state = sampler_state(settings, samples)
+        samples, self.progress.num_samples = skip_delivered(settings, saved, samples)
         self._iterator._sampler_iter = samples
-        if streams and streams[0].ended:
-            self._iterator._dataset_fetcher.ended = True
-        if streams and not has_state:
-            for _ in range(self.progress.num_batches):
-                next(self._iterator)
-        self._record_indices()
+        self._record_indices(get_state)
+        if settings.iterable:
+            self._skip_stream(stream)
 
-    def _record_indices(self) -> None:
+    def _skip_stream(self, stream: StreamState) -> None:
+        fetcher = self._iterator._dataset_fetcher
+        load_iterator_state(fetcher.dataset_iter, stream)
+        for _ in range(0 if stream.owner else stream.num_samples):
+            skip_sample(fetcher.dataset_iter)
+        fetcher.ended = stream.ended
+        self._count_samples(stream.num_samples)
+
+    def _count_samples(self, number: int = 0) -> None:
+        fetcher = self._iterator._dataset_fetcher
+        self._samples = fetcher.dataset_iter = _Counted(fetcher.dataset_iter, number)
+
+    def _record_indices(self, get_state: Callable[[], Any]) -> None:
         # Nothing is prefetched, so what was drawn last is what is delivered next.
         self._indices = self._iterator._sampler_iter = _Recorded(
-            self._iterator._sampler_iter, self.progress.num_batches, self.progress.ahead
+            self._iterator._sampler_iter, self.progress.num_batches, self.progress.ahead, get_state
         )
 
     def __iter__(self) -> LocalIterator:
@@ -81,31 +97,55 @@ class LocalIterator:
     def __next__(self) -> Any:
         number = self._indices.number
         try:
-            return next(self._iterator)
+            batch = next(self._iterator)
         except StopIteration:
             self.progress.finished = True
             raise
-        finally:
+        except Exception:
+            # It takes the place of a batch, unless it is the sampler's. An interrupt does not.
             if self._indices.number != number:
-                self._delivered()
+                self._delivered(failed=True)
+            raise
+        self._delivered()
+        return batch
 
     def __len__(self) -> int:
         return len(self._iterator)
 
-    def _delivered(self) -> None:
+    def _delivered(self, failed: bool = False) -> None:
         """A batch, or an exception in its place, was handed out."""
-        progress, indices = self.progress, self._indices.last
-        num_samples = len(indices) if self._settings.auto_collation and hasattr(indices, "__len__") else 1
-        if not self._settings.iterable:
-            progress.delivered(self._indices.number - 1, num_samples)
-            return
-        owner, state = "", None
-        if self._stateful is not None:
-            owner, state = "dataset", copy.deepcopy(self._stateful.state_dict())
-        before = progress.streams[0]
+        progress = self.progress
+        if self._settings.iterable:
+            progress.stream_delivered(0, None if failed else self._stream_state())
+        else:
+            indices = self._indices.last
+            num_samples = len(indices) if self._settings.auto_collation and hasattr(indices, "__len__") else 1
+            progress.delivered(self._indices.number - 1, num_samples, self._indices.state)
+
+    def _stream_state(self) -> StreamState:
+        samples, num_batches = self._samples, self.progress.streams[0].num_batches + 1
+        owner, state = state_of(samples.iterator, self._dataset)
         ended = self._iterator._dataset_fetcher.ended
-        after = StreamState(before.num_samples + num_samples, before.num_batches + 1, owner, state, ended)
-        progress.stream_delivered(0, after)
+        return StreamState(samples.number, num_batches, owner, copy.deepcopy(state), ended)
+
+
+class _Counted:
+    """An iterator over samples that knows how many were asked for and were there, or failed."""
+
+    def __init__(self, iterator: Iterator[Any], number: int) -> None:
+        self.iterator = iterator
+        self.number = number
+
+    def __iter__(self) -> _Counted:
+        return self
+
+    def __next__(self) -> Any:
+        self.number += 1
+        try:
+            return next(self.iterator)
+        except StopIteration:
+            self.number -= 1
+            raise
 
 
 class _Recorded:
@@ -114,21 +154,25 @@ class _Recorded:
     Attributes:
         number: Of the next batch.
         last: Indices of the one before.
+        state: Of the sampler after it, if it has one.
     """
 
-    def __init__(self, batches: Iterator[Any], number: int, leave_out: Mapping[int, int]) -> None:
+    def __init__(
+        self, batches: Iterator[Any], number: int, leave_out: Mapping[int, Any], get_state: Callable[[], Any]
+    ) -> None:
         self._batches = batches
         self._leave_out = frozenset(leave_out)
+        self._get_state = get_state
         self.number = number
         self.last: Any = None
+        self.state: Any = None
 
     def __iter__(self) -> _Recorded:
         return self
 
     def __next__(self) -> Any:
-        self.last = next(self._batches)
-        while self.number in self._leave_out:
-            self.number += 1
-            self.last = next(self._batches)
-        self.number += 1
-        return self.last
+        number, batch = self.number, next(self._batches)
+        while number in self._leave_out:
+            number, batch = number + 1, next(self._batches)
+        self.number, self.last, self.state = number + 1, batch, self._get_state()
+        return batch

@@ -30,6 +30,8 @@ def place(where: Local | Remote, *, partition: Partition | None = None, num_work
     """
     sessions = [node.session() for node in get_client().nodes(where)]
     offered = [session.wait().num_workers for session in sessions]
+    for session in sessions:
+        session.follow_rank()
     if isinstance(where, Local):
         return (sessions[0],) * (num_workers or where.num_workers or offered[0])
     partition = partition or current_partition()

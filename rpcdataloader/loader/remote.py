@@ -7,6 +7,7 @@ A worker serves one loader: :func:`open_loader` comes first, then :func:`load` f
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,13 +15,16 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import default_collate, default_convert
+import torch.utils.data.graph_settings
+from torch.utils.data import IterDataPipe, MapDataPipe, default_collate, default_convert
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.loader import seeding
 from rpcdataloader.wire.slabs import Allocator, PageablePool
+
+logger = logging.getLogger("rpcdataloader.loader")
 
 # Batches of at least this size are collated into recycled memory: what is smaller is copied into a slab on its way
 # anyway, and malloc reuses it without page faults.
@@ -114,6 +118,7 @@ class BatchLoader:
         self._collate: Callable[[Any], Any] = default if spec.collate_fn is None else spec.collate_fn
         self._collate_tensors = TensorCollator(allocator)
         self._worker_info: Any = None
+        self._seeds_torch = True  # unless the user's init function does
         if not spec.num_workers:
             return
         # Arguments that all supported versions of torch have.
@@ -123,8 +128,10 @@ class BatchLoader:
         with _trainer_restored(inline):
             torch_worker._worker_info = self._worker_info
             seeding.set_random_seeds(spec.base_seed, spec.worker_id)
+            _shard_pipe(dataset, spec)
             if spec.worker_init_fn is not None:
                 spec.worker_init_fn(spec.worker_id)
+                self._seeds_torch = not seeding.torch_was_seeded()
 
     def start_epoch(self, epoch: int, first_place: int) -> None:
         """Begin another pass: from now on, random numbers are those of ``epoch``."""
@@ -179,12 +186,15 @@ class BatchLoader:
         spec = self._spec
         # The same number on two ranks is not the same batch.
         number = batch_number * spec.world_size + spec.rank
-        seeding.begin_sample(seeding.batch_seed(spec.base_seed, spec.epoch, number))
+        self._seed(seeding.batch_seed(spec.base_seed, spec.epoch, number))
 
     def _begin_sample(self, position: int) -> None:
         spec = self._spec
         place = spec.first_place + position * spec.world_size + spec.rank
-        seeding.begin_sample(seeding.sample_seed(spec.base_seed, spec.epoch, place))
+        self._seed(seeding.sample_seed(spec.base_seed, spec.epoch, place))
+
+    def _seed(self, seed: int) -> None:
+        seeding.begin_sample(seed, with_torch=self._seeds_torch)
 
 
 class StreamLoader(BatchLoader):
@@ -258,9 +268,12 @@ class StreamLoader(BatchLoader):
         if self._iterator is None:
             self._iterator = self._open_iterator()
         self._begin_sample(self._num_samples)
-        sample = next(self._iterator)
-        self._num_samples += 1
-        return sample
+        self._num_samples += 1  # one that fails, too: skipping asks for it again
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._num_samples -= 1
+            raise
 
     def _open_iterator(self) -> Iterator[Any]:
         """Iterate over the dataset from where the saved stream stopped.
@@ -270,27 +283,18 @@ class StreamLoader(BatchLoader):
         """
         saved = self._spec.stream or StreamState()
         self._begin_sample(-1)
-        if saved.owner == "dataset":
-            self._dataset.load_state_dict(saved.state)
-        iterator: Any = iter(self._dataset)
-        if saved.owner == "iterator":
-            iterator.load_state_dict(saved.state)
-        if saved.owner:
-            self._num_samples = saved.num_samples
-        while self._num_samples < saved.num_samples:
-            self._begin_sample(self._num_samples)
-            next(iterator)
-            self._num_samples += 1
-        self._num_batches = saved.num_batches
-        return iterator  # type: ignore[no-any-return]
+        _shuffle_pipe(self._dataset, self._spec)
+        load_dataset_state(self._dataset, saved)
+        iterator: Iterator[Any] = iter(self._dataset)
+        load_iterator_state(iterator, saved)
+        for number in range(0 if saved.owner else saved.num_samples):
+            self._begin_sample(number)
+            skip_sample(iterator)
+        self._num_samples, self._num_batches = saved.num_samples, saved.num_batches
+        return iterator
 
     def _state(self) -> StreamState:
-        owner, state = "", None
-        for name in ("iterator", "dataset"):
-            get_state = getattr(getattr(self, f"_{name}"), "state_dict", None)
-            if get_state is not None:
-                owner, state = name, get_state()
-                break
+        owner, state = state_of(self._iterator, self._dataset)
         # A worker pickles it now; here it may be the object that the dataset goes on changing.
         state = copy.deepcopy(state) if self._inline else state
         return StreamState(self._num_samples, self._num_batches, owner, state, self._ended)
@@ -298,6 +302,57 @@ class StreamLoader(BatchLoader):
     def _begin_sample(self, position: int) -> None:
         # -1 stands for what comes before the first sample.
         super()._begin_sample((position + 1) * self._spec.num_workers + self._spec.worker_id)
+
+
+def state_of(iterator: Any, dataset: Any) -> tuple[str, Any]:
+    """Which of the two has a state of its own, the iterator before the dataset, and what it is."""
+    for name, owner in (("iterator", iterator), ("dataset", dataset)):
+        if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+            return name, owner.state_dict()
+    return "", None
+
+
+def load_dataset_state(dataset: Any, saved: StreamState) -> None:
+    """To be called before the iterator is made.
+
+    Raises:
+        ValueError: The state is of another kind of dataset.
+    """
+    if saved.owner == "dataset":
+        _load_state(dataset, saved)
+
+
+def load_iterator_state(iterator: Any, saved: StreamState) -> None:
+    """To be called after the iterator is made.
+
+    Raises:
+        ValueError: The state is of another kind of dataset.
+    """
+    if saved.owner == "iterator":
+        _load_state(iterator, saved)
+
+
+def _load_state(owner: Any, saved: StreamState) -> None:
+    if not hasattr(owner, "load_state_dict"):
+        raise ValueError(
+            f"the {saved.owner} was saved by its state_dict(), but {type(owner).__name__} has no load_state_dict()"
+        )
+    owner.load_state_dict(copy.deepcopy(saved.state))
+
+
+def skip_sample(iterator: Iterator[Any]) -> None:
+    """Throw away a sample that was delivered.
+
+    Raises:
+        ValueError: There is none.
+    """
+    try:
+        next(iterator)
+    except StopIteration:
+        raise ValueError("the saved pass had delivered more samples than this iterable-style dataset has now") from None
+    except Exception:
+        # So it was when it was delivered.
+        logger.debug("a skipped sample has failed again", exc_info=True)
 
 
 class TensorCollator:
@@ -343,6 +398,20 @@ class TensorCollator:
         if self._allocator is None or size_bytes < MIN_RECYCLED_BYTES or not _are_alike(batch):
             return None
         return self._allocator.allocate(size_bytes).tensor.view(elem.dtype).view(len(batch), *elem.shape)
+
+
+def _shard_pipe(dataset: Any, spec: LoaderSpec) -> None:
+    """Tell a pipe of torch which part is this worker's: ranks first, then workers, as torch's loader does."""
+    if isinstance(dataset, (IterDataPipe, MapDataPipe)):
+        place = spec.worker_id * spec.world_size + spec.rank
+        torch.utils.data.graph_settings.apply_sharding(dataset, spec.num_workers * spec.world_size, place)
+
+
+def _shuffle_pipe(dataset: Any, spec: LoaderSpec) -> None:
+    """Let a pipe of torch shuffle as on all other workers, which then take different parts of the same order."""
+    if isinstance(dataset, IterDataPipe):
+        generator = torch.Generator().manual_seed(seeding.batch_seed(spec.base_seed, spec.epoch, 2**64 - 1))
+        torch.utils.data.graph_settings.apply_random_seed(dataset, generator)
 
 
 def _is_strided(value: Any) -> bool:

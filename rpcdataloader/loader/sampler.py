@@ -69,14 +69,17 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
             self.start = 0
         super().set_epoch(epoch)
 
-    def state_dict(self, start: int = 0) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs to begin at place ``start`` of this epoch's order."""
+    def state_dict(self, start: int | None = None) -> dict[str, Any]:
+        """What :meth:`load_state_dict` needs to begin at place ``start`` of this epoch's order.
+
+        Left out, it is where the next pass begins: the sampler does not know what was delivered, its loader does.
+        """
         return {
             "epoch": self.epoch,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "length": self._length,
-            "start": min(start, self._length),
+            "start": self.start if start is None else min(start, self._length),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

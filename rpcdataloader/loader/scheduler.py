@@ -63,6 +63,7 @@ _STALE_FACTOR = 8.0
 class _Task:
     payload: Any
     size_bytes: int | None = None  # of the reply; None until it is there
+    num_deaths: int = 0  # of workers that were at work on it
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +90,7 @@ class Scheduler(Generic[W]):
             below it; the task that is next to be delivered is always allowed. Nothing is known before the first answer,
             so only the window limits the first tasks, as in torch's loader.
         batch_size_bytes: Estimate to start with, for example that of the epoch before.
+        max_retries: A task at which so many workers died is not given to another one.
     """
 
     def __init__(
@@ -99,16 +101,19 @@ class Scheduler(Generic[W]):
         in_order: bool = True,
         max_in_flight_bytes: int = 2**30,
         batch_size_bytes: float = 0.0,
+        max_retries: int = 3,
     ) -> None:
         for name, value in (
             ("num_workers", num_workers),
             ("prefetch_factor", prefetch_factor),
             ("max_in_flight_bytes", max_in_flight_bytes),
+            ("max_retries", max_retries),
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         self._window = num_workers * prefetch_factor
         self._prefetch_factor = prefetch_factor
+        self._max_retries = max_retries
         self._in_order = in_order
         self._budget = ByteBudget(max_in_flight_bytes, batch_size_bytes)
 
@@ -149,6 +154,23 @@ class Scheduler(Generic[W]):
             heapq.heappush(self._waiting, number)
         self._budget.num_in_flight -= len(record.in_flight)
         return list(record.in_flight)
+
+    def blame(self, number: int) -> bool:
+        """A worker died at work on this task, which waits for another one now.
+
+        Returns:
+            Whether that was one too many: the task counts as answered, and what is delivered for it is an error.
+        """
+        task = self._tasks[number]
+        task.num_deaths += 1
+        if task.num_deaths < self._max_retries:
+            return False
+        self._waiting.remove(number)
+        heapq.heapify(self._waiting)
+        task.size_bytes = 0
+        if not self._in_order:
+            self._answered.append(number)
+        return True
 
     def in_flight(self, worker: W) -> list[int]:
         """Tasks that a worker has not answered, oldest first; it is at work on the first."""

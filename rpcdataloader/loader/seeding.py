@@ -24,6 +24,7 @@ _PACK_KEY = struct.Struct("<QQQ").pack
 _UNPACK_SEEDS = struct.Struct("<QLL").unpack
 
 _current_seed: int | None = None
+_torch_seed: int | None = None  # that torch's generator got from set_random_seeds
 
 
 def get_sample_seed() -> int:
@@ -51,11 +52,18 @@ def set_random_seeds(base_seed: int, worker_id: int) -> None:
         base_seed: From 0 to 2**63 - 1, the same on all workers.
         worker_id: From 0; workers with different ids get different numbers.
     """
+    global _torch_seed
     random.seed(base_seed + worker_id)
     torch.default_generator.manual_seed(base_seed + worker_id)
+    _torch_seed = torch.default_generator.initial_seed()
     # numpy's would give the same numbers as torch's for the same seed (see below): mix, as torch does.
     entropy = np.random.SeedSequence([worker_id, base_seed & 0xFFFFFFFF, base_seed >> 32])
     np.random.seed(entropy.generate_state(4))
+
+
+def torch_was_seeded() -> bool:
+    """Whether somebody has seeded torch's generator since :func:`set_random_seeds`."""
+    return torch.default_generator.initial_seed() != _torch_seed
 
 
 def sample_seed(base_seed: int, epoch: int, position: int) -> int:
@@ -89,11 +97,12 @@ def _derive(purpose: bytes, base_seed: int, epoch: int, number: int) -> int:
     return int.from_bytes(digest, "little") >> 1  # fits int64, which torch and numpy like
 
 
-def seed_generators(seed: int) -> None:
+def seed_generators(seed: int, *, with_torch: bool = True) -> None:
     """Seed the global generators of python, numpy and torch, 8 us for the three.
 
     Args:
         seed: From 0 to 2**64 - 1.
+        with_torch: False leaves torch's alone.
     """
     # Numpy and torch run the same Mersenne twister and start it from 32 bits in the same way (torch ignores the upper
     # half): from equal seeds they draw equal numbers. And a dataset may seed a generator of its own with
@@ -103,14 +112,15 @@ def seed_generators(seed: int) -> None:
     random.seed(python_seed)
     np.random.seed(numpy_seed)
     # `torch.manual_seed` visits every device, 126 us.
-    torch.default_generator.manual_seed(torch_seed)
+    if with_torch:
+        torch.default_generator.manual_seed(torch_seed)
 
 
-def begin_sample(seed: int) -> None:
+def begin_sample(seed: int, *, with_torch: bool = True) -> None:
     """Seed the generators, and make ``seed`` what :func:`get_sample_seed` returns, in a :func:`sample_scope`."""
     global _current_seed
     _current_seed = seed
-    seed_generators(seed)
+    seed_generators(seed, with_torch=with_torch)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ class _Task:
     stream: int
     is_sent: bool = False
     size_bytes: int | None = None  # of the reply; None until it is there
+    num_deaths: int = 0  # of workers that were at work on it
 
 
 class StreamTable(Generic[W]):
@@ -37,6 +38,7 @@ class StreamTable(Generic[W]):
         in_order: Deliver in turn; otherwise in the order of the answers.
         max_in_flight_bytes: As for the scheduler: the task that is next to be delivered is always allowed.
         batch_size_bytes: Estimate to start with.
+        max_retries: A task at which so many workers died is not given to another one.
         turn: The stream whose batch comes first.
     """
 
@@ -48,12 +50,14 @@ class StreamTable(Generic[W]):
         in_order: bool = True,
         max_in_flight_bytes: int = 2**30,
         batch_size_bytes: float = 0.0,
+        max_retries: int = 3,
         turn: int = 0,
     ) -> None:
         for name, value in (("num_streams", num_streams), ("prefetch_factor", prefetch_factor)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         self._prefetch_factor = prefetch_factor
+        self._max_retries = max_retries
         self._in_order = in_order
         self._budget = ByteBudget(max_in_flight_bytes, batch_size_bytes)
         # The streams that have not ended; the first one gets the next task.
@@ -83,6 +87,23 @@ class StreamTable(Generic[W]):
             self._tasks[number].is_sent = False
             self._budget.num_in_flight -= 1
         return lost
+
+    def blame(self, number: int) -> bool:
+        """A worker died at work on this task, which waits for another one now.
+
+        Returns:
+            Whether that was one too many: the task counts as answered, what is delivered for it is an error, and its
+            stream ends with it, as nobody gets past it.
+        """
+        task = self._tasks[number]
+        task.num_deaths += 1
+        if task.num_deaths < self._max_retries:
+            return False
+        self._drop_from(task.stream, number + 1)
+        task.size_bytes = 0
+        if not self._in_order:
+            self._answered.append(number)
+        return True
 
     def in_flight(self, worker: W) -> list[int]:
         """Tasks that a worker has not answered, oldest first."""
@@ -146,12 +167,7 @@ class StreamTable(Generic[W]):
         task = self._tasks.get(number)
         if task is None or not self._is_in_flight(task, self._workers.get(worker)):
             return False
-        dropped = [
-            other for other, task in self._tasks.items() if task.stream == self._workers[worker] and other >= number
-        ]
-        for other in dropped:
-            self._budget.num_in_flight -= self._tasks.pop(other).is_sent
-        self._turn.remove(self._workers[worker])
+        self._drop_from(task.stream, number)
         return True
 
     @property
@@ -171,6 +187,10 @@ class StreamTable(Generic[W]):
         self._budget.delivered(self._tasks.pop(number).size_bytes or 0)
         return number
 
+    def has_ended(self, stream: int) -> bool:
+        """Whether a stream needs no worker any more."""
+        return stream not in self._turn
+
     @property
     def finished(self) -> bool:
         """Whether all streams have ended and every batch is delivered."""
@@ -182,6 +202,12 @@ class StreamTable(Generic[W]):
         return self._budget.batch_size_bytes
 
     # Helpers
+
+    def _drop_from(self, stream: int, first: int) -> None:
+        """The stream has ended before task ``first``."""
+        for number in [number for number, task in self._tasks.items() if task.stream == stream and number >= first]:
+            self._budget.num_in_flight -= self._tasks.pop(number).is_sent
+        self._turn.remove(stream)
 
     def _get(self, worker: W) -> int:
         stream = self._workers.get(worker)

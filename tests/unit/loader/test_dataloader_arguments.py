@@ -79,6 +79,7 @@ ARGUMENTS = {
     "in_order": False,
     "workers": [ADDRESS],
     "partition": (1, 2),
+    "max_retries": 2,
     "max_in_flight_bytes": 1000,
 }
 

@@ -436,6 +436,7 @@ SAMPLES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*np.bool_:DeprecationWarning")  # of torch with numpy 1
 @pytest.mark.parametrize("samples", SAMPLES.values(), ids=SAMPLES.keys())
 @pytest.mark.parametrize("pooled", [True, False])
 def test_default_collate_is_torchs(samples, pooled):
