@@ -247,7 +247,10 @@ class _Run:
         record()
         self._draw()
         if isinstance(result, _Failure):
-            raise result.error
+            try:
+                raise result.error
+            finally:
+                del result  # the traceback refers to this frame
         return result
 
     def _wait(self) -> int | None:
@@ -257,7 +260,7 @@ class _Run:
         while True:
             if self._error is not None:
                 self.close()
-                raise self._error
+                raise self._error.with_traceback(None)
             number = self._table.pop_deliverable()
             if number is not None:
                 return number

@@ -118,7 +118,7 @@ class BatchLoader:
         self._collate: Callable[[Any], Any] = default if spec.collate_fn is None else spec.collate_fn
         self._collate_tensors = TensorCollator(allocator)
         self._worker_info: Any = None
-        self._seeds_torch = True  # unless the user's init function does
+        self._initial_seed: int | None = None  # of torch's generator, if the user's init function has chosen one
         if not spec.num_workers:
             return
         # Arguments that all supported versions of torch have.
@@ -131,7 +131,7 @@ class BatchLoader:
             _shard_pipe(dataset, spec)
             if spec.worker_init_fn is not None:
                 spec.worker_init_fn(spec.worker_id)
-                self._seeds_torch = not seeding.torch_was_seeded()
+                self._initial_seed = seeding.users_torch_seed()
 
     def start_epoch(self, epoch: int, first_place: int) -> None:
         """Begin another pass: from now on, random numbers are those of ``epoch``."""
@@ -194,7 +194,7 @@ class BatchLoader:
         self._seed(seeding.sample_seed(spec.base_seed, spec.epoch, place))
 
     def _seed(self, seed: int) -> None:
-        seeding.begin_sample(seed, with_torch=self._seeds_torch)
+        seeding.begin_sample(seed, initial_seed=self._initial_seed)
 
 
 class StreamLoader(BatchLoader):
@@ -451,18 +451,33 @@ def _trainer_restored(inline: bool) -> Iterator[None]:
             default_collate_fn_map[torch.Tensor] = collate_tensors
 
 
-_loader: BatchLoader | None = None  # of this process, a worker
+class _FailedLoader:
+    """What failed to begin fails for every batch, as with torch, so that a loop which goes on comes to its end."""
+
+    def __init__(self, dataset: Any, spec: LoaderSpec, error: Exception) -> None:
+        self._dataset = dataset
+        self._spec = spec
+        self._error, self._traceback = error, error.__traceback__
+
+    def load(self, _indices: Any, _position: int, _batch_number: int) -> tuple[BatchMetrics, Any]:
+        raise self._error.with_traceback(self._traceback)
+
+    def start_epoch(self, epoch: int, first_place: int) -> None:
+        """Try again."""
+        open_loader(self._dataset, replace(self._spec, epoch=epoch, first_place=first_place, stream=None))
+
+
+_loader: BatchLoader | _FailedLoader | None = None  # of this process, a worker
 
 
 def open_loader(dataset: Any, spec: LoaderSpec) -> None:
-    """Make this process a worker of a loader.
-
-    Raises:
-        Exception: Whatever ``worker_init_fn`` raises.
-    """
+    """Make this process a worker of a loader. What ``worker_init_fn`` raises is raised by :func:`load`."""
     global _loader
     kind = StreamLoader if spec.iterable else BatchLoader
-    _loader = kind(dataset, spec, PageablePool())
+    try:
+        _loader = kind(dataset, spec, PageablePool())
+    except Exception as error:
+        _loader = _FailedLoader(dataset, spec, error)
 
 
 def load(indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
@@ -475,7 +490,7 @@ def start_epoch(epoch: int, first_place: int) -> None:
     _get_loader().start_epoch(epoch, first_place)
 
 
-def _get_loader() -> BatchLoader:
+def _get_loader() -> BatchLoader | _FailedLoader:
     if _loader is None:
         raise LocalProtocolError("no loader is open in this worker")
     return _loader

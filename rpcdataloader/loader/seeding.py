@@ -61,9 +61,10 @@ def set_random_seeds(base_seed: int, worker_id: int) -> None:
     np.random.seed(entropy.generate_state(4))
 
 
-def torch_was_seeded() -> bool:
-    """Whether somebody has seeded torch's generator since :func:`set_random_seeds`."""
-    return torch.default_generator.initial_seed() != _torch_seed
+def users_torch_seed() -> int | None:
+    """The seed of torch's generator, if somebody has set one since :func:`set_random_seeds`."""
+    seed = torch.default_generator.initial_seed()
+    return None if seed == _torch_seed else seed
 
 
 def sample_seed(base_seed: int, epoch: int, position: int) -> int:
@@ -97,12 +98,12 @@ def _derive(purpose: bytes, base_seed: int, epoch: int, number: int) -> int:
     return int.from_bytes(digest, "little") >> 1  # fits int64, which torch and numpy like
 
 
-def seed_generators(seed: int, *, with_torch: bool = True) -> None:
+def seed_generators(seed: int, *, initial_seed: int | None = None) -> None:
     """Seed the global generators of python, numpy and torch, 8 us for the three.
 
     Args:
         seed: From 0 to 2**64 - 1.
-        with_torch: False leaves torch's alone.
+        initial_seed: What ``torch.initial_seed()`` shall return, if not the seed that torch's generator gets.
     """
     # Numpy and torch run the same Mersenne twister and start it from 32 bits in the same way (torch ignores the upper
     # half): from equal seeds they draw equal numbers. And a dataset may seed a generator of its own with
@@ -112,15 +113,18 @@ def seed_generators(seed: int, *, with_torch: bool = True) -> None:
     random.seed(python_seed)
     np.random.seed(numpy_seed)
     # `torch.manual_seed` visits every device, 126 us.
-    if with_torch:
-        torch.default_generator.manual_seed(torch_seed)
+    torch.default_generator.manual_seed(torch_seed)
+    if initial_seed is not None:
+        state = torch.default_generator.get_state()
+        state.numpy()[:8].view(np.uint64)[0] = initial_seed  # of which the numbers to come are independent
+        torch.default_generator.set_state(state)
 
 
-def begin_sample(seed: int, *, with_torch: bool = True) -> None:
+def begin_sample(seed: int, *, initial_seed: int | None = None) -> None:
     """Seed the generators, and make ``seed`` what :func:`get_sample_seed` returns, in a :func:`sample_scope`."""
     global _current_seed
     _current_seed = seed
-    seed_generators(seed, with_torch=with_torch)
+    seed_generators(seed, initial_seed=initial_seed)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import builtins
 import io
 import pickle
 import traceback
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -57,7 +58,7 @@ def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
     if recipe is not None:
         try:
             exc = _rebuild(_unpickle(recipe))
-            exc.__cause__ = cause
+            _restore(exc, {"__cause__": cause})
         except USER_ERRORS:  # its class is missing here, or objects to being rebuilt
             pass
         else:
@@ -104,14 +105,32 @@ def _reduce(exc: BaseException) -> tuple[Any, ...]:
     kind, base = type(exc), _builtin_base(type(exc))
     if isinstance(exc, _GROUP):
         members = [_reduce(member) for member in exc.exceptions]
-        return "group", kind, exc.message, members, _without_unpicklable(vars(exc))
-    constructs_itself = kind.__init__ is not base.__init__ or kind.__new__ is not base.__new__
+        return "group", kind, exc.message, members, _without_unpicklable(_fields(exc) | vars(exc))
     reduces_itself = kind.__reduce__ is not base.__reduce__ or kind.__reduce_ex__ is not base.__reduce_ex__
-    if (reduces_itself or not constructs_itself) and _survives(exc):
+    if reduces_itself and _survives(exc):
         return "whole", exc
     reduction: Any = base.__reduce__(exc)
     args = tuple(arg if _survives(arg) else repr(arg) for arg in reduction[1])
-    return "parts", kind, args, _without_unpicklable(reduction[2] if len(reduction) > 2 else {})
+    return "parts", kind, args, _without_unpicklable(_fields(exc) | vars(exc))
+
+
+def _fields(exc: BaseException) -> dict[str, Any]:
+    """What is neither in ``args`` nor in the dictionary: slots, and what builtin classes keep besides."""
+    fields: dict[str, Any] = {}
+    for cls in type(exc).__mro__:
+        if cls in (BaseException, _GROUP):
+            break
+        if cls in (AttributeError, NameError):
+            # Python makes suggestions of their fields, and of the local variables where they are raised: ours. And the
+            # object without the attribute may be the whole dataset.
+            continue
+        for name, member in vars(cls).items():
+            if isinstance(member, types.MemberDescriptorType) and hasattr(exc, name):
+                value = getattr(exc, name)
+                # To builtin classes, None means that there is no value.
+                if value is not None or cls.__module__ != "builtins":
+                    fields[name] = value
+    return fields
 
 
 def _without_unpicklable(state: dict[str, Any]) -> dict[str, Any]:
@@ -126,17 +145,23 @@ def _rebuild(recipe: tuple[Any, ...]) -> Exception:
     elif how == "group":
         kind, message, members, state = details
         exc = _GROUP.__new__(kind, message, [_rebuild(member) for member in members])
-        BaseException.__setstate__(exc, state)
+        _restore(exc, state)
     else:
         kind, args, state = details
-        # The constructors of builtin classes fill what is not in the dictionary, such as the fields of OSError.
+        # The constructors of builtin classes fill fields of theirs from the arguments.
         base = _builtin_base(kind)
         exc = base.__new__(kind, *args)
         base.__init__(exc, *args)
-        BaseException.__setstate__(exc, state)
+        _restore(exc, state)
     if not isinstance(exc, Exception):  # SystemExit or KeyboardInterrupt of a worker must not end the trainer
         raise TypeError(f"{type(exc).__name__} is not an exception for tasks")
     return exc
+
+
+def _restore(exc: BaseException, state: dict[str, Any]) -> None:
+    """Set attributes, also of a class that does not let itself be changed."""
+    for name, value in state.items():
+        object.__setattr__(exc, name, value)
 
 
 def _builtin_base(kind: type[BaseException]) -> type[BaseException]:

@@ -1,7 +1,7 @@
 """The picklers of both directions and the unpickler.
 
-They differ from cloudpickle's in three kinds of objects: dense tensors and large numpy arrays go out of band, and
-definitions that travel by value keep their identity.
+They differ from cloudpickle's in three kinds of objects: dense tensors and large numpy arrays go out of band, every
+array can be written to where it arrives, and definitions that travel by value keep their identity.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ def take_tensor(number: int) -> torch.Tensor:
     raise pickle.UnpicklingError(f"tensor {number} can only be loaded with the message that it belongs to")
 
 
+def require_grad(tensor: torch.Tensor) -> torch.Tensor:
+    """Make a leaf of autograd of a received tensor."""
+    return tensor.requires_grad_()
+
+
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Collects tensors in ``packer`` and other large buffers in ``buffers``.
 
@@ -57,11 +62,18 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Reduce what is special here; the C pickler asks for everything but the basic types."""
         kind = type(obj)
         if kind is torch.Tensor:
-            if self._packer is not None and is_dense(obj):
-                return take_tensor, (self._packer.add(obj),)
+            if self._packer is not None:
+                if is_dense(obj):
+                    return take_tensor, (self._packer.add(obj),)
+                if obj.requires_grad and not obj.__dict__ and is_dense(obj.detach()):
+                    return require_grad, (obj.detach(),)
         elif kind is np.ndarray:
-            if obj.nbytes >= MIN_BLOCK_BYTES and not obj.dtype.hasobject:
+            if obj.dtype.hasobject:
+                return NotImplemented
+            if obj.nbytes >= MIN_BLOCK_BYTES:
                 return _reduce_array(obj)
+            if not obj.flags.writeable:
+                return obj.copy(order="A").__reduce_ex__(5)
         elif kind in _CLOUDPICKLE_TABLE:
             return _CLOUDPICKLE_TABLE[kind](obj)
         elif definitions.is_definition(obj) and obj is not take_tensor:
@@ -184,15 +196,17 @@ def _reduce_array(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
     """Reduce an array of any dtype without Python objects to a call of numpy.ndarray over its bytes.
 
     numpy's own way names private functions that moved between versions, and copies datetimes and strided arrays into
-    the pickle.
+    the pickle. The array that is made of it can be written to.
     """
-    if array.flags.c_contiguous:
-        order, flat = "C", array.reshape(-1)
-    elif array.flags.f_contiguous:
-        order, flat = "F", array.T.reshape(-1)
-    else:
-        order, flat = "C", array.flatten()
-    return np.ndarray, (array.shape, array.dtype, pickle.PickleBuffer(flat.view(np.uint8).data), 0, None, order)
+    # Over a buffer that is read-only, the array would be read-only there.
+    if not array.flags.writeable or not _in_order_of_memory(array).flags.c_contiguous:
+        array = array.copy(order="A")
+    flat = _in_order_of_memory(array).reshape(-1).view(np.uint8)
+    return np.ndarray, (array.shape, array.dtype, pickle.PickleBuffer(flat.data), 0, array.strides)
+
+
+def _in_order_of_memory(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return array.transpose(sorted(range(array.ndim), key=array.strides.__getitem__, reverse=True))
 
 
 def _reduce_lru_cache(cached: Any) -> tuple[Any, ...]:

@@ -2,8 +2,8 @@
 
 A tensor is a span of bytes plus a layout: dtype, shape, strides. Spans of one storage that overlap travel as one
 *region*, so that tensors which shared memory share it again. A region of 64 KiB or more is a block of its own and is
-never copied; smaller ones are gathered into *slabs*. A span more than twice as large as its data travels compact,
-unless other tensors take its bytes along anyway.
+never copied; smaller ones are gathered into *slabs*. A span more than twice as large as its data travels compact, in
+the order of its memory, unless other tensors fill what lies between.
 """
 
 from __future__ import annotations
@@ -106,6 +106,33 @@ def _measure(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) ->
 _Member = tuple[int, int, int, _Geometry]
 
 
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Tensors on one storage, each of which has a span that overlaps that of another."""
+
+    start: int  # address of the first byte
+    end: int  # address behind the last byte
+    members: list[_Member]
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether their data are at least half of the bytes."""
+        data_bytes = {(start, geometry.number): geometry.data_bytes for start, _, _, geometry in self.members}
+        return self.end - self.start <= 2 * sum(data_bytes.values())
+
+
+def _overlapping(members: list[_Member]) -> list[_Group]:
+    groups: list[_Group] = []
+    for member in sorted(members, key=itemgetter(0)):
+        start, end, _, _ = member
+        if groups and start < groups[-1].end:
+            groups[-1].end = max(groups[-1].end, end)
+            groups[-1].members.append(member)
+        else:
+            groups.append(_Group(start, end, [member]))
+    return groups
+
+
 class Packer:
     """Collects the dense tensors of one message while it is pickled, then gathers their bytes all at once."""
 
@@ -165,45 +192,52 @@ class Packer:
 
     def _pack_storage(self, first_byte: int, members: list[_Member]) -> None:
         """Make one region of each group of overlapping spans in one storage."""
-        groups: list[tuple[int, int, list[_Member]]] = []  # address of the first byte and behind the last, members
-        sparse: list[_Member] = []
-        for member in sorted(members, key=itemgetter(0)):
-            start, end, _, geometry = member
-            if geometry.is_sparse:
-                sparse.append(member)
-            elif groups and start < groups[-1][1]:
-                group_start, group_end, group = groups.pop()
-                group.append(member)
-                groups.append((group_start, max(group_end, end), group))
+        for group in _overlapping(members):
+            if group.is_filled:
+                self._pack_group(first_byte, group)
             else:
-                groups.append((start, end, [member]))
+                self._pack_scattered(first_byte, group.members)
+
+    def _pack_scattered(self, first_byte: int, members: list[_Member]) -> None:
+        """Send compact what would take along more than itself, unless others take it along anyway."""
+        groups = _overlapping([member for member in members if not member[3].is_sparse])
         compact: dict[tuple[int, int], list[int]] = {}
-        for member in sparse:
+        for member in members:
             start, end, number, geometry = member
-            for group_start, group_end, group in groups:
-                if group_start <= start and end <= group_end:
-                    group.append(member)
+            if not geometry.is_sparse:
+                continue
+            for group in groups:
+                if group.start <= start and end <= group.end:
+                    group.members.append(member)
                     break
             else:
                 compact.setdefault((start, geometry.number), []).append(number)
         for numbers in compact.values():
             self._pack_compact(numbers)
-        for group_start, group_end, group in groups:
-            if len(group) == 1:
-                self._pack_alone(group[0])
-                continue
-            if len({geometry.itemsize for _, _, _, geometry in group}) > 1:
-                # In the storage, every offset is a whole number of elements of its type: let it be one in the region.
-                group_start -= (group_start - first_byte) % _ALIGNMENT
-            places = [
-                (number, geometry.number, (start - group_start) // geometry.itemsize)
-                for start, _, number, geometry in group
-            ]
-            self._pack_region(group_start, group_end, places)
+        for group in groups:
+            self._pack_group(first_byte, group)
+
+    def _pack_group(self, first_byte: int, group: _Group) -> None:
+        if len(group.members) == 1:
+            self._pack_alone(group.members[0])
+            return
+        group_start = group.start
+        if len({geometry.itemsize for _, _, _, geometry in group.members}) > 1:
+            # In the storage, every offset is a whole number of elements of its type: let it be one in the region.
+            group_start -= (group_start - first_byte) % _ALIGNMENT
+        places = [
+            (number, geometry.number, (start - group_start) // geometry.itemsize)
+            for start, _, number, geometry in group.members
+        ]
+        self._pack_region(group_start, group.end, places)
 
     def _pack_compact(self, numbers: list[int]) -> None:
         """Send the elements of a tensor, which may have come under several numbers, without what lies between."""
-        copy = self._tensors[numbers[0]].contiguous()
+        tensor = self._tensors[numbers[0]]
+        # In the order of its memory, so that a part of a channels-last image is channels-last.
+        strides = tensor.stride()
+        order = sorted(range(tensor.ndim), key=strides.__getitem__, reverse=True)
+        copy = tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(tensor.ndim)])
         for number in numbers:
             self._tensors[number] = copy  # kept until its bytes are gathered
         start, geometry = copy.data_ptr(), self._geometry(copy)

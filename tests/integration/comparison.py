@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,10 +16,17 @@ def assert_same(actual: Any, expected: Any, path: str = "batch") -> None:
     assert type(actual) is type(expected), f"{path}: {type(actual)} instead of {type(expected)}"
     if isinstance(expected, torch.Tensor):
         _assert_same_tensor(actual, expected, path)
+        assert_same(vars(actual), vars(expected), f"{path}.__dict__")
     elif isinstance(expected, np.ndarray):
         assert actual.dtype == expected.dtype, path
+        assert actual.shape == expected.shape, path
+        if np.may_share_memory(expected, expected.ravel(order="K")):  # others arrive without what lies between
+            assert actual.strides == expected.strides, path
+        assert actual.flags.writeable, path
         np.testing.assert_array_equal(actual, expected, path)
     elif isinstance(expected, Mapping):
+        if hasattr(expected, "__dict__"):
+            assert vars(actual) == vars(expected), path
         assert list(actual) == list(expected), path
         for key in expected:
             assert_same(actual[key], expected[key], f"{path}[{key!r}]")
@@ -29,6 +37,8 @@ def assert_same(actual: Any, expected: Any, path: str = "batch") -> None:
     elif dataclasses.is_dataclass(expected):
         for field in dataclasses.fields(expected):
             assert_same(getattr(actual, field.name), getattr(expected, field.name), f"{path}.{field.name}")
+    elif isinstance(expected, types.SimpleNamespace):
+        assert_same(vars(actual), vars(expected), path)
     else:
         assert actual == expected, f"{path}: {actual!r} instead of {expected!r}"
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
+import datetime
+import decimal
 import enum
+import fractions
+import pathlib
+import types
+import uuid
 import warnings
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,13 +40,42 @@ class Frozen:
     value: int
 
 
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("value",)
+    value: torch.Tensor
+
+
+class Named(dict[str, Any]):
+    """A dictionary with an attribute."""
+
+    name = ""
+
+
 class Color(enum.Enum):
     RED = 1
     BLUE = 2
 
 
+class Level(enum.IntEnum):
+    LOW = 1
+
+
 class Tagged(torch.Tensor):
     """A subclass."""
+
+
+class Boxes(torch.Tensor):
+    """A subclass with an attribute, which it gives to what is computed from it."""
+
+    canvas: tuple[int, int]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, Boxes) and args and isinstance(args[0], Boxes):
+            result.canvas = getattr(args[0], "canvas", (0, 0))
+        return result
 
 
 class Pinnable:
@@ -55,7 +92,25 @@ class Pinnable:
 
 def make_structures() -> dict[str, Any]:
     image = torch.rand(3, 8, 8)
+    named = Named(a=image)
+    named.name = "cat"
     return {
+        "own classes": [Slotted(torch.ones(2)), named, types.SimpleNamespace(x=1, y=torch.ones(1))],
+        "times": [
+            datetime.datetime(2024, 2, 29, tzinfo=datetime.timezone.utc),
+            datetime.timedelta(3),
+            datetime.date.min,
+        ],
+        "exact numbers": [
+            decimal.Decimal("1.10"),
+            fractions.Fraction(1, 3),
+            np.float32(1.5),
+            np.int8(3),
+            np.bool_(True),
+        ],
+        "names": [pathlib.Path("/a/b"), uuid.UUID(int=3), np.str_("x"), np.datetime64("2024-01-01"), Level.LOW],
+        "more collections": [Counter("aab"), deque([1, 2], maxlen=3), array.array("d", [1.0, 2.0]), NotImplemented],
+        "many objects": [(number, str(number)) for number in range(20_000)],
         "nested": {"a": [torch.tensor([1, 2]), (torch.tensor(3.0), None)], 4: {"deep": {"deeper": torch.ones(2)}}},
         "namedtuples": [Point(torch.rand(2), "p"), Pair(torch.rand(1), Pair(1, "two"))],
         "dataclasses": [Sample(image, {"xy": torch.tensor([1, 2])}, "cat"), Sample(image.clone(), {}), Frozen(3)],
@@ -97,15 +152,31 @@ def make_tensors() -> dict[str, torch.Tensor]:
         "subclass": torch.rand(3).as_subclass(Tagged),
         "sparse": torch.rand(4, 4).relu().to_sparse(),
         "not coalesced": torch.sparse_coo_tensor(torch.tensor([[0, 0]]), torch.tensor([1.0, 2.0]), (3,)),
+        "part of an image": torch.rand(2, 3, 50, 50).to(memory_format=torch.channels_last)[:, :, 5:25, 5:25],
+        "strided": torch.rand(20).as_strided((3, 4), (2, 1)),
+        "requires grad, computed": torch.rand(3, requires_grad=True) * 2,
+        "hybrid": torch.rand(4, 4).to_sparse(1),
+        "parameter without grad": torch.nn.Parameter(torch.rand(3), requires_grad=False),
         "zero size": torch.rand(0),
         "meta": torch.empty(3, device="meta"),
         "one of a storage": large[0],
         "another of it": large[1],
     }
+    boxes = torch.rand(2, 4).as_subclass(Boxes)
+    boxes.canvas = (480, 640)
+    made["boxes"] = boxes
+    with_attribute = torch.rand(2)
+    with_attribute.source = "cat"  # type: ignore[attr-defined]
+    made["attribute"] = with_attribute
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # prototypes and deprecations
         made |= {
             "sparse rows": torch.eye(4).to_sparse_csr(),
+            "sparse columns": torch.eye(4).to_sparse_csc(),
+            "sparse blocks": torch.eye(4).to_sparse_bsr((2, 2)),
+            "quantized by channel": torch.quantize_per_channel(
+                torch.rand(2, 3), torch.tensor([0.1, 0.2]), torch.tensor([0, 1]), 0, torch.qint8
+            ),
             "nested": torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)]),
             "quantized": torch.quantize_per_tensor(torch.rand(5), 0.1, 3, torch.quint8),
         }
@@ -130,10 +201,61 @@ def make_arrays() -> dict[str, Any]:
         "big-endian": np.arange(3, dtype=">i4"),
         "bool": np.array([True, False]),
         "half": np.arange(3, dtype="f2"),
+        "masked": np.ma.masked_array([1, 2], [True, False], fill_value=9),
+        "masked, large": np.ma.masked_array(np.arange(20_000), np.arange(20_000) % 2 == 0),
+        "records": np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        "structured, large": np.zeros(20_000, dtype=np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+        "with objects": np.array([(1, "x")], dtype=[("a", "i4"), ("b", object)]),
+        "dates, large": np.arange(20_000).astype("M8[s]"),
+        "permuted": np.random.rand(2, 3, 4).transpose(1, 0, 2),
+        "permuted, large": np.random.rand(20, 30, 40).transpose(1, 0, 2),
+        "repeated": np.broadcast_to(np.arange(3), (4, 3)),
+        "repeated, large": np.broadcast_to(np.arange(3), (20_000, 3)),
+        "read-only": _read_only(np.arange(3)),
+        "read-only, large": _read_only(np.asfortranarray(np.random.rand(100, 200))),
+        "bytes": np.frombuffer(b"abc", dtype=np.uint8),
     }
 
 
-MAKERS = {"structures": make_structures, "tensors": make_tensors, "arrays": make_arrays}
+def _read_only(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    values.flags.writeable = False
+    return values
+
+
+def make_images() -> list[Any]:
+    """Of the image library, if it is there."""
+    try:
+        from PIL import Image
+    except ImportError:
+        return []
+    return [Image.new(mode, (5, 4), 3) for mode in ("1", "L", "F", "RGB", "RGBA")]
+
+
+def make_shared() -> dict[str, torch.Tensor]:
+    """Tensors on common storages."""
+    small, large, grad = torch.arange(30.0), torch.arange(300_000.0), torch.rand(4, 4, requires_grad=True)
+    made = {"grad": grad, "its values": grad.detach()}
+    for name, base in (("small", small), ("large", large)):
+        made |= {
+            name: base,
+            f"{name} part": base[3:9],
+            f"{name} transposed": base.view(-1, 10).t(),
+            f"{name} with a step": base[::2],
+            f"{name} bits": base.view(torch.int32),
+            f"{name} empty": base[3:3],
+        }
+    matrix = torch.rand(4, 400)
+    made |= {f"columns {number}": part for number, part in enumerate(matrix.split(40, dim=1))}
+    return made
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "structures": make_structures,
+    "tensors": make_tensors,
+    "arrays": make_arrays,
+    "images": make_images,
+    "shared": make_shared,
+}
 
 
 class Kinds:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import itertools
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.client.pool import get_client
@@ -51,9 +53,74 @@ def tensors_of(batch):
 def test_every_kind_arrives_as_it_was(workers, name):
     expected = kinds.make(name)
     if name == "tensors":
-        for sent_compact in ("column of a large one", "with a step"):
-            expected[sent_compact] = expected[sent_compact].contiguous()
+        for sent_compact in ("column of a large one", "with a step", "part of an image"):
+            expected[sent_compact] = expected[sent_compact].clone()
+        assert expected["part of an image"].is_contiguous(memory_format=torch.channels_last)
     assert_same(load(workers, name), expected)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # torch's own workers are forks, too
+@pytest.mark.parametrize("name", ["structures", "images", "shared"])
+def test_what_torch_delivers_is_the_same(workers, name):
+    """For the others, torch's loader drops attributes and strides of arrays, and the sign of conjugate numbers."""
+    options = {"sampler": [name], "batch_size": None, "collate_fn": kinds.as_is}
+    (expected,) = DataLoader(kinds.Kinds(), **options, num_workers=1)
+    gc.collect()  # torch's iterator
+    assert_same(load(workers, name), expected)
+
+
+def test_tensors_on_one_storage_are_on_one_again(workers):
+    expected = kinds.make("shared")
+    actual = load(workers, "shared")
+    for (one, other), (there, there_other) in zip(
+        itertools.combinations(expected.values(), 2), itertools.combinations(actual.values(), 2), strict=True
+    ):
+        if one.numel() and other.numel():
+            distance = other.data_ptr() - one.data_ptr()
+            assert _share(there, there_other) == _share(one, other)
+            assert not _share(one, other) or there_other.data_ptr() - there.data_ptr() == distance
+    with torch.no_grad():
+        actual["grad"].fill_(7)
+    assert actual["its values"].unique().tolist() == [7]
+
+
+def _share(one, other):
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def test_what_a_subclass_defines_goes_on_working(workers):
+    boxes = load(workers, "tensors")["boxes"]
+    assert (type(boxes * 2), (boxes * 2).canvas) == (kinds.Boxes, (480, 640))
+
+
+@pytest.mark.parametrize("value", [b"", "", None, (), torch.empty(0), np.empty(0)], ids=repr)
+def test_batches_of_no_bytes(workers, value):
+    dataset = [value] * 3
+    loader = RPCDataloader(dataset, batch_size=None, workers=workers, collate_fn=kinds.as_is)
+    assert_same(list(loader), dataset)
+
+
+def test_very_many_small_objects(workers):
+    def collate(_samples):
+        return [kinds.Frozen(number) for number in range(100_000)]
+
+    (batch,) = RPCDataloader([0], collate_fn=collate, workers=workers)
+    assert batch == collate(None)
+
+
+@pytest.mark.slow
+def test_batch_of_more_than_four_gibibytes(workers):
+    size, marks = (1 << 32) + 9, [0, 1 << 31, 1 << 32, (1 << 32) + 8]
+
+    def collate(_samples):
+        batch = torch.zeros(size, dtype=torch.uint8)
+        batch[marks] = torch.arange(1, 5, dtype=torch.uint8)
+        return batch
+
+    (batch,) = RPCDataloader([0], collate_fn=collate, workers=workers)
+    assert batch.shape == (size,)
+    assert batch[marks].tolist() == [1, 2, 3, 4]
+    assert batch.count_nonzero() == 4
 
 
 def test_objects_that_were_one_are_one_again(workers):
@@ -130,7 +197,7 @@ def test_saving_one_tensor_saves_only_that(batch):
         torch.save(tensor, file)
         assert file.tell() < tensor.nbytes + 4096
         file.seek(0)
-        assert torch.equal(torch.load(file), tensor)
+        assert torch.equal(torch.load(file, weights_only=True), tensor)
 
 
 def test_deep_copy_copies_only_the_tensor(batch):

@@ -122,6 +122,17 @@ def test_generators_share_no_stream_with_each_other_or_with_one_seeded_by_the_us
     assert len(set().union(*numbers)) == sum(map(len, numbers))
 
 
+def test_seed_that_the_user_gave_to_torch_is_reported_and_changes_no_number():
+    seeding.seed_generators(7)
+    expected = torch.rand(3), random.random(), np.random.rand()
+    for initial_seed in (0, 12345, 2**64 - 1):
+        torch.manual_seed(99)
+        seeding.seed_generators(7, initial_seed=initial_seed)
+        assert torch.initial_seed() == initial_seed
+        assert torch.rand(3).equal(expected[0])
+        assert (random.random(), np.random.rand()) == expected[1:]
+
+
 def test_set_random_seeds_does_what_torch_does_in_its_workers():
     for base_seed, worker_id in ((0, 0), (LARGEST, 3), (2**40 + 17, 64)):
         set_random_seeds(base_seed, worker_id)

@@ -8,6 +8,7 @@ import threading
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -91,7 +92,18 @@ class Unprintable(Exception):
 
 
 class Slots(Exception):
-    __slots__ = ("x",)
+    __slots__ = ("code", "nothing", "unset")
+
+    def __init__(self, code: int) -> None:
+        super().__init__("in slots")
+        self.code, self.nothing = code, None
+
+
+class HasPath(OSError):
+    """Its constructor keeps what it gets from the one of OSError, as that of HTTPError does."""
+
+    def __init__(self, path: str, *_: object) -> None:
+        self.filename = path
 
 
 class ReadOnly(Exception):
@@ -143,7 +155,9 @@ def imported() -> ImportError:
         OwnReduce(1, 2),
         Open("/a/b"),
         Decode(b"\xff"),
-        Slots("s"),
+        Slots(3),
+        HasPath("/a/b", 5),
+        getattr(np, "exceptions", np).AxisError(4, 2),
     ],
     ids=lambda exc: type(exc).__name__,
 )
@@ -153,8 +167,8 @@ def test_exception_keeps_type_text_arguments_and_state(exc):
     assert str(received) == str(exc)
     assert received.args == exc.args
     assert vars(received) == vars(exc)
-    for name in ("errno", "filename", "start", "reason", "value", "name"):
-        assert getattr(received, name, None) == getattr(exc, name, None)
+    for name in ("errno", "filename", "start", "reason", "value", "path", "code", "nothing", "unset", "axis"):
+        assert getattr(received, name, "unset") == getattr(exc, name, "unset")
 
 
 def test_cause_shows_where_it_was_raised_and_the_traceback_there():
@@ -193,6 +207,16 @@ def test_notes_arrive_with_the_exception_and_in_the_text():
     received = transfer(exc)
     assert received.__notes__ == ["in sample 17"]
     assert "in sample 17" in str(received.__cause__)
+
+
+def test_no_suggestion_is_made_of_the_names_where_it_is_raised_again(capsys):
+    try:
+        recieved  # noqa: B018
+    except NameError as error:
+        exc = transfer(error)  # which has a variable `received`
+    sys.__excepthook__(type(exc), exc, exc.__traceback__)
+    shown = capsys.readouterr().err
+    assert shown.endswith("NameError: name 'recieved' is not defined\n")
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="groups came with Python 3.11")
@@ -276,8 +300,12 @@ class TestUnpicklable:
         assert type(received) is Unprintable
         assert "Unprintable" in str(received.__cause__)
 
-    def test_exception_that_takes_no_cause_is_told_as_text(self):
-        received = transfer(ReadOnly("x"))
+    def test_exception_that_does_not_let_itself_be_changed_arrives_with_a_cause(self):
+        exc = ReadOnly("x")
+        object.__setattr__(exc, "code", 3)
+        received = transfer(exc)
+        assert type(received) is ReadOnly
+        assert received.code == 3
         assert str(received.__cause__).endswith("ReadOnly: x")
 
     def test_class_defined_by_the_task_arrives(self):

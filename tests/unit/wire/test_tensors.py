@@ -222,6 +222,24 @@ class TestSending:
         first.fill_(7)
         assert second.tolist() == [7] * 100
 
+    def test_columns_that_make_up_a_matrix_are_sent_as_the_matrix(self):
+        matrix = torch.rand(100, 1000)
+        parts = matrix.split(90, dim=1)
+        _, (buffer,) = pack(list(parts))
+        assert buffer.nbytes == matrix.nbytes
+        received = transfer(list(parts))
+        for there, here in zip(received, parts, strict=True):
+            assert_same(there, here)
+            assert there.stride() == here.stride()
+        assert all(share_storage(there, received[0]) for there in received)
+
+    @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+    def test_part_of_an_image_is_sent_compact_in_the_memory_format_of_the_image(self, memory_format):
+        image = torch.rand(2, 3, 100, 100).to(memory_format=memory_format)
+        (part,) = transfer([image[:, :, 10:30, 20:50]])
+        assert_same(part, image[:, :, 10:30, 20:50])
+        assert part.is_contiguous(memory_format=memory_format)
+
     def test_types_of_different_size_on_one_storage_share_it_wherever_they_begin(self):
         raw = torch.randint(0, 2, (160,), dtype=torch.uint8)
         sent = [raw[1:40], raw[8:48].view(torch.float64), raw[44:60].view(torch.int32)]

@@ -1,0 +1,399 @@
+"""Whatever user code raises, the trainer gets it where torch's loader raises it, as it was raised, and may go on."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import re
+import traceback
+
+import pytest
+from torch.utils.data import DataLoader, Sampler
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.errors import RemoteError, RemoteTraceback, SerializationError
+from tests.integration import failures, kinds
+from tests.integration.comparison import assert_same
+from tests.integration.failures import EXITS, MAKERS, Failures
+
+pytestmark = [
+    pytest.mark.usefixtures("clean_client"),
+    # torch's own workers are forks, too.
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+]
+
+NEVER_ARRIVE_WITH_TORCH = {"lock", "local class"}
+
+
+@pytest.fixture
+def workers(shared_server):
+    return shared_server.address
+
+
+def steps(iterator, limit=100):
+    """What each ``next`` gives: a batch or an exception, up to the end.
+
+    Without tracebacks, which refer to the iterator: torch's is best ended before the garbage collector finds it.
+    """
+    found = []
+    while len(found) < limit:
+        try:
+            found.append(next(iterator))
+        except StopIteration as exc:
+            found.append(exc)
+            if not exc.args:
+                return found
+        except BaseException as exc:
+            found.append(exc.with_traceback(None))
+    raise AssertionError(f"no end: {found}")
+
+
+def load(make_loader, indices, dataset=None):
+    """Pass over samples without batches, of which some are failures."""
+    return steps(iter(make_loader(dataset or Failures(), sampler=indices, batch_size=None, collate_fn=kinds.as_is)))
+
+
+def attributes(exc):
+    """All that is public and no method."""
+    found = {name: getattr(exc, name) for name in dir(exc) if not name.startswith("_") and hasattr(exc, name)}
+    return {name: value for name, value in found.items() if not callable(value)}
+
+
+# As it was raised
+
+
+@pytest.fixture(scope="module")
+def raised(shared_server):
+    """What arrives of each, from one pass."""
+    indices = [item for number, name in enumerate(MAKERS) for item in (name, number)]
+    found = load(functools.partial(RPCDataloader, workers=shared_server.address), indices)
+    assert found[1::2] == list(range(len(MAKERS)))
+    return dict(zip(MAKERS, found[::2], strict=False))
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_exception_has_its_type_text_and_attributes(raised, name):
+    expected, actual = MAKERS[name](), raised[name]
+    wanted, found = attributes(expected), attributes(actual)
+    if name == "local class":
+        assert type(actual).__name__ == type(expected).__name__
+    else:
+        assert type(actual) is type(expected)
+    if name == "group":
+        wanted, found = ([(type(e), e.args) for e in _leaves(group)] for group in (expected, actual))
+    if name == "lock":
+        del wanted["lock"]
+    assert str(actual) == str(expected)
+    assert_same(found, wanted)
+
+
+def _leaves(exc):
+    return [leaf for member in exc.exceptions for leaf in _leaves(member)] if hasattr(exc, "exceptions") else [exc]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_cause_names_the_worker_and_shows_the_whole_traceback_there(raised, name):
+    cause = raised[name].__cause__
+    assert type(cause) is RemoteTraceback
+    assert re.search(r"^worker \d+ \(pid \d+\) on \S+:$", str(cause), re.MULTILINE), str(cause)
+    assert "in __getitem__" in str(cause)
+    expected = "".join(traceback.format_exception_only(MAKERS[name]())).splitlines() if name != "recursion" else []
+    lines = [line.lstrip(" |") for line in str(cause).splitlines()]
+    assert all(line.lstrip(" |") in lines for line in expected)
+
+
+def test_cause_shows_chains_and_notes(raised):
+    cause = str(raised["chain"].__cause__)
+    for text in ("KeyError: 'the innermost'", "direct cause", "TypeError: the one between", "during handling"):
+        assert text.lower() in cause.lower()
+    if hasattr(BaseException, "add_note"):
+        assert "while reading\nsample 17" in cause
+        assert raised["chain"].__notes__ == ["while reading\nsample 17"]
+
+
+def test_torch_raises_the_same_types_where_it_can(raised):
+    indices = [name for name in MAKERS if name not in NEVER_ARRIVE_WITH_TORCH]
+    found = [type(step) for step in load(functools.partial(DataLoader, num_workers=2), [*indices, 5])]
+    gc.collect()  # torch's iterator
+    *theirs, batch, end = found
+    assert (batch, end) == (int, StopIteration)
+    ours = [type(raised[name]) for name in indices]
+    # It calls the type with a text; where that fails, it gives another.
+    assert all(their in (our, RuntimeError, TypeError) for our, their in zip(ours, theirs, strict=True))
+    assert sum(our is their for our, their in zip(ours, theirs, strict=True)) >= 18
+
+
+@pytest.mark.parametrize("text", EXITS)
+def test_what_would_end_a_process_is_an_error_that_says_so(workers, text):
+    error, number, end = load(functools.partial(RPCDataloader, workers=workers), [text, 7])
+    assert type(error) is RemoteError
+    assert re.fullmatch(rf"worker \d+ \(pid \d+\) on \S+ raised {text}", str(error))
+    assert "in __getitem__" in str(error.__cause__)
+    assert number == 7
+    assert type(end) is StopIteration
+
+
+CLASSES_OF_A_SCRIPT = """
+import sys, threading
+
+from rpcdataloader import RPCDataloader
+
+
+class Required(Exception):
+    def __init__(self, name, *, code):
+        super().__init__(f"{name}: {code}")
+        self.code = code
+
+
+class Unpicklable(Required):
+    def __init__(self, name):
+        super().__init__(name, code=threading.Lock())
+        self.name = name
+
+
+class Slotted(OSError):
+    __slots__ = ("code",)
+
+    def __init__(self, code):
+        super().__init__(2, "none", "/a")
+        self.code = code
+
+
+class Images:
+    def __getitem__(self, index):
+        raise [Required("a", code=1), Unpicklable("b"), Slotted(3)][index]
+
+
+batches = iter(RPCDataloader(Images(), batch_size=None, sampler=[0, 1, 2], workers=sys.argv[1]))
+caught = []
+for expected in (Required, Unpicklable, Slotted):
+    try:
+        next(batches)
+    except Exception as exc:
+        assert type(exc) is expected, exc
+        assert "in __getitem__" in str(exc.__cause__)
+        caught.append(exc)
+assert next(batches, None) is None
+first, second, third = caught
+assert (str(first), first.code, second.name, hasattr(second, "code")) == ("a: 1", 1, "b", False)
+assert str(second).startswith("b: <unlocked")
+assert (third.errno, third.filename, third.code) == (2, "/a", 3)
+raise Required("uncaught", code=7) from first.__cause__
+"""
+
+
+def test_classes_of_the_training_script_and_what_its_user_sees(zygote, workers):
+    ended = zygote.start(CLASSES_OF_A_SCRIPT, workers).wait(60)
+    assert ended.errors.endswith("__main__.Required: uncaught: 7\n") or ended.errors.endswith(
+        "\nRequired: uncaught: 7\n"
+    )
+    assert "The above exception was the direct cause of the following exception" in ended.errors
+    assert "in __getitem__" in ended.errors
+
+
+# Where torch raises it
+
+
+class Pieces(Sampler):
+    """Its iterator raises at one place and goes on when asked again."""
+
+    def __init__(self, at, error, batches):
+        self.at, self.error, self.batches = at, error, batches
+
+    def __len__(self):
+        if self.at == "length":
+            raise self.error
+        return 10
+
+    def __iter__(self):
+        if self.at == "iter":
+            raise self.error
+        self.number = -1
+        return self
+
+    def __next__(self):
+        self.number += 1
+        if self.number == self.at:
+            raise self.error
+        if self.number >= 10:
+            raise StopIteration
+        return [self.number] if self.batches else self.number
+
+
+def pieces(at, error=None):
+    return {"batch_sampler": Pieces(at, error or OSError(5, "text", "path"), batches=True)}
+
+
+def single(at):
+    return {"sampler": Pieces(at, OSError(5, "text", "path"), batches=False), "batch_size": None}
+
+
+PASSES = {
+    "dataset stops": lambda: {"sampler": [0, "stop", 2, 3, 4], "batch_size": None},
+    "asked at once": lambda: {
+        "dataset": failures.FailuresAtOnce(),
+        "sampler": [0, 1, 2, "keyword", 4],
+        "batch_size": 2,
+    },
+    "collate": lambda: {"collate_fn": failures.fail_at, "dataset": [0, "memory", "required arguments", 3, 4]},
+    "collate stops": lambda: {"collate_fn": failures.fail_at, "dataset": [0, "stop", 2, 3, 4]},
+    "length of the batch sampler": lambda: pieces("length"),
+    "start of the sampler": lambda: single("iter"),
+    "sampler, before the first batch": lambda: single(2),
+    "sampler, at the last one": lambda: single(9),
+    "batch sampler": lambda: pieces(6),
+    "interrupt": lambda: pieces(5, KeyboardInterrupt("by the user")),
+}
+
+
+def told(step):
+    """What is to be the same: batches, types, and what was raised here rather than on a worker."""
+    if not isinstance(step, BaseException):
+        return step
+    remote = isinstance(step.__cause__, RemoteTraceback) or "in DataLoader worker" in str(step)
+    # torch's loader cannot build every exception, see above.
+    kind = RuntimeError if type(step).__module__ == failures.__name__ else type(step)
+    return (kind, "remote") if remote else (kind, step.args, getattr(step, "filename", None))
+
+
+def attempt(function):
+    try:
+        return function()
+    except BaseException as exc:
+        return exc.with_traceback(None)
+
+
+# torch's iterator is not prepared to be ended before it has begun.
+@pytest.mark.filterwarnings("ignore:.*_MultiProcessingDataLoaderIter.__del__:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", PASSES)
+def test_errors_come_where_torch_raises_them_and_the_pass_goes_on(workers, name):
+    def run(make_loader, **options):
+        loader = make_loader(**{"dataset": Failures(), **PASSES[name](), **options})
+        outcome = [attempt(lambda: len(loader))]
+        for _epoch in range(2):
+            iterator = attempt(lambda: iter(loader))
+            outcome += [iterator] if isinstance(iterator, BaseException) else steps(iterator)
+        return [told(step) for step in outcome]
+
+    theirs = run(DataLoader, num_workers=2)
+    gc.collect()  # torch's iterators
+    assert any(isinstance(step, tuple) and step[0] is not StopIteration for step in theirs) or "stops" in name
+    for persistent_workers in (False, True):
+        assert_same(run(RPCDataloader, workers=workers, persistent_workers=persistent_workers), theirs)
+
+
+@pytest.mark.parametrize("dataset", [failures.NoLength(), Failures(-1)], ids=["fails", "below zero"])
+@pytest.mark.filterwarnings("ignore:.*_MultiProcessingDataLoaderIter.__del__:pytest.PytestUnraisableExceptionWarning")
+def test_error_of_the_length_of_a_dataset_is_the_one_of_torch(workers, dataset):
+    def run(loader):
+        found = [attempt(lambda: len(loader)), attempt(lambda: iter(loader))]
+        return [(type(exc), exc.args, getattr(exc, "filename", None)) for exc in found]
+
+    expected = run(DataLoader(dataset, num_workers=2))
+    gc.collect()  # torch's iterator
+    assert_same(run(RPCDataloader(dataset, workers=workers)), expected)
+
+
+def test_a_loop_ends_where_a_dataset_stops_it(workers):
+    """As with torch."""
+    assert list(RPCDataloader(Failures(), sampler=[0, 1, "stop", 3], batch_size=None, workers=workers)) == [0, 1]
+
+
+# Before the first sample
+
+
+@pytest.mark.parametrize(
+    "name", ["several lines as a key", "required arguments", "of the system", "lock", "SystemExit: 3"]
+)
+def test_every_next_raises_the_error_of_the_init_function(workers, name):
+    loader = RPCDataloader(Failures(8), workers=workers, worker_init_fn=lambda _number: failures.fail(name))
+    for _epoch in range(2):
+        iterator = iter(loader)
+        for _ in range(3):
+            exc = attempt(lambda: next(iterator))  # noqa: B023
+            if name in EXITS:
+                assert str(exc).endswith(f"raised {name}")
+                assert type(exc) is RemoteError
+            else:
+                assert (type(exc), str(exc)[:5]) == (type(MAKERS[name]()), str(MAKERS[name]())[:5])
+            assert "in <lambda>" in str(exc.__cause__)
+
+
+def test_init_function_that_fails_once_does_not_fail_the_next_epoch(workers, tmp_path):
+    marker = tmp_path / "marker"
+
+    def init(_number):
+        if not marker.exists():
+            raise LookupError("not mounted yet")
+
+    loader = RPCDataloader(range(8), workers=workers, worker_init_fn=init, persistent_workers=True)
+    with pytest.raises(LookupError, match="not mounted yet"):
+        list(loader)
+    marker.touch()
+    assert [int(batch) for batch in loader] == list(range(8))
+
+
+@pytest.mark.parametrize("build", ["node", "worker"])
+@pytest.mark.parametrize("name", ["required arguments", "lock", "chain", "KeyboardInterrupt"])
+def test_error_of_the_constructor_of_a_dataset(workers, name, build):
+    def begin():
+        return next(iter(RPCDataloader(RPCDataset(workers, failures.fail, name, build=build))))
+
+    exc = attempt(begin)
+    if name in EXITS:
+        assert type(exc) is RemoteError
+        assert str(exc).endswith(f"raised {name}")
+    else:
+        assert type(exc) is type(MAKERS[name]())
+        wanted = attributes(MAKERS[name]())
+        wanted.pop("lock", None)
+        assert_same(attributes(exc), wanted)
+    assert "in fail" in str(exc.__cause__)
+
+
+# What cannot be sent, or not be received
+
+
+class Refusing:
+    """Cannot be rebuilt in the trainer."""
+
+    def __reduce__(self):
+        return failures.fail, ("of the system, only text",)
+
+
+class Odd:
+    def __getitem__(self, index):
+        nested = []
+        for _ in range(100_000):
+            nested = [nested]
+        return {
+            "lock": {"a": [failures.WithLock("x").lock]},
+            "generator": (number for number in range(3)),
+            "deep": nested,
+            "refuses": Refusing(),
+            "fine": 3,
+        }[index]
+
+
+@pytest.mark.parametrize(
+    ("index", "text"),
+    [
+        ("lock", r"\['a'\]\[0\] is a _thread.lock, which cannot be pickled"),
+        ("generator", r"is a generator, which cannot be pickled"),
+        ("deep", r"is a list, which cannot be pickled"),
+        ("refuses", r"cannot be rebuilt: OSError: text"),
+    ],
+)
+def test_batch_that_cannot_be_brought_over_is_named_and_the_next_one_comes(workers, index, text):
+    error, fine, _end = load(functools.partial(RPCDataloader, workers=workers), [index, "fine"], Odd())
+    assert type(error) is SerializationError, error.__cause__
+    assert re.search(text, str(error))
+    assert fine == 3
+
+
+def test_failures_are_as_they_are_without_workers():
+    """Debugging with workers="inline" shows the exception itself."""
+    found = load(functools.partial(RPCDataloader, workers="inline"), ["required arguments", 1, "stop", "lock", 2])
+    types = [failures.RequiredArguments, int, StopIteration, failures.WithLock, int, StopIteration]
+    assert [type(step) for step in found] == types
+    assert found[0].__cause__ is None
