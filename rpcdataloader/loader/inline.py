@@ -103,4 +103,5 @@ class InlineIterator:
         self._reported_length = reported_length
         self._pass = begin_epoch(self._settings, self.progress.base_seed, self.progress.epoch + 1)
         self._begin_streams()
-        self._loader.start_epoch(self.progress.epoch, self._pass.order.first)
+        order = self._pass.order
+        self._loader.start_epoch(self.progress.epoch, order.first, order.pipe_seed)

@@ -325,7 +325,8 @@ class _Run:
             self._begin_streams()
             self._killers.clear()
             self._table = self._new_table(self._table.batch_size_bytes)
-            call = Call(remote.start_epoch, (self.progress.epoch, begun.order.first), {}, ordered=True)
+            args = self.progress.epoch, begun.order.first, begun.order.pipe_seed
+            call = Call(remote.start_epoch, args, {}, ordered=True)
             starting = dumps(call.fields())
             for worker in self._alive:
                 # Fails when the worker was lost in between, which is about to be reported.

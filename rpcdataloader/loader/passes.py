@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, IterDataPipe
 
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.loader.remote import LoaderSpec, StreamState
@@ -164,7 +164,11 @@ def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[]
 
 def _own_generators(settings: PassSettings) -> list[torch.Generator]:
     """Generators that belong to loader and samplers, each once; only those without one draw from the global ones."""
-    found = [getattr(owner, "generator", None) for owner in (settings, *_samplers(settings))]
+    owners, owner = [settings], settings.sampler
+    while owner is not None:  # other libraries put batch samplers around batch samplers
+        owners.append(owner)
+        owner = getattr(owner, "sampler", getattr(owner, "batch_sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
     return list(dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator)))
 
 
@@ -233,11 +237,13 @@ class Order:
 
     Attributes:
         first: Place at which all ranks together begin; above 0 where a sampler goes on in the middle.
+        pipe_seed: Of an IterDataPipe: all workers shuffle alike, and then take their parts.
     """
 
     first: int
     rank: int
     world_size: int
+    pipe_seed: int | None = None
 
 
 @dataclass(slots=True)
@@ -337,6 +343,7 @@ def loader_spec(
         worker_id=worker_id,
         num_workers=num_workers,
         first_place=begun.order.first,
+        pipe_seed=begun.order.pipe_seed,
         stream=stream,
     )
 
@@ -440,11 +447,15 @@ def _restore_generators(settings: PassSettings, states: Iterable[str]) -> None:
 
 
 def _order(settings: PassSettings) -> Order:
-    """The order of the samples that the sampler will give when it is iterated over next."""
+    """The order of the samples that the sampler will give when it is iterated over next.
+
+    For a pipe of torch, this draws its seed, which torch's loader does for each pass before it does anything else.
+    """
     sampler = _resumable(settings)
     if sampler is not None:
         return Order(sampler.start, sampler.rank, sampler.num_replicas)
-    return Order(0, settings.partition.rank, settings.partition.world_size)
+    pipe_seed = draw_base_seed(settings.generator) if isinstance(settings.dataset, IterDataPipe) else None
+    return Order(0, settings.partition.rank, settings.partition.world_size, pipe_seed)
 
 
 def capture_start(settings: PassSettings) -> dict[str, Any]:

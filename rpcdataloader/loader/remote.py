@@ -71,6 +71,7 @@ class LoaderSpec:
         worker_id: From 0.
         num_workers: 0 means what it means to torch: no worker info and no init function.
         first_place: Place in the epoch, over all ranks, of the first sample, where the sampler began later.
+        pipe_seed: Of an IterDataPipe in this pass, the same on all workers.
         stream: Where an iterable-style dataset goes on; None for its beginning.
     """
 
@@ -86,6 +87,7 @@ class LoaderSpec:
     worker_id: int
     num_workers: int
     first_place: int = 0
+    pipe_seed: int | None = None
     stream: StreamState | None = None
 
 
@@ -133,9 +135,9 @@ class BatchLoader:
                 spec.worker_init_fn(spec.worker_id)
                 self._initial_seed = seeding.users_torch_seed()
 
-    def start_epoch(self, epoch: int, first_place: int) -> None:
+    def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
         """Begin another pass: from now on, random numbers are those of ``epoch``."""
-        self._spec = replace(self._spec, epoch=epoch, first_place=first_place, stream=None)
+        self._spec = replace(self._spec, epoch=epoch, first_place=first_place, pipe_seed=pipe_seed, stream=None)
 
     def load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
         """Load one batch.
@@ -215,9 +217,9 @@ class StreamLoader(BatchLoader):
         self._num_samples = 0
         self._num_batches = 0
 
-    def start_epoch(self, epoch: int, first_place: int) -> None:
+    def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
         """Begin another pass, from the beginning of the dataset."""
-        super().start_epoch(epoch, first_place)
+        super().start_epoch(epoch, first_place, pipe_seed)
         self._begin()
 
     def load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:  # noqa: ARG002
@@ -410,7 +412,9 @@ def _shard_pipe(dataset: Any, spec: LoaderSpec) -> None:
 def _shuffle_pipe(dataset: Any, spec: LoaderSpec) -> None:
     """Let a pipe of torch shuffle as on all other workers, which then take different parts of the same order."""
     if isinstance(dataset, IterDataPipe):
-        generator = torch.Generator().manual_seed(seeding.batch_seed(spec.base_seed, spec.epoch, 2**64 - 1))
+        # One that was built on the nodes is not known to be a pipe where seeds are drawn.
+        seed = seeding.batch_seed(spec.base_seed, spec.epoch, 2**64 - 1) if spec.pipe_seed is None else spec.pipe_seed
+        generator = torch.Generator().manual_seed(seed)
         torch.utils.data.graph_settings.apply_random_seed(dataset, generator)
 
 
@@ -462,9 +466,10 @@ class _FailedLoader:
     def load(self, _indices: Any, _position: int, _batch_number: int) -> tuple[BatchMetrics, Any]:
         raise self._error.with_traceback(self._traceback)
 
-    def start_epoch(self, epoch: int, first_place: int) -> None:
+    def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
         """Try again."""
-        open_loader(self._dataset, replace(self._spec, epoch=epoch, first_place=first_place, stream=None))
+        spec = replace(self._spec, epoch=epoch, first_place=first_place, pipe_seed=pipe_seed, stream=None)
+        open_loader(self._dataset, spec)
 
 
 _loader: BatchLoader | _FailedLoader | None = None  # of this process, a worker
@@ -485,9 +490,9 @@ def load(indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, 
     return _get_loader().load(indices, position, batch_number)
 
 
-def start_epoch(epoch: int, first_place: int) -> None:
+def start_epoch(epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
     """Begin another pass over the open loader; see :class:`LoaderSpec`."""
-    _get_loader().start_epoch(epoch, first_place)
+    _get_loader().start_epoch(epoch, first_place, pipe_seed)
 
 
 def _get_loader() -> BatchLoader | _FailedLoader:
