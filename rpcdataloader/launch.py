@@ -21,6 +21,8 @@ from typing import TextIO
 # Before torch and numpy are imported below: their thread pools would make the forks of this process unsafe.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"
+# jemalloc comes with pyarrow, and would start a thread as soon as that is imported.
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 from rpcdataloader.errors import RPCError  # noqa: E402
 from rpcdataloader.server.run import run_server  # noqa: E402

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 # Before torch and numpy are imported below, as in a node server: their threads are none of the dataset's.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 from rpcdataloader.check.examine import Question, examine  # noqa: E402
 from rpcdataloader.check.report import Finding, Report, Stop  # noqa: E402

@@ -149,6 +149,13 @@ class Connection:
                 if request.cancellable:
                     self._outbox.put((MessageType.CANCEL, number))
 
+    def fail_above(self, number: int, error: RPCError) -> None:
+        """Fail the requests above ``number``, each with a copy of ``error``; for the receiver thread."""
+        with self._lock:
+            late = [self._pending.pop(other) for other in list(self._pending) if other > number]
+        for request in late:
+            request.complete(copy.copy(error))
+
     def release(self, handle: int) -> None:
         """Let an object of the server go. Never blocks, takes no lock: finalizers call this."""
         self._outbox.put(handle)

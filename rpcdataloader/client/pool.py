@@ -77,6 +77,11 @@ class Client:
             return self._local.credentials
         return client_credentials(address)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether everything has been ended, or is about to be."""
+        return self._closed
+
     def close(self) -> None:
         """End every session, join every thread, stop the embedded server; idempotent."""
         with self._lock:

@@ -12,16 +12,17 @@ from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.exchange import Answer, ClientSettings, log_from_server, read_welcome, reference_of, result_of
+from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import Worker, WorkerOwner
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, open_channel
-from rpcdataloader.wire.environment import collect, install
+from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.environment import collect, install, set_rank
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call, Exited, Welcome
 from rpcdataloader.wire.pickling import dumps
-from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -53,6 +54,7 @@ class Session:
         self._deadline = Deadline(settings.connect_timeout)
         self._connection = Connection(self.name, self._open, self, settings.allocator)
         self._workers: set[Worker] = set()
+        self._partition = current_partition()  # as the session knows it
 
     def start(self) -> None:
         """Begin to connect."""
@@ -86,6 +88,13 @@ class Session:
                 raise self._lost
             assert self.welcome is not None
             return self.welcome
+
+    def follow_rank(self) -> None:
+        """Tell the session if the rank of this process has changed, as ``init_process_group`` may have done since."""
+        partition = current_partition()
+        if partition != self._partition:
+            self.call(set_rank, partition.rank, partition.world_size)()
+            self._partition = partition
 
     def submit(
         self, type: MessageType, payload: bytes, buffers: list[memoryview], complete: Callable[[Any], None]
@@ -179,7 +188,7 @@ class Session:
         return channel
 
     def ready(self) -> None:
-        encoded = dumps(Call(install, (collect(),), {}).fields())
+        encoded = dumps(Call(install, (collect(self._partition.rank, self._partition.world_size),), {}).fields())
         # First of all, so that the modules of the training script are found by everything that follows.
         self._connection.submit(
             MessageType.CALL, encoded.payload, encoded.buffers, Request(self._installed, self._settings.allocator)

@@ -11,12 +11,12 @@ from rpcdataloader.client.exchange import BusyError, ClientSettings, log_from_se
 from rpcdataloader.client.refs import RRef
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError, SerializationError
 from rpcdataloader.wire.channel import Channel, open_channel
+from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.identity import local_identity
-from rpcdataloader.wire.messages import Call
+from rpcdataloader.wire.messages import Call, Goaway
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.slabs import Allocator
-from rpcdataloader.wire.transport import Deadline
 
 if TYPE_CHECKING:
     from rpcdataloader.client.session import Session
@@ -147,6 +147,8 @@ class Worker:
     def received(self, message: Message) -> None:
         if message.type == MessageType.GOAWAY:
             self._draining = True
+            error = ConnectionLostError(f"{self.name} has not begun this request: its node server ends")
+            self.connection.fail_above(Goaway.decode(message.payload).last_request, error)
             self._owner.worker_draining(self)
         elif message.type == MessageType.LOG:
             log_from_server(self.name, message)
@@ -160,7 +162,8 @@ class Worker:
         return ConnectionLostError(f"{self.name} {exited.reason}")
 
     def lost(self, error: RPCError) -> None:
-        self.session.worker_ended(self)
+        # Told first: until the session has forgotten this worker, its thread is joined at the end.
         self._owner.worker_lost(self, error)
+        self.session.worker_ended(self)
         # Worker and connection refer to each other. The owner, and what it holds, must not wait for the collector.
         del self._owner, self._keep_waiting

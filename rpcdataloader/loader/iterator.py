@@ -152,11 +152,12 @@ class _Run:
         self._settings = settings
         self._dataset = dataset  # held for as long as there are workers
         self._sessions = sessions
+        self._client = get_client()
         self._num_workers = len(sessions)
         self._pid = os.getpid()
         pinned = pinned_allocator() if settings.pin_memory else None
         self._pins = pinned is not None
-        self._allocator: Allocator = pinned or get_client().allocator
+        self._allocator: Allocator = pinned or self._client.allocator
         with undone_afterwards(saved):
             self._pass = begin_pass(settings, saved)
             self._condition = threading.Condition()
@@ -374,6 +375,10 @@ class _Run:
         with self._condition:
             worker_id = self._alive.pop(worker, None)
             if self._closed or worker_id is None:
+                return
+            if self._client.is_closed:
+                self._error = self._error or error
+                self._condition.notify_all()
                 return
             if isinstance(self._table, StreamTable) and self._table.has_ended(worker_id):
                 return  # nobody needs it any more

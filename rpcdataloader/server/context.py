@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 
+from rpcdataloader.errors import AuthenticationError, RPCError
+from rpcdataloader.server.output import SharedLimit
 from rpcdataloader.wire.credentials import Credentials
+
+logger = logging.getLogger("rpcdataloader.server")
+
+# Anybody who reaches the port can be refused as often as he likes. Of that, the log gets this many lines per ten
+# seconds, whichever processes write them.
+MAX_REFUSALS = 20
+REFUSALS_PERIOD = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +28,7 @@ class ServerContext:
         timeout: Seconds for an ``rpc_async`` call whose caller set no limit; 0 for none.
         credentials: The secret that clients must know.
         tells_clients: Whether warnings go to the client, too; not when the log is the client's terminal.
+        refusals: Counts the lines of :meth:`log_refusal`.
     """
 
     node: str
@@ -26,3 +37,22 @@ class ServerContext:
     timeout: float
     credentials: Credentials
     tells_clients: bool = True
+    refusals: SharedLimit = field(default_factory=lambda: SharedLimit(MAX_REFUSALS, REFUSALS_PERIOD))
+
+    def log_refusal(self, source: str, reason: RPCError | str) -> None:
+        """Log, within limits, that a connection was refused: a warning where somebody got the secret wrong."""
+        num_left_out = self.refusals.take()
+        if num_left_out is None:
+            return
+        if num_left_out:
+            logger.info("left %d more refusals out of this log", num_left_out)
+        if isinstance(reason, AuthenticationError):
+            logger.warning(
+                "refused %s: %s (this server's secret: %s, fingerprint %s)",
+                source,
+                reason,
+                self.credentials.source,
+                self.credentials.fingerprint,
+            )
+        else:
+            logger.info("refused %s: %s", source, reason)

@@ -7,11 +7,10 @@ that takes too long, so nothing here has a clock.
 from __future__ import annotations
 
 import json
-import logging
 import socket
 from collections.abc import Mapping
 
-from rpcdataloader.errors import AuthenticationError, RPCError
+from rpcdataloader.errors import RPCError
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.session import run_session
@@ -19,8 +18,6 @@ from rpcdataloader.wire.channel import accept_channel, recv_preamble
 from rpcdataloader.wire.frames import MessageType, Preamble, encode
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.transport import Stream
-
-logger = logging.getLogger("rpcdataloader.server")
 
 
 def run_gate(
@@ -40,28 +37,20 @@ def run_gate(
         if preamble is None:
             return
         if any(preamble.session_id):
-            _hand_over(stream, preamble, sessions.get(preamble.session_id))
+            _hand_over(stream, preamble, sessions.get(preamble.session_id), context)
             return
         for session in sessions.values():
             session.close()
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"))
-    except AuthenticationError as exc:
-        logger.warning(
-            "refused %s: %s (this server's secret: %s, fingerprint %s)",
-            source,
-            exc,
-            context.credentials.source,
-            context.credentials.fingerprint,
-        )
     except RPCError as exc:
-        logger.info("refused %s: %s", source, exc)
+        context.log_refusal(source, exc)
     else:
         run_session(channel, node, context)
         return
     stream.linger()
 
 
-def _hand_over(stream: Stream, preamble: Preamble, session: Link | None) -> None:
+def _hand_over(stream: Stream, preamble: Preamble, session: Link | None, context: ServerContext) -> None:
     if session is not None:
         clear = preamble.encode().hex()
         if session.send("connection", [stream.fileno()], source=stream.name, preamble=clear):
@@ -69,5 +58,5 @@ def _hand_over(stream: Stream, preamble: Preamble, session: Link | None) -> None
     text = "there is no such session on this node server (it ended, or the server was restarted)"
     refusal = json.dumps({"code": "protocol", "text": text}).encode()
     stream.send(encode(None, MessageType.REFUSED, payload=refusal))
-    logger.info("refused %s: unknown session", stream.name)
+    context.log_refusal(stream.name, "unknown session")
     stream.linger()

@@ -28,7 +28,7 @@ from rpcdataloader.server.gate import run_gate
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.output import OutputReader
 from rpcdataloader.server.processes import Process, fork, reap_orphans
-from rpcdataloader.wire.transport import accept
+from rpcdataloader.wire.listening import accept
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -219,7 +219,7 @@ class NodeServer:
         if youth > 0:
             self._pause_listening(youth)
             return False
-        logger.info("ended an unauthenticated connection from %s: too many of them", victim.source)
+        self._context.log_refusal(victim.source, "too many unauthenticated connections")
         victim.end("too many unauthenticated connections")
         return True
 
@@ -384,7 +384,7 @@ class NodeServer:
         now = time.monotonic()
         for child in self._children.values():
             if child.deadline is not None and now > child.deadline:
-                logger.info("refused %s: no handshake within %g s", child.source, GATE_TIMEOUT)
+                self._context.log_refusal(child.source, f"no handshake within {GATE_TIMEOUT:g} s")
                 child.end("no handshake in time")
             if child.has_unsent:
                 child.has_unsent = not child.link.flush()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
 import sys
 import time
@@ -85,6 +86,34 @@ class OutputReader:
         for line in self._rest.splitlines():
             self._write(f"{self._prefix} {line[:MAX_LINE].decode(errors='replace')}\n")
         os.close(self._descriptor)
+
+
+class SharedLimit:
+    """A limit on how often something is done, shared with every process that is forked from here on.
+
+    There is no lock: processes that count at the same instant may overlook one another, which a limit can bear.
+
+    Args:
+        count: How often it may be done in a period.
+        period: Seconds.
+    """
+
+    def __init__(self, count: int, period: float) -> None:
+        self._count = count
+        self._period = period
+        # Anonymous memory, which forks do not copy: start of the period, and how often was asked in it.
+        self._shared = memoryview(mmap.mmap(-1, 16)).cast("d")
+
+    def take(self) -> int | None:
+        """Ask to do it once: None for no, else how often the answer has been no in the period before."""
+        start, num_asked = self._shared
+        now = time.monotonic()
+        num_refused = 0
+        if now - start > self._period:
+            num_refused = max(0, int(num_asked) - self._count)
+            self._shared[0], num_asked = now, 0
+        self._shared[1] = num_asked + 1
+        return num_refused if num_asked < self._count else None
 
 
 class ClientHandler(logging.Handler):

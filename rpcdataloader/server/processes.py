@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import Callable, Container
 
 # By its full name: numpy imports it when it is first used, which would be in every fork.
@@ -237,8 +238,10 @@ def reap_orphans(known: Container[int]) -> None:
 
 
 def num_threads() -> int:
-    """How many threads this process has, those of C libraries included."""
-    return len(os.listdir("/proc/self/task"))
+    """How many threads this process has that a fork would miss, those of C libraries included."""
+    # A progress bar of tqdm starts one that only adjusts how often it is drawn.
+    missed_by_nobody = [thread for thread in threading.enumerate() if type(thread).__module__ == "tqdm._monitor"]
+    return len(os.listdir("/proc/self/task")) - len(missed_by_nobody)
 
 
 def open_files() -> set[tuple[int, int]]:
@@ -247,8 +250,10 @@ def open_files() -> set[tuple[int, int]]:
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.stat(f"/proc/self/fd/{name}")
+            target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
-        if status.st_mode & 0o170000 == 0o100000:
+        # torch's shared memory is mapped, and has no position.
+        if status.st_mode & 0o170000 == 0o100000 and not target.startswith("/dev/shm/torch_"):
             found.add((status.st_dev, status.st_ino))
     return found

@@ -17,7 +17,7 @@ from rpcdataloader.server.settings import ServerSettings
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, load_credentials
 from rpcdataloader.wire.identity import local_identity
-from rpcdataloader.wire.transport import listen_tcp, listen_unix, resolve
+from rpcdataloader.wire.listening import listen_tcp, listen_unix, resolve
 
 logger = logging.getLogger("rpcdataloader.server")
 

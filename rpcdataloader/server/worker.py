@@ -21,7 +21,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RPCError, RPCTimeoutError
+from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.handles import HandleTable
@@ -58,17 +58,8 @@ def run_worker_process(
     keep_freed_memory()
     try:
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"))
-    except AuthenticationError as exc:
-        logger.warning(
-            "refused %s: %s (this server's secret: %s, fingerprint %s)",
-            stream.name,
-            exc,
-            context.credentials.source,
-            context.credentials.fingerprint,
-        )
-        return
     except RPCError as exc:
-        logger.info("refused %s: %s", stream.name, exc)
+        context.log_refusal(stream.name, exc)
         return
     session.send("authenticated")
     draining = False

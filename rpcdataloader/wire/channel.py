@@ -21,6 +21,7 @@ from rpcdataloader.errors import (
 )
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials
+from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
     PREAMBLE_SIZE,
@@ -35,7 +36,7 @@ from rpcdataloader.wire.frames import (
     encode,
 )
 from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake
-from rpcdataloader.wire.transport import Deadline, Stream, connect
+from rpcdataloader.wire.transport import Stream, connect
 
 MAX_SENT_NOW_BYTES = 4096
 

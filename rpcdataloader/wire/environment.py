@@ -1,7 +1,10 @@
-"""What a session takes over of its client's process: where modules of the training script are found.
+"""What a session takes over of its client's process: where modules of the training script are found, and its rank.
 
 Only paths that are the client's own travel: the script's folder, the current folder, entries of ``sys.path`` that
 the user added. Nothing under the interpreter's prefix does, since the server has its own installation.
+
+Datasets that split their files look for the rank in RANK and WORLD_SIZE. LOCAL_RANK stays at home: it numbers the
+trainers of another machine.
 """
 
 from __future__ import annotations
@@ -14,14 +17,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where the client's own modules are, and where it ran: absolute paths, in the order of its ``sys.path``."""
+    """A client's process.
+
+    Attributes:
+        import_path: Where its own modules are: absolute paths, in the order of its ``sys.path``.
+        directory: Where it ran; empty if that is gone.
+        rank: Its place among ``world_size`` trainers.
+    """
 
     import_path: tuple[str, ...]
     directory: str
+    rank: int = 0
+    world_size: int = 1
 
 
-def collect() -> Environment:
-    """Describe this process."""
+def collect(rank: int = 0, world_size: int = 1) -> Environment:
+    """Describe this process, which is trainer ``rank`` of ``world_size``."""
     try:
         directory = os.getcwd()
     except FileNotFoundError:
@@ -35,15 +46,23 @@ def collect() -> Environment:
         path = os.path.abspath(entry) if entry or directory else ""
         if path and path not in own and not _under(path, installed):
             own.append(path)
-    return Environment(tuple(own), directory)
+    return Environment(tuple(own), directory, rank, world_size)
 
 
 def install(environment: Environment) -> None:
-    """Put the client's paths that exist here in front of ``sys.path``, and go to its directory if it exists here."""
+    """Put the client's paths that exist here in front of ``sys.path``, go to its directory if it exists here, and set
+    RANK and WORLD_SIZE, whatever they said of the node server itself.
+    """
+    set_rank(environment.rank, environment.world_size)
     found = [path for path in environment.import_path if os.path.exists(path)]
     sys.path[:] = [*found, *(entry for entry in sys.path if entry not in found)]
     if environment.directory and os.path.isdir(environment.directory):
         os.chdir(environment.directory)
+
+
+def set_rank(rank: int, world_size: int) -> None:
+    """Set RANK and WORLD_SIZE, for this process and its forks."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
 
 
 def _installed_prefixes() -> tuple[str, ...]:

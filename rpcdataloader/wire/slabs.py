@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -149,8 +150,16 @@ def pinned_allocator() -> PinnedAllocator | None:
     problem = _why_not_pinned()
     if problem is None:
         return PinnedAllocator()
-    warnings.warn(f"'pin_memory' argument is set as true but {problem}", stacklevel=2)
+    warnings.warn(f"'pin_memory' argument is set as true but {problem}", stacklevel=_depth_of_caller())
     return None
+
+
+def _depth_of_caller() -> int:
+    """The ``stacklevel`` with which a warning of the calling function names the line that called this package."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("rpcdataloader."):
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 def _pinned_empty() -> Callable[[int], torch.Tensor]:

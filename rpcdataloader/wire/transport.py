@@ -1,6 +1,6 @@
-"""Every socket call of the package: connecting, listening, options, exact receives and gathered sends.
+"""Every socket call on a connection: connecting, options, exact receives and gathered sends.
 
-Nothing above this module touches a socket or sees an ``OSError`` of one: failures leave here as
+Nothing above this module and ``listening`` touches a socket or sees an ``OSError`` of one: failures leave here as
 :class:`~rpcdataloader.errors.ConnectError` or :class:`~rpcdataloader.errors.ConnectionLostError` with their cause.
 """
 
@@ -13,10 +13,7 @@ import math
 import os
 import select
 import socket
-import stat
 import struct
-import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +21,7 @@ from typing import Any
 
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.deadline import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -42,8 +40,6 @@ KEEPALIVE_PROBES = 3
 # sockaddr_un holds 108 bytes, the final zero included.
 MAX_UNIX_PATH = 107
 
-LISTEN_BACKLOG = 1024
-
 # What the kernel reports when nobody listens there (yet): worth another try until the deadline.
 _NOT_YET = {
     errno.ECONNREFUSED,
@@ -55,39 +51,6 @@ _NOT_YET = {
     errno.ENOENT,
     errno.EAGAIN,
 }
-
-# What accept(2) says when this process or the system has no room; everything else concerns that one connection.
-_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-
-
-class Deadline:
-    """A point in time that bounds several steps together.
-
-    Args:
-        timeout: Seconds from now, or None for no limit.
-    """
-
-    def __init__(self, timeout: float | None) -> None:
-        self.timeout = timeout
-        self._at = None if timeout is None else time.monotonic() + timeout
-        self._cancelled = threading.Event()
-
-    def remaining(self) -> float | None:
-        """Seconds left, never negative; None when there is no limit."""
-        if self._cancelled.is_set():
-            return 0.0
-        return None if self._at is None else max(0.0, self._at - time.monotonic())
-
-    def cancel(self) -> None:
-        """Let the time be over now, and end pauses that others make; from any thread."""
-        self._cancelled.set()
-
-    def pause(self, seconds: float) -> bool:
-        """Wait for ``seconds``; returns False at once if that would be beyond the limit, or when cancelled."""
-        remaining = self.remaining()
-        if remaining is not None and remaining <= seconds:
-            return False
-        return not self._cancelled.wait(seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,10 +270,10 @@ def _may_pass(exc: OSError) -> bool:
 
 def _connect_once(address: Address, deadline: Deadline) -> Stream:
     if address.is_unix:
-        with _short_path(address.path) as path:
+        with short_path(address.path) as path:
             sock = _connect_socket(socket.AF_UNIX, path, deadline, 1)
     else:
-        infos = _look_up(address.host, address.port)
+        infos = look_up(address.host, address.port)
         for position, (family, _type, _proto, _name, sockaddr) in enumerate(infos, 1):
             try:
                 sock = _connect_socket(family, sockaddr, deadline, len(infos) - position + 1)
@@ -329,7 +292,7 @@ def _connect_socket(family: int, address: Any, deadline: Deadline, num_left: int
         # A timeout of 0 would mean non-blocking.
         sock.settimeout(None if remaining is None else max(remaining / num_left, 1e-3))
         sock.connect(address)
-        _tune(sock)
+        tune(sock)
         if family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
             # Nobody listens there, and the kernel chose that very port for our end: TCP then connects it to itself.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
@@ -339,7 +302,7 @@ def _connect_socket(family: int, address: Any, deadline: Deadline, num_left: int
     return sock
 
 
-def _look_up(host: str, port: int, flags: int = 0) -> list[tuple[int, int, int, str, Any]]:
+def look_up(host: str, port: int, flags: int = 0) -> list[tuple[int, int, int, str, Any]]:
     """``getaddrinfo``, whose every failure is a ``gaierror``."""
     try:
         return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
@@ -360,7 +323,8 @@ def _reason(exc: OSError) -> str:
     return exc.strerror or str(exc)
 
 
-def _tune(sock: socket.socket) -> None:
+def tune(sock: socket.socket) -> None:
+    """Set the options of a connected socket."""
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -371,82 +335,8 @@ def _tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
 
 
-def listen_tcp(host: str, ports: Sequence[int]) -> socket.socket:
-    """Listen on the first of ``ports`` that is free.
-
-    Args:
-        host: Name or address of the interface; ``"::"`` takes IPv4 as well, where the system can.
-        ports: Candidates in order; 0 lets the kernel choose.
-
-    Raises:
-        ConnectError: The host does not resolve to an interface of this machine, or every port is in use.
-    """
-    try:
-        infos = _look_up(host, 0, socket.AI_PASSIVE)
-    except socket.gaierror as exc:
-        raise ConnectError(f"cannot listen on {host}: the host name does not resolve ({exc.strerror})") from exc
-    family, _type, _proto, _name, sockaddr = infos[0]
-    for port in ports:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
-            sock.bind((sockaddr[0], port, *sockaddr[2:]))
-            sock.listen(LISTEN_BACKLOG)
-        except OSError as exc:
-            sock.close()
-            if exc.errno == errno.EADDRINUSE and port != ports[-1]:
-                continue
-            if exc.errno == errno.EADDRINUSE:
-                tried = str(port) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
-                raise ConnectError(
-                    f"cannot listen on {host}: port {tried} in use; choose another, a range FIRST-LAST, or 0 for any"
-                ) from exc
-            raise ConnectError(f"cannot listen on {host} port {port}: {exc.strerror or exc}") from exc
-        return sock
-    raise ValueError("no port to listen on")
-
-
-def listen_unix(path: str) -> socket.socket:
-    """Listen on a Unix socket that only this user may connect to. A socket file nobody listens on is replaced.
-
-    Raises:
-        ConnectError: The path is in use, or cannot be created.
-    """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        with _short_path(path) as short:
-            _remove_stale(short)
-            # The mode is there from the first moment on, and not only after a chmod.
-            before = os.umask(0o177)
-            try:
-                sock.bind(short)
-            finally:
-                os.umask(before)
-            sock.listen(LISTEN_BACKLOG)
-    except OSError as exc:
-        sock.close()
-        reason = "in use by another server" if exc.errno == errno.EADDRINUSE else exc.strerror or str(exc)
-        raise ConnectError(f"cannot listen on unix:{path}: {reason}") from exc
-    return sock
-
-
-def _remove_stale(path: str) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a server that is stuck has a full queue, and is there all the same
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            # What any file that is no socket answers, too.
-            if stat.S_ISSOCK(os.stat(path).st_mode):
-                os.unlink(path)
-        except (FileNotFoundError, BlockingIOError):
-            pass
-
-
 @contextlib.contextmanager
-def _short_path(path: str) -> Iterator[str]:
+def short_path(path: str) -> Iterator[str]:
     """A name of ``path`` that fits into a socket address: through a descriptor of its folder, if it is too long."""
     if len(os.fsencode(path)) <= MAX_UNIX_PATH:
         yield path
@@ -457,40 +347,3 @@ def _short_path(path: str) -> Iterator[str]:
         yield f"/proc/self/fd/{descriptor}/{name}"
     finally:
         os.close(descriptor)
-
-
-def accept(listener: socket.socket) -> tuple[socket.socket, str] | None:
-    """Take one waiting connection; gives the socket and a text that tells who connected.
-
-    Returns None when there is none (any more).
-
-    Raises:
-        ConnectError: This process has no descriptor left for it.
-    """
-    try:
-        sock, peer = listener.accept()
-    except OSError as exc:
-        if exc.errno in _EXHAUSTED:
-            raise ConnectError(exc.strerror) from exc
-        return None
-    try:
-        _tune(sock)
-        return sock, f"uid {peer_of(sock).uid}" if sock.family == socket.AF_UNIX else str(peer[0])
-    except OSError:
-        sock.close()
-        return None
-
-
-def resolve(host: str) -> None:
-    """Check that ``host`` resolves.
-
-    Raises:
-        ConnectError: It does not.
-    """
-    try:
-        _look_up(host, 0)
-    except socket.gaierror as exc:
-        raise ConnectError(
-            f"the address that clients shall use, {host}, does not resolve here ({exc.strerror}); "
-            "give one that does with --advertise"
-        ) from exc

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rpcdataloader import rpc_async
+from tests.conftest import Server
 from tests.integration.quick import QuickServer, quick_server
 from tests.integration.zygote import Zygote
 
@@ -24,3 +29,21 @@ def serve(zygote: Zygote, clean_client: None) -> Iterator[Callable[..., QuickSer
     """Start node servers that end with the test: ``serve("--grace", "1", before="node.GATE_TIMEOUT = 1")``."""
     with contextlib.ExitStack() as stack:
         yield lambda *options, before="": stack.enter_context(quick_server(zygote, *options, before=before))
+
+
+@pytest.fixture
+def call(shared_server: Server) -> Callable[..., Any]:
+    """Run a function on the shared server and wait for its result."""
+
+    def call(func: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return rpc_async(shared_server.address, func, args, **options).wait()
+
+    return call
+
+
+@pytest.fixture
+def fifo(tmp_path: Path) -> str:
+    """A named pipe: whoever opens one end waits until somebody opens the other."""
+    path = str(tmp_path / "fifo")
+    os.mkfifo(path)
+    return path

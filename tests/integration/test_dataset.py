@@ -40,13 +40,6 @@ def two_nodes(shared_server, second_server):
 
 
 @pytest.fixture
-def fifo(tmp_path):
-    path = str(tmp_path / "fifo")
-    os.mkfifo(path)
-    return path
-
-
-@pytest.fixture
 def readable_fifo(fifo):
     """Its path, and a descriptor that reads from it: it becomes readable when the last writer is gone."""
     descriptor = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)

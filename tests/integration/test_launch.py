@@ -20,7 +20,7 @@ import pytest
 from rpcdataloader import launch, rpc_async, run_worker
 from rpcdataloader.client import pool
 from rpcdataloader.errors import ConnectError, RPCTimeoutError
-from rpcdataloader.wire.transport import listen_tcp
+from rpcdataloader.wire.listening import listen_tcp
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, wait_until
 
 ROOT = Path(__file__).parents[2]

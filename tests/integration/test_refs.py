@@ -21,16 +21,6 @@ pytestmark = pytest.mark.usefixtures("clean_client")
 
 
 @pytest.fixture
-def call(shared_server):
-    """Run a function on the shared server and wait for its result."""
-
-    def call(func, *args, **options):
-        return rpc_async(shared_server.address, func, args, **options).wait()
-
-    return call
-
-
-@pytest.fixture
 def keep(call):
     """Run a function on the shared server and keep its result there."""
 
@@ -40,13 +30,6 @@ def keep(call):
         return ref
 
     return keep
-
-
-@pytest.fixture
-def fifo(tmp_path):
-    path = tmp_path / "fifo"
-    os.mkfifo(path)
-    return str(path)
 
 
 # --- what a reference becomes

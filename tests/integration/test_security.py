@@ -51,7 +51,8 @@ PROMPTLY = 8 * TIMEOUT_SCALE
 @pytest.fixture(scope="module")
 def server(zygote):
     """A server that does not wait long for strangers."""
-    with quick_server(zygote, before="node.GATE_TIMEOUT = 1.0; session.HANDSHAKE_TIMEOUT = 1.0") as server:
+    limits = "node.GATE_TIMEOUT = 1.0; session.HANDSHAKE_TIMEOUT = 1.0; context.MAX_REFUSALS = 1000"
+    with quick_server(zygote, before=limits) as server:
         yield server
         # Whatever the tests have done to it, the next client is served.
         assert rpc_async(server.address, os.getppid).wait() in server.processes()
@@ -597,7 +598,7 @@ from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import open_channel
 from rpcdataloader.wire.credentials import load_credentials
 from rpcdataloader.wire.identity import local_identity
-from rpcdataloader.wire.transport import Deadline
+from rpcdataloader.wire.deadline import Deadline
 try:
     open_channel(Address.parse(sys.argv[1]), load_credentials(), local_identity("client"), bytes(16), Deadline(20))
 except RPCError as exc:

@@ -157,6 +157,8 @@ def become(folder: str, args: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    # The folder of this file: a script that asks for a library must not get a module of the tests.
+    del sys.path[0]
     import rpcdataloader.loader.dataloader
     import rpcdataloader.loader.dataset  # noqa: F401
 

@@ -287,6 +287,14 @@ def test_messages_that_answer_nothing_go_to_the_listener(pair):
     assert [message.type for message in pair.listener.messages] == [MessageType.GOAWAY, MessageType.LOG]
 
 
+def test_requests_above_a_number_can_be_failed_alone(pair):
+    answers = [pair.submit() for _ in range(3)]
+    pair.connection.fail_above(1, ConnectionLostError("not begun"))
+    assert [str(answer.wait()) for answer in answers[1:]] == ["not begun", "not begun"]
+    pair.reply(1)
+    assert answers[0].wait().type is MessageType.REPLY
+
+
 def test_peer_that_reads_nothing_delays_no_caller(pair):
     tensor = torch.zeros(1 << 22, dtype=torch.uint8)
     for _ in range(10):

@@ -18,6 +18,7 @@ from rpcdataloader.server.output import (
     RECORDS_PERIOD,
     ClientHandler,
     OutputReader,
+    SharedLimit,
     redirect_output,
     tell_client,
     tell_nobody,
@@ -248,3 +249,31 @@ def test_telling_again_replaces_and_telling_nobody_undoes(told):
     logging.getLogger("user").warning("to nobody")
     assert (records, [record["text"] for record in others]) == ([], ["to the new one"])
     assert not any(isinstance(handler, ClientHandler) for handler in logging.getLogger().handlers)
+
+
+# --- limits
+
+
+def test_limit_holds_for_a_period_and_tells_how_much_it_has_refused(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    limit = SharedLimit(3, 10.0)
+    assert [limit.take() for _ in range(5)] == [0, 0, 0, None, None]
+    now += 10.5
+    assert [limit.take() for _ in range(4)] == [2, 0, 0, None]
+    now += 10.5
+    assert limit.take() == 1
+    now += 10.5
+    assert limit.take() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_limit_counts_what_forks_do():
+    limit = SharedLimit(3, 1000.0)
+    for _ in range(2):
+        pid = os.fork()
+        if pid == 0:
+            limit.take()
+            os._exit(0)
+        os.waitpid(pid, 0)
+    assert [limit.take() for _ in range(2)] == [0, None]

@@ -310,3 +310,20 @@ def test_open_files_and_threads_are_seen(tmp_path):
     stop.set()
     thread.join()
     assert processes.open_files() == before
+
+
+def test_thread_of_progress_bars_is_not_counted():
+    import tqdm
+
+    before = processes.num_threads()
+    list(tqdm.tqdm([1], disable=True))
+    assert tqdm.tqdm.monitor.is_alive()
+    assert processes.num_threads() == before
+    tqdm.tqdm.monitor.exit()
+
+
+def test_shared_memory_is_no_open_file():
+    before = processes.open_files()
+    shared = torch.zeros(1).share_memory_()
+    assert processes.open_files() == before
+    assert shared.is_shared()

@@ -248,10 +248,10 @@ def test_home_that_takes_no_file_is_refused_with_what_to_do(home, environ, tmp_p
 
 
 def test_home_that_is_read_only_is_refused_with_what_to_do(monkeypatch, environ, default_file):
-    def fail(*_args):
+    def fail(*_args, **_options):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(os, "mkdir", fail)  # root could write everywhere
+    monkeypatch.setattr(Path, "mkdir", fail)  # root could write everywhere
     with pytest.raises(
         AuthenticationError, match=f"{default_file} cannot be created: Permission denied; set RPCDATALOADER_TOKEN_FILE"
     ):

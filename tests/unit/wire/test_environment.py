@@ -1,4 +1,4 @@
-"""Which paths a session takes over of its client's process, and which it does not."""
+"""Which paths a session takes over of its client's process, and which it does not; and its rank."""
 
 from __future__ import annotations
 
@@ -106,6 +106,8 @@ def test_folder_that_was_deleted_is_left_out(monkeypatch, tmp_path):
 @pytest.fixture
 def here(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", ["/opt/server", "/usr/lib/python3"])
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "0")  # which install sets
     monkeypatch.chdir(tmp_path)
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
@@ -128,3 +130,12 @@ def test_path_that_is_there_already_moves_to_the_front(here):
 def test_folder_that_does_not_exist_here_changes_nothing(here, directory):
     install(Environment((), directory))
     assert os.getcwd() == str(here)
+
+
+def test_rank_is_the_client_s_and_not_that_of_the_server(here, monkeypatch):
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    install(collect(1, 3))
+    assert os.getcwd() == str(here)
+    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == ["1", "3", "5"]

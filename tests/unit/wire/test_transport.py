@@ -6,31 +6,26 @@ Everything here is one process, over socket pairs, loopback ports of the kernel'
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import resource
 import socket
-import stat
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.transport import Deadline, Stream, accept, connect, listen_tcp, listen_unix, resolve
+from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.listening import accept, listen_tcp, listen_unix
+from rpcdataloader.wire.transport import Stream, connect
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
 FOREVER = 30 * TIMEOUT_SCALE
 
-
-@pytest.fixture(autouse=True)
-def nothing_left():
-    before = set(os.listdir("/proc/self/fd"))
-    yield
-    assert set(os.listdir("/proc/self/fd")) == before
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 @pytest.fixture
@@ -70,41 +65,6 @@ def in_thread(function, *args):
     future = pool.submit(function, *args)
     pool.shutdown(wait=False)
     return future
-
-
-# --- deadlines
-
-
-def test_deadline_spans_several_steps(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    deadline = Deadline(2.5)
-    assert deadline.remaining() == 2.5
-    now += 2.0
-    assert deadline.remaining() == 0.5
-    now += 2.0
-    assert deadline.remaining() == 0.0
-
-
-def test_deadline_without_limit():
-    assert Deadline(None).remaining() is None
-    assert Deadline(None).pause(0.0)
-
-
-def test_pause_beyond_the_deadline_is_not_made():
-    assert not Deadline(5.0).pause(1000.0)
-
-
-def test_cancelling_ends_pauses_and_leaves_no_time():
-    deadline = Deadline(None)
-    paused = in_thread(deadline.pause, FOREVER)
-    deadline.cancel()
-    assert paused.result(FOREVER) is False
-    assert deadline.remaining() == 0.0
-    assert Deadline(None).remaining() is None
-
-
-# --- streams
 
 
 def test_pieces_arrive_in_order_whatever_their_number_and_kind(pair):
@@ -293,17 +253,9 @@ def test_connecting_to_nobody_says_what_to_do():
 def test_host_that_does_not_resolve(host, monkeypatch):
     if host.endswith(".invalid"):  # so that nobody is asked
         error = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: throw(error))
+        monkeypatch.setattr(socket, "getaddrinfo", Mock(side_effect=error))
     with pytest.raises(ConnectError, match=rf"cannot connect to {host}:6543: the host name does not resolve \("):
         connect(Address(host, 6543), Deadline(FOREVER))
-    with pytest.raises(ConnectError, match=f"{host}, does not resolve here .*; give one that does with --advertise"):
-        resolve(host)
-    with pytest.raises(ConnectError, match=f"cannot listen on {host}: the host name does not resolve"):
-        listen_tcp(host, [0])
-
-
-def throw(error):
-    raise error
 
 
 class Impatient(Deadline):
@@ -402,139 +354,3 @@ def test_tcp_options():
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
     stream.close()
     sock.close()
-
-
-# --- listening
-
-
-def test_first_free_port_of_a_range():
-    with listen_tcp("127.0.0.1", [0]) as first:
-        port = first.getsockname()[1]
-        with listen_tcp("127.0.0.1", [port, 0]) as second:
-            assert second.getsockname()[1] not in (0, port)
-
-
-def test_port_in_use_is_told_with_the_way_out():
-    with listen_tcp("127.0.0.1", [0]) as first:
-        port = first.getsockname()[1]
-        with pytest.raises(ConnectError, match=f"cannot listen on 127.0.0.1: port {port} in use; choose another"):
-            listen_tcp("127.0.0.1", [port])
-        with pytest.raises(ConnectError, match=f"port {port}-{port} in use"):
-            listen_tcp("127.0.0.1", [port, port])
-
-
-def test_port_can_be_used_again_at_once(tcp_pair):
-    """Connections of a server that has ended stay in the kernel for a minute."""
-    _ours, theirs = tcp_pair
-    port = theirs._sock.getsockname()[1]
-    theirs.close()
-    listen_tcp("127.0.0.1", [port]).close()
-
-
-def test_address_of_another_machine():
-    with pytest.raises(ConnectError, match=r"cannot listen on 192\.0\.2\.1 port 0: Cannot assign requested address"):
-        listen_tcp("192.0.2.1", [0])
-
-
-def test_all_interfaces_of_both_families():
-    with listen_tcp("::", [0]) as listener:
-        port = listener.getsockname()[1]
-        for host in ("127.0.0.1", "::1"):
-            connect(Address(host, port), Deadline(FOREVER)).close()
-            accept(listener)[0].close()
-
-
-def test_ipv6_alone():
-    with listen_tcp("::1", [0]) as listener:
-        connect(Address("::1", listener.getsockname()[1]), Deadline(FOREVER)).close()
-        sock, source = accept(listener)
-        sock.close()
-    assert source == "::1"
-
-
-@pytest.fixture
-def unix_path(tmp_path):
-    """One that is too long for a socket address."""
-    folder = tmp_path / ("d" * 120) / ("e" * 90)
-    folder.mkdir(parents=True)
-    return str(folder / "socket")
-
-
-def test_unix_socket_belongs_to_this_user_alone_however_long_its_path(unix_path):
-    umask = os.umask(0)
-    try:
-        with listen_unix(unix_path) as listener:
-            assert stat.S_IMODE(os.stat(unix_path).st_mode) == 0o600
-            connect(Address(path=unix_path), Deadline(FOREVER)).close()
-            sock, source = accept(listener)
-            sock.close()
-            assert source == f"uid {os.getuid()}"
-        assert os.umask(0) == 0
-    finally:
-        os.umask(umask)
-
-
-def test_socket_file_of_a_dead_server_is_replaced(unix_path):
-    listen_unix(unix_path).close()
-    with pytest.raises(ConnectError, match="connection refused"):
-        connect(Address(path=unix_path), Deadline(FOREVER))
-    with listen_unix(unix_path):
-        connect(Address(path=unix_path), Deadline(FOREVER)).close()
-
-
-def test_socket_of_a_live_server_is_not_taken(unix_path):
-    with listen_unix(unix_path), pytest.raises(ConnectError, match=f"cannot listen on unix:{unix_path}: in use by"):
-        listen_unix(unix_path)
-
-
-def test_socket_of_a_server_that_is_stuck_is_not_taken(tmp_path):
-    path = str(tmp_path / "socket")
-    with socket.socket(socket.AF_UNIX) as stuck, contextlib.ExitStack() as stack:
-        stuck.bind(path)
-        stuck.listen(0)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                sock = stack.enter_context(socket.socket(socket.AF_UNIX))
-                sock.setblocking(False)
-                sock.connect(path)
-        with pytest.raises(ConnectError, match="in use by another server"):
-            listen_unix(path)
-
-
-def test_file_that_is_no_socket_is_left_alone(tmp_path):
-    path = tmp_path / "results.csv"
-    path.write_text("precious")
-    with pytest.raises(ConnectError, match=f"cannot listen on unix:{path}"):
-        listen_unix(str(path))
-    assert path.read_text() == "precious"
-
-
-def test_folder_that_does_not_exist(tmp_path):
-    with pytest.raises(ConnectError, match="No such file or directory"):
-        listen_unix(str(tmp_path / "missing" / "socket"))
-    with pytest.raises(ConnectError, match="No such file or directory"):
-        listen_unix(str(tmp_path / ("m" * 150) / "socket"))
-
-
-def test_accept_without_a_connection_gives_none(tcp_pair):  # noqa: ARG001
-    with listen_tcp("127.0.0.1", [0]) as listener:
-        listener.setblocking(False)
-        assert accept(listener) is None
-
-
-def test_accept_without_a_descriptor_left_is_an_error_and_the_connection_waits():
-    with listen_tcp("127.0.0.1", [0]) as listener:
-        listener.setblocking(False)
-        stream = connect(Address("127.0.0.1", listener.getsockname()[1]), Deadline(FOREVER))
-        lowest = os.dup(0)
-        os.close(lowest)
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-            with pytest.raises(ConnectError, match=os.strerror(errno.EMFILE)):
-                accept(listener)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        sock, _source = accept(listener)
-        sock.close()
-        stream.close()

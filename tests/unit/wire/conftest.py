@@ -1,0 +1,15 @@
+"""What tests of sockets share."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+@pytest.fixture
+def nothing_left():
+    """Check that the test closes all that it opens."""
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    assert set(os.listdir("/proc/self/fd")) == before
