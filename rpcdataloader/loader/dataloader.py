@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -13,13 +14,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
 from rpcdataloader.client.sharing import Partition, current_partition
+from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.local import LocalIterator
 from rpcdataloader.loader.passes import MAX_IN_FLIGHT_BYTES, PassSettings, Progress, check_state, end_pass, to_state
 from rpcdataloader.loader.placement import place
-
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -121,9 +122,10 @@ class RPCDataloader(DataLoader[_T_co]):
         self.max_in_flight_bytes = max_in_flight_bytes
         self.max_retries = max_retries
         if own:
+            self.num_workers = num_workers or 1  # torch refuses a context without workers, and these are some
+            self.multiprocessing_context = multiprocessing_context
             self.num_workers = num_workers
             self.prefetch_factor = 2 if prefetch_factor is None else prefetch_factor
-            self.multiprocessing_context = multiprocessing_context
             # torch does not let this be changed after its own __init__.
             self.__dict__["persistent_workers"] = persistent_workers
             if isinstance(where, Local) and num_workers:
@@ -152,9 +154,9 @@ class RPCDataloader(DataLoader[_T_co]):
     def state_dict(self) -> dict[str, Any]:
         """Where the last iterator of this loader is, for :meth:`load_state_dict`; that of torchdata's loaders.
 
-        It counts what was delivered, not what is being prefetched, and takes some 15 KB: mostly the states of the
-        global generators when the epoch began, which samplers draw from. The states of samplers and of iterable-style
-        datasets that have a ``state_dict()`` of their own are part of it.
+        It counts what was delivered, not what is being prefetched, and takes some 25 KB as JSON, mostly the states of
+        the global generators when the epoch began, from which samplers draw. The states of samplers and of
+        iterable-style datasets that have a ``state_dict()`` of their own are part of it.
         """
         if self._progress is None:
             return dict(self._saved or {"version": 1})
@@ -177,6 +179,16 @@ class RPCDataloader(DataLoader[_T_co]):
             end_pass(settings, state_dict)
         self._saved = copy.deepcopy(state_dict)
         self._progress = None
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        # Accelerate asks this before it replaces a loader by one of torch's, which knows nothing of our workers.
+        if self._where is not None:
+            raise LocalProtocolError(
+                "Accelerate would replace this loader by one without its workers: use "
+                "rpcdataloader.integrations.prepare(accelerator, ...) instead of accelerator.prepare(...)"
+            )
+        return False
 
     @property
     def _is_iterable(self) -> bool:
@@ -211,6 +223,12 @@ class RPCDataloader(DataLoader[_T_co]):
         )
 
     def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator | InlineIterator:
+        if self.pin_memory and self.pin_memory_device:
+            warnings.warn(
+                "pin_memory_device is deprecated, the current accelerator will be used as the device,"
+                f"ignore pin_memory_device='{self.pin_memory_device}'.",
+                stacklevel=3,
+            )
         if isinstance(self._where, Inline):
             local = access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else self.dataset
             return InlineIterator(settings, local, saved, self._reported_length)
@@ -250,7 +268,9 @@ def _check(dataset: object, prefetch_factor: int | None, max_in_flight_bytes: in
             f"dataset of type {type(dataset).__name__} has no __getitem__, which a map-style dataset needs, and is no "
             "IterableDataset"
         )
-    if prefetch_factor is not None and prefetch_factor < 1:
+    if prefetch_factor is not None and prefetch_factor < 0:
+        raise ValueError("prefetch_factor option should be non-negative")
+    if prefetch_factor == 0:
         raise ValueError(f"prefetch_factor must be at least 1, but is {prefetch_factor}")
     if max_in_flight_bytes is not None and max_in_flight_bytes < 1:
         raise ValueError(f"max_in_flight_bytes must be at least 1, but is {max_in_flight_bytes}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
@@ -20,8 +23,8 @@ class RPCDataset(Dataset[Any]):
     """Build ``dataset(*args, **kwargs)`` on the nodes of the workers.
 
     ``len``, indexing and attributes are answered there, one question at a time: to train, give this object to an
-    :class:`~rpcdataloader.RPCDataloader`. Setting an attribute sets it on every node and in every worker. If an
-    ``IterableDataset`` is made, this object is one too.
+    :class:`~rpcdataloader.RPCDataloader`. Setting an attribute sets it on every node and in every worker; a method runs
+    in all of them, and returns what it returned in the first. If an ``IterableDataset`` is made, this is one too.
 
     Args:
         workers: Where the workers are: a list of ``host:port``, ``[v6]:port`` or ``unix:/path``; a string of them
@@ -85,8 +88,17 @@ class RPCDataset(Dataset[Any]):
     def __getattr__(self, name: str) -> Any:
         # Protocols (copying, pickling, numpy's) look for special methods; those are not the dataset's to answer.
         if name.startswith("__") and name.endswith("__"):
+            if name == "__getitems__":
+                self._warn_of_trips()
             raise AttributeError(name)
-        return self._own("_access").query(getattr, name)
+        value = self._own("_access").query(_get_attribute, name)
+        if isinstance(value, _Method):
+            return functools.partial(self._call_method, name)
+        return value
+
+    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        # Everywhere, as it may change the dataset: of a copy that came here, nobody would notice the change.
+        return self._own("_access").change(_call_method, name, args, kwargs)[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._own("_access").change(setattr, name, value)
@@ -113,6 +125,20 @@ class RPCDataset(Dataset[Any]):
             "use RPCDataloader"
         )
 
+    def _warn_of_trips(self) -> None:
+        """Warn, once, that torch loads from this dataset: its loader alone looks for ``__getitems__``, for each batch.
+
+        In a process that torch has started, what comes next is an exception.
+        """
+        if self.__dict__.get("_warned") or isinstance(self._own("_access"), _Inline) or get_worker_info() is not None:
+            return
+        self.__dict__["_warned"] = True
+        warnings.warn(
+            f"{self!r} is loaded by a loader of torch's, in this process: every sample makes a trip of its own. Use "
+            "RPCDataloader; where another library makes the loader, see rpcdataloader.integrations.",
+            stacklevel=6,  # the user's loop: below are this, __getattr__, and three functions of torch
+        )
+
     def _own(self, name: str) -> Any:
         """An attribute of this object itself; in ``__dict__``, so that none of the dataset's is hidden."""
         try:
@@ -126,6 +152,9 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
 
     Iterating over it takes a worker, and gives the samples as they are.
     """
+
+    def __bool__(self) -> bool:
+        return True  # without asking for a length, which it may not have
 
     def __iter__(self) -> Iterator[Any]:
         access = self._own("_access")
@@ -179,6 +208,19 @@ def _check_kind(dataset: Any) -> Any:
 
 def _unchanged(sample: Any) -> Any:
     return sample
+
+
+class _Method:
+    """Stands for a method of the dataset, which is called where the dataset is."""
+
+
+def _get_attribute(dataset: Any, name: str) -> Any:
+    value = getattr(dataset, name)
+    return _Method() if inspect.ismethod(value) and value.__self__ is dataset else value
+
+
+def _call_method(dataset: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return getattr(dataset, name)(*args, **kwargs)
 
 
 def _get_item(dataset: Any, index: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from rpcdataloader.server.processes import num_threads, open_files
 from rpcdataloader.wire.generators import set_states
 from rpcdataloader.wire.pickling import loads
 from rpcdataloader.wire.slabs import Block
+
+# Seconds until a thread that was joined, such as those of a pool, is gone: some instructions, on a busy machine.
+THREAD_END_TIMEOUT = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +121,11 @@ def kind_of(dataset: object) -> str:
 
 def why_not_shared(threads: int, files: set[tuple[int, int]]) -> str | None:
     """Why a dataset cannot be inherited that was built since ``num_threads`` and ``open_files`` said this; or None."""
-    if num_threads() > threads:
-        return "its constructor started threads, which a fork does not copy"
+    end = time.monotonic() + THREAD_END_TIMEOUT
+    while num_threads() > threads:
+        if time.monotonic() > end:
+            return "its constructor started threads, which a fork does not copy"
+        time.sleep(0.001)
     if open_files() - files:
         return "it holds files open, whose position forked workers would share"
     return None

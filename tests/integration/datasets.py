@@ -118,6 +118,10 @@ class State(Numbers):
     def session(self) -> int:
         return os.getppid()
 
+    def set_epoch(self, epoch: int) -> int:
+        self.epoch = epoch
+        return epoch + 1
+
     @property
     def broken(self) -> None:
         raise LookupError("this property is broken")

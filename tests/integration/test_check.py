@@ -421,7 +421,8 @@ def test_sample_that_ends_its_worker_is_named(check):
     """
     status, output = check(source)
     assert status == 1
-    assert re.search(r"exited with status 3; it was loading batch 7 \(indices 19\)", line_of(output, "samples"))
+    line = line_of(output, "samples")
+    assert re.search(r"batch 7 \(indices 19\) has ended 3 workers in a row: .* exited with status 3", line)
 
 
 def test_nobody_at_the_address(check, monkeypatch):

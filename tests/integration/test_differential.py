@@ -8,7 +8,6 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from rpcdataloader.errors import LocalProtocolError, RemoteError, SerializationE
 from tests.conftest import descendants, wait_until
 from tests.integration.comparison import assert_same
 from tests.integration.datasets import Augmented, Failing, Gated, Numbers, State
-from tests.integration.differential import OURS, Row, steps
+from tests.integration.differential import OURS, steps
 from tests.integration.differential_rows import DRAWS, ROWS, STREAMS, fail_to_begin
 from tests.integration.quick import quick_server
 from tests.integration.zygote import Zygote

@@ -3,12 +3,14 @@
 A page reads like one session. Its ``python`` blocks are one script, and its ``console`` blocks are typed in the folder
 of that script, where ``node01`` and ``node02`` are node servers of the tests. What a block prints is compared with the
 lines below each command, or with the ``text`` block marked ``<!-- output -->``; ``...`` stands for anything. Further
-marks above a block: ``<!-- file: NAME -->``, to save it under a name, and ``<!-- not run: reason -->``.
+marks above a block: ``<!-- file: NAME -->``, to save it under a name, and ``<!-- not run: reason -->``. A page with the
+line ``<!-- needs: MODULE -->`` is run where that module is installed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import shlex
@@ -31,7 +33,15 @@ from tests.conftest import READY_LINE, TIMEOUT_SCALE, wait_until
 from tests.integration.zygote import Script, Zygote
 
 ROOT = Path(__file__).parents[2]
-PAGES = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+# By their path below docs.
+PAGES = {
+    "README.md": (ROOT / "README.md").read_text(),
+    **{
+        str(path.relative_to(ROOT / "docs")): path.read_text()
+        for folder in ("docs", "docs/integrations")
+        for path in sorted((ROOT / folder).glob("*.md"))
+    },
+}
 
 # What no test can run. A block that is added to these is a change here, too.
 NOT_RUN = {
@@ -201,6 +211,15 @@ def desk(tmp_path, zygote, shared_server, second_server) -> Iterator[Desk]:
     desk.check_nothing_is_left()
 
 
+@pytest.fixture
+def needs(page):
+    """Skip a page about a library that is not installed; importing it here would take seconds."""
+    for module in re.findall(r"^<!-- needs: (\S+) -->$", PAGES[page], re.MULTILINE):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+
+
+@pytest.mark.usefixtures("needs")
 @pytest.mark.parametrize("page", pages_with(lambda block: block.language == "python" and "file" not in block.marks))
 def test_python_of_page_runs(page, desk):
     # As many lines as the page, so that a traceback names a line of it.
@@ -222,6 +241,7 @@ def is_typed(block: Block) -> bool:
     return block.language == "console" and any(not is_launch(command) for command, _ in block.commands)
 
 
+@pytest.mark.usefixtures("needs")
 @pytest.mark.parametrize("page", pages_with(is_typed))
 def test_commands_of_page_run(page, desk):
     for block in blocks_of(page):
@@ -356,6 +376,6 @@ def test_common_errors_are_exceptions_of_the_package_or_of_python():
 
 def test_links_lead_somewhere():
     for page, text in PAGES.items():
-        folder = ROOT if page == "README.md" else ROOT / "docs"
+        folder = ROOT if page == "README.md" else (ROOT / "docs" / page).parent
         for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
             assert "://" in target or (folder / target).exists(), f"{page} links to {target}"

@@ -1,0 +1,139 @@
+"""Keep the workers with libraries that rebuild loaders: Hugging Face Accelerate, and the Trainer of Transformers.
+
+Both replace a loader by one of torch's, made from its attributes, which would load in this process or on this machine.
+What is here lets the library do so, for all that it adds (shards, devices, the end of an epoch), and then puts an
+:class:`~rpcdataloader.RPCDataloader` with the same sampler in the place of the loader inside. A library is imported
+when something is called that needs it. Lightning keeps the class of a loader, and needs nothing of this.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from rpcdataloader.loader.dataloader import RPCDataloader
+from rpcdataloader.loader.dataset import RPCDataset
+
+# Which samples a batch has is up to the loader that the library makes.
+_SAMPLING = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+_OPTIONS = [name for name in inspect.signature(RPCDataloader).parameters if name not in _SAMPLING]
+
+
+def prepare(accelerator: Any, *objects: Any) -> Any:
+    """``accelerator.prepare(*objects)``, in which an :class:`~rpcdataloader.RPCDataloader` keeps its workers.
+
+    The loader is split among the processes, and its batches are moved to the device, as ``accelerator`` is configured.
+    From then on, ``accelerator.skip_first_batches`` is :func:`skip_first_batches`.
+
+    Returns:
+        As ``accelerator.prepare``: the prepared object, or a tuple of them in the same order.
+
+    Raises:
+        ValueError: An iterable-style :class:`~rpcdataloader.RPCDataset` is to be split by each process for itself.
+    """
+    # A prepared loader passes for the one inside, but its type tells.
+    loaders = [found if issubclass(type(found), RPCDataloader) else None for found in objects]
+    prepared = accelerator.prepare(
+        *(found if loader is None else _plain(loader) for found, loader in zip(objects, loaders, strict=True))
+    )
+    results = prepared if isinstance(prepared, tuple) else (prepared,)
+    for result, loader in zip(results, loaders, strict=True):
+        if loader is not None:
+            _use_workers(result, loader)
+            sampler = result.get_sampler()
+            if hasattr(sampler, "initial_seed") and sampler.generator is None:
+                # Accelerate's seedable sampler would make its generator in the first epoch, and seeds it in each; but
+                # load_state_dict() comes before.
+                sampler.generator = torch.Generator()
+    accelerator.skip_first_batches = skip_first_batches
+    return prepared
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """``accelerate.skip_first_batches``, after which a prepared loader still has its workers.
+
+    What is skipped is not loaded. Loaders without workers of this package are left to Accelerate.
+    """
+    skip = importlib.import_module("accelerate").skip_first_batches
+    loader = getattr(dataloader, "base_dataloader", None)
+    if not isinstance(loader, RPCDataloader):
+        return skip(dataloader, num_batches)
+    # The new one is made from what is inside.
+    dataloader.base_dataloader = _plain(loader)
+    try:
+        skipped = skip(dataloader, num_batches)
+    finally:
+        dataloader.base_dataloader = loader
+    return _use_workers(skipped, loader)
+
+
+class TrainerMixin:
+    """Let a ``Trainer`` of Transformers load with workers: ``class RPCTrainer(TrainerMixin, Trainer): pass``.
+
+    Sampling, collating and the arguments ``dataloader_*`` are the Trainer's. The datasets are
+    :class:`RPCDatasets <rpcdataloader.RPCDataset>`, or ordinary ones, which are sent to :attr:`workers`;
+    ``dataloader_num_workers`` means what ``num_workers`` means to an :class:`~rpcdataloader.RPCDataloader`.
+
+    Attributes:
+        workers: Where the workers of ordinary datasets are, as for :class:`~rpcdataloader.RPCDataloader`.
+    """
+
+    workers: str | Iterable[str] | None = None
+
+    def get_train_dataloader(self) -> Any:
+        # To go on in the middle of an epoch, a Trainer skips by this function, and offers no other way to choose it.
+        importlib.import_module("transformers.trainer").skip_first_batches = skip_first_batches  # type: ignore[attr-defined]
+        parent: Any = super()
+        return self._keep_workers(parent.get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        parent: Any = super()
+        return self._keep_workers(parent.get_eval_dataloader(eval_dataset))
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        parent: Any = super()
+        return self._keep_workers(parent.get_test_dataloader(test_dataset))
+
+    def _keep_workers(self, prepared: Any) -> Any:
+        loader = prepared.base_dataloader
+        if isinstance(loader, RPCDataloader):  # one that the Trainer has kept
+            return prepared
+        # The Trainer's function to seed workers is without effect, as every sample is seeded.
+        return _use_workers(
+            prepared,
+            loader,
+            worker_init_fn=None,
+            workers=None if isinstance(loader.dataset, RPCDataset) else self.workers,
+        )
+
+
+def _sampling(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Arguments for another loader of the same batches."""
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        return {"batch_sampler": loader.batch_sampler}
+    sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
+    return {"batch_size": loader.batch_size, "sampler": sampler, "drop_last": loader.drop_last}
+
+
+def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A loader of torch's for Accelerate to take apart; without what torch refuses where it has no workers."""
+    return DataLoader(loader.dataset, **_sampling(loader), collate_fn=loader.collate_fn, generator=loader.generator)
+
+
+def _use_workers(prepared: Any, options_of: DataLoader[Any], **changes: Any) -> Any:
+    """Put an ``RPCDataloader`` into a loader that Accelerate has made, which is returned."""
+    inside = prepared.base_dataloader
+    if isinstance(options_of.dataset, RPCDataset) and inside.dataset is not options_of.dataset:
+        raise ValueError(
+            "Accelerate cannot split an iterable-style RPCDataset among processes: let it dispatch the batches of one, "
+            "DataLoaderConfiguration(dispatch_batches=True)"
+        )
+    options = {name: getattr(options_of, name) for name in _OPTIONS if hasattr(options_of, name)}
+    prepared.base_dataloader = RPCDataloader(inside.dataset, **_sampling(inside), **{**options, **changes})
+    prepared.dl_state_dict = prepared.base_dataloader.state_dict()
+    return prepared

@@ -1,0 +1,204 @@
+"""Iterable-style datasets with workers. What torch does, row by row, is in the table of differential tests."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from tests.conftest import wait_until
+from tests.integration.datasets import notes
+from tests.integration.streams import Broken, Drawn, Informed, Parts
+
+
+def as_is(samples):
+    return samples
+
+
+def in_turn(streams):
+    """One of each in turn; who has no more is left out."""
+    rows = itertools.zip_longest(*streams)
+    return [batch for row in rows for batch in row if batch is not None]
+
+
+def batches_of(sizes, batch_size, drop_last):
+    """The batches of each stream."""
+    streams = []
+    for stream, size in enumerate(sizes):
+        samples = [100 * stream + number for number in range(size)]
+        batches = [samples[start : start + batch_size] for start in range(0, size, batch_size)]
+        streams.append([batch for batch in batches if len(batch) == batch_size or not drop_last])
+    return streams
+
+
+SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=5)
+QUICK = settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # making a failure smaller may take minutes
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@QUICK
+@given(sizes=SIZES, batch_size=st.integers(1, 4), drop_last=st.booleans(), prefetch_factor=st.integers(1, 3))
+def test_batches_of_streams_come_in_turn(wide_servers, sizes, batch_size, drop_last, prefetch_factor):
+    loader = RPCDataloader(
+        Parts(sizes),
+        batch_size,
+        drop_last=drop_last,
+        collate_fn=as_is,
+        prefetch_factor=prefetch_factor,
+        num_workers=len(sizes),
+        workers=wide_servers[0].address,
+    )
+    assert list(loader) == in_turn(batches_of(sizes, batch_size, drop_last))
+
+
+@QUICK
+@given(sizes=SIZES, max_in_flight_bytes=st.sampled_from([None, 1]))
+def test_in_any_order_each_stream_keeps_its_own(wide_servers, sizes, max_in_flight_bytes):
+    loader = RPCDataloader(
+        Parts(sizes),
+        2,
+        in_order=False,
+        collate_fn=as_is,
+        num_workers=len(sizes),
+        workers=wide_servers[0].address,
+        max_in_flight_bytes=max_in_flight_bytes,
+    )
+    batches = list(loader)
+    found = [[batch for batch in batches if batch[0] // 100 == stream] for stream in range(len(sizes))]
+    assert found == batches_of(sizes, 2, False)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_limit_of_bytes_stops_nobody(wide_servers, in_order):
+    loader = RPCDataloader(
+        Parts([5, 0, 3]),
+        None,
+        in_order=in_order,
+        max_in_flight_bytes=1,
+        num_workers=3,
+        workers=wide_servers[0].address,
+    )
+    assert len(list(loader)) == 8
+
+
+def test_worker_info_is_torchs(wide_servers):
+    addresses = [server.address for server in wide_servers]
+    for loader in (
+        RPCDataloader(Informed([2, 2, 2]), None, num_workers=3, workers=addresses, collate_fn=as_is),
+        RPCDataloader(RPCDataset(addresses, Informed, [2, 2, 2]), None, num_workers=3, collate_fn=as_is),
+    ):
+        samples = list(loader)
+        assert [sample[:2] for sample in samples] == [(0, 3), (1, 3), (2, 3)] * 2
+        assert len({seed - worker_id for worker_id, _, seed, _, _ in samples}) == 1
+        assert all(is_own for *_, is_own, _ in samples)
+        assert len({pid for *_, pid in samples}) == 3
+
+
+def test_factory_gives_what_an_instance_gives(wide_servers):
+    address = wide_servers[0].address
+    instance = RPCDataloader(Parts([3, 1]), 2, num_workers=2, workers=address)
+    factory = RPCDataloader(RPCDataset(address, Parts, [3, 1]), 2, num_workers=2)
+    lazily = RPCDataloader(RPCDataset(address, lambda: Parts([3, 1])), 2, num_workers=2)
+    assert [batch.tolist() for batch in instance] == [[0, 1], [100], [2]]
+    for loader in factory, lazily:
+        assert [batch.tolist() for batch in loader] == [[0, 1], [100], [2]]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_every_epoch_begins_at_the_beginning(wide_servers, persistent):
+    loader = RPCDataloader(
+        Informed([3, 1]), None, num_workers=2, workers=wide_servers[0].address, persistent_workers=persistent
+    )
+    pids = []
+    for count in (4, 1, 4, 0, 4):
+        samples = list(itertools.islice(loader, count)) if count < 4 else list(loader)
+        assert [sample[0] for sample in samples] == [0, 1, 0, 0][:count]
+        pids.append({sample[-1] for sample in samples})
+    assert (pids[0] == pids[2] == pids[4]) == persistent
+
+
+def test_random_numbers_repeat_with_the_seed_and_differ_between_streams_and_epochs(seeded_loader):
+    first, again = (
+        seeded_loader(Drawn([3, 3]), prefetch_factor=prefetch_factor, persistent_workers=True)
+        for prefetch_factor in (1, 3)
+    )
+    once = list(first)
+    assert once == list(again)
+    second = list(first)
+    assert second == list(again)
+    draws = Counter(draw for sample in once + second for draw in map(float, sample[2:]))
+    assert max(draws.values()) == 1
+
+
+@pytest.fixture
+def seeded_loader(wide_servers):
+    def make(dataset, **options):
+        generator = torch.Generator().manual_seed(3)
+        address = wide_servers[0].address
+        return RPCDataloader(dataset, None, num_workers=2, workers=address, generator=generator, **options)
+
+    return make
+
+
+def outcomes(iterator):
+    """Samples and errors, until the end."""
+    found = []
+    while True:
+        try:
+            found.append(next(iterator))
+        except StopIteration:
+            return found
+        except Exception as exc:
+            found.append(str(exc))
+
+
+def test_errors_take_the_place_of_a_batch_and_the_others_go_on(wide_servers):
+    loader = RPCDataloader(Broken([4, 4, 5]), None, num_workers=3, workers=wide_servers[0].address, collate_fn=as_is)
+    # Without an iterator there is nothing more of worker 1. Nobody asks worker 0's generator too often.
+    refused, bad = "the folder of worker 1 cannot be read", "a bad record"
+    expected = in_turn(
+        [[0, 1, 2, 3], [refused], [200, 201, bad, 203, 204]],
+    )
+    for _epoch in range(2):
+        assert outcomes(iter(loader)) == expected
+
+
+def test_worker_at_the_end_of_its_stream_is_not_needed_any_more(serve, caplog):
+    loader = RPCDataloader(Informed([1, 30]), None, num_workers=2, workers=serve("--num-workers", "2").address)
+    iterator = iter(loader)
+    samples = [next(iterator) for _ in range(4)]
+    done, busy = samples[0], samples[1]
+    os.kill(done[-1], signal.SIGKILL)
+    wait_until(lambda: len(iterator._run._alive) == 1, what="loss of the worker")
+    samples += iterator
+    assert [sample[-1] for sample in samples] == [done[-1]] + [busy[-1]] * 30
+    assert "another worker starts" not in caplog.text
+
+
+def test_dataset_on_a_node_can_be_iterated_over(wide_servers, tmp_path):
+    log = str(tmp_path / "log")
+    dataset = RPCDataset(wide_servers[0].address, Parts, [30], log)
+    for _ in range(2):
+        assert list(dataset) == list(range(30))
+    iterator = iter(dataset)
+    assert [next(iterator), next(iterator)] == [0, 1]
+    del iterator
+    assert len(notes(log)) < 80  # it was not read to its end
+    with pytest.raises(TypeError, match="has no len"):
+        len(dataset)
+
+
+def test_dataset_of_this_process_can_be_iterated_over():
+    assert list(RPCDataset("inline", Parts, [3])) == [0, 1, 2]

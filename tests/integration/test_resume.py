@@ -1,0 +1,667 @@
+"""A pass that was interrupted goes on as if it had not been: in a new process, with other workers, on other ranks."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
+from tests.integration.comparison import assert_same
+from tests.integration.datasets import Augmented, Failing, Numbers, Recorded, augment_batch, notes
+from tests.integration.streams import Buffered, Drawn, Parts, Seekable
+
+SIZE = 20
+QUICK = settings(
+    max_examples=15,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # making a failure smaller may take minutes
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+# The trainer
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def generators():
+    """Where the trainer's global generators are."""
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def restore(states) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+def through_json(state):
+    return json.loads(json.dumps(state))
+
+
+def through_torch(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def train(make, stops, num_epochs, where, keep=through_json):
+    """Batches of some epochs, in a process that is interrupted after so many batches of all, and goes on elsewhere.
+
+    Args:
+        make: Makes the loader in a new process; called with one of ``where``, in turn.
+        stops: Numbers of batches, ascending. With a half more, an epoch that ends there is told to the loop first.
+    """
+    seed(5)
+    places = itertools.cycle(where)
+    loader = make(next(places))
+    batches, stops, epoch = [], list(stops), 0
+    while epoch < num_epochs:
+        if hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            batches.append(batch)
+            if stops and len(batches) >= stops[0]:
+                break
+        else:
+            epoch += 1
+        if stops and len(batches) >= stops[0] - 0.5:
+            stops.pop(0)
+            saved, trainer = keep(loader.state_dict()), generators()
+            seed(99)
+            loader = make(next(places))
+            loader.load_state_dict(saved)
+            assert keep(loader.state_dict()) == saved
+            restore(trainer)
+    return batches
+
+
+# Samplers
+
+
+class Counted(BatchSampler):
+    """With a state of its own, in the way of many: how much it has given."""
+
+    def __init__(self):
+        super().__init__(range(SIZE), 3, False)
+        self.given = 0
+        self.first = 0
+        self.asked = []
+
+    def __iter__(self):
+        self.given, self.first = self.first, 0
+        for batch in itertools.islice(super().__iter__(), self.given, None):
+            self.given += 1
+            self.asked.append(batch)
+            yield batch
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.first = state["given"]
+
+
+class Walk:
+    """An iterator with a state: a walk that nobody else can repeat, and that changes its state in place."""
+
+    def __init__(self):
+        self.state = {"generator": random.Random(3).getstate(), "given": [0]}
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.state["given"][0] == 15:
+            raise StopIteration
+        self.state["given"][0] += 1
+        generator = random.Random()
+        generator.setstate(to_tuples(self.state["generator"]))
+        number = generator.randrange(SIZE)
+        self.state["generator"] = generator.getstate()
+        return number
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def to_tuples(state):
+    return state[0], tuple(state[1]), state[2]
+
+
+class Walks:
+    def __iter__(self):
+        return Walk()
+
+
+class Epochs:
+    """Its own generator goes on from epoch to epoch."""
+
+    def __init__(self):
+        self.generator_state = to_tuples(random.Random(1).getstate())
+        self.left = None
+
+    def __iter__(self):
+        if self.left is None:
+            generator = random.Random()
+            generator.setstate(to_tuples(self.generator_state))
+            self.left = generator.sample(range(SIZE), 12)
+            self.generator_state = generator.getstate()
+        while self.left:
+            yield self.left.pop()
+        self.left = None
+
+    def state_dict(self):
+        return self.__dict__
+
+    def load_state_dict(self, state):
+        self.__dict__.update(state)
+
+
+class Buckets:
+    """Batches of any size, in an order of numpy's and python's generators."""
+
+    def __iter__(self):
+        order = list(np.random.permutation(7))
+        random.shuffle(order)
+        return iter([tuple(range(int(number) + 1)) for number in order])
+
+
+def own(number=4):
+    return torch.Generator().manual_seed(number)
+
+
+SAMPLERS = {
+    "in order": lambda: {"batch_size": 3},
+    "dropping the last": lambda: {"batch_size": 3, "drop_last": True},
+    "shuffled": lambda: {"batch_size": 3, "shuffle": True},
+    "shuffled by a generator": lambda: {"batch_size": 3, "shuffle": True, "generator": own()},
+    "without batches": lambda: {"batch_size": None, "shuffle": True},
+    "with replacement": lambda: {"batch_size": 4, "sampler": RandomSampler(range(SIZE), True, 33)},
+    "more than there is": lambda: {"batch_size": 4, "sampler": RandomSampler(range(SIZE), num_samples=33)},
+    "two generators": lambda: {
+        "batch_size": 2,
+        "sampler": RandomSampler(range(SIZE), generator=own(1)),
+        "generator": own(2),
+    },
+    "weighted": lambda: {"batch_size": 4, "sampler": WeightedRandomSampler([1.0, 2.0, 3.0], 17)},
+    "subset": lambda: {"batch_size": 2, "sampler": SubsetRandomSampler(range(3, 14), own())},
+    "distributed": lambda: {"batch_size": 2, "sampler": DistributedSampler(Numbers(SIZE), 2, 1)},
+    "resumable": lambda: {"batch_size": 2, "sampler": ResumableDistributedSampler(range(SIZE), 2, 1)},
+    "resumable, dropping": lambda: {
+        "batch_size": 3,
+        "drop_last": True,
+        "sampler": ResumableDistributedSampler(range(SIZE), 3, 0, drop_last=True),
+    },
+    "list": lambda: {"batch_size": 3, "sampler": [5, 5, 2, 7, 1, 0, 9]},
+    "buckets": lambda: {"batch_sampler": Buckets()},
+    "counted": lambda: {"batch_sampler": Counted()},
+    "walk": lambda: {"batch_size": None, "sampler": Walks()},
+    "epochs": lambda: {"batch_size": 3, "sampler": Epochs()},
+}
+
+
+@pytest.fixture(scope="module")
+def address(wide_servers):
+    return wide_servers[0].address
+
+
+def maker(address, options, dataset=Augmented, **more):
+    def make(where):
+        collate_fn = None if options().get("batch_size", 1) is None else augment_batch
+        given = {"collate_fn": collate_fn, **options(), **more}
+        if where == "inline":
+            return RPCDataloader(dataset(), workers="inline", **given)
+        return RPCDataloader(dataset(), workers=address, num_workers=where, **given)
+
+    return make
+
+
+PLACES = st.lists(st.sampled_from(["inline", 1, 2, 5]), min_size=1, max_size=3)
+STOPS = st.lists(st.integers(1, 30), max_size=3, unique=True).map(sorted)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@settings(QUICK, max_examples=2)
+@given(data=st.data())
+def test_rest_and_next_epochs_are_the_same_bit_for_bit(address, name, data):
+    persistent = data.draw(st.booleans())
+    keep = data.draw(st.sampled_from([through_json, through_torch]))
+    make = maker(address, SAMPLERS[name], persistent_workers=persistent)
+    expected = train(make, [], 2, ["inline"])
+    half = len(expected) // 2
+    assert half >= 2
+    stops = st.sampled_from([half, half + 0.5]) | st.integers(1, len(expected) - 1)
+    stops = sorted(data.draw(st.sets(stops, min_size=1, max_size=3)))
+    if name == "walk":
+        keep = dict  # not plain, as its own state is not
+    assert_same(train(make, stops, 2, data.draw(PLACES), keep), expected)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_without_workers_the_samples_are_the_same(address, name):
+    """Random numbers of samples are the trainer's then."""
+
+    def make(where):
+        if where == 0:
+            return RPCDataloader(Numbers(), **SAMPLERS[name]())
+        return RPCDataloader(Numbers(), workers=address, num_workers=where, **SAMPLERS[name]())
+
+    keep = dict if name == "walk" else through_json
+    expected = train(make, [], 2, [0])
+    half = len(expected) // 2
+    stops = [1, half - 1, half, half + 0.5, half + 2]
+    assert_same(train(make, stops, 2, [0, 2], keep), expected)
+    assert_same(train(make, stops, 2, [0], keep), expected)
+
+
+@pytest.mark.parametrize("first", ["inline", 2])
+def test_pass_of_persistent_workers_goes_on_without_workers(address, first):
+    def make(where):
+        options = SAMPLERS["shuffled"]()
+        if where == 0:
+            return RPCDataloader(Numbers(), **options)
+        if where == "inline":
+            return RPCDataloader(Numbers(), workers=where, persistent_workers=True, **options)
+        return RPCDataloader(Numbers(), workers=address, persistent_workers=True, **options)
+
+    expected = train(make, [], 2, [first])
+    assert_same(train(make, [9], 2, [first, 0]), expected)
+
+
+@pytest.mark.parametrize("where", ["inline", 2])
+@pytest.mark.parametrize("name", ["shuffled", "shuffled by a generator", "counted", "epochs"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_finished_epoch_is_followed_by_the_next_one(address, name, persistent, where):
+    make = maker(address, SAMPLERS[name], persistent_workers=persistent)
+    expected = train(make, [], 3, ["inline"])
+    third = len(expected) // 3
+    assert_same(train(make, [third + 0.5, 2 * third + 0.5], 3, [where]), expected)
+
+
+# Iterable-style datasets
+
+STREAMS = {"Parts": Parts, "Drawn": Drawn, "Buffered": Buffered, "Seekable": Seekable}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+@settings(QUICK, max_examples=4)
+@given(data=st.data())
+def test_streams_go_on_where_they_were(wide_servers, kind, data):
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any))
+    batch_size = data.draw(st.sampled_from([None, 1, 3]))
+    drop_last = batch_size is not None and data.draw(st.booleans())
+
+    def make(where):
+        return RPCDataloader(
+            STREAMS[kind](sizes), batch_size, drop_last=drop_last, num_workers=len(sizes), workers=where.address,
+            collate_fn=lambda samples: samples,
+        )  # fmt: skip
+
+    expected = train(make, [], 2, wide_servers)
+    stops = st.integers(1, max(len(expected) - 1, 1)) | st.just(len(expected) // 2 + 0.5)
+    stops = sorted(data.draw(st.sets(stops, max_size=3)))
+    assert_same(train(make, stops, 2, wide_servers), expected)
+
+
+@pytest.mark.parametrize("kind", ["Parts", "Buffered", "Seekable"])
+def test_one_stream_goes_on_with_and_without_workers(address, kind):
+    def make(where):
+        options = {0: {}, "inline": {"workers": "inline"}, 1: {"workers": address, "num_workers": 3}}[where]
+        return RPCDataloader(STREAMS[kind]([9]), 2, collate_fn=lambda samples: samples, **options)
+
+    for where in [(0, 1, "inline"), ("inline", 0, 1)]:
+        samples = list(itertools.chain.from_iterable(train(make, [1, 3], 1, where)))
+        # Random numbers without workers are the trainer's.
+        assert (sorted(samples) if kind == "Buffered" else samples) == list(range(9))
+
+
+@pytest.mark.parametrize("kind", ["Parts", "Buffered", "Seekable"])
+def test_only_a_stream_without_a_state_is_read_again(address, tmp_path, kind):
+    logs = [str(tmp_path / name) for name in ("first", "second")]
+    first, second = (RPCDataloader(STREAMS[kind]([20, 20], log), None, num_workers=2, workers=address) for log in logs)
+    rest = list(itertools.islice(first, 10)) and first.state_dict()
+    second.load_state_dict(rest)
+    assert len(list(second)) == 30
+    # Of the 10 samples before, those in a shuffle buffer have been read, too.
+    assert len(notes(logs[1])) == {"Parts": 40, "Seekable": 30, "Buffered": 24}[kind]
+
+
+def test_streams_in_any_order_go_on(address):
+    def make():
+        return RPCDataloader(Parts([7, 2, 5]), None, in_order=False, num_workers=3, workers=address)
+
+    loader, rest = make(), make()
+    samples = list(itertools.islice(loader, 6))
+    rest.load_state_dict(through_json(loader.state_dict()))
+    samples += rest
+    expected = [100 * stream + number for stream, size in enumerate([7, 2, 5]) for number in range(size)]
+    assert sorted(samples) == expected
+
+
+def test_streams_go_on_where_there_are_fewer_workers(address, serve):
+    sizes = [5, 5, 5, 5]
+    loader = RPCDataloader(Drawn(sizes), None, num_workers=4, workers=address)
+    expected = list(loader)
+    seed(1)
+    expected = list(loader)
+    seed(1)
+    samples = list(itertools.islice(loader, 6))
+    rest = RPCDataloader(Drawn(sizes), None, workers=serve("--num-workers", "1").address)
+    rest.load_state_dict(loader.state_dict())
+    assert_same(samples + list(rest), expected)
+
+
+# Ranks
+
+
+def test_state_of_one_rank_is_good_for_all(address):
+    def make(rank, where):
+        sampler = DistributedSampler(Numbers(SIZE), 2, rank, seed=3)
+        sampler.set_epoch(1)
+        return RPCDataloader(Augmented(), 2, sampler=sampler, partition=(rank, 2), **where)
+
+    where = {"workers": "inline"}, {"workers": address}
+    seed(2)
+    before = generators()
+    expected = []
+    for rank in range(2):
+        restore(before)
+        expected.append(list(make(rank, where[0])))
+    restore(before)
+    first = make(0, where[1])
+    list(itertools.islice(first, 3))
+    for rank in range(2):
+        rest = make(rank, where[1 - rank])
+        rest.load_state_dict(through_json(first.state_dict()))
+        assert_same(list(rest), expected[rank][3:])
+
+
+@pytest.mark.parametrize(("shuffle", "drop_last"), [(True, False), (False, True)])
+@settings(QUICK, max_examples=3)
+@given(sizes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 3)), min_size=1, max_size=3))
+def test_other_ranks_go_on_with_what_nobody_has_seen(address, shuffle, drop_last, sizes):
+    """For each interruption: number of ranks, batch size, number of batches."""
+    size = 29
+
+    def make(rank, num_ranks, batch_size):
+        sampler = ResumableDistributedSampler(range(size), num_ranks, rank, shuffle, seed=1, drop_last=drop_last)
+        sampler.set_epoch(2)
+        where = {"workers": address} if rank == 1 else {"workers": "inline"}
+        return RPCDataloader(Augmented(size), batch_size, sampler=sampler, **where)
+
+    seed(4)
+    before = generators()
+    (whole,) = RPCDataloader(Augmented(size), size, workers="inline")
+    order = list(range(size))
+    if shuffle:
+        order = torch.randperm(size, generator=own(1 + 2)).tolist()
+    draws = whole["draws"].tolist()  # they belong to the place, whichever sample is there
+
+    saved, start, seen = None, 0, {}
+    for num_ranks, batch_size, num_batches in [*sizes, (2, 2, size)]:
+        states = []
+        for rank in range(num_ranks):
+            restore(before)
+            loader = make(rank, num_ranks, batch_size)
+            if saved is not None:
+                loader.load_state_dict(saved)
+            for number, batch in enumerate(itertools.islice(loader, num_batches)):
+                for k, sample in enumerate(zip(batch["index"].tolist(), batch["draws"].tolist(), strict=True)):
+                    place = start + (number * batch_size + k) * num_ranks + rank
+                    assert place not in seen
+                    seen[place] = sample
+            states.append(through_json(loader.state_dict()))
+        saved = states[-1]
+        assert all(state["start"] == saved["start"] for state in states)
+        start = saved["start"]["sampler"]["start"]
+        if saved["finished"]:
+            break
+    # Beyond the end is padding, or some samples before it are left out.
+    assert sorted(seen) == list(range(len(seen)))
+    assert -1 <= len(seen) - size <= 0 if drop_last else 0 <= len(seen) - size <= 3
+    for place in range(min(size, len(seen))):
+        assert seen[place] == (order[place], draws[place])
+
+
+# What is loaded, and what is left alone
+
+
+def test_nothing_is_loaded_twice_but_what_was_on_its_way(address, tmp_path):
+    logs = [str(tmp_path / name) for name in ("first", "second")]
+    first, second = (RPCDataloader(RPCDataset(address, Recorded, 40, log, 1), 4, num_workers=2) for log in logs)
+    iterator = iter(first)
+    for _ in range(5):
+        next(iterator)
+    second.load_state_dict(first.state_dict())
+    assert len(list(second)) == 5
+    loaded = [int(line.split()[0]) for line in notes(logs[1])]
+    assert sorted(loaded) == list(range(20, 40))
+
+
+def test_what_was_delivered_ahead_is_not_loaded_again(address):
+    # Which batches overtake others is chance, so the state is made up.
+    loader = RPCDataloader(Numbers(SIZE), 2, in_order=False, workers="inline")
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    state["ahead"] = {"2": 2, "9": 2}
+    for where in {"workers": "inline"}, {"workers": address}, {}:
+        rest = RPCDataloader(Numbers(SIZE), 2, in_order=False, **where)
+        rest.load_state_dict(through_json(state))
+        batches = sorted(batch.tolist() for batch in rest)
+        assert batches == [[2 * number, 2 * number + 1] for number in (1, 3, 4, 5, 6, 7, 8)]
+        assert rest.state_dict()["num_batches"] == 10
+        assert rest.state_dict()["ahead"] == {}
+
+
+@settings(QUICK, max_examples=5)
+@given(stop=st.integers(0, 7))
+def test_any_order_delivers_everything_once(address, stop):
+    def make():
+        return RPCDataloader(Numbers(SIZE), 3, shuffle=True, in_order=False, workers=address, num_workers=3)
+
+    loader, rest = make(), make()
+    batches = list(itertools.islice(loader, stop))
+    rest.load_state_dict(through_json(loader.state_dict()))
+    batches += rest
+    assert sorted(torch.cat(batches).tolist()) == list(range(SIZE))
+
+
+@pytest.mark.parametrize("where", [{"workers": "inline"}, {"num_workers": 2}, {}])
+def test_going_on_leaves_the_global_generators_alone(address, where):
+    if "num_workers" in where:
+        where = {"workers": address, **where}
+    loader = RPCDataloader(Numbers(), 3, shuffle=True, **where)
+    for stop in (0, 2):
+        iterator = iter(loader)
+        for _ in range(stop):
+            next(iterator)
+        rest = RPCDataloader(Numbers(), 3, shuffle=True, **where)
+        rest.load_state_dict(loader.state_dict())
+        seed(12)
+        before = generators()
+        assert len(list(rest)) == 7 - stop
+        assert_same(generators(), before)
+
+
+def test_interrupted_batch_is_not_delivered():
+    class Interrupted(Numbers):
+        def __getitem__(self, index):
+            if index == 4 and interrupts:
+                raise interrupts.pop()
+            return index
+
+    for where in {}, {"workers": "inline"}:
+        interrupts = [KeyboardInterrupt()]
+        loader = RPCDataloader(Interrupted(9), **where)
+        with pytest.raises(KeyboardInterrupt):
+            list(loader)
+        rest = RPCDataloader(Interrupted(9), **where)
+        rest.load_state_dict(loader.state_dict())
+        assert [int(number) for number in rest] == [4, 5, 6, 7, 8]
+
+
+def test_error_takes_the_place_of_its_batch(address):
+    for where in {}, {"workers": "inline"}, {"workers": address}:
+        loader = RPCDataloader(Failing(6, {2: (LookupError, "two")}), **where)
+        with pytest.raises(LookupError):
+            list(loader)
+        rest = RPCDataloader(Failing(6, {2: (LookupError, "two")}), **where)
+        rest.load_state_dict(loader.state_dict())
+        assert [int(number) for number in rest] == [3, 4, 5]
+
+
+def test_state_of_the_beginning_and_of_the_end(address):
+    for where in {}, {"workers": "inline"}, {"workers": address}:
+        loader = RPCDataloader(Numbers(4), **where)
+        for _epoch in range(2):
+            other = RPCDataloader(Numbers(4), **where)
+            other.load_state_dict(through_json(loader.state_dict()))
+            assert [int(number) for number in other] == [0, 1, 2, 3]
+            assert [int(number) for number in loader] == [0, 1, 2, 3]
+        # All batches are there, but the loop has not been told that this was the end.
+        iterator = iter(loader)
+        for _ in range(4):
+            next(iterator)
+        other.load_state_dict(loader.state_dict())
+        assert list(other) == []
+        assert [int(number) for number in other] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("where", [{}, {"workers": "inline"}])
+def test_state_stays_as_it_was_when_the_loader_goes_on(where):
+    fails = [False, False]
+
+    def collate(samples):
+        if fails.pop():
+            raise LookupError
+        return samples
+
+    loader = RPCDataloader(Buffered([9]), 2, collate_fn=collate, **where)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    before = through_json(state)
+    next(iterator)
+    assert through_json(state) == before
+    rest = RPCDataloader(Buffered([9]), 2, collate_fn=collate, **where)
+    for _ in range(2):
+        fails = [False] * 4 + [True]
+        rest.load_state_dict(state)
+        iterator = iter(rest)
+        with pytest.raises(LookupError):
+            next(iterator)
+        # The state of a stream is that after its last batch.
+        assert rest.state_dict()["streams"] == before["streams"]
+        assert len(list(iterator)) == 3
+        assert through_json(state) == before
+
+
+# What does not fit
+
+
+def saved_by(*args, stop=2, **options):
+    loader = RPCDataloader(*args, **{"workers": "inline", **options})
+    list(itertools.islice(loader, stop))
+    return loader.state_dict()
+
+
+def go_on(loader, state):
+    loader.load_state_dict(state)
+    return iter(loader)
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "message"),
+    [
+        (lambda: [1], {}, "TypeError: state_dict must be what state_dict() returned, but is a list"),
+        (dict, {}, "ValueError: this is no state of an RPCDataloader of this version: its version is None"),
+        (lambda: saved_by(Parts([9])), {}, "ValueError: the state is of a loader with an iterable-style dataset"),
+        (lambda: saved_by(Numbers()), {"dataset": Parts([9])}, "ValueError: the state is of a loader with a map-style"),
+        (lambda: saved_by(Numbers(), generator=own()), {}, "draw from 1 generators of their own, but here there are 0"),
+        (
+            lambda: saved_by(Numbers(), sampler=ResumableDistributedSampler(range(20), 1, 0)),
+            {},
+            "ValueError: the state is of a loader with a ResumableDistributedSampler, but the sampler here is another",
+        ),
+        (
+            lambda: saved_by(Numbers()),
+            {"sampler": ResumableDistributedSampler(range(20), 1, 0)},
+            "ValueError: the state is of a loader with another sampler, but the sampler here is a ResumableDistributed",
+        ),
+        (
+            lambda: saved_by(Numbers(), sampler=ResumableDistributedSampler(range(20), 1, 0)),
+            {"sampler": ResumableDistributedSampler(range(19), 1, 0)},
+            "ValueError: this state belongs to a dataset of 20 samples, but there are 19 now",
+        ),
+        (lambda: saved_by(Numbers(), batch_sampler=Counted()), {}, "here is one without load_state_dict"),
+        (lambda: saved_by(Numbers(), stop=9), {"dataset": Numbers(5)}, "had delivered 9 batches, but the sampler has"),
+        (lambda: saved_by(Numbers(), None, stop=9), {"dataset": Numbers(5), "batch_size": None}, "only 5 now"),
+        (lambda: saved_by(Numbers(), batch_sampler=Buckets()), {"batch_sampler": [[1]]}, "sampler has only 1 now"),
+    ],
+)
+@pytest.mark.parametrize("how", ["torch", "inline", "workers"])
+def test_state_that_does_not_fit_is_refused(address, how, state, options, message):
+    where = {"torch": {}, "inline": {"workers": "inline"}, "workers": {"workers": address}}[how]
+    loader = RPCDataloader(**{"dataset": Numbers(), **options}, **where)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        go_on(loader, state())
+    assert message in f"{caught.type.__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("kind", [Parts, Buffered, Seekable])
+def test_shorter_or_other_iterable_dataset_is_refused(address, kind):
+    state = saved_by(kind([9]), None, stop=7)
+    where = {"workers": address, "num_workers": 1}
+    other = Seekable([3]) if kind is Parts else Parts([9])
+    for options in {}, {"workers": "inline"}, where:
+        loader = RPCDataloader(Parts([3]) if kind is Parts else other, None, **options)
+        loader.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"delivered more samples than this|has no load_state_dict"):
+            next(iter(loader))
+
+
+def test_state_of_several_streams_needs_workers():
+    loader = RPCDataloader(Parts([5, 5]), num_workers=2)
+    next(iter(loader))
+    for where in {}, {"workers": "inline"}:
+        other = RPCDataloader(Parts([5, 5]), **where)
+        other.load_state_dict(loader.state_dict())
+        with pytest.raises(ValueError, match="the state is of 2 workers"):
+            iter(other)
+
+
+def test_state_is_kept_when_the_pass_cannot_begin(address):
+    dataset = Numbers(6)
+    loader = RPCDataloader(dataset, workers=address)
+    loader.load_state_dict(saved_by(Numbers(6), stop=4))
+    dataset.size = 2
+    with pytest.raises(ValueError, match="has only 2 now"):
+        iter(loader)
+    dataset.size = 6
+    assert [int(number) for number in loader] == [4, 5]

@@ -1,0 +1,129 @@
+"""WebDataset pipelines in workers: tar shards, split among ranks and workers."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from tests.integration.origins import numbers_of, run_ranks, trace
+from tests.integration.quick import quick_server
+
+wds = pytest.importorskip("webdataset")
+
+NUMBERS = list(range(40))
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+@pytest.fixture(scope="module")
+def server(zygote):
+    with quick_server(zygote, "--num-workers", "4", "--max-connections", "64") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Eight shards of five samples; gives their pattern."""
+    folder = tmp_path_factory.mktemp("shards")
+    for shard in range(8):
+        with wds.TarWriter(str(folder / f"{shard}.tar")) as writer:
+            for number in NUMBERS[5 * shard : 5 * shard + 5]:
+                writer.write({"__key__": f"{number:03}", "json": {"number": number}})
+    return f"{folder}/{{0..7}}.tar"
+
+
+def stamp(sample):
+    return {"number": sample["json"]["number"], "pid": os.getpid()}
+
+
+def pipeline(shards, **options):
+    options = {"shardshuffle": False, "nodesplitter": wds.split_by_node, **options}
+    return wds.WebDataset(shards, **options).decode().map(stamp)
+
+
+def shuffled(shards):
+    return pipeline(shards, shardshuffle=8, detshuffle=True, seed=3).compose(wds.detshuffle(10))
+
+
+def stages(shards):
+    """The same from single stages; batches are made in the pipeline."""
+    return wds.DataPipeline(
+        wds.SimpleShardList(shards),
+        wds.split_by_node,
+        wds.split_by_worker,
+        wds.tarfile_to_samples(),
+        wds.decode(),
+        wds.map(stamp),
+        wds.batched(4, collation_fn=trace),
+    )
+
+
+def load(dataset, server, **options):
+    if not isinstance(dataset, RPCDataset):
+        options["workers"] = server.address
+    return RPCDataloader(dataset, **{"batch_size": 4, "collate_fn": trace, "num_workers": 2, **options})
+
+
+@pytest.mark.parametrize("make", [pipeline, shuffled])
+def test_workers_share_the_shards(make, shards, server):
+    for dataset in (make(shards), RPCDataset(server.address, make, shards)):
+        numbers = numbers_of(load(dataset, server), [server.pid], 2)
+        assert sorted(numbers) == NUMBERS
+        assert numbers != NUMBERS
+
+
+def test_pipeline_that_makes_batches(shards, server):
+    for dataset in (stages(shards), RPCDataset(server.address, stages, shards)):
+        loader = load(dataset, server, batch_size=None, collate_fn=None)
+        assert sorted(numbers_of(loader, [server.pid], 2)) == NUMBERS
+
+
+def test_loader_is_a_stage_of_a_pipeline_in_the_trainer(shards, server):
+    """Samples of several workers are mixed in the trainer, and batched there."""
+    loader = load(pipeline(shards), server, batch_size=5)
+    regrouped = wds.DataPipeline(loader, wds.map(lambda batch: batch._replace(numbers=batch.numbers[::-1])))
+    numbers = numbers_of(regrouped, [server.pid], 2)
+    assert sorted(numbers) == NUMBERS
+    assert numbers[:5] == [4, 3, 2, 1, 0]
+
+
+def test_saved_pass_goes_on_where_it_was(shards, server):
+    whole = numbers_of(load(shuffled(shards), server), [server.pid], 2)
+    loader = load(shuffled(shards), server)
+    batches = iter(loader)
+    begun = numbers_of((next(batches) for _ in range(5)), [server.pid], 2)
+    resumed = load(shuffled(shards), server)
+    resumed.load_state_dict(loader.state_dict())
+    assert begun + numbers_of(resumed, [server.pid], 2) == whole
+
+
+def load_share(address, shards, pid):
+    shares = []
+    for make in (pipeline, shuffled):
+        for dataset in (make(shards), RPCDataset(address, make, shards)):
+            options = {} if isinstance(dataset, RPCDataset) else {"workers": address}
+            loader = RPCDataloader(dataset, batch_size=4, collate_fn=trace, **options)
+            shares.append(numbers_of(loader, [int(pid)], 2))
+    return shares
+
+
+def test_ranks_on_one_node_server_get_each_sample_once(shards, server, zygote):
+    for one, other in zip(*run_ranks(zygote, load_share, 2, server.address, shards, server.pid), strict=True):
+        assert sorted(one + other) == NUMBERS
+        assert len(one) == len(other) == 20
+
+
+def test_pipeline_that_does_not_split_by_rank_is_refused_in_a_distributed_job(shards, server, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    loader = load(pipeline(shards, nodesplitter=wds.single_node_only), server)
+    with pytest.raises(ValueError, match="nodesplitter"):
+        next(iter(loader))
+
+
+def test_worker_without_a_shard_is_an_error(shards, server):
+    loader = load(pipeline(shards.replace("{0..7}", "{0..2}")), server, num_workers=4)
+    with pytest.raises(ValueError, match="fewer shards than workers"):
+        list(loader)

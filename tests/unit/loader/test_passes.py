@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import time
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from rpcdataloader.loader import passes
+from rpcdataloader.loader.passes import (
+    PassSettings,
+    Progress,
+    TaskSource,
+    begin_epoch,
+    begin_pass,
+    draw_base_seed,
+    to_state,
+    undone_afterwards,
+)
+
+
+def seed(number):
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+# Progress
+
+
+@given(order=st.permutations(range(6)), num_delivered=st.integers(0, 6))
+def test_progress_is_what_was_delivered_without_a_gap(order, num_delivered):
+    progress = Progress(1, 0)
+    delivered = order[:num_delivered]
+    for number in delivered:
+        progress.delivered(number, 10 + number, f"after {number}")
+    without_gap = next(number for number in range(7) if number not in delivered)
+    assert progress.num_batches == without_gap
+    assert progress.num_samples == sum(10 + number for number in range(without_gap))
+    assert set(progress.ahead) == {number for number in delivered if number > without_gap}
+    assert progress.num_yielded == num_delivered
+    if without_gap:
+        state = {"state": f"after {without_gap - 1}", "num_batches": without_gap, "num_samples": progress.num_samples}
+        assert progress.sampler == state
+    else:
+        assert progress.sampler is None
+
+
+def test_progress_of_streams_keeps_the_last_state_of_each():
+    progress = Progress(1, 0, streams=["", ""])
+    progress.stream_delivered(1, "state")
+    assert (progress.streams, progress.turn, progress.num_batches) == (["", "state"], 2, 1)
+    progress.stream_delivered(1, None)  # an exception
+    assert (progress.streams, progress.turn, progress.num_batches) == (["", "state"], 2, 2)
+
+
+# Tasks
+
+
+def test_tasks_are_numbered_by_batch_and_by_their_first_sample():
+    source = TaskSource(iter([[4, 5], [], (6,), [7]]), auto_collation=True, number=3, position=10)
+    assert list(source) == [([4, 5], 10, 3), ([], 12, 4), ((6,), 12, 5), ([7], 13, 6)]
+
+
+def test_without_batches_every_index_is_a_task_as_it_is():
+    source = TaskSource(iter([4, (5, 6), [7]]), auto_collation=False)
+    assert list(source) == [(4, 0, 0), ((5, 6), 1, 1), ([7], 2, 2)]
+
+
+def test_batches_of_any_iterable_become_lists():
+    batches = [range(2), np.arange(2), (number for number in (0, 1))]
+    assert [batch for batch, _, _ in TaskSource(iter(batches), auto_collation=True)] == [[0, 1]] * 3
+
+
+def test_batches_that_are_left_out_still_count():
+    source = TaskSource(iter([[1], [2, 3], [4], [5]]), auto_collation=True, leave_out=[1, 3])
+    assert list(source) == [([1], 0, 0), ([4], 3, 2)]
+
+
+# Beginning
+
+
+class Own:
+    """Batches of a generator."""
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(4)
+
+    def __iter__(self):
+        for number in torch.randperm(9, generator=self.generator).tolist():
+            yield [number] * (number + 1)
+
+
+def batched(sampler, batch_size=4, drop_last=False):
+    return {"sampler": BatchSampler(sampler, batch_size, drop_last)}
+
+
+def generator():
+    return torch.Generator().manual_seed(3)
+
+
+SAMPLERS = {
+    "in order": lambda: batched(SequentialSampler(range(22))),
+    "dropping the last": lambda: batched(SequentialSampler(range(22)), drop_last=True),
+    "single": lambda: batched(RandomSampler(range(7)), 1),
+    "one batch": lambda: batched(RandomSampler(range(7)), 100),
+    "shuffled": lambda: batched(RandomSampler(range(22))),
+    "generator": lambda: batched(RandomSampler(range(22), generator=(own := generator()))) | {"generator": own},
+    "two generators": lambda: batched(RandomSampler(range(22), generator=generator())) | {"generator": generator()},
+    "with replacement": lambda: batched(RandomSampler(range(22), True, 70)),
+    "more than there is": lambda: batched(RandomSampler(range(22), num_samples=70)),
+    "weighted": lambda: batched(WeightedRandomSampler([1.0, 2.0], 30)),
+    "subset": lambda: batched(SubsetRandomSampler(range(5, 20))),
+    "without batches": lambda: {"sampler": RandomSampler(range(22)), "auto_collation": False},
+    "own batches": lambda: {"sampler": Own()},
+    "list of batches": lambda: {"sampler": [[1], [2, 3], (4,), np.arange(3)]},
+}
+
+
+def make_settings(name):
+    options = {"dataset": None, "auto_collation": True, "iterable": False, "collate_fn": list, **SAMPLERS[name]()}
+    return PassSettings(**options)
+
+
+def tasks_of(begun):
+    return [(list(batch) if np.iterable(batch) else batch, *numbers) for batch, *numbers in begun.source]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_going_on_gives_the_rest_and_leaves_generators_as_without_an_interruption(name, data):
+    seed(3)
+    before = make_settings(name)
+    begun = begin_pass(before)
+    expected = tasks_of(begun)
+    last_state = to_state(before, begun.progress)["generators"]
+    num_delivered = data.draw(st.integers(0, len(expected)))
+    ahead = data.draw(st.sets(st.integers(num_delivered + 1, len(expected) + 1)))
+    for batch, _position, number in expected:
+        if number < num_delivered or number in ahead:
+            begun.progress.delivered(number, begun.source.num_samples(batch))
+    saved = json.loads(json.dumps(to_state(before, begun.progress)))
+    seed(77)
+    trainers = torch.get_rng_state()
+    after = make_settings(name)
+    with undone_afterwards(saved):
+        again = begin_pass(after, saved)
+    assert torch.equal(torch.get_rng_state(), trainers)
+    assert again.progress.base_seed == begun.progress.base_seed
+    assert tasks_of(again) == [task for task in expected if task[2] >= num_delivered and task[2] not in ahead]
+    assert to_state(after, again.progress)["generators"] == last_state
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_seed_and_order_are_drawn_as_by_torchs_loader(shuffle, own):
+    found = []
+    for make in range(2):
+        seed(8)
+        options = {"batch_size": 3, "shuffle": shuffle, "generator": generator() if own else None}
+        loader = DataLoader(list(range(10)), **options)
+        if make == 0:
+            iterator = iter(loader)
+            found.append([iterator._base_seed, [batch.tolist() for batch in iterator]])
+        else:
+            begun = begin_pass(
+                PassSettings(
+                    dataset=None,
+                    sampler=loader.batch_sampler, auto_collation=True, iterable=False, collate_fn=list,
+                    generator=loader.generator,
+                )
+            )  # fmt: skip
+            found.append([begun.progress.base_seed, [batch for batch, _, _ in begun.source]])
+        found[-1].append(torch.get_rng_state().tolist())
+    assert found[0] == found[1]
+
+
+def test_later_epochs_keep_the_seed_and_draw_none():
+    pass_settings = make_settings("in order")
+    before = torch.get_rng_state()
+    begun = begin_epoch(pass_settings, 5, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (begun.progress.base_seed, begun.progress.epoch) == (5, 2)
+    draw_base_seed(None)
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+# Skipping
+
+
+def nested():
+    yield from inner()
+    yield 100
+    yield from range(3)
+
+
+def inner():
+    yield from [1, 2, 3]
+    yield 7
+
+
+@pytest.mark.parametrize("num_taken", [0, 1, 3])
+@pytest.mark.parametrize(
+    "make",
+    [nested, lambda: iter(range(5, 50, 3)), lambda: iter([*range(20)]), lambda: iter([]), lambda: iter((1, 2, 3))],
+)
+def test_skipping_is_asking_and_throwing_away(make, num_taken, monkeypatch):
+    monkeypatch.setattr(passes, "_CHUNK_SIZE", 2)
+    for count in range(25):
+        skipped, asked = make(), make()
+        for iterator in skipped, asked:
+            list(itertools.islice(iterator, num_taken))
+        assert passes._consume(skipped, count) == len(list(itertools.islice(asked, count)))
+        assert list(skipped) == list(asked)
+
+
+def go_on(sampler, num_batches, batch_size):
+    """Begin behind so many batches; returns the next one."""
+    pass_settings = PassSettings(
+        dataset=None,
+        sampler=BatchSampler(sampler, batch_size, False),
+        auto_collation=True,
+        iterable=False,
+        collate_fn=list,
+    )
+    saved = to_state(pass_settings, begin_pass(pass_settings).progress) | {"num_batches": num_batches}
+    batch, position, number = next(begin_pass(pass_settings, saved).source)
+    assert (position, number) == (num_batches * batch_size, num_batches)
+    return batch
+
+
+def test_samples_in_order_are_skipped_without_counting_them():
+    # Asking for each of them would take hours.
+    assert go_on(SequentialSampler(range(10**12)), 10**11, 5) == [5 * 10**11 + k for k in range(5)]
+
+
+class Timed(RandomSampler):
+    """Knows when it has chosen its order."""
+
+    def __iter__(self):
+        indices = super().__iter__()
+        first = next(indices)
+        self.begun = time.perf_counter()
+        yield first
+        yield from indices
+
+
+@pytest.mark.parametrize("batch_size", [1, pytest.param(64, marks=pytest.mark.slow)])
+def test_half_an_epoch_of_a_million_shuffled_batches_is_skipped_in_a_second(batch_size):
+    sampler = Timed(range(10**6 * batch_size))
+    assert len(go_on(sampler, 10**6 // 2, batch_size)) == batch_size
+    assert time.perf_counter() - sampler.begun < 1
