@@ -150,19 +150,31 @@ class BatchLoader:
         Raises:
             Exception: Whatever the dataset or the collate function raise.
         """
-        with self._at_work():
-            start = time.perf_counter()
-            samples = self._fetch(indices, position)
-            fetched = time.perf_counter()
-            batch = self._collate_seeded(samples, batch_number)
-            return (fetched - start, time.perf_counter() - fetched), batch
+        return self._at_work(self._load, indices, position, batch_number)
 
-    @contextmanager
-    def _at_work(self) -> Iterator[None]:
-        with _trainer_restored(self._inline), seeding.sample_scope():
-            torch_worker._worker_info = self._worker_info
-            self._collate_tensors.install()
-            yield
+    def _load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
+        start = time.perf_counter()
+        samples = self._fetch(indices, position)
+        fetched = time.perf_counter()
+        batch = self._collate_seeded(samples, batch_number)
+        return (fetched - start, time.perf_counter() - fetched), batch
+
+    def _at_work(self, load: Callable[..., tuple[BatchMetrics, Any]], *args: Any) -> tuple[BatchMetrics, Any]:
+        """Call ``load`` with what user code may ask for while it loads."""
+        if self._inline:
+            with _trainer_restored(True), seeding.sample_scope():
+                self._prepare()
+                return load(*args)
+        # Without context managers: three of them would cost as much as collating a few numbers.
+        self._prepare()
+        try:
+            return load(*args)
+        finally:
+            seeding.end_sample()
+
+    def _prepare(self) -> None:
+        torch_worker._worker_info = self._worker_info
+        self._collate_tensors.install()
 
     def _collate_seeded(self, samples: Any, batch_number: int) -> Any:
         if self._collate not in _TORCH_COLLATE or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
@@ -236,22 +248,24 @@ class StreamLoader(BatchLoader):
         Raises:
             Exception: Whatever the dataset or the collate function raise.
         """
-        with self._at_work():
-            start = time.perf_counter()
-            try:
-                samples = self._next_samples(len(indices)) if self._spec.auto_collation else self._next_sample()
-            except StopIteration:
-                self._iterator, self._ended = None, True
-                return (time.perf_counter() - start, 0.0), (None, None)
-            except BaseException:
-                # As with torch: who has no iterator has no more batches.
-                self._ended = self._ended or self._iterator is None
-                raise
-            fetched = time.perf_counter()
-            self._num_batches += 1
-            number = (self._num_batches - 1) * self._spec.num_workers + self._spec.worker_id
-            batch = self._collate_seeded(samples, number)
-            return (fetched - start, time.perf_counter() - fetched), (batch, self._state())
+        return self._at_work(self._load_next, indices)
+
+    def _load_next(self, indices: Any) -> tuple[BatchMetrics, Any]:
+        start = time.perf_counter()
+        try:
+            samples = self._next_samples(len(indices)) if self._spec.auto_collation else self._next_sample()
+        except StopIteration:
+            self._iterator, self._ended = None, True
+            return (time.perf_counter() - start, 0.0), (None, None)
+        except BaseException:
+            # As with torch: who has no iterator has no more batches.
+            self._ended = self._ended or self._iterator is None
+            raise
+        fetched = time.perf_counter()
+        self._num_batches += 1
+        number = (self._num_batches - 1) * self._spec.num_workers + self._spec.worker_id
+        batch = self._collate_seeded(samples, number)
+        return (fetched - start, time.perf_counter() - fetched), (batch, self._state())
 
     def _next_samples(self, batch_size: int) -> list[Any]:
         samples: list[Any] = []

@@ -127,6 +127,12 @@ def begin_sample(seed: int, *, initial_seed: int | None = None) -> None:
     seed_generators(seed, initial_seed=initial_seed)
 
 
+def end_sample() -> None:
+    """No sample is being loaded in this process any more."""
+    global _current_seed
+    _current_seed = None
+
+
 @contextmanager
 def sample_scope() -> Iterator[None]:
     """Bounds the calls of :func:`begin_sample`: the current seed is afterwards what it was before."""

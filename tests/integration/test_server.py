@@ -648,7 +648,8 @@ def long_tmpdir(tmp_path):
 
 
 def test_embedded_pool_ends_with_its_trainer_however_that_ends_and_leaves_nothing(zygote, long_tmpdir):
-    start = f"import os; os.environ['TMPDIR'] = {str(long_tmpdir)!r}\n" + EMBEDDED
+    # What a library has asked for before the fork is remembered.
+    start = f"import os, tempfile; os.environ['TMPDIR'] = {str(long_tmpdir)!r}; tempfile.tempdir = None\n" + EMBEDDED
     scripts = {end: zygote.start(start + source) for end, source in ENDS.items()}
     for end, script in scripts.items():
         ended = script.wait(60)
