@@ -381,6 +381,7 @@ class _Run:
                 self._condition.notify_all()
                 return
             if isinstance(self._table, StreamTable) and self._table.has_ended(worker_id):
+                self._ready.discard(worker)
                 return  # nobody needs it any more
             lost: list[int] = []
             tasks: list[Task] = []
@@ -409,13 +410,15 @@ class _Run:
 
     def _successor(self, worker: Worker, worker_id: int, error: RPCError) -> Session | None:
         """Where another worker takes the place of one that is lost; None for nowhere. With the condition."""
-        if isinstance(error, ConnectError) or self._error is not None:
-            return None  # it never came, so another one would not
+        refused = isinstance(error, ConnectError)  # it never came
+        if self._error is not None or (refused and not self._settings.iterable):
+            return None
         self._num_deaths += 1
         if self._num_deaths > self._settings.max_retries * self._num_workers:
             return None  # they die before they answer anything
         places = [worker.session, *self._sessions[worker_id:], *self._sessions[:worker_id]]
-        return next((session for session in places if session.is_usable), None)
+        usable = (place for place in places if place.is_usable and not (refused and place is worker.session))
+        return next(usable, None)
 
     def _blame(self, number: int, task: Task, error: RPCError) -> None:
         """The batch that a worker was loading when it died may be the reason; with the condition."""
@@ -426,7 +429,8 @@ class _Run:
             failure = _Failure(
                 ConnectionLostError(f"{_describe(task)} has ended {len(killed)} workers in a row: {ends}")
             )
-            self._results[number] = failure, functools.partial(self._record, task, None)
+            stream = (self._table.stream_of(number), None) if isinstance(self._table, StreamTable) else None
+            self._results[number] = failure, functools.partial(self._record, task, stream)
 
     def _replace(self, worker_id: int, session: Session) -> None:
         try:

@@ -97,8 +97,8 @@ def test_batches_are_the_same_when_workers_are_killed(workers, caplog, dataset, 
             victims.append(pid)
     assert batches == undisturbed
     assert len(victims) >= 2
-    for pid in victims:
-        assert any(f"(pid {pid})" in line and "was killed by SIGKILL" in line for line in caplog.messages)
+    # Of one that died at the very end, with all of its batches answered, there may be no news yet.
+    assert any(f"(pid {victims[0]}) on {workers} was killed by SIGKILL" in line for line in caplog.messages)
 
 
 def test_stream_with_a_state_goes_on_and_is_not_read_again(workers):
@@ -149,12 +149,16 @@ def test_long_list_of_indices_is_shortened(workers):
 
 
 def test_stream_that_kills_every_worker_ends_with_an_error_and_the_others_go_on(workers):
-    iterator = iter(RPCDataloader(DeadlyStream(), workers=workers, batch_size=1, num_workers=2))
+    loader = RPCDataloader(DeadlyStream(), workers=workers, batch_size=1, num_workers=2)
+    iterator = iter(loader)
     seen = [int(next(iterator)) for _ in range(5)]
     with pytest.raises(ConnectionLostError, match="has ended 3 workers in a row"):
         next(iterator)
     seen += [int(batch) for batch in iterator]
     assert seen == [0, 10, 1, 11, 2, 3, 4, 5]
+    state = loader.state_dict()
+    assert state["finished"]
+    assert [num_samples for num_samples, *_ in state["streams"]] == [6, 2]
 
 
 @pytest.mark.parametrize("dataset", [Fields(), Stream()], ids=lambda dataset: type(dataset).__name__)
@@ -180,10 +184,14 @@ def test_workers_that_die_before_they_answer_end_the_pass(workers):
 
 def test_nothing_is_left_of_workers_that_were_replaced(serve):
     server = serve("--num-workers", "2")
-    for number, batch in enumerate(loader_of(Fields(), server.address)):
-        if number in (2, 5):
-            os.kill(int(batch[1][0]), signal.SIGKILL)
-            wait_until(lambda pid=int(batch[1][0]): not is_running(pid))
+    victims = set()
+    for batch in loader_of(Fields(), server.address):
+        pid = int(batch[1][0])
+        if len(victims) < 2 and pid not in victims:
+            os.kill(pid, signal.SIGKILL)
+            victims.add(pid)
+            wait_until(lambda pid=pid: not is_running(pid))
+    assert len(victims) == 2
     wait_until(lambda: len(server.processes()) <= 1, what="only the session left")
 
 
