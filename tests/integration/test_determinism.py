@@ -49,7 +49,7 @@ def expected():
     return epochs(Augmented(), workers="inline")
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 5])
+@pytest.mark.parametrize("num_workers", [1, 2, 5, 16])
 def test_batches_are_the_same_for_any_number_of_workers(addresses, expected, num_workers):
     assert_same(epochs(Augmented(), workers=addresses[0], num_workers=num_workers), expected)
 

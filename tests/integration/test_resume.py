@@ -27,7 +27,7 @@ from tests.integration.streams import Buffered, Drawn, Parts, Seekable
 
 SIZE = 20
 QUICK = settings(
-    max_examples=15,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # making a failure smaller may take minutes
