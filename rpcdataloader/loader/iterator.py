@@ -10,12 +10,10 @@ import contextlib
 import functools
 import logging
 import os
-import pickle
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,31 +39,13 @@ from rpcdataloader.loader.passes import (
 from rpcdataloader.loader.remote import StreamState
 from rpcdataloader.loader.scheduler import Scheduler
 from rpcdataloader.loader.streams import StreamTable
+from rpcdataloader.loader.tasks import Task, describe, load_request
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call
-from rpcdataloader.wire.pickling import NO_TENSORS, Encoded, dumps
+from rpcdataloader.wire.pickling import Encoded, dumps
 from rpcdataloader.wire.slabs import Allocator, pinned_allocator
 
 logger = logging.getLogger("rpcdataloader.loader")
-
-# How many indices of a batch an error message shows.
-MAX_SHOWN_INDICES = 16
-
-
-@dataclass(slots=True)
-class Task:
-    """A batch to load: what the sampler gave, and the request made of it.
-
-    Attributes:
-        number: In the whole pass, of which this process may have taken up only the rest.
-        sampler_state: After this batch, if the sampler has one.
-    """
-
-    indices: Any
-    number: int
-    num_samples: int
-    sampler_state: Any
-    request: bytes
 
 
 class RemoteIterator:
@@ -192,24 +172,16 @@ class _Run:
 
     def _new_table(self, batch_size_bytes: float) -> Scheduler[Worker] | StreamTable[Worker]:
         settings = self._settings
+        options: dict[str, Any] = {
+            "prefetch_factor": settings.prefetch_factor,
+            "in_order": settings.in_order,
+            "max_in_flight_bytes": settings.max_in_flight_bytes,
+            "batch_size_bytes": batch_size_bytes,
+            "max_retries": settings.max_retries,
+        }
         if settings.iterable:
-            return StreamTable(
-                num_streams=self._num_workers,
-                prefetch_factor=settings.prefetch_factor,
-                in_order=settings.in_order,
-                max_in_flight_bytes=settings.max_in_flight_bytes,
-                batch_size_bytes=batch_size_bytes,
-                max_retries=settings.max_retries,
-                turn=self.progress.turn,
-            )
-        return Scheduler(
-            num_workers=self._num_workers,
-            prefetch_factor=settings.prefetch_factor,
-            in_order=settings.in_order,
-            max_in_flight_bytes=settings.max_in_flight_bytes,
-            batch_size_bytes=batch_size_bytes,
-            max_retries=settings.max_retries,
-        )
+            return StreamTable(num_streams=self._num_workers, turn=self.progress.turn, **options)
+        return Scheduler(num_workers=self._num_workers, **options)
 
     def _open(self, dataset: RemoteDataset, sessions: Sequence[Session]) -> None:
         openings = [self._opening(dataset, worker_id) for worker_id in range(len(sessions))]
@@ -304,7 +276,7 @@ class _Run:
                 with self._condition:
                     self._table.end_of_input()
             return None
-        request = _load_request(indices, position, number)
+        request = load_request(indices, position, number)
         return Task(indices, number, source.num_samples(indices), source.sampler_state, request)
 
     @property
@@ -427,7 +399,7 @@ class _Run:
         if self._table.blame(number):
             ends = "; ".join(self._killers.pop(number))
             failure = _Failure(
-                ConnectionLostError(f"{_describe(task)} has ended {len(killed)} workers in a row: {ends}")
+                ConnectionLostError(f"{describe(task)} has ended {len(killed)} workers in a row: {ends}")
             )
             stream = (self._table.stream_of(number), None) if isinstance(self._table, StreamTable) else None
             self._results[number] = failure, functools.partial(self._record, task, stream)
@@ -438,9 +410,9 @@ class _Run:
                 begun = self._pass
                 opening = self._opening(self._dataset, worker_id)
                 with self._condition:
-                    if self._closed or begun is not self._pass:
-                        if self._closed:
-                            return
+                    if self._closed:
+                        return
+                    if begun is not self._pass:
                         continue
                     worker = self._dataset.open_worker(session, self, self._is_alone)
                     self._alive[worker] = worker_id
@@ -552,43 +524,6 @@ class _Run:
                 continue
 
 
-def _pickle_part(value: Any) -> bytes:
-    """A pickle without its first and last opcodes, PROTO and STOP, to be joined to others.
-
-    Protocol 3 is the last one without frames, whose lengths would become wrong.
-    """
-    return pickle.dumps(value, protocol=3)[2:-1]
-
-
-# Around the arguments of a call of remote.load. Pickling it each time takes longer than all the rest: the pickler
-# imports a function to see whether it is the one of that name.
-_LOAD, _, *_OPTIONS = Call(remote.load, (), {}, ordered=True).fields()
-_BEFORE_ARGS = pickle.PROTO + b"\x03" + pickle.MARK + _pickle_part(_LOAD)
-_AFTER_ARGS = b"".join(map(_pickle_part, _OPTIONS)) + pickle.TUPLE + pickle.STOP + NO_TENSORS
-
-
-def _load_request(indices: Any, position: int, number: int) -> bytes:
-    args = (indices, position, number)
-    try:
-        pickled = _pickle_part(args)
-        # Not of a class of the training script, which has to be sent along.
-        if b"_main__" not in pickled:
-            return _BEFORE_ARGS + pickled + _AFTER_ARGS
-    except Exception:
-        logger.debug("not for the plain pickler: %r", indices, exc_info=True)
-    encoded = dumps(Call(remote.load, args, {}, ordered=True).fields(), name="indices")
-    if encoded.buffers:
-        raise ValueError("the sampler yields large tensors or arrays; yield lists of indices")
-    return encoded.payload
-
-
 def _with_batch(error: RPCError, tasks: Sequence[Task]) -> RPCError:
     """The same error, naming the batch that the worker was at."""
-    return type(error)(f"{error}; it was loading {_describe(tasks[0])}") if tasks else error
-
-
-def _describe(task: Task) -> str:
-    shown = str(task.indices)
-    if isinstance(task.indices, (list, tuple)) and len(task.indices) > MAX_SHOWN_INDICES:
-        shown = f"[{', '.join(map(str, task.indices[:MAX_SHOWN_INDICES]))}, ... {len(task.indices)} in all]"
-    return f"batch {task.number} (indices {shown})"
+    return type(error)(f"{error}; it was loading {describe(tasks[0])}") if tasks else error

@@ -1,4 +1,4 @@
-"""One pass over a sampler: how it begins, how far it has come, and how a later process goes on from there.
+"""The progress of a pass over a sampler, from its beginning in this process or in an earlier one.
 
 What a checkpoint keeps is where the random generators stood when the pass began, and how many batches were delivered.
 To go on, the sampler is started again in the same state and skips as much; no sample is loaded twice for that. A
@@ -10,29 +10,23 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import itertools
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, IterDataPipe
+from torch.utils.data import IterDataPipe
 
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.loader.remote import LoaderSpec, StreamState
 from rpcdataloader.loader.sampler import ResumableDistributedSampler
 from rpcdataloader.loader.seeding import generators_restored
+from rpcdataloader.loader.skipping import skip
+from rpcdataloader.loader.tasks import TaskSource
 from rpcdataloader.wire.generators import get_states, set_states, states_from_plain, states_to_plain
 
 _VERSION = 1
-
-# Iterators that can be set to a place.
-_PLACED: tuple[type, ...] = (type(iter([])), type(iter(range(0))))
-
-# Samples that are thrown away at once.
-_CHUNK_SIZE = 1 << 14
 
 # Bytes of batches that are on their way or wait to be consumed; at least one batch is always allowed.
 MAX_IN_FLIGHT_BYTES = 4 * 2**30
@@ -170,65 +164,6 @@ def _own_generators(settings: PassSettings) -> list[torch.Generator]:
         owner = getattr(owner, "sampler", getattr(owner, "batch_sampler", None))
     found = [getattr(owner, "generator", None) for owner in owners]
     return list(dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator)))
-
-
-class TaskSource:
-    """Tasks from a sampler, numbered by batch and by the position of their first sample in the epoch.
-
-    Args:
-        samples: Iterator over the sampler.
-        number: Of the first batch.
-        position: Of its first sample.
-        leave_out: Numbers of batches that are not needed.
-        sampler_state: Called after each batch.
-
-    Attributes:
-        sampler_state: What it returned last.
-    """
-
-    def __init__(
-        self,
-        samples: Iterator[Any],
-        *,
-        auto_collation: bool,
-        number: int = 0,
-        position: int = 0,
-        leave_out: Iterable[int] = (),
-        sampler_state: Callable[[], Any] = lambda: None,
-    ) -> None:
-        self._samples = samples
-        self._auto_collation = auto_collation
-        self._number = number
-        self._position = position
-        self._leave_out = frozenset(leave_out)
-        self._get_state = sampler_state
-        self.sampler_state: Any = None
-
-    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        return self
-
-    def __next__(self) -> tuple[Any, int, int]:
-        """Indices, position, batch number.
-
-        Raises:
-            StopIteration: The sampler is at its end.
-        """
-        while True:
-            indices = next(self._samples)
-            if self._auto_collation and not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
-                # A sampler may yield tensors, arrays or generators; torch only iterates over them.
-                indices = list(indices)
-            position, number = self._position, self._number
-            self._position += self.num_samples(indices)
-            self._number += 1
-            if number not in self._leave_out:
-                self.sampler_state = self._get_state()
-                return indices, position, number
-
-    def num_samples(self, indices: Any) -> int:
-        """How many samples a batch has."""
-        # What is no batch at all is an error where the batch is loaded.
-        return len(indices) if self._auto_collation and isinstance(indices, (list, tuple)) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,80 +444,20 @@ def skip_delivered(
         return samples, 0
     anchor = saved["sampler"]
     if anchor is None:
-        return _skip(settings, samples, saved["num_batches"])
+        return skip(samples, settings.sampler, saved["num_batches"], auto_collation=settings.auto_collation)
     if "iterator" in anchor["state"]:
         if not _is_stateful(samples):
             raise ValueError("the state is of a sampler whose iterator has load_state_dict, but here it has none")
         samples.load_state_dict(copy.deepcopy(anchor["state"]["iterator"]))  # type: ignore[attr-defined]
     if saved["num_batches"] == anchor["num_batches"]:
         return samples, anchor["num_samples"]
-    samples, num_samples = _skip(settings, samples, saved["num_batches"] - anchor["num_batches"])
+    samples, num_samples = skip(
+        samples,
+        settings.sampler,
+        saved["num_batches"] - anchor["num_batches"],
+        auto_collation=settings.auto_collation,
+    )
     return samples, anchor["num_samples"] + num_samples
-
-
-def _skip(settings: PassSettings, samples: Iterator[Any], num_batches: int) -> tuple[Iterator[Any], int]:
-    """The iterator after so many batches, and how many samples were in them.
-
-    Raises:
-        ValueError: There are not so many.
-    """
-    if num_batches == 0:
-        # Samplers choose their order when they are asked for the first batch, which must not wait.
-        for first in samples:
-            return itertools.chain([first], samples), 0
-        return samples, 0
-    sampler = settings.sampler
-    if not settings.auto_collation:
-        num_skipped = num_samples = _consume(samples, num_batches)
-    elif type(sampler) is BatchSampler:
-        # Batches need not be made to be thrown away: 30 ns for a sample, where making them takes 100.
-        batch_size = sampler.batch_size
-        indices = iter(sampler.sampler)
-        num_samples = _consume(indices, num_batches * batch_size)
-        num_skipped = num_samples // batch_size if sampler.drop_last else -(-num_samples // batch_size)
-        samples = iter(BatchSampler(indices, batch_size, sampler.drop_last))
-    else:
-        source = TaskSource(samples, auto_collation=True)
-        num_samples = num_skipped = 0
-        for batch, _position, _number in itertools.islice(source, num_batches):
-            num_samples += source.num_samples(batch)
-            num_skipped += 1
-    if num_skipped < num_batches:
-        raise ValueError(
-            f"the saved pass had delivered {num_batches} batches, but the sampler has only {num_skipped} now: have "
-            "dataset, batch size or sampler changed?"
-        )
-    return samples, num_samples
-
-
-def _consume(iterator: Iterator[Any], count: int) -> int:
-    """Throw away ``count`` elements; returns how many there were."""
-    num_consumed = 0
-    while num_consumed < count:
-        num_consumed += _jump(iterator, count - num_consumed)
-        # As a list, 30 ns for each instead of 60 for counting.
-        num_taken = len(list(itertools.islice(iterator, min(count - num_consumed, _CHUNK_SIZE))))
-        num_consumed += num_taken
-        if not num_taken:
-            break
-    return num_consumed
-
-
-def _jump(iterator: Any, count: int) -> int:
-    """Throw away up to ``count`` elements at once, where that is possible; returns how many.
-
-    torch's samplers are iterators over a list or range, or generators that have come to one. Those can be set to a
-    place, as copying and unpickling do, so that millions of samples take no time.
-    """
-    while getattr(iterator, "gi_yieldfrom", None) is not None:
-        iterator = iterator.gi_yieldfrom
-    if type(iterator) not in _PLACED:
-        return 0
-    count = min(count, operator.length_hint(iterator))
-    if count:
-        _iter, _args, place = iterator.__reduce__()
-        iterator.__setstate__((place or 0) + count)
-    return count
 
 
 def _to_hex(state: torch.Tensor) -> str:

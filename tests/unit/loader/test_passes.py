@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import time
@@ -19,11 +18,9 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from rpcdataloader.loader import passes
 from rpcdataloader.loader.passes import (
     PassSettings,
     Progress,
-    TaskSource,
     begin_epoch,
     begin_pass,
     draw_base_seed,
@@ -68,26 +65,6 @@ def test_progress_of_streams_keeps_the_last_state_of_each():
 
 
 # Tasks
-
-
-def test_tasks_are_numbered_by_batch_and_by_their_first_sample():
-    source = TaskSource(iter([[4, 5], [], (6,), [7]]), auto_collation=True, number=3, position=10)
-    assert list(source) == [([4, 5], 10, 3), ([], 12, 4), ((6,), 12, 5), ([7], 13, 6)]
-
-
-def test_without_batches_every_index_is_a_task_as_it_is():
-    source = TaskSource(iter([4, (5, 6), [7]]), auto_collation=False)
-    assert list(source) == [(4, 0, 0), ((5, 6), 1, 1), ([7], 2, 2)]
-
-
-def test_batches_of_any_iterable_become_lists():
-    batches = [range(2), np.arange(2), (number for number in (0, 1))]
-    assert [batch for batch, _, _ in TaskSource(iter(batches), auto_collation=True)] == [[0, 1]] * 3
-
-
-def test_batches_that_are_left_out_still_count():
-    source = TaskSource(iter([[1], [2, 3], [4], [5]]), auto_collation=True, leave_out=[1, 3])
-    assert list(source) == [([1], 0, 0), ([4], 3, 2)]
 
 
 # Beginning
@@ -200,32 +177,6 @@ def test_later_epochs_keep_the_seed_and_draw_none():
 
 
 # Skipping
-
-
-def nested():
-    yield from inner()
-    yield 100
-    yield from range(3)
-
-
-def inner():
-    yield from [1, 2, 3]
-    yield 7
-
-
-@pytest.mark.parametrize("num_taken", [0, 1, 3])
-@pytest.mark.parametrize(
-    "make",
-    [nested, lambda: iter(range(5, 50, 3)), lambda: iter([*range(20)]), lambda: iter([]), lambda: iter((1, 2, 3))],
-)
-def test_skipping_is_asking_and_throwing_away(make, num_taken, monkeypatch):
-    monkeypatch.setattr(passes, "_CHUNK_SIZE", 2)
-    for count in range(25):
-        skipped, asked = make(), make()
-        for iterator in skipped, asked:
-            list(itertools.islice(iterator, num_taken))
-        assert passes._consume(skipped, count) == len(list(itertools.islice(asked, count)))
-        assert list(skipped) == list(asked)
 
 
 def go_on(sampler, num_batches, batch_size):

@@ -17,7 +17,8 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.loader import remote, seeding
-from rpcdataloader.loader.remote import BatchLoader, LoaderSpec, TensorCollator
+from rpcdataloader.loader.collate import TensorCollator
+from rpcdataloader.loader.remote import BatchLoader, LoaderSpec
 from rpcdataloader.wire.slabs import Block
 
 
