@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel
-from rpcdataloader.wire.frames import Message, MessageType
+from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
 from rpcdataloader.wire.messages import pack_handles
 from rpcdataloader.wire.slabs import Allocator, Block
 
@@ -103,7 +103,7 @@ class Connection:
         """Begin to connect."""
         self._receiver.start()
 
-    def submit(self, type: MessageType, payload: bytes, buffers: Sequence[memoryview], request: Request) -> int:
+    def submit(self, type: MessageType, payload: bytes, buffers: Sequence[BlockBytes], request: Request) -> int:
         """Enqueue a request; returns its number.
 
         Raises:
@@ -122,7 +122,7 @@ class Connection:
                 self._outbox.put((type, number, payload, buffers))
         return number
 
-    def _send_now(self, type: MessageType, number: int, payload: bytes, buffers: Sequence[memoryview]) -> bool:
+    def _send_now(self, type: MessageType, number: int, payload: bytes, buffers: Sequence[BlockBytes]) -> bool:
         if self._channel is None or len(self._pending) > MAX_SENT_NOW:
             return False
         try:

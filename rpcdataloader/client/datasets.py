@@ -26,7 +26,7 @@ from rpcdataloader.client.refs import DatasetRef
 from rpcdataloader.client.session import Session
 from rpcdataloader.client.worker import Worker, WorkerOwner
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCError, SerializationError
-from rpcdataloader.wire.frames import Message
+from rpcdataloader.wire.frames import Message, pieces_of
 from rpcdataloader.wire.generators import get_states
 from rpcdataloader.wire.messages import Build, Call
 from rpcdataloader.wire.picklers import PersistentId
@@ -259,8 +259,8 @@ def ship(instance: object) -> RemoteDataset:
     """
     pickled = dumps_named((instance,), {"dataset": instance})
     digest = hashlib.sha256(pickled.payload)
-    for buffer in pickled.buffers:
-        digest.update(buffer)
+    for piece in itertools.chain.from_iterable(map(pieces_of, pickled.buffers)):
+        digest.update(piece)
     with _shipped_lock:
         remote = _shipped.get(digest.digest())
         if remote is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
@@ -19,7 +19,7 @@ from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, open_channel
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.environment import collect, install, set_rank
-from rpcdataloader.wire.frames import Message, MessageType
+from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call, Exited, Welcome
 from rpcdataloader.wire.pickling import dumps
@@ -97,7 +97,7 @@ class Session:
             self._partition = partition
 
     def submit(
-        self, type: MessageType, payload: bytes, buffers: list[memoryview], complete: Callable[[Any], None]
+        self, type: MessageType, payload: bytes, buffers: Sequence[BlockBytes], complete: Callable[[Any], None]
     ) -> None:
         """Send a request to the session itself.
 
@@ -111,7 +111,7 @@ class Session:
         encoded = dumps(Call(func, args, {}).fields(), persistent_id=reference_of)
         return self._wait_for(MessageType.CALL, encoded.payload, encoded.buffers)
 
-    def build(self, payload: bytes, buffers: list[memoryview], finished: Callable[[], None]) -> Callable[[], Any]:
+    def build(self, payload: bytes, buffers: Sequence[BlockBytes], finished: Callable[[], None]) -> Callable[[], Any]:
         """Send a BUILD request; returns a function that waits for the result.
 
         Args:
@@ -127,7 +127,7 @@ class Session:
         self,
         type: MessageType,
         payload: bytes,
-        buffers: list[memoryview],
+        buffers: Sequence[BlockBytes],
         finished: Callable[[], None] = lambda: None,
     ) -> Callable[[], Any]:
         answer = Answer(self._settings.allocator)

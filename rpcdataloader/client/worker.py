@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rpcdataloader.client.connection import Connection, Request
@@ -12,7 +12,7 @@ from rpcdataloader.client.refs import RRef
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError, SerializationError
 from rpcdataloader.wire.channel import Channel, open_channel
 from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.frames import Message, MessageType
+from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call, Goaway
 from rpcdataloader.wire.pickling import dumps
@@ -85,7 +85,7 @@ class Worker:
     def submit(
         self,
         payload: bytes,
-        buffers: list[memoryview],
+        buffers: Sequence[BlockBytes],
         complete: Callable[[Message | RPCError], None],
         allocator: Allocator | None = None,
         *,

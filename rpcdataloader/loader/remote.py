@@ -23,6 +23,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.loader import seeding
 from rpcdataloader.loader.collate import TensorCollator
+from rpcdataloader.loader.gathering import find_stacks
 from rpcdataloader.wire.slabs import Allocator, PageablePool
 
 logger = logging.getLogger("rpcdataloader.loader")
@@ -103,15 +104,23 @@ class BatchLoader:
         dataset: Map-style.
         spec: See there.
         allocator: Where to collate large tensors; None for fresh memory.
+        sends: Batches are pickled to be sent, so that they need not be whole before (see ``gathering``).
         inline: This is the trainer's process: its generators, worker info and collate functions are as before
             whenever a call returns.
     """
 
     def __init__(
-        self, dataset: Any, spec: LoaderSpec, allocator: Allocator | None = None, *, inline: bool = False
+        self,
+        dataset: Any,
+        spec: LoaderSpec,
+        allocator: Allocator | None = None,
+        *,
+        sends: bool = False,
+        inline: bool = False,
     ) -> None:
         self._dataset = dataset
         self._spec = spec
+        self._sends = sends
         self._inline = inline
         default = default_collate if spec.auto_collation else default_convert
         self._collate: Callable[[Any], Any] = default if spec.collate_fn is None else spec.collate_fn
@@ -176,7 +185,16 @@ class BatchLoader:
     def _collate_seeded(self, samples: Any, batch_number: int) -> Any:
         if self._collate not in _TORCH_COLLATE or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
             self._begin_collate(batch_number)
+        elif self._sends and self._collate is default_collate:
+            return self._collate_for_sending(samples)
         return self._collate(samples)
+
+    def _collate_for_sending(self, samples: list[Any]) -> Any:
+        self._collate_tensors.stacks = find_stacks(samples)
+        try:
+            return self._collate(samples)
+        finally:
+            self._collate_tensors.stacks = {}
 
     def _fetch(self, indices: Any, position: int) -> Any:
         dataset = self._dataset
@@ -186,7 +204,9 @@ class BatchLoader:
         # Asked the way torch asks.
         if hasattr(dataset, "__getitems__") and dataset.__getitems__:
             self._begin_sample(position)
-            return dataset.__getitems__(indices)
+            samples = dataset.__getitems__(indices)
+            # Of our own, as the dataset may keep the one that it returns.
+            return samples.copy() if type(samples) is list else samples
         samples = []
         for place, index in enumerate(indices, position):
             self._begin_sample(place)
@@ -215,9 +235,15 @@ class StreamLoader(BatchLoader):
     """
 
     def __init__(
-        self, dataset: Any, spec: LoaderSpec, allocator: Allocator | None = None, *, inline: bool = False
+        self,
+        dataset: Any,
+        spec: LoaderSpec,
+        allocator: Allocator | None = None,
+        *,
+        sends: bool = False,
+        inline: bool = False,
     ) -> None:
-        super().__init__(dataset, spec, allocator, inline=inline)
+        super().__init__(dataset, spec, allocator, sends=sends, inline=inline)
         self._begin()
 
     def _begin(self) -> None:
@@ -428,7 +454,7 @@ def open_loader(dataset: Any, spec: LoaderSpec) -> None:
     global _loader
     kind = StreamLoader if spec.iterable else BatchLoader
     try:
-        _loader = kind(dataset, spec, PageablePool())
+        _loader = kind(dataset, spec, PageablePool(), sends=True)
     except Exception as error:
         _loader = _FailedLoader(dataset, spec, error)
 

@@ -27,6 +27,7 @@ from rpcdataloader.wire.frames import (
     PREAMBLE_SIZE,
     Allocate,
     Block,
+    BlockBytes,
     Decoder,
     Limits,
     Message,
@@ -94,7 +95,7 @@ class Channel:
         type: MessageType,
         request_id: int = 0,
         payload: bytes | bytearray | memoryview = b"",
-        buffers: Sequence[bytes | bytearray | memoryview] = (),
+        buffers: Sequence[BlockBytes] = (),
         flags: int = 0,
     ) -> None:
         """Seal and send one message; blocks until the kernel has taken all of it.
@@ -105,7 +106,7 @@ class Channel:
         with self._send_lock:
             self.stream.send(encode(self._sealer, type, request_id, payload, buffers, flags))
 
-    def send_now(self, type: MessageType, request_id: int, payload: bytes, buffers: Sequence[memoryview]) -> bool:
+    def send_now(self, type: MessageType, request_id: int, payload: bytes, buffers: Sequence[BlockBytes]) -> bool:
         """Send a small message in this thread; returns False for one that a sender thread should send.
 
         Waking that thread costs two changes of the thread that holds the GIL, which is more than the message does.

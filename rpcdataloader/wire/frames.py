@@ -252,12 +252,35 @@ class Sealer:
             )
 
 
+class Pieces:
+    """A block whose bytes lie in several places, which the kernel gathers when it is sent.
+
+    Args:
+        pieces: In order, each as a block of its own would be.
+    """
+
+    __slots__ = ("nbytes", "pieces")
+
+    def __init__(self, pieces: Sequence[Buffer]) -> None:
+        self.pieces = [_as_bytes(piece) for piece in pieces]
+        self.nbytes = sum(map(len, self.pieces))
+
+
+BlockBytes = memoryview | Pieces
+"""What a block that is sent consists of."""
+
+
+def pieces_of(block: Buffer | Pieces) -> list[memoryview]:
+    """The bytes of a block, wherever they are, in order."""
+    return block.pieces if isinstance(block, Pieces) else [_as_bytes(block)]
+
+
 def encode(
     sealer: Sealer | None,
     type: int,
     request_id: int = 0,
     payload: Buffer = b"",
-    buffers: Sequence[Buffer] = (),
+    buffers: Sequence[Buffer | Pieces] = (),
     flags: int = 0,
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[bytes | memoryview]:
@@ -281,8 +304,12 @@ def encode(
         LocalProtocolError: The message is over the limits.
     """
     payload = _as_bytes(payload)
-    blocks = [_as_bytes(buffer) for buffer in buffers]
-    sizes = list(map(len, blocks))
+    blocks: list[memoryview] = []
+    sizes: list[int] = []
+    for buffer in buffers:
+        pieces = pieces_of(buffer)
+        blocks += pieces
+        sizes.append(sum(map(len, pieces)))
     excess = limits.find_excess(len(payload), len(sizes), sizes)
     if excess is not None:
         raise LocalProtocolError(f"this cannot be sent: {excess}; send it in parts")
@@ -302,11 +329,11 @@ def encode(
         _MAGIC, type, flags, HEADER_SIZE, request_id, len(payload), len(sizes), 0, digest.digest()
     )
     mac = _NO_MAC if sealer is None else sealer.seal(header)
-    pieces: list[bytes | memoryview] = [header + mac + table]
+    encoded: list[bytes | memoryview] = [header + mac + table]
     if not joined:
-        pieces.append(payload)
-    pieces += filter(None, blocks)
-    return pieces
+        encoded.append(payload)
+    encoded += filter(None, blocks)
+    return encoded
 
 
 def _as_bytes(buffer: Buffer) -> memoryview:

@@ -20,7 +20,8 @@ import torch
 
 from rpcdataloader.errors import SerializationError
 from rpcdataloader.wire import definitions
-from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Packer, is_dense
+from rpcdataloader.wire.frames import BlockBytes
+from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Packer, Stack, is_dense
 
 #: Returns what stands for an object on the wire, None for all that is pickled as usual.
 PersistentId = Callable[[Any], Any]
@@ -52,7 +53,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     # would cost a microsecond for every object, which is why reducer_override looks into cloudpickle's own table.
     dispatch_table = copyreg.dispatch_table
 
-    def __init__(self, file: io.BytesIO, packer: Packer | None, buffers: list[memoryview] | None) -> None:
+    def __init__(self, file: io.BytesIO, packer: Packer | None, buffers: list[BlockBytes] | None) -> None:
         self._packer = packer
         # Not a method: the pickler would refer to itself, and keep every tensor until the next garbage collection.
         callback = None if buffers is None else functools.partial(_take_buffer, buffers)
@@ -74,6 +75,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return _reduce_array(obj)
             if not obj.flags.writeable:
                 return obj.copy(order="A").__reduce_ex__(5)
+        elif kind is Stack:
+            if self._packer is not None:
+                return take_tensor, (self._packer.add_stack(obj),)
         elif kind in _CLOUDPICKLE_TABLE:
             return _CLOUDPICKLE_TABLE[kind](obj)
         elif definitions.is_definition(obj) and obj is not take_tensor:
@@ -105,7 +109,7 @@ class RequestPickler(Pickler):
         self,
         file: io.BytesIO,
         packer: Packer | None,
-        buffers: list[memoryview] | None,
+        buffers: list[BlockBytes] | None,
         persistent_id: PersistentId | None = None,
     ) -> None:
         super().__init__(file, packer, buffers)
@@ -183,7 +187,7 @@ class Unpickler(pickle.Unpickler):
             raise UnresolvedError(error) from error
 
 
-def _take_buffer(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
+def _take_buffer(buffers: list[BlockBytes], buffer: pickle.PickleBuffer) -> bool:
     """Keep a large buffer out of the pickle; returning True leaves it in."""
     view = buffer.raw()
     if view.nbytes < MIN_BLOCK_BYTES:

@@ -23,6 +23,7 @@ import torch
 from rpcdataloader.errors import RPCError, SerializationError
 from rpcdataloader.wire.diagnose import USER_ERRORS, find_culprit
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
+from rpcdataloader.wire.frames import BlockBytes
 from rpcdataloader.wire.picklers import PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler, UnresolvedError
 from rpcdataloader.wire.rebuild import rebuild
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool
@@ -56,7 +57,7 @@ class Encoded:
     """
 
     payload: bytes
-    buffers: list[memoryview]
+    buffers: list[BlockBytes]
 
     @property
     def size_bytes(self) -> int:
@@ -78,7 +79,7 @@ def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "o
         RPCError: ``persistent_id`` raised it.
     """
 
-    def make_pickler(file: io.BytesIO, packer: Packer, buffers: list[memoryview]) -> Pickler:
+    def make_pickler(file: io.BytesIO, packer: Packer, buffers: list[BlockBytes]) -> Pickler:
         return RequestPickler(file, packer, buffers, persistent_id)
 
     return _dumps(obj, make_pickler, name, _REQUEST_ADVICE)
@@ -97,12 +98,12 @@ def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:
     return _dumps(obj, ReplyPickler, name, _REPLY_ADVICE)
 
 
-_MakePickler = Callable[[io.BytesIO, Packer, "list[memoryview]"], Pickler]
+_MakePickler = Callable[[io.BytesIO, Packer, "list[BlockBytes]"], Pickler]
 
 
 def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Encoded:
     file, packer = io.BytesIO(), Packer()
-    buffers: list[memoryview] = []
+    buffers: list[BlockBytes] = []
     try:
         make_pickler(file, packer, buffers).dump(obj)
         index, blocks = packer.pack()
@@ -113,7 +114,10 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
     if index is None:
         file.write(NO_TENSORS)
         return Encoded(file.getvalue(), buffers)
-    inline = blocks.pop() if len(blocks) == 1 and blocks[0].nbytes <= _MAX_INLINE_BYTES else b""
+    inline: bytes | memoryview = b""
+    if len(blocks) == 1 and isinstance(blocks[0], memoryview) and blocks[0].nbytes <= _MAX_INLINE_BYTES:
+        inline = blocks[0]
+        blocks = []
     encoded_index = pickle.dumps(tuple(index), protocol=5)
     file.write(inline)
     file.write(encoded_index)

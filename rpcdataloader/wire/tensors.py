@@ -14,9 +14,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from rpcdataloader.wire.frames import BlockBytes, Pieces
 
 #: Regions of this size travel alone, without a copy. Below it, gathering costs less than one more block.
 MIN_BLOCK_BYTES = 1 << 16
@@ -64,6 +66,22 @@ class Index(NamedTuple):
     blocks: list[list[Place]]
     slabs: list[SlabIndex]
     empty: list[tuple[int, int]]
+
+
+class Stack:
+    """Tensors that travel as one, ``torch.stack(tensors)``, without being copied together before.
+
+    Args:
+        tensors: At least one; dense, contiguous, of one dtype and shape, and at least 64 KiB together.
+    """
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return torch.stack, (list(self.tensors),)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -137,26 +155,37 @@ class Packer:
     """Collects the dense tensors of one message while it is pickled, then gathers their bytes all at once."""
 
     def __init__(self) -> None:
-        self._tensors: list[torch.Tensor] = []
+        self._num_tensors = 0
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._stacks: dict[int, Stack] = {}
         self._layouts: list[Layout] = []
         self._geometries: dict[tuple[torch.dtype, torch.Size, tuple[int, ...]], _Geometry] = {}
         self._blocks: list[list[Place]] = []
-        self._buffers: list[memoryview] = []
+        self._buffers: list[BlockBytes] = []
         self._small: list[tuple[int, int, list[Place]]] = []  # address, size in bytes, the tensors on it
         self._empty: list[tuple[int, int]] = []
 
     def add(self, tensor: torch.Tensor) -> int:
         """Take in a dense tensor and return its number. Its bytes are first looked at by :meth:`pack`."""
-        self._tensors.append(tensor)
-        return len(self._tensors) - 1
+        number = self._num_tensors
+        self._tensors[number] = tensor
+        self._num_tensors += 1
+        return number
 
-    def pack(self) -> tuple[Index | None, list[memoryview]]:
+    def add_stack(self, stack: Stack) -> int:
+        """Take in a stack and return the number of the tensor that it becomes."""
+        number = self._num_tensors
+        self._stacks[number] = stack
+        self._num_tensors += 1
+        return number
+
+    def pack(self) -> tuple[Index | None, list[BlockBytes]]:
         """Return what describes the tensors, None if there are none, and the blocks. These keep what they show."""
-        if not self._tensors:
+        if not self._num_tensors:
             return None, []
         storages: dict[int, list[_Member]] = {}  # by the address of their first byte
-        for number, tensor in enumerate(self._tensors):
-            geometry = self._geometry(tensor)
+        for number, tensor in self._tensors.items():
+            geometry = self._geometry(tensor.dtype, tensor.shape, tensor.stride())
             if geometry.data_bytes == 0:
                 self._empty.append((number, geometry.number))
                 continue
@@ -169,11 +198,12 @@ class Packer:
                 self._pack_alone(members[0])
             else:
                 self._pack_storage(first_byte, members)
+        for number, stack in self._stacks.items():
+            self._pack_stack(number, stack.tensors)
         slabs = self._fill_slabs()
-        return Index(len(self._tensors), self._layouts, self._blocks, slabs, self._empty), self._buffers
+        return Index(self._num_tensors, self._layouts, self._blocks, slabs, self._empty), self._buffers
 
-    def _geometry(self, tensor: torch.Tensor) -> _Geometry:
-        dtype, shape, strides = tensor.dtype, tensor.shape, tensor.stride()
+    def _geometry(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> _Geometry:
         geometry = self._geometries.get((dtype, shape, strides))
         if geometry is None:
             geometry = _Geometry(len(self._layouts), *_measure(dtype, shape, strides))
@@ -240,19 +270,25 @@ class Packer:
         copy = tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(tensor.ndim)])
         for number in numbers:
             self._tensors[number] = copy  # kept until its bytes are gathered
-        start, geometry = copy.data_ptr(), self._geometry(copy)
+        start, geometry = copy.data_ptr(), self._geometry(copy.dtype, copy.shape, copy.stride())
         self._pack_region(start, start + geometry.span_bytes, [(number, geometry.number, 0) for number in numbers])
 
     def _pack_region(self, start: int, end: int, places: list[Place]) -> None:
         if end - start < MIN_BLOCK_BYTES:
             self._small.append((start, end - start, places))
             return
-        storage = self._tensors[places[0][0]].untyped_storage()
-        # Any dtype, shape and strides in 3 us; numpy() and view() of the tensor itself refuse many.
-        alias = torch.empty(0, dtype=torch.uint8, device="cpu")
-        alias.set_(storage, start - storage.data_ptr(), (end - start,), (1,))
         self._blocks.append(places)
-        self._buffers.append(alias.numpy().data)
+        self._buffers.append(_view(self._tensors[places[0][0]], start, end))
+
+    def _pack_stack(self, number: int, tensors: Sequence[torch.Tensor]) -> None:
+        shape = torch.Size((len(tensors), *tensors[0].shape))
+        geometry = self._geometry(tensors[0].dtype, shape, _contiguous_strides(shape))
+        starts = [tensor.data_ptr() for tensor in tensors]
+        size_bytes = tensors[0].nbytes
+        self._blocks.append([(number, geometry.number, 0)])
+        self._buffers.append(
+            Pieces([_view(tensor, start, start + size_bytes) for tensor, start in zip(tensors, starts, strict=True)])
+        )
 
     def _fill_slabs(self) -> list[SlabIndex]:
         slabs: list[_Slab] = []
@@ -308,6 +344,15 @@ class _Slab:
         for offset, source, size_bytes in self._moves:
             _memmove(address + offset, source, size_bytes)
         return memoryview(memory)
+
+
+def _view(tensor: torch.Tensor, start: int, end: int) -> memoryview:
+    """The bytes between two addresses on the storage of ``tensor``, which they keep."""
+    storage = tensor.untyped_storage()
+    # Any dtype, shape and strides in 3 us; numpy() and view() of the tensor itself refuse many.
+    alias = torch.empty(0, dtype=torch.uint8, device="cpu")
+    alias.set_(storage, start - storage.data_ptr(), (end - start,), (1,))
+    return alias.numpy().data
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from rpcdataloader.loader import remote, seeding
 from rpcdataloader.loader.collate import TensorCollator
 from rpcdataloader.loader.remote import BatchLoader, LoaderSpec
 from rpcdataloader.wire.slabs import Block
+from rpcdataloader.wire.tensors import Stack
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +83,8 @@ def make_spec(**changes: Any) -> LoaderSpec:
     return LoaderSpec(**{**fields, **changes})
 
 
-def make_loader(dataset, allocator=None, inline=False, **changes: Any) -> BatchLoader:
-    return BatchLoader(dataset, make_spec(**changes), allocator, inline=inline)
+def make_loader(dataset, allocator=None, sends=False, inline=False, **changes: Any) -> BatchLoader:
+    return BatchLoader(dataset, make_spec(**changes), allocator, sends=sends, inline=inline)
 
 
 def load(dataset, indices=(0, 1, 2), position=0, batch_number=0, **options: Any):
@@ -625,3 +626,48 @@ def test_large_batches_of_a_worker_can_be_kept():
 def test_loading_before_opening_is_refused(call):
     with pytest.raises(LocalProtocolError, match="no loader is open in this worker"):
         call()
+
+
+class Reusing:
+    """Writes its samples into the same memory for each batch."""
+
+    def __init__(self):
+        self.memory = torch.zeros(3, 1 << 16)
+        self.rows = list(self.memory)
+
+    def __getitem__(self, index):
+        return self.rows[index % 3].fill_(index)
+
+
+class ReusingBatches(Reusing):
+    def __getitems__(self, indices):
+        for index in indices:
+            self[index]
+        return self.rows
+
+
+@pytest.mark.parametrize("dataset", [Reusing, ReusingBatches])
+def test_a_dataset_that_uses_its_memory_again_does_not_change_a_batch_on_its_way(dataset):
+    loader = make_loader(dataset(), sends=True)
+    _metrics, batch = loader.load([0, 1, 2], 0, 0)
+    loader.load([3, 4, 5], 3, 1)
+    assert batch[:, 0].tolist() == [0, 1, 2]
+
+
+class Images:
+    def __getitem__(self, index):
+        return {"image": torch.full((1 << 16,), float(index)), "label": index}
+
+
+def test_large_tensors_of_a_batch_are_sent_without_being_copied_together():
+    _metrics, batch = make_loader(Images(), sends=True).load([0, 1, 2], 0, 0)
+    assert type(batch["image"]) is Stack
+    assert batch["label"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sends": False}, {"sends": True, "collate_fn": lambda batch: default_collate(batch)}]
+)
+def test_who_looks_at_a_batch_sees_tensors(changes):
+    _metrics, batch = make_loader(Images(), **changes).load([0, 1, 2], 0, 0)
+    assert batch["image"][:, 0].tolist() == [0, 1, 2]

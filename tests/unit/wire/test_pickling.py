@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from rpcdataloader.errors import SerializationError
+from rpcdataloader.wire.frames import pieces_of
 from rpcdataloader.wire.pickling import Encoded, dumps, dumps_reply, loads
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PinnedAllocator
 
@@ -38,7 +39,7 @@ class Subclass(torch.Tensor):
 def deliver(encoded: Encoded, allocator: Allocator | None = None) -> list[Block]:
     blocks = [(allocator or PageablePool()).allocate(buffer.nbytes) for buffer in encoded.buffers]
     for block, buffer in zip(blocks, encoded.buffers, strict=True):
-        block.view[:] = buffer
+        block.view[:] = b"".join(pieces_of(buffer))
     return blocks
 
 

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.wire import tensors
+from rpcdataloader.wire.frames import BlockBytes, pieces_of
 from rpcdataloader.wire.rebuild import MAX_PINNED_COPIES, rebuild
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PinnedAllocator
-from rpcdataloader.wire.tensors import Index, Packer, is_dense
+from rpcdataloader.wire.tensors import Index, Packer, Stack, is_dense
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -40,7 +41,7 @@ class FakePinned(PinnedAllocator):
         return any(storage.data_ptr() == memory.data_ptr() for memory in self.memory)
 
 
-def pack(sent: list[torch.Tensor]) -> tuple[Index | None, list[memoryview]]:
+def pack(sent: list[torch.Tensor]) -> tuple[Index | None, list[BlockBytes]]:
     packer = Packer()
     assert [packer.add(tensor) for tensor in sent] == list(range(len(sent)))
     return packer.pack()
@@ -52,7 +53,7 @@ def transfer(sent: list[torch.Tensor], allocator: Allocator | None = None) -> li
     blocks: list[Block] = []
     for buffer in buffers:
         blocks.append((allocator or PageablePool()).allocate(buffer.nbytes))
-        blocks[-1].view[:] = buffer
+        blocks[-1].view[:] = b"".join(pieces_of(buffer))
     return rebuild(Index(*pickle.loads(pickle.dumps(tuple(index)))), [block.tensor for block in blocks], allocator)
 
 
@@ -396,3 +397,27 @@ def test_what_is_more_than_bytes_and_layout_is_not_dense(make):
 @pytest.mark.filterwarnings("ignore")
 def test_named_tensors_are_not_dense():
     assert not is_dense(torch.ones(2, names=("n",)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+def test_a_stack_arrives_as_one_tensor(dtype):
+    tensors = [torch.randint(0, 2, (3, 200, 100)).to(dtype) for _ in range(4)]
+    packer = Packer()
+    label = torch.tensor(7)
+    assert [packer.add(label), packer.add_stack(Stack(tensors)), packer.add(label)] == [0, 1, 2]
+    index, buffers = packer.pack()
+    blocks = [torch.frombuffer(bytearray(b"".join(pieces_of(buffer))), dtype=torch.uint8) for buffer in buffers]
+    first, stacked, last = rebuild(index, blocks, None)
+    assert stacked.dtype == dtype
+    assert stacked.is_contiguous()
+    assert stacked.equal(torch.stack(tensors))
+    assert first.item() == last.item() == 7
+
+
+def test_a_stack_is_not_copied_before_it_is_sent():
+    tensors = [torch.zeros(1 << 16) for _ in range(2)]
+    packer = Packer()
+    packer.add_stack(Stack(tensors))
+    _index, (block,) = packer.pack()
+    tensors[1][0] = 1
+    assert any(bytes(pieces_of(block)[1][:4]))
