@@ -25,7 +25,7 @@ from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.refs import DatasetRef
 from rpcdataloader.client.session import Session
 from rpcdataloader.client.worker import Worker, WorkerOwner
-from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCError, SerializationError
+from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError, SerializationError
 from rpcdataloader.wire.frames import Message, pieces_of
 from rpcdataloader.wire.generators import get_states
 from rpcdataloader.wire.messages import Build, Call
@@ -66,6 +66,7 @@ class RemoteDataset:
         self._lock = threading.RLock()
         # Guarded by the lock: for each session that has it, whether the session has built it itself.
         self._sessions: dict[Session, bool] = {}
+        self._building: dict[Session, threading.Event] = {}
         self._length: int | None = None
         self._is_iterable = is_iterable
         self._changes: list[_Change] = []
@@ -81,52 +82,107 @@ class RemoteDataset:
     def build_on(self, sessions: Iterable[Session]) -> None:
         """Have it on all of ``sessions``, building where it is missing, at the same time.
 
+        Whoever changes or asks it meanwhile does not wait for that.
+
         Raises:
+            ConnectionLostError: A session has ended meanwhile. It is on all others all the same.
             Exception: Whatever building it raised, with the node in the remote traceback.
             TypeError: It is no dataset.
         """
         self._check_process()
-        with self._lock:
-            missing = [session for session in dict.fromkeys(sessions) if session not in self._sessions]
-            if not missing:
+        wanted = list(dict.fromkeys(sessions))
+        while True:
+            with self._lock:
+                missing = [session for session in wanted if session not in self._sessions]
+                awaited = [self._building[session] for session in missing if session in self._building]
+                mine = [session for session in missing if session not in self._building]
+                done = threading.Event()
+                self._building.update(dict.fromkeys(mine, done))
+            if mine:
+                try:
+                    self._build_missing(mine)
+                finally:
+                    with self._lock:
+                        for session in mine:
+                            del self._building[session]
+                    done.set()
+            for other in awaited:
+                other.wait()
+            if not awaited:
                 return
-            slow = _SlowLine(self.name, [session.name for session in missing])
-            try:
-                self._build_on(missing, slow)
-            except BaseException:
-                # Also those that have it, or are still building it: nothing else will let it go there.
-                for session in missing:
-                    self._sessions.pop(session, None)
-                    session.release(self.key)
-                raise
-            finally:
-                slow.close()
 
-    def _build_on(self, sessions: Sequence[Session], slow: _SlowLine) -> None:
+    def is_on(self, session: Session) -> bool:
+        """Whether workers of this session can use it."""
+        return session in self._sessions
+
+    def _build_missing(self, sessions: Sequence[Session]) -> None:
+        slow = _SlowLine(self.name, [session.name for session in sessions])
+        try:
+            self._build(sessions, slow)
+        except BaseException:
+            # Also those that are still building it: nothing else will let it go there.
+            for session in sessions:
+                if session not in self._sessions:
+                    session.release(self.key)
+            raise
+        finally:
+            slow.close()
+
+    def _build(self, sessions: Sequence[Session], slow: _SlowLine) -> None:
         payload = Build(self.key, self.name, self._shared, self._generators, self._pickled.payload).encode()
-        waiting = [
-            (session, session.build(payload, self._pickled.buffers, functools.partial(slow.finished, session.name)))
-            for session in sessions
-        ]
-        lengths: dict[str, int | None] = {}
+        waiting: list[tuple[Session, Callable[[], Any]]] = []
+        replies: dict[Session, dict[str, Any]] = {}
+        lost: ConnectionLostError | None = None
+        for session in sessions:
+            try:
+                finished = functools.partial(slow.finished, session.name)
+                waiting.append((session, session.build(payload, self._pickled.buffers, finished)))
+            except ConnectionLostError as exc:
+                lost = exc
         for session, wait in waiting:
-            reply = wait()
-            if reply["shared"]:
-                if not reply["kind"]:
-                    raise TypeError(f"{self.name} made no dataset: it has no __getitem__, and is no IterableDataset")
-                self._is_iterable = reply["kind"] == "iterable"
-                lengths[session.name] = self._length = reply["length"]
-            self._sessions[session] = reply["shared"]
+            try:
+                replies[session] = wait()
+            except ConnectionLostError as exc:
+                lost = exc
+        for reply in replies.values():
+            if reply["shared"] and not reply["kind"]:
+                raise TypeError(f"{self.name} made no dataset: it has no __getitem__, and is no IterableDataset")
+        lengths = {session.name: reply["length"] for session, reply in replies.items() if reply["shared"]}
+        if lengths and self._length is not None and not self._changes:
+            lengths["the nodes before"] = self._length
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{length} on {name}" for name, length in lengths.items())
             raise ValueError(
                 f"dataset {self.name} is not the same on all nodes: its length is {found}. Is the data complete "
                 "everywhere? Does it depend on the order of a folder (sort it) or on the time?"
             )
-        for session in sessions:
-            if self._sessions[session]:
-                for func, args in self._changes:
-                    session.call(func, self.ref, *args)()
+        for session, reply in replies.items():
+            try:
+                self._catch_up(session, reply)
+            except ConnectionLostError as exc:
+                lost = exc
+        if lost is not None:
+            raise lost
+
+    def _catch_up(self, session: Session, reply: Mapping[str, Any]) -> None:
+        """Make the changes in a session that has just built it, and count it among those that have it then."""
+        made: list[_Change] = []
+        while True:
+            with self._lock:
+                to_make = [change for change in self._changes if not any(change is other for other in made)]
+                if not to_make or not reply["shared"]:
+                    for before in [other for other in self._sessions if other.address == session.address]:
+                        if not before.is_usable:
+                            del self._sessions[before]
+                    self._sessions[session] = reply["shared"]
+                    if reply["shared"]:
+                        self._is_iterable = reply["kind"] == "iterable"
+                        if self._length is None and not self._changes:
+                            self._length = reply["length"]
+                    return
+            for func, args in to_make:
+                session.call(func, self.ref, *args)()
+            made += to_make
 
     def open_worker(
         self, session: Session, owner: WorkerOwner, keep_waiting: Callable[[], bool] = lambda: True
@@ -170,8 +226,12 @@ class RemoteDataset:
             Exception: Whatever ``func`` raised.
         """
         self._check_process()
-        with self._lock:
-            wait = self._ask(self._idle_worker(), func, args)
+        while True:
+            with self._lock:
+                if (worker := self._idle_worker()) is not None:
+                    wait = self._ask(worker, func, args)
+                    break
+            self._revive()
         return wait()
 
     def change(self, func: Callable[..., Any], *args: Any) -> list[Any]:
@@ -189,11 +249,17 @@ class RemoteDataset:
         while True:
             with self._lock:
                 workers = [worker for worker in self._workers if worker.is_usable]
+                built = [session for session, shared in self._sessions.items() if shared and session.is_usable]
+                if not built and not workers and (worker := self._idle_worker()) is not None:
+                    workers = [worker]
                 connecting = [worker for worker in workers if self._inherits(worker) and not worker.connection.is_open]
-                if not connecting:
-                    waits = self._start_change(workers, func, args)
+                if (built or workers) and not connecting:
+                    waits = [session.call(func, self.ref, *args) for session in built]
+                    waits += [self._ask(worker, func, args) for worker in workers]
                     self._changes.append(change)
                     break
+            if not built and not workers:
+                self._revive()
             # Whether these are forked before their session has changed or after, nobody could tell.
             for worker in connecting:
                 with contextlib.suppress(Exception):
@@ -209,28 +275,39 @@ class RemoteDataset:
             self._changes = _without_overwritten(self._changes, change)
         return results
 
-    def _start_change(
-        self, workers: Sequence[Worker], func: Callable[..., Any], args: tuple[Any, ...]
-    ) -> list[Callable[[], Any]]:
-        built = [session for session, shared in self._sessions.items() if shared and session.is_usable]
-        if not built and not workers:
-            workers = [self._idle_worker()]
-        waits = [session.call(func, self.ref, *args) for session in built]
-        return waits + [self._ask(worker, func, args) for worker in workers]
-
     def _inherits(self, worker: Worker) -> bool:
         """Whether the worker is forked with the dataset, or else makes its own."""
         return self._sessions.get(worker.session, False)
 
-    def _idle_worker(self) -> Worker:
+    def _idle_worker(self) -> Worker | None:
+        """A worker for questions; None if there is no session left that has it. With the lock."""
         if self._query_worker is None or not self._query_worker.is_usable:
-            usable = [session for session in self._sessions if session.is_usable]
-            if not usable:
-                names = ", ".join(session.name for session in self._sessions)
-                raise ConnectionLostError(f"dataset {self.name} is lost with its sessions on {names}: make another one")
-            self._query_worker = self.open_worker(usable[0], _QueryOwner())
+            usable = next((session for session in self._sessions if session.is_usable), None)
+            if usable is None:
+                return None
+            self._query_worker = self.open_worker(usable, _QueryOwner())
             weakref.finalize(self, get_client().janitor.leave, self._query_worker.close).atexit = False
         return self._query_worker
+
+    def _revive(self) -> None:
+        """Build it again on one of the nodes that had it.
+
+        Raises:
+            ConnectionLostError: None of them can be reached.
+        """
+        with self._lock:
+            sessions = list(self._sessions)
+        addresses = dict.fromkeys(session.address for session in sessions)
+        reasons: list[str] = []
+        attempts = [get_client().node(address).session() for address in addresses]
+        for session in attempts:
+            try:
+                session.wait()
+                self.build_on([session])
+                return
+            except (ConnectError, ConnectionLostError) as exc:
+                reasons.append(f"{session.name}: {exc}")
+        raise ConnectionLostError(f"dataset {self.name} is lost with its nodes: {'; '.join(reasons)}")
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -1,6 +1,7 @@
 """One node server as a client sees it: its current session there, and the worker that serves ``rpc_async``.
 
 A lost session does not come back: the next use of the node starts another one, which knows nothing of the first.
+What the node offered is remembered, so that shares of workers stay what they were while it is away.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Node:
         # Guarded by the lock. The last session is the current one; those before it still drain.
         self._sessions: list[Session] = []
         self._rpc_worker: Worker | None = None
+        self._num_workers: int | None = None
 
     def session(self) -> Session:
         """The current session, begun now if there is none; it may still be connecting."""
@@ -41,12 +43,31 @@ class Node:
             self._sessions[-1].start()
         return self._sessions[-1]
 
+    def num_workers(self) -> int:
+        """What the node server offers, or last offered; waits for it when it was never there.
+
+        Raises:
+            RPCError: It never was there, and cannot be reached.
+        """
+        for session in reversed(self._sessions):
+            if session.welcome is not None:
+                self._num_workers = session.num_workers
+                break
+        if self._num_workers is None:
+            self._num_workers = self.session().wait().num_workers
+        return self._num_workers
+
     def rpc_worker(self) -> Worker:
         """The worker that serves ``rpc_async`` calls of this client, begun now if there is none."""
         with self._lock:
             if self._rpc_worker is None or not self._rpc_worker.is_usable:
                 self._rpc_worker = self._current_session().open_worker(_RpcOwner())
             return self._rpc_worker
+
+    def wake(self) -> None:
+        """Let those who wait for the session look whether they still want to."""
+        for session in self._sessions:
+            session.wake()
 
     def close(self) -> None:
         """End the session, and those that still drain."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from collections.abc import Callable
 
 from rpcdataloader.client.alarm import Alarm
 from rpcdataloader.client.discovery import Local, Remote
@@ -51,6 +52,7 @@ class Client:
         # Guarded by the lock:
         self._nodes: dict[Address, Node] = {}
         self._local: LocalServer | None = None
+        self._threads: dict[threading.Thread, threading.Event] = {}
         self._closed = False
 
     def nodes(self, where: Local | Remote) -> list[Node]:
@@ -65,6 +67,15 @@ class Client:
             if address not in self._nodes:
                 self._nodes[address] = Node(address, self._settings)
             return self._nodes[address]
+
+    def start_thread(self, name: str, function: Callable[[], None], stop: threading.Event) -> None:
+        """Run ``function`` in a thread that is waited for at the end, when sessions have ended and ``stop`` is set."""
+        thread = threading.Thread(target=function, name=name, daemon=True)
+        with self._lock:
+            self._threads = {other: event for other, event in self._threads.items() if other.is_alive()}
+            if not self._closed:
+                self._threads[thread] = stop
+                thread.start()
 
     def _local_address(self) -> Address:
         with self._lock:
@@ -96,6 +107,9 @@ class Client:
             node.close()
         for connection in connections:
             connection.join(None if connection.is_open else CONNECTING_JOIN_TIMEOUT)
+        for thread, stop in self._threads.items():
+            stop.set()
+            thread.join()
         if self._local is not None:
             self._local.stop()
 

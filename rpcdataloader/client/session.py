@@ -5,6 +5,7 @@ When the control connection is lost, the session and all its workers are.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -66,6 +67,11 @@ class Session:
         return not self.draining and not self._connection.has_ended
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it is there, and takes requests."""
+        return self.welcome is not None and self.is_usable
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing is left of it."""
         return self._lost is not None and not self._workers
@@ -76,18 +82,27 @@ class Session:
         assert self.welcome is not None
         return self.welcome.num_workers
 
-    def wait(self) -> Welcome:
+    def wait(self, is_wanted: Callable[[], bool] = lambda: True) -> Welcome:
         """Wait until the session is there.
 
+        Args:
+            is_wanted: Asked again at every :meth:`wake`; False ends the wait.
+
         Raises:
-            RPCError: It never came to be, or has ended.
+            RPCError: It never came to be, or has ended, or is not wanted any more.
         """
         with self._condition:
-            self._condition.wait_for(lambda: self.welcome is not None or self._lost is not None)
+            self._condition.wait_for(lambda: self.welcome is not None or self._lost is not None or not is_wanted())
             if self._lost is not None:
-                raise self._lost
-            assert self.welcome is not None
+                raise copy.copy(self._lost)
+            if self.welcome is None:
+                raise ConnectionLostError(f"nobody waits for {self.name} any more")
             return self.welcome
+
+    def wake(self) -> None:
+        """Let those who :meth:`wait` look whether they still want to."""
+        with self._condition:
+            self._condition.notify_all()
 
     def follow_rank(self) -> None:
         """Tell the session if the rank of this process has changed, as ``init_process_group`` may have done since."""

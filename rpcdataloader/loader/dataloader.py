@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
@@ -20,7 +21,7 @@ from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.local import LocalIterator
 from rpcdataloader.loader.passes import MAX_IN_FLIGHT_BYTES, PassSettings, Progress, check_state, end_pass, to_state
-from rpcdataloader.loader.placement import place
+from rpcdataloader.loader.placement import Placement, place, prepare
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -45,6 +46,7 @@ class RPCDataloader(DataLoader[_T_co]):
         max_in_flight_bytes: Limit on the bytes of batches that are on their way or wait to be consumed.
         max_retries: What a worker that died was loading is given to another one. A batch at which so many in a row
             have died is an error, raised when its turn comes.
+        reconnect_timeout: Seconds to wait for a worker when none is left, as when all nodes restart; 0 not to wait.
 
     Random numbers: before each sample, the global generators of python, numpy and torch are seeded from the
     position of the sample in the epoch, so batches do not depend on the number of workers. The seed of the epoch is
@@ -82,6 +84,7 @@ class RPCDataloader(DataLoader[_T_co]):
         partition: tuple[int, int] | Literal["auto"] | None = "auto",
         max_in_flight_bytes: int | None = None,
         max_retries: int = 3,
+        reconnect_timeout: float = 300.0,
     ) -> None:
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
@@ -90,6 +93,8 @@ class RPCDataloader(DataLoader[_T_co]):
             _check(dataset, prefetch_factor, max_in_flight_bytes)
         if max_retries < 1:
             raise ValueError(f"max_retries must be at least 1, but is {max_retries}")
+        if not 0 <= reconnect_timeout <= threading.TIMEOUT_MAX:
+            raise ValueError(f"reconnect_timeout must be a number of seconds, 0 or more, but is {reconnect_timeout}")
         # torch refuses these three without workers of its own; those that we have are not its business.
         own = where is not None
         super().__init__(
@@ -121,6 +126,7 @@ class RPCDataloader(DataLoader[_T_co]):
         self.partition = partition
         self.max_in_flight_bytes = max_in_flight_bytes
         self.max_retries = max_retries
+        self.reconnect_timeout = reconnect_timeout
         if own:
             self.num_workers = num_workers or 1  # torch refuses a context without workers, and these are some
             self.multiprocessing_context = multiprocessing_context
@@ -219,6 +225,7 @@ class RPCDataloader(DataLoader[_T_co]):
             pin_memory=self.pin_memory,
             persistent_workers=self.persistent_workers,
             max_retries=self.max_retries,
+            reconnect_timeout=self.reconnect_timeout,
             partition=current_partition() if self.partition == "auto" else self._partition or current_partition(),
         )
 
@@ -240,12 +247,13 @@ class RPCDataloader(DataLoader[_T_co]):
             dataset = self._shipped = ship(self.dataset)
         share = Partition() if self.partition is None else self._partition
         num_streams = len(saved["streams"]) if saved is not None and not saved["finished"] else 0
-        sessions = place(self._where, partition=share, num_workers=num_streams or self.num_workers)
+        placement = place(self._where, partition=share, num_workers=num_streams or self.num_workers)
         if num_streams:
             # Each stream of an iterable-style dataset goes on, on whichever nodes there are now.
-            sessions = tuple(itertools.islice(itertools.cycle(sessions), num_streams))
-        dataset.build_on(sessions)
-        return RemoteIterator(settings, dataset, sessions, saved, self._reported_length)
+            homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
+            placement = Placement(tuple(homes), placement.others)
+        prepare(dataset, placement.homes, wait=False)
+        return RemoteIterator(settings, dataset, placement, saved, self._reported_length)
 
 
 def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: int) -> Where | None:

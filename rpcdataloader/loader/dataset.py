@@ -16,7 +16,7 @@ from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.passes import PassSettings
-from rpcdataloader.loader.placement import place
+from rpcdataloader.loader.placement import place, prepare
 
 
 class RPCDataset(Dataset[Any]):
@@ -71,7 +71,7 @@ class RPCDataset(Dataset[Any]):
             pickled = dumps_named(tuple(parts.values()), parts)
             is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
             access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable)
-            access.build_on(place(where))
+            prepare(access, place(where).homes)
         # Past __setattr__, which sets attributes of the remote dataset.
         self.__dict__["_where"] = where
         self.__dict__["_access"] = access
@@ -160,13 +160,13 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
         access = self._own("_access")
         if isinstance(access, _Inline):
             return iter(access.dataset)
-        sessions = place(self._own("_where"), num_workers=1)
-        access.build_on(sessions)
+        placement = place(self._own("_where"), num_workers=1)
+        prepare(access, placement.homes)
         endless = itertools.repeat(None)
         settings = PassSettings(
             dataset=self, sampler=endless, auto_collation=False, iterable=True, collate_fn=_unchanged
         )
-        return RemoteIterator(settings, access, sessions)
+        return RemoteIterator(settings, access, placement)
 
 
 def where_of(dataset: RPCDataset) -> Where:

@@ -1,7 +1,8 @@
 """One pass over a loader: drives the task table over the workers.
 
 The consumer's thread draws from the sampler, as torch's does, and delivers; receiver threads report replies and losses
-and hand out what is waiting. One condition guards the table and everything beside it. Policy is in the scheduler.
+and hand out what is waiting. One condition guards the table and everything beside it. Policy is in the scheduler, and
+which workers there are is the crew's business.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import torch.utils.data._utils.pin_memory
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.exchange import reference_of, result_of
 from rpcdataloader.client.pool import get_client
-from rpcdataloader.client.session import Session
 from rpcdataloader.client.worker import Worker
-from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError
+from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCError
 from rpcdataloader.loader import remote
+from rpcdataloader.loader.crew import Crew, Opening
 from rpcdataloader.loader.passes import (
     Pass,
     PassSettings,
@@ -36,13 +37,14 @@ from rpcdataloader.loader.passes import (
     undone_afterwards,
     warn_if_longer,
 )
+from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.remote import StreamState
 from rpcdataloader.loader.scheduler import Scheduler
 from rpcdataloader.loader.streams import StreamTable
 from rpcdataloader.loader.tasks import Task, describe, load_request
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call
-from rpcdataloader.wire.pickling import Encoded, dumps
+from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.slabs import Allocator, pinned_allocator
 
 logger = logging.getLogger("rpcdataloader.loader")
@@ -52,7 +54,7 @@ class RemoteIterator:
     """What ``iter(loader)`` returns when workers load. Dropping it ends its workers.
 
     Args:
-        sessions: Of each worker; for an iterable-style dataset, of each stream.
+        placement: Of the workers; for an iterable-style dataset, of the streams.
         saved: The state of the pass to go on with.
         reported_length: What ``len`` of the loader has said of an iterable-style dataset.
     """
@@ -61,11 +63,11 @@ class RemoteIterator:
         self,
         settings: PassSettings,
         dataset: RemoteDataset,
-        sessions: Sequence[Session],
+        placement: Placement,
         saved: Mapping[str, Any] | None = None,
         reported_length: int | None = None,
     ) -> None:
-        self._run = _Run(settings, dataset, sessions, saved)
+        self._run = _Run(settings, dataset, placement, saved)
         self._name = dataset.name
         self._reported_length = reported_length
         self._sampler = settings.sampler
@@ -80,7 +82,7 @@ class RemoteIterator:
         Raises:
             StopIteration: The sampler is at its end, and everything was delivered.
             RuntimeError: No batch within the loader's timeout.
-            ConnectionLostError: A worker died, or there is none left.
+            ConnectionLostError: No worker is left and none came back in time, or a batch has ended too many of them.
             Exception: What the dataset, the collate function or the init function raised on a worker.
         """
         batch = self._run.next()
@@ -98,7 +100,7 @@ class RemoteIterator:
 
     @property
     def is_usable(self) -> bool:
-        """Whether :meth:`reset` is possible: no worker was lost."""
+        """Whether :meth:`reset` is possible."""
         return self._run.is_usable
 
     def reset(self, reported_length: int | None = None) -> None:
@@ -126,14 +128,13 @@ class _Run:
         self,
         settings: PassSettings,
         dataset: RemoteDataset,
-        sessions: Sequence[Session],
+        placement: Placement,
         saved: Mapping[str, Any] | None,
     ) -> None:
         self._settings = settings
         self._dataset = dataset  # held for as long as there are workers
-        self._sessions = sessions
         self._client = get_client()
-        self._num_workers = len(sessions)
+        self._num_workers = len(placement.homes)
         self._pid = os.getpid()
         pinned = pinned_allocator() if settings.pin_memory else None
         self._pins = pinned is not None
@@ -146,17 +147,22 @@ class _Run:
             self._begin_streams()
             self._table = self._new_table(batch_size_bytes=0.0)
             self._results: dict[int, Any] = {}
-            self._alive: dict[Worker, int] = {}  # with the number that the dataset knows it by
-            self._ready: set[Worker] = set()
-            self._draining: set[Worker] = set()
-            self._num_missing = 0  # refused by nodes that have no room, or lost with their node
-            self._num_deaths = 0  # since the last answer
             self._killers: dict[int, list[str]] = {}  # for a task, how each worker that was at work on it has ended
+            self._interrupted: list[Task] = []  # what the last one that was lost was at work on
             self._error: BaseException | None = None
             self._closed = False
+            self._crew = Crew(
+                self,
+                dataset,
+                placement,
+                self._condition,
+                needs_all=settings.iterable,
+                max_deaths=settings.max_retries * self._num_workers,
+                reconnect_timeout=settings.reconnect_timeout,
+            )
             self._draw()
         try:
-            self._open(dataset, sessions)
+            self._crew.start()
         except BaseException:
             self.close()
             raise
@@ -182,24 +188,6 @@ class _Run:
         if settings.iterable:
             return StreamTable(num_streams=self._num_workers, turn=self.progress.turn, **options)
         return Scheduler(num_workers=self._num_workers, **options)
-
-    def _open(self, dataset: RemoteDataset, sessions: Sequence[Session]) -> None:
-        openings = [self._opening(dataset, worker_id) for worker_id in range(len(sessions))]
-        for worker_id, (session, opening) in enumerate(zip(sessions, openings, strict=True)):
-            # Under the condition, so that the worker is ready only after its first request is on the way.
-            with self._condition:
-                worker = dataset.open_worker(session, self, self._is_alone)
-                self._alive[worker] = worker_id
-                worker.submit(opening.payload, opening.buffers, self._opened)
-
-    def _opening(self, dataset: RemoteDataset, worker_id: int) -> Encoded:
-        """The first request to a worker; pickled before any is asked for, so that what cannot be is found early."""
-        settings = self._settings
-        stream = self._streams[worker_id] if self._streams else None
-        spec = loader_spec(settings, self._pass, worker_id, self._num_workers, stream)
-        call = Call(remote.open_loader, (dataset.ref, spec), {}, ordered=True)
-        parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
-        return dumps_named(call.fields(), parts, persistent_id=self._reference_of)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:
         """The persistent id of the dataset, also where a function of the user holds it, as a bound method does."""
@@ -249,7 +237,12 @@ class _Run:
             if remaining is not None and remaining <= 0:
                 # torch's exception and text, which scripts may look for.
                 raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
-            self._condition.wait(remaining)
+            without_workers = self._crew.time_left()
+            if without_workers is not None and without_workers <= 0:
+                self._error = _with_batch(self._crew.verdict(), self._interrupted)
+                continue
+            limits = [limit for limit in (remaining, without_workers) if limit is not None]
+            self._condition.wait(min(limits, default=None))
 
     def _draw(self) -> None:
         """Fill the window from the sampler, which is user code and so runs outside of the lock."""
@@ -284,14 +277,13 @@ class _Run:
         if os.getpid() != self._pid:
             return False
         with self._condition:
-            complete = len(self._alive) + self._num_missing == self._num_workers
-            return self._error is None and not self._closed and complete
+            return self._error is None and not self._closed
 
     def begin_epoch(self) -> None:
         begun = begin_epoch(self._settings, self.progress.base_seed, self.progress.epoch + 1)
         with self._condition:
             # Requests of an epoch that was left in the middle; their answers are ignored.
-            for worker in self._alive:
+            for worker in self._crew:
                 worker.connection.cancel_all()
             self._results.clear()
             self._pass = begun
@@ -301,96 +293,52 @@ class _Run:
             args = self.progress.epoch, begun.order.first, begun.order.pipe_seed
             call = Call(remote.start_epoch, args, {}, ordered=True)
             starting = dumps(call.fields())
-            for worker in self._alive:
+            for worker in self._crew:
                 # Fails when the worker was lost in between, which is about to be reported.
                 with contextlib.suppress(RPCError):
-                    worker.submit(starting.payload, starting.buffers, self._opened)
-            for worker in self._ready:
-                self._join(worker)
+                    worker.submit(starting.payload, starting.buffers, self.opened)
+            self._crew.begin_epoch()
+        self._crew.staff()
         self._draw()
 
     def close(self) -> None:
         """End the workers; idempotent."""
         with self._condition:
             self._closed = True
-            workers = list(self._alive)
             self._results.clear()
-            self._condition.notify_all()
+            workers = self._crew.close()
         for worker in workers:
             worker.close()
+        self._crew.wake()
 
-    # --- receiver threads
+    # --- the crew, with the condition
 
-    def worker_ready(self, worker: Worker) -> None:
-        with self._condition:
-            if worker in self._alive and not self._closed:
-                self._ready.add(worker)
-                self._join(worker)
-            assignments = self._assign()
-        self._send(assignments)
-
-    def _join(self, worker: Worker) -> None:
-        """Let the worker have tasks; with the condition."""
+    def joined(self, worker: Worker, worker_id: int) -> None:
         if isinstance(self._table, StreamTable):
-            self._table.worker_joined(worker, self._alive[worker])
+            self._table.worker_joined(worker, worker_id)
         else:
             self._table.worker_joined(worker, time.monotonic())
 
-    def worker_draining(self, worker: Worker) -> None:
-        with self._condition:
-            if worker in self._ready:
-                self._draining.add(worker)
-                if isinstance(self._table, Scheduler):
-                    self._table.worker_draining(worker)
+    def leaving(self, worker: Worker) -> None:
+        if isinstance(self._table, Scheduler):
+            self._table.worker_draining(worker)
 
-    def worker_lost(self, worker: Worker, error: RPCError) -> None:
-        with self._condition:
-            worker_id = self._alive.pop(worker, None)
-            if self._closed or worker_id is None:
-                return
-            if self._client.is_closed:
-                self._error = self._error or error
-                self._condition.notify_all()
-                return
-            if isinstance(self._table, StreamTable) and self._table.has_ended(worker_id):
-                self._ready.discard(worker)
-                return  # nobody needs it any more
-            lost: list[int] = []
-            tasks: list[Task] = []
-            if worker in self._ready:
-                self._ready.discard(worker)
-                tasks = [self._table.payload(number) for number in self._table.in_flight(worker)]
-                lost = self._table.worker_left(worker, time.monotonic())
-            if worker in self._draining:
-                error = ConnectionLostError(f"{worker.session.name} is shutting down")
-            session = self._successor(worker, worker_id, error)
-            if session is not None:
-                logger.warning("%s; another worker starts on %s", error, session.name)
-                if lost and session is worker.session:
-                    # A node that goes with all of its workers says nothing about this batch.
-                    self._blame(lost[0], tasks[0], error)
-            elif self._alive and not self._settings.iterable:
-                self._num_missing += 1
-                logger.warning("going on with %d workers: %s", len(self._alive), error)
-            elif self._error is None:
-                self._error = _with_batch(error, tasks)
-            self._condition.notify_all()
-            assignments = self._assign()
-        self._send(assignments)
-        if session is not None:
-            self._replace(worker_id, session)
+    def left(self, worker: Worker, error: RPCError, *, died: bool) -> None:
+        self._interrupted = [self._table.payload(number) for number in self._table.in_flight(worker)]
+        lost = self._table.worker_left(worker, time.monotonic())
+        if died and lost:
+            self._blame(lost[0], self._interrupted[0], error)
 
-    def _successor(self, worker: Worker, worker_id: int, error: RPCError) -> Session | None:
-        """Where another worker takes the place of one that is lost; None for nowhere. With the condition."""
-        refused = isinstance(error, ConnectError)  # it never came
-        if self._error is not None or (refused and not self._settings.iterable):
-            return None
-        self._num_deaths += 1
-        if self._num_deaths > self._settings.max_retries * self._num_workers:
-            return None  # they die before they answer anything
-        places = [worker.session, *self._sessions[worker_id:], *self._sessions[:worker_id]]
-        usable = (place for place in places if place.is_usable and not (refused and place is worker.session))
-        return next(usable, None)
+    def needs(self, worker_id: int) -> bool:
+        return not (isinstance(self._table, StreamTable) and self._table.has_ended(worker_id))
+
+    def failed(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+        self._condition.notify_all()
+
+    def is_current(self, opening: Opening) -> bool:
+        return opening.epoch is self._pass
 
     def _blame(self, number: int, task: Task, error: RPCError) -> None:
         """The batch that a worker was loading when it died may be the reason; with the condition."""
@@ -404,38 +352,32 @@ class _Run:
             stream = (self._table.stream_of(number), None) if isinstance(self._table, StreamTable) else None
             self._results[number] = failure, functools.partial(self._record, task, stream)
 
-    def _replace(self, worker_id: int, session: Session) -> None:
-        try:
-            while True:
-                begun = self._pass
-                opening = self._opening(self._dataset, worker_id)
-                with self._condition:
-                    if self._closed:
-                        return
-                    if begun is not self._pass:
-                        continue
-                    worker = self._dataset.open_worker(session, self, self._is_alone)
-                    self._alive[worker] = worker_id
-                    # Fails when it is lost already, which is about to be reported.
-                    with contextlib.suppress(RPCError):
-                        worker.submit(opening.payload, opening.buffers, self._opened)
-                    return
-        except BaseException as exc:
-            with self._condition:
-                if self._error is None:
-                    self._error = exc
-                self._condition.notify_all()
+    # --- the crew, without the condition
 
-    def _opened(self, reply: Message | RPCError) -> None:
+    def opening(self, worker_id: int) -> Opening:
+        settings, begun = self._settings, self._pass
+        stream = self._streams[worker_id] if self._streams else None
+        spec = loader_spec(settings, begun, worker_id, self._num_workers, stream)
+        call = Call(remote.open_loader, (self._dataset.ref, spec), {}, ordered=True)
+        parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
+        return Opening(dumps_named(call.fields(), parts, persistent_id=self._reference_of), begun)
+
+    def opened(self, reply: Message | RPCError) -> None:
         if not isinstance(reply, Message):
             return
         try:
             result_of(reply, self._allocator)
         except BaseException as exc:
             with self._condition:
-                if self._error is None:
-                    self._error = exc
-                self._condition.notify_all()
+                self.failed(exc)
+
+    def changed(self) -> None:
+        with self._condition:
+            assignments = self._assign()
+            self._condition.notify_all()
+        self._send(assignments)
+
+    # --- receiver threads
 
     def _replied(self, worker: Worker, begun: Pass, number: int, reply: Message | RPCError) -> None:
         if not isinstance(reply, Message):
@@ -457,7 +399,7 @@ class _Run:
         with self._condition:
             if begun is not self._pass or self._closed:
                 return
-            self._num_deaths = 0
+            self._crew.answered(worker)
             if isinstance(self._table, StreamTable):
                 self._stream_replied(self._table, worker, number, result, stream, size_bytes)
             else:
@@ -495,11 +437,6 @@ class _Run:
         else:
             self.progress.stream_delivered(*stream)
 
-    def _is_alone(self) -> bool:
-        """Whether no worker is there yet: then a busy node is worth waiting for."""
-        with self._condition:
-            return not self._ready and not self._closed
-
     # --- any thread
 
     def _assign(self) -> list[tuple[Worker, Pass, int, Task]]:
@@ -524,6 +461,8 @@ class _Run:
                 continue
 
 
-def _with_batch(error: RPCError, tasks: Sequence[Task]) -> RPCError:
-    """The same error, naming the batch that the worker was at."""
-    return type(error)(f"{error}; it was loading {describe(tasks[0])}") if tasks else error
+def _with_batch(error: BaseException, tasks: Sequence[Task]) -> BaseException:
+    """The same error, naming the batch that the last worker was at."""
+    if not tasks or not isinstance(error, ConnectionLostError):
+        return error
+    return type(error)(f"{error}; it was loading {describe(tasks[0])}")

@@ -43,6 +43,7 @@ class PassSettings:
         generator: Where the base seed is drawn; None for torch's default.
         timeout: Seconds to wait for a batch; 0 for no limit.
         max_retries: A batch at which so many workers in a row died is an error.
+        reconnect_timeout: Seconds to wait for a worker when none is left.
         partition: This process among the trainers, for the seeds.
     """
 
@@ -61,6 +62,7 @@ class PassSettings:
     pin_memory: bool = False
     persistent_workers: bool = False
     max_retries: int = 3
+    reconnect_timeout: float = 300.0
     partition: Partition = field(default_factory=current_partition)
 
 

@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import functools
 import logging
+from dataclasses import dataclass
 
+from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Local, Remote
+from rpcdataloader.client.node import Node
 from rpcdataloader.client.pool import get_client
-from rpcdataloader.client.session import Session
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
+from rpcdataloader.errors import ConnectionLostError
 
 logger = logging.getLogger("rpcdataloader.loader")
 
 
-def place(where: Local | Remote, *, partition: Partition | None = None, num_workers: int = 0) -> tuple[Session, ...]:
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the workers of a pass should be.
+
+    Attributes:
+        homes: The node of each worker; one that has several appears as often. Some may be away.
+        others: More nodes, which help out while all of these are away; those that this rank should ask first come
+            first.
+    """
+
+    homes: tuple[Node, ...]
+    others: tuple[Node, ...] = ()
+
+
+def place(where: Local | Remote, *, partition: Partition | None = None, num_workers: int = 0) -> Placement:
     """Choose the workers of this process.
 
     Args:
@@ -22,23 +39,48 @@ def place(where: Local | Remote, *, partition: Partition | None = None, num_work
         num_workers: How many to use; 0 for all of this process's share (of the embedded pool: as many as CPUs). Of a
             remote pool never more than the share.
 
-    Returns:
-        The session of each worker; one that has several appears as often.
-
     Raises:
-        ConnectError: A node server cannot be reached.
+        ConnectError: A node server cannot be reached that never could.
     """
-    sessions = [node.session() for node in get_client().nodes(where)]
-    offered = [session.wait().num_workers for session in sessions]
+    nodes = get_client().nodes(where)
+    sessions = [node.session() for node in nodes]
+    offered = [node.num_workers() for node in nodes]
     for session in sessions:
-        session.follow_rank()
+        if session.is_ready:
+            session.follow_rank()
     if isinstance(where, Local):
-        return (sessions[0],) * (num_workers or where.num_workers or offered[0])
+        return Placement((nodes[0],) * (num_workers or where.num_workers or offered[0]))
     partition = partition or current_partition()
     if partition.world_size > sum(offered):
         _warn_of_doubling(partition.world_size, sum(offered))
-    share = share_of(offered, partition)
-    return tuple(sessions[index] for index in share[: num_workers or None])
+    share = share_of(offered, partition)[: num_workers or None]
+    # Ranks that lose their nodes at the same time do not all ask the same one.
+    first = partition.rank % len(nodes)
+    others = [node for node in nodes[first:] + nodes[:first] if node not in {nodes[index] for index in share}]
+    return Placement(tuple(nodes[index] for index in share), tuple(others))
+
+
+def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = True) -> None:
+    """Have a dataset on those of ``nodes`` that are there.
+
+    Args:
+        wait: When none is there, wait for one.
+
+    Raises:
+        ConnectError: None can be reached.
+        ConnectionLostError: All have gone meanwhile.
+        Exception: What building it raised.
+    """
+    sessions = [node.session() for node in dict.fromkeys(nodes)]
+    ready = [session for session in sessions if session.is_ready]
+    if wait and not ready:
+        sessions[0].wait()
+        ready = sessions[:1]
+    try:
+        dataset.build_on(ready)
+    except ConnectionLostError:
+        if wait and not any(dataset.is_on(session) for session in ready):
+            raise
 
 
 @functools.cache  # once, and not for every epoch of every loader

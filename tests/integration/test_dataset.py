@@ -609,15 +609,27 @@ def test_malformed_connect_timeout_is_named(monkeypatch, value):
         RPCDataset("node07.invalid:6543", datasets.Numbers)
 
 
-def test_dataset_whose_sessions_have_ended_says_so(shared_server):
+def test_dataset_whose_session_has_ended_is_made_again_with_its_changes(shared_server):
     dataset = RPCDataset(shared_server.address, State)
-    os.kill(dataset.session, signal.SIGKILL)
+    dataset.epoch = 5
+    session = dataset.session
+    os.kill(session, signal.SIGKILL)
     wait_until(lambda: dataset_session_is_lost(dataset), what="news of the end of the session")
-    for use in (lambda: dataset[0], lambda: dataset.classes, lambda: setattr(dataset, "epoch", 1)):
-        with pytest.raises(ConnectionLostError, match=r"State is lost .*make another one"):
+    assert dataset.epoch == 5
+    assert dataset.session != session
+    dataset.epoch = 6
+    assert [int(epoch) for _index, epoch, _changes, _pid in RPCDataloader(dataset)] == [6] * 20
+
+
+@pytest.mark.usefixtures("impatient")
+def test_dataset_whose_nodes_have_gone_says_so(serve):
+    server = serve()
+    dataset = RPCDataset(server.address, State)
+    server.signal(signal.SIGKILL)
+    wait_until(lambda: dataset_session_is_lost(dataset), what="news of the end of the session")
+    for use in (lambda: dataset[0], lambda: setattr(dataset, "epoch", 1)):
+        with pytest.raises(ConnectionLostError, match=f"State is lost with its nodes: {server.address}: .*refused"):
             use()
-    with pytest.raises(ConnectionLostError):
-        list(dataset)
 
 
 def test_question_that_kills_its_worker_is_an_error_and_the_next_one_is_answered(shared_server):

@@ -25,7 +25,6 @@ from torch.utils.data import (
 )
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import ConnectionLostError, RemoteTraceback, SerializationError
 from rpcdataloader.loader import inline as inline_module
 from rpcdataloader.loader import iterator as iterator_module
@@ -687,47 +686,15 @@ def test_worker_that_dies_between_epochs_is_replaced(workers):
     assert victim in first | {victim}
 
 
-def test_end_of_a_session_is_an_error_and_the_next_epoch_works(workers, fifo):
-    dataset = RPCDataset(workers, datasets.Gated, 20, 3, fifo)
-    session = RPCDataset(workers, datasets.State).session  # the same for all datasets of this process
-    loader = RPCDataloader(dataset, persistent_workers=True)
-    iterator = iter(loader)
-    assert int(next(iterator)) == 0
-    os.kill(session, signal.SIGKILL)
-    with pytest.raises(ConnectionLostError, match=workers):
-        list(iterator)
-    iterator = iter(loader)
-    with open(fifo, "w"):
-        pass
-    assert flat(iterator) == list(range(20))
-
-
 def test_persistent_workers_of_a_server_that_had_no_room_for_all_stay(serve, caplog):
     server = serve("--num-workers", "4", "--max-connections", "2")
     loader = RPCDataloader(datasets.Processes(), workers=server.address, persistent_workers=True)
     samples = [[tuple(map(int, sample)) for sample in loader] for _epoch in range(3)]
     assert [[index for index, _, _ in epoch] for epoch in samples] == [list(range(20))] * 3
-    wait_until(lambda: sum("going on with" in message for message in caplog.messages) == 2)
+    wait_until(lambda: sum("going on with" in message for message in caplog.messages) >= 2)
     samples.append([tuple(map(int, sample)) for sample in loader])
     assert len({pid for epoch in samples for _, pid, _ in epoch}) <= 2
     assert len(server.processes()) == 3  # the session and two workers
-
-
-def test_failure_to_ask_for_all_workers_leaves_none(shared_server, monkeypatch):
-    before = set(shared_server.processes())
-    submit, asked = Worker.submit, []
-
-    def fail_for_the_second(worker, *args, **options):
-        asked.append(worker)
-        if len(set(asked)) == 2:
-            raise ConnectionLostError("the session has just ended")
-        return submit(worker, *args, **options)
-
-    monkeypatch.setattr(Worker, "submit", fail_for_the_second)
-    with pytest.raises(ConnectionLostError, match="just ended"):
-        iter(RPCDataloader(Numbers(), workers=shared_server.address))
-    assert len(set(asked)) == 2
-    wait_until(lambda: len(set(shared_server.processes()) - before) <= 1, what="only the session left")
 
 
 def test_drained_server_hands_its_batches_to_another(serve, shared_server, tmp_path):
@@ -746,7 +713,7 @@ def test_drained_server_hands_its_batches_to_another(serve, shared_server, tmp_p
 
 def test_drain_of_the_only_server_is_an_error(serve, fifo):
     server = serve("--num-workers", "1")
-    iterator = iter(RPCDataloader(datasets.Gated(40, 5, fifo), workers=server.address))
+    iterator = iter(RPCDataloader(datasets.Gated(40, 5, fifo), workers=server.address, reconnect_timeout=0))
     for _ in range(5):
         next(iterator)
     server.signal(signal.SIGTERM)

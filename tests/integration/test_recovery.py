@@ -162,7 +162,7 @@ def test_stream_that_kills_every_worker_ends_with_an_error_and_the_others_go_on(
 
 
 @pytest.mark.parametrize("dataset", [Fields(), Stream()], ids=lambda dataset: type(dataset).__name__)
-def test_workers_of_a_node_that_is_lost_start_on_another(serve, shared_server, dataset):
+def test_node_that_is_lost_costs_no_batch(serve, shared_server, dataset):
     lost = serve("--num-workers", "2")
     addresses = [lost.address, shared_server.address]
     undisturbed = [samples_of(batch) for batch in loader_of(dataset, addresses, num_workers=4)]
@@ -204,3 +204,99 @@ def test_changes_of_the_dataset_reach_the_worker_that_takes_over(workers):
         if number == 4:
             os.kill(int(pid), signal.SIGKILL)
     assert samples == [(index, 7) for index in range(20)]
+
+
+def port_of(server):
+    return server.address.rpartition(":")[2]
+
+
+@pytest.mark.parametrize("dataset", [Fields(), Stream()], ids=lambda dataset: type(dataset).__name__)
+def test_node_that_is_started_again_goes_on_where_it_was(serve, dataset):
+    server = serve("--num-workers", "2")
+    undisturbed = [samples_of(batch) for batch in loader_of(dataset, server.address, num_workers=2)]
+    batches = []
+    for number, batch in enumerate(loader_of(dataset, server.address, num_workers=2)):
+        batches.append(samples_of(batch))
+        if number == 3:
+            server.signal(signal.SIGKILL)
+            server.wait()
+            serve("--num-workers", "2", "--port", port_of(server))
+    assert batches == undisturbed
+
+
+def test_session_that_is_killed_begins_again_with_the_changes_of_the_dataset(workers):
+    dataset = RPCDataset(workers, datasets.State)
+    dataset.epoch = 7
+    samples = []
+    for number, (index, epoch, _changes, _pid) in enumerate(RPCDataloader(dataset, num_workers=2)):
+        samples.append((int(index), int(epoch)))
+        if number == 4:
+            os.kill(dataset.session, signal.SIGKILL)
+    assert samples == [(index, 7) for index in range(20)]
+
+
+class Hosted(datasets.Numbers):
+    """Which node server a sample comes from."""
+
+    def __getitem__(self, index):
+        with open(f"/proc/{os.getppid()}/stat") as file:
+            return index, int(file.read().rpartition(")")[2].split()[1])
+
+
+def take(iterator, count):
+    samples = [tuple(map(int, sample)) for sample in itertools.islice(iterator, count)]
+    return [index for index, _pid in samples], {pid for _index, pid in samples}
+
+
+def wait_for_crew(iterator, num_workers):
+    crew = iterator._run._crew
+    wait_until(lambda: len(crew._workers) == len(crew._ready) == num_workers, what=f"{num_workers} workers")
+
+
+def test_epoch_begins_with_the_nodes_that_are_there_and_takes_in_those_that_come_back(serve):
+    lost, other = [serve("--num-workers", "1") for _ in range(2)]
+    loader = RPCDataloader(RPCDataset([lost.address, other.address], Hosted, 200))
+    assert take(iter(loader), 200) == ([*range(200)], {lost.pid, other.pid})
+    lost.signal(signal.SIGKILL)
+    lost.wait()
+    iterator = iter(loader)
+    assert take(iterator, 50) == ([*range(50)], {other.pid})
+    again = serve("--num-workers", "1", "--port", port_of(lost))
+    wait_for_crew(iterator, 2)
+    assert take(iterator, 200) == ([*range(50, 200)], {again.pid, other.pid})
+
+
+def test_rank_whose_nodes_are_gone_takes_workers_elsewhere_and_gives_them_back(serve):
+    lost, other = [serve("--num-workers", "1") for _ in range(2)]
+    dataset = RPCDataset([lost.address, other.address], Hosted, 200)
+    iterator = iter(RPCDataloader(dataset, partition=(0, 2)))
+    assert take(iterator, 20) == ([*range(20)], {lost.pid})
+    lost.signal(signal.SIGKILL)
+    wait_until(lambda: {worker.session.name for worker in iterator._run._crew._workers} == {other.address})
+    indices, _pids = take(iterator, 20)
+    assert indices == [*range(20, 40)]
+    assert take(iterator, 20) == ([*range(40, 60)], {other.pid})
+    again = serve("--num-workers", "1", "--port", port_of(lost))
+    wait_until(lambda: len(again.processes()) == 2, what="a session and a worker")
+    wait_for_crew(iterator, 1)
+    indices, _pids = take(iterator, 20)
+    assert indices == [*range(60, 80)]
+    assert take(iterator, 200) == ([*range(80, 200)], {again.pid})
+
+
+def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
+    servers = [serve("--num-workers", "1") for _ in range(2)]
+    iterator = iter(loader_of(Fields(), [server.address for server in servers], reconnect_timeout=0.5))
+    next(iterator)
+    for server in servers:
+        server.signal(signal.SIGKILL)
+    with pytest.raises(ConnectionLostError) as caught:
+        list(iterator)
+    text = str(caught.value)
+    assert "none came back within 0.5 s (reconnect_timeout)" in text
+    assert all(f"{server.address}: " in text for server in servers)
+
+
+def test_reconnect_timeout_is_checked(workers):
+    with pytest.raises(ValueError, match="reconnect_timeout must be a number of seconds, 0 or more, but is -1"):
+        RPCDataloader(datasets.Numbers(), workers=workers, reconnect_timeout=-1)

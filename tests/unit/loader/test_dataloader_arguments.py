@@ -80,6 +80,7 @@ ARGUMENTS = {
     "workers": [ADDRESS],
     "partition": (1, 2),
     "max_retries": 2,
+    "reconnect_timeout": 7.0,
     "max_in_flight_bytes": 1000,
 }
 

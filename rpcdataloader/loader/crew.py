@@ -1,0 +1,365 @@
+"""The workers of a pass: opened where the roster says, replaced when they end, looked for when their nodes are gone.
+
+Receiver threads report what happens to workers. A node that is gone is tried again by a thread of its own, which
+connects, builds the dataset and replays the changes made to it, while the pass goes on. One condition, the pass's own,
+guards everything here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rpcdataloader.client.datasets import RemoteDataset
+from rpcdataloader.client.node import Node
+from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.worker import Worker
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
+from rpcdataloader.loader.placement import Placement
+from rpcdataloader.loader.roster import Roster
+from rpcdataloader.wire.frames import Message
+from rpcdataloader.wire.pickling import Encoded
+
+logger = logging.getLogger("rpcdataloader.loader")
+
+# Seconds between two tries to bring back a node: the first, and at most. Each try is itself patient while nobody
+# listens there, as a node server needs some seconds to start.
+FIRST_PAUSE = 0.1
+MAX_PAUSE = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """The first request to a worker, and the epoch that it was made for."""
+
+    request: Encoded
+    epoch: Any
+
+
+class CrewOwner(Protocol):
+    """The pass; all but the last two are called with the condition."""
+
+    def joined(self, worker: Worker, worker_id: int) -> None:
+        """The worker takes requests."""
+
+    def leaving(self, worker: Worker) -> None:
+        """The worker answers what it has, and takes no more."""
+
+    def left(self, worker: Worker, error: RPCError, *, died: bool) -> None:
+        """A worker that had joined is gone; ``died`` says whether what it was loading may be the reason."""
+
+    def needs(self, worker_id: int) -> bool:
+        """Whether anybody would miss this worker."""
+
+    def failed(self, error: BaseException) -> None:
+        """The pass cannot go on."""
+
+    def is_current(self, opening: Opening) -> bool:
+        """Whether an opening is still the right one."""
+
+    def opened(self, reply: Message | RPCError) -> None:
+        """A worker has answered its opening."""
+
+    def changed(self) -> None:
+        """After one of these, without the condition: there may be something to do."""
+
+    def opening(self, worker_id: int) -> Opening:
+        """The first request to a worker; without the condition, as it pickles what is the user's."""
+
+
+class Crew:
+    """The workers of one pass.
+
+    Args:
+        owner: Told of what happens to them.
+        dataset: What they use; on the nodes of ``placement`` that are there.
+        placement: Where they should be.
+        condition: Guards the pass. Methods that say so are called with it.
+        needs_all: None of them can be missing: each has a stream of its own.
+        max_deaths: So many in a row, without an answer of any worker, and the last ones are not replaced.
+        reconnect_timeout: Seconds to wait for nodes when no worker is left.
+    """
+
+    def __init__(
+        self,
+        owner: CrewOwner,
+        dataset: RemoteDataset,
+        placement: Placement,
+        condition: threading.Condition,
+        *,
+        needs_all: bool,
+        max_deaths: int,
+        reconnect_timeout: float,
+    ) -> None:
+        # Not kept: the pass keeps its crew, and must go with its last reference.
+        self._owner: CrewOwner = weakref.proxy(owner)
+        self._dataset = dataset
+        self._condition = condition
+        self._client = get_client()
+        self._max_deaths = max_deaths
+        self._reconnect_timeout = reconnect_timeout
+        self._needs_all = needs_all
+        self._num_places = len(placement.homes)
+        # Guarded by the condition:
+        self._roster = Roster(placement.homes, placement.others, needs_all=needs_all)
+        self._nodes = dict.fromkeys((*placement.homes, *placement.others))
+        self._workers: dict[Worker, tuple[int, Node]] = {}  # with its number, and where it is
+        self._ready: set[Worker] = set()
+        self._draining: set[Worker] = set()
+        self._num_deaths = 0  # since the last answer
+        self._stuck_since: float | None = None
+        self._reasons: dict[Node, BaseException] = {}  # why each node is of no use
+        self._last_error: BaseException | None = None  # how the last worker ended
+        self._sent_away: set[Worker] = set()
+        self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Open the first workers.
+
+        Raises:
+            SerializationError: What the loader sends them cannot be pickled.
+        """
+        with self._condition:
+            self._look_at_nodes()
+            places = self._roster.to_open()
+        # All before the first is asked for, so that what cannot be pickled is found early.
+        openings = [self._owner.opening(worker_id) for worker_id, _node in places]
+        with self._condition:
+            for (worker_id, node), opening in zip(places, openings, strict=True):
+                self._open(worker_id, node, opening)
+        self.staff()
+
+    def _look_at_nodes(self) -> None:
+        for node in self._roster.homes:
+            session = node.session()
+            if session.is_ready and self._dataset.is_on(session):
+                self._roster.node_up(node)
+
+    # With the condition
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(list(self._workers))
+
+    def answered(self, worker: Worker) -> None:
+        """A worker has answered something."""
+        self._num_deaths = 0
+        self._close_idle(worker)
+
+    def _close_idle(self, worker: Worker) -> None:
+        if worker in self._sent_away and not (worker in self._ready and worker.connection.num_pending):
+            worker.close()
+
+    def begin_epoch(self) -> None:
+        """Every place is needed again; those that are ready join anew."""
+        self._roster.reopen()
+        for worker in self._ready - self._draining:
+            self._owner.joined(worker, self._workers[worker][0])
+
+    def time_left(self) -> float | None:
+        """Seconds until it is no use to wait any longer for workers; None while there are enough to go on."""
+        if not self._roster.is_stuck or (self._workers and not self._needs_all):
+            self._stuck_since = None
+            return None
+        now = time.monotonic()
+        if self._stuck_since is None:
+            self._stuck_since = now
+        return self._stuck_since + self._reconnect_timeout - now if self._roster.is_hopeful else 0.0
+
+    def verdict(self) -> BaseException:
+        """Why it is no use to wait."""
+        if not self._roster.is_hopeful:
+            return self._last_error or next(iter(self._reasons.values()))
+        told = "; ".join(f"{node.address}: {reason}" for node, reason in self._reasons.items())
+        return ConnectionLostError(
+            f"no worker is left, and none came back within {self._reconnect_timeout:g} s (reconnect_timeout): {told}"
+        )
+
+    def close(self) -> list[Worker]:
+        """Open no more; returns the workers, to be closed without the condition."""
+        self._closed.set()
+        self._condition.notify_all()
+        return list(self._workers)
+
+    def wake(self) -> None:
+        """After :meth:`close`, without the condition: end the waits of threads that look for nodes."""
+        for node in self._nodes:
+            node.wake()
+
+    # Receiver threads
+
+    def worker_ready(self, worker: Worker) -> None:
+        with self._condition:
+            if worker not in self._workers or self._closed.is_set():
+                return
+            self._ready.add(worker)
+            worker_id, node = self._workers[worker]
+            for other, (other_id, other_node) in list(self._workers.items()):
+                if other_id == worker_id and other_node is not node:
+                    # It has stood in for this one.
+                    self._send_away(other)
+            self._owner.joined(worker, worker_id)
+        self._tell_owner()
+
+    def worker_draining(self, worker: Worker) -> None:
+        with self._condition:
+            self._leave(worker)
+
+    def _leave(self, worker: Worker) -> None:
+        if worker in self._ready and worker not in self._draining:
+            self._draining.add(worker)
+            self._owner.leaving(worker)
+
+    def _send_away(self, worker: Worker) -> None:
+        self._sent_away.add(worker)
+        self._leave(worker)
+        self._close_idle(worker)
+
+    def worker_lost(self, worker: Worker, error: RPCError) -> None:
+        with self._condition:
+            place = self._workers.pop(worker, None)
+            if self._closed.is_set() or place is None:
+                return
+            worker_id, node = place
+            if self._client.is_closed:
+                self._owner.failed(error)
+                return
+            was_draining = worker in self._draining
+            self._draining.discard(worker)
+            refused = isinstance(error, ConnectError)  # it never came
+            is_up = worker.session.is_ready
+            if was_draining and not is_up:
+                error = ConnectionLostError(f"{worker.session.name} is shutting down")
+            # A node that goes with all of its workers says nothing about what one of them was loading.
+            died = is_up and not refused and not was_draining
+            if worker in self._ready:
+                self._ready.discard(worker)
+                self._owner.left(worker, error, died=died)
+            if not is_up:
+                self._roster.node_down(node)
+            if refused and is_up:
+                self._roster.refused(worker_id, node)
+            else:
+                self._roster.vacated(worker_id, node)
+            if worker in self._sent_away:
+                self._sent_away.discard(worker)
+            elif not self._owner.needs(worker_id):
+                self._roster.close(worker_id)
+            else:
+                self._reasons[node] = self._last_error = error
+                if died:
+                    self._count_death(worker_id)
+                self._tell(worker_id, error)
+        self.staff()
+        self._tell_owner()
+
+    def _count_death(self, worker_id: int) -> None:
+        self._num_deaths += 1
+        if self._num_deaths > self._max_deaths:
+            self._roster.close(worker_id)  # they die before they answer anything
+
+    def _tell(self, worker_id: int, error: RPCError) -> None:
+        """Log how a worker ended, and what follows."""
+        if self._roster.is_home_up(worker_id):
+            logger.warning("%s; another worker starts there", error)
+        else:
+            logger.warning("going on with %d of %d workers: %s", len(self._workers), self._num_places, error)
+
+    # Any thread, without the condition
+
+    def staff(self) -> None:
+        """Fill the places that can be filled, and look for the nodes that are worth it."""
+        while True:
+            with self._condition:
+                if self._closed.is_set():
+                    return
+                for node in self._roster.to_try():
+                    self._client.start_thread(
+                        f"rpcdl-seek {node.address}", functools.partial(self._bring_back, node), self._closed
+                    )
+                places = self._roster.to_open()
+            if not places:
+                return
+            for worker_id, node in places:
+                self._fill(worker_id, node)
+
+    def _fill(self, worker_id: int, node: Node) -> None:
+        try:
+            while True:
+                opening = self._owner.opening(worker_id)
+                with self._condition:
+                    if self._closed.is_set():
+                        return
+                    if self._owner.is_current(opening):
+                        self._open(worker_id, node, opening)
+                        return
+        except BaseException as exc:
+            with self._condition:
+                if not self._closed.is_set():
+                    self._owner.failed(exc)
+
+    def _tell_owner(self) -> None:
+        with contextlib.suppress(ReferenceError):  # closed meanwhile, and gone
+            self._owner.changed()
+
+    def _open(self, worker_id: int, node: Node, opening: Opening) -> None:
+        """Ask for a worker; with the condition, so that it is ready only after its first request is on the way."""
+        session = node.session()
+        if not session.is_ready or not self._dataset.is_on(session):
+            # Lost in between.
+            self._roster.node_down(node)
+            self._roster.vacated(worker_id, node)
+            return
+        worker = self._dataset.open_worker(session, self, self._is_alone)
+        self._workers[worker] = worker_id, node
+        # Fails when it is lost already, which is about to be reported.
+        with contextlib.suppress(RPCError):
+            worker.submit(opening.request.payload, opening.request.buffers, self._owner.opened)
+
+    def _is_alone(self) -> bool:
+        """Whether no worker is there yet: then a busy node is worth waiting for."""
+        with self._condition:
+            return not self._ready and not self._closed.is_set()
+
+    # The thread that looks for a node
+
+    def _bring_back(self, node: Node) -> None:
+        pause = FIRST_PAUSE
+        while not self._try(node):
+            self.staff()
+            if self._closed.wait(pause) or self._client.is_closed:
+                return
+            pause = min(2 * pause, MAX_PAUSE)
+        self.staff()
+        self._tell_owner()
+
+    def _try(self, node: Node) -> bool:
+        """Connect, and build the dataset there; returns whether it is known now if the node can be used."""
+        try:
+            session = node.session()
+            session.wait(lambda: not self._closed.is_set())
+            session.follow_rank()
+            self._dataset.build_on([session])
+        except (ConnectError, ConnectionLostError) as exc:
+            with self._condition:
+                self._reasons[node] = exc
+                self._roster.node_failed(node)
+            return False
+        except BaseException as exc:
+            logger.warning("%s is not used any more: %s", node.address, exc)
+            with self._condition:
+                self._reasons[node] = exc
+                self._roster.node_hopeless(node)
+            return True
+        with self._condition:
+            self._roster.node_up(node)
+            self._reasons.pop(node, None)
+        if not self._closed.is_set():
+            logger.warning("%s is there again", node.address)
+        return True

@@ -1,0 +1,171 @@
+"""Where each worker of a pass is, and where it should be, as nodes go and come back.
+
+Every place has a home: the node that this rank's share gave it. A place is vacant while its worker is gone. It is
+filled at home again when home is there. While none of the homes is there, all places are filled on the other nodes,
+spread evenly, and given back later. For an iterable-style dataset a place is a stream, which cannot be missing: it is
+filled elsewhere as soon as its home is gone, and stays there.
+
+Pure: events go in, decisions come out, and the caller holds one lock around every call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+N = TypeVar("N", bound=Hashable)
+
+
+@dataclass(slots=True, eq=False)
+class _Place(Generic[N]):
+    home: N
+    node: N | None = None  # where its worker is or is being opened
+    is_closed: bool = False  # nobody needs a worker there any more, or none can be had
+    refused_by: set[N] = field(default_factory=set)
+
+
+class Roster(Generic[N]):
+    """Decide on which node a worker is opened, and which nodes are worth connecting to.
+
+    Args:
+        homes: The node of each place.
+        others: More nodes, in the order in which they are tried when every home is gone.
+        needs_all: No place can be missing (those of streams).
+    """
+
+    def __init__(self, homes: Sequence[N], others: Sequence[N] = (), *, needs_all: bool = False) -> None:
+        self._places = [_Place(home) for home in homes]
+        self._nodes = list(dict.fromkeys([*homes, *others]))
+        self._needs_all = needs_all
+        self._up: set[N] = set()
+        self._trying: set[N] = set()
+        self._failed: set[N] = set()  # of those that are being tried, those that did not answer in time
+        self._hopeless: set[N] = set()
+
+    @property
+    def homes(self) -> list[N]:
+        """The homes, each once."""
+        return list(dict.fromkeys(place.home for place in self._places))
+
+    # Nodes
+
+    def node_up(self, node: N) -> None:
+        """Workers can be opened there now."""
+        self._up.add(node)
+        self._forget_trying(node)
+        for place in self._places:
+            place.refused_by.discard(node)
+
+    def node_down(self, node: N) -> None:
+        """No worker can be opened there any more."""
+        self._up.discard(node)
+
+    def node_failed(self, node: N) -> None:
+        """A try has failed, and others follow: it is no reason not to ask another node."""
+        self._failed.add(node)
+
+    def node_hopeless(self, node: N) -> None:
+        """There is no use in trying that node again, as it refuses us or cannot build the dataset."""
+        self._up.discard(node)
+        self._forget_trying(node)
+        self._hopeless.add(node)
+
+    def to_try(self) -> list[N]:
+        """Nodes to connect to from now on, until each is up or hopeless: homes, and others while all homes are gone."""
+        homes = [place.home for place in self._places if not place.is_closed]
+        wanted = [*homes, *self._others(homes)] if self._is_deserted else homes
+        new = [
+            node
+            for node in dict.fromkeys(wanted)
+            if node not in self._up and node not in self._trying and node not in self._hopeless
+        ]
+        self._trying.update(new)
+        return new
+
+    def _others(self, homes: Sequence[N]) -> list[N]:
+        """As many nodes as there are places to fill, not counting those that do not answer."""
+        others: list[N] = []
+        for node in self._nodes:
+            if sum(other not in self._failed for other in others) == len(homes):
+                break
+            if node not in homes and node not in self._hopeless:
+                others.append(node)
+        return others
+
+    def _forget_trying(self, node: N) -> None:
+        self._trying.discard(node)
+        self._failed.discard(node)
+
+    @property
+    def is_hopeful(self) -> bool:
+        """Whether some node is being tried."""
+        return bool(self._trying)
+
+    # Places
+
+    def to_open(self) -> list[tuple[int, N]]:
+        """Places to open a worker for, and where: from now on these count as filled.
+
+        A place that is filled elsewhere, and whose home is back, is among them: the worker elsewhere is to leave then.
+        """
+        opened: list[tuple[int, N]] = []
+        for number, place in enumerate(self._places):
+            node = None if place.is_closed else self._choose(place)
+            if node is not None and node != place.node:
+                place.node = node
+                opened.append((number, node))
+        return opened
+
+    def vacated(self, number: int, node: N) -> None:
+        """The worker at a place has ended, at ``node``; ignored if the place is filled on another one since."""
+        if self._places[number].node == node:
+            self._places[number].node = None
+
+    def refused(self, number: int, node: N) -> None:
+        """The node has no room for a worker."""
+        place = self._places[number]
+        place.refused_by.add(node)
+        self.vacated(number, node)
+        if not self._needs_all and place.node is None and node == place.home:
+            place.is_closed = True
+
+    def close(self, number: int) -> None:
+        """A place needs no worker any more."""
+        self._places[number].is_closed = True
+
+    def is_home_up(self, number: int) -> bool:
+        """Whether a worker will be opened at home for a vacant place."""
+        place = self._places[number]
+        return not place.is_closed and place.home in self._up
+
+    def reopen(self) -> None:
+        """Another epoch begins: every place is needed again."""
+        for place in self._places:
+            place.is_closed = False
+            place.refused_by.clear()
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the pass cannot go on with the places that are filled."""
+        if self._needs_all:
+            return any(place.node is None for place in self._places if not place.is_closed)
+        return all(place.node is None for place in self._places)
+
+    def _choose(self, place: _Place[N]) -> N | None:
+        if place.home in self._up and place.home not in place.refused_by:
+            is_settled = self._needs_all and place.node is not None
+            return place.node if is_settled else place.home
+        if place.node is not None:
+            return place.node
+        if not (self._needs_all or self._is_deserted):
+            return None
+        load = Counter(place.node for place in self._places)
+        candidates = [node for node in self._nodes if node in self._up and node not in place.refused_by]
+        return min(candidates, key=lambda node: load[node], default=None)
+
+    @property
+    def _is_deserted(self) -> bool:
+        """Whether no home is there, so that others have to help."""
+        return not any(place.home in self._up for place in self._places if not place.is_closed)
