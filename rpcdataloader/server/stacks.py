@@ -87,6 +87,7 @@ class StackReader:
         self._deadline: float | None = None  # of the dump under way
         self._thread = pid  # the one that writes it
         self._why_none = ""
+        self._state = ""
 
     def fileno(self) -> int:
         """The descriptor, for polling."""
@@ -117,6 +118,8 @@ class StackReader:
         self._deadline = time.monotonic() + STACK_TIMEOUT
         self._thread = self._pid
         self._why_none = ""
+        # Now, as a signal wakes it up for a moment.
+        self._state = _describe(self._pid)
 
     def read(self) -> bool:
         """Take what is in the pipe; returns False when nobody can write to it any more."""
@@ -146,7 +149,7 @@ class StackReader:
         self._dump.clear()
         # A fork has the main thread's identifier from its parent.
         stacks = arrange(dump, threading.get_ident(), _PACKAGE)
-        return f"state: {_describe(self._pid)}\n{stacks or 'no Python stack: ' + self._explain()}"
+        return f"state: {self._state}\n{stacks or 'no Python stack: ' + self._explain()}"
 
     def _explain(self) -> str:
         if self._why_none:

@@ -129,18 +129,18 @@ def side(shared_server):
     return Side(shared_server.address)
 
 
-def wait_for_stack(side, text):
-    """The first stack that has ``text`` in it: until then the worker is on its way there."""
+def wait_for_stack(side, *texts):
+    """The first stack that has all of ``texts`` in it: until then the worker is on its way there."""
     found = []
 
     def look():
         found.append(side.stack())
-        return text in found[-1]
+        return all(text in found[-1] for text in texts)
 
     try:
         wait_until(look)
     except AssertionError:
-        raise AssertionError(f"{text} is not in:\n{found[-1]}") from None
+        raise AssertionError(f"not all of {texts} are in:\n{found[-1]}") from None
     return found[-1]
 
 
@@ -149,7 +149,7 @@ def wait_for_stack(side, text):
 
 def test_stack_names_the_line_that_sleeps(side):
     side.start(sleep_in_python)
-    text = wait_for_stack(side, line_of(sleep_in_python, "sleep(600)"))
+    text = wait_for_stack(side, "state: S (sleeping)", line_of(sleep_in_python, "sleep(600)"))
     first, second, third, *rest = text.split("\n")
     assert re.fullmatch(rf"worker {side.number} \(pid {side.pid}\): state: S \(sleeping\)( in \w+)?", first)
     assert second == "Main thread (most recent call first):"
@@ -161,8 +161,7 @@ def test_stack_names_the_line_that_sleeps(side):
 
 def test_stack_of_c_code_that_holds_the_interpreter(side):
     side.start(hold_gil)
-    text = wait_for_stack(side, line_of(hold_gil, "re.match"))
-    assert "state: R (running)" in text
+    wait_for_stack(side, "state: R (running)", line_of(hold_gil, "re.match"))
     assert side.session.end_worker(side.number, "for the next test")()
 
 
@@ -170,15 +169,16 @@ def test_stack_of_a_worker_that_waits_in_the_kernel(side, fifo):
     """Its main thread cannot run a signal handler; another one does."""
     waiting = side.start(wait_in_the_kernel, fifo)
     try:
-        text = wait_for_stack(side, "state: D (disk sleep)")
-        assert line_of(wait_in_the_kernel, "posix_spawn") in text
+        wait_for_stack(side, "state: D (disk sleep)", line_of(wait_in_the_kernel, "posix_spawn"))
     finally:
         Path(fifo).write_bytes(b"")
     waiting.wait()
 
 
-def test_stack_of_an_idle_worker_and_its_call_afterwards(side):
-    assert "in _receive" in side.stack()
+def test_every_stack_is_whole_and_the_worker_goes_on(side):
+    """An answer that comes before the worker has written all would lack the main thread, which comes last."""
+    wait_for_stack(side, "in _receive")
+    assert all("in _receive" in side.stack() for _ in range(20))
     assert side.call(os.getpid) == side.pid
 
 
@@ -200,7 +200,7 @@ def test_stopped_worker_says_so_at_once(side):
     finally:
         os.kill(side.pid, signal.SIGCONT)
     assert side.call(os.getpid) == side.pid
-    assert "in _receive" in side.stack()
+    wait_for_stack(side, "in _receive")
 
 
 @pytest.mark.parametrize(
@@ -216,6 +216,9 @@ def test_code_that_disturbs_this_costs_the_stack_and_nothing_else(side, func, wh
     side.call(func)
     assert side.stack().endswith(f"no Python stack: {why}")
     assert side.call(os.getpid) == side.pid
+    # Nor does the session wake up over and over again for what nobody can write to any more.
+    session = side.session.wait().pid
+    wait_until(lambda: all(" S " in Path(f"/proc/{session}/stat").read_text() for _ in range(50)))
 
 
 def test_session_serves_others_while_it_waits_for_a_stack(side, tmp_path):
@@ -226,7 +229,8 @@ def test_session_serves_others_while_it_waits_for_a_stack(side, tmp_path):
     assert side.call_other() != side.pid
     others = time.monotonic() - start
     assert wait().endswith("no Python stack: its code blocks SIGQUIT")
-    assert others < 1 < time.monotonic() - start
+    assert others < 1 * TIMEOUT_SCALE
+    assert time.monotonic() - start > 1
 
 
 def test_numbers_without_a_worker(side, shared_server):
@@ -245,7 +249,7 @@ def test_stacks_of_all_workers(side):
     assert len(stacks) == 2
     for name, text in stacks.items():
         assert text.startswith(f"{name.partition(' on ')[0]}: state: ")
-        assert "in _receive" in text
+        assert "Main thread" in text
 
 
 def test_session_that_stands_still_is_not_waited_for(side, monkeypatch):
@@ -338,7 +342,7 @@ def test_signal_by_hand_prints_into_the_log(serve):
     wait_for_stack(side, line_of(sleep_in_python, "sleep(600)"))
     os.kill(side.pid, STACK_SIGNAL)
     wait_until(lambda: line_of(sleep_in_python, "sleep(600)") in server.log)
-    assert f"worker {side.number} (pid {side.pid}): state: S" in server.log
+    assert f"worker {side.number} (pid {side.pid}): state: " in server.log
     session = side.session.wait().pid
     os.kill(session, STACK_SIGNAL)
     wait_until(lambda: "in serve" in server.log)
