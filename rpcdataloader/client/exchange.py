@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rpcdataloader.client.alarm import Alarm
 from rpcdataloader.client.refs import DatasetRef
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.wire.address import Address
@@ -30,12 +31,14 @@ class ClientSettings:
         connect_timeout: Seconds to wait for a node server that is not there yet, or has no room.
         rank: Of a distributed trainer, for the server's log.
         allocator: Pageable receive buffers.
+        alarm: Watches their deadlines.
     """
 
     credentials: Callable[[Address], Credentials]
     connect_timeout: float
     rank: int | None
     allocator: Allocator
+    alarm: Alarm
 
 
 class BusyError(Exception):

@@ -45,8 +45,8 @@ class Client:
 
     def __init__(self) -> None:
         self.allocator = PageablePool()
-        self._settings = ClientSettings(self._credentials, connect_timeout(), _rank(), self.allocator)
         self.alarm = Alarm()
+        self._settings = ClientSettings(self._credentials, connect_timeout(), _rank(), self.allocator, self.alarm)
         self.janitor = Janitor()
         self._lock = threading.Lock()
         # Guarded by the lock:

@@ -15,14 +15,14 @@ from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.exchange import Answer, ClientSettings, log_from_server, read_welcome, reference_of, result_of
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import Worker, WorkerOwner
-from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, open_channel
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.environment import collect, install, set_rank
 from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
 from rpcdataloader.wire.identity import local_identity
-from rpcdataloader.wire.messages import Call, Exited, Welcome
+from rpcdataloader.wire.messages import Call, Exited, Stack, Welcome
 from rpcdataloader.wire.pickling import dumps
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -32,6 +32,9 @@ _NO_SESSION = bytes(16)
 # How long a lost worker connection waits for its session to say how the worker ended. The session is a neighbour of
 # the worker and hears of it from the kernel; this is only reached when the session is busy building.
 FATE_TIMEOUT = 2.0
+
+# A session answers within one second, even if the worker does not, unless it is busy building.
+STACK_TIMEOUT = 2.0
 
 
 class Session:
@@ -153,6 +156,71 @@ class Session:
 
         self.submit(type, payload, buffers, complete)
         return answer.wait
+
+    def stack_of(self, number: int) -> str:
+        """What a worker of this session does: its state and its Python stacks, or why there are none.
+
+        Waits until the worker's session has answered, at most 2 s. Never raises an error, as it is needed most when
+        something is wrong already: an answer that does not come is said in the text.
+        """
+        return self._ask_for_stack(Stack(number), lambda: None)()
+
+    def stacks(self) -> dict[str, str]:
+        """:meth:`stack_of` of all workers of this session that are there, by their names; in 2 s altogether."""
+        there = [worker for worker in list(self._workers) if worker.number]
+        waits = [(worker.name, self._ask_for_stack(Stack(worker.number), lambda: None)) for worker in there]
+        return {name: wait() for name, wait in waits}
+
+    def end_worker(self, number: int, reason: str) -> Callable[[], str]:
+        """End a worker of this session, whatever it is at; its requests fail with ``reason``.
+
+        Returns at once. The worker takes no further requests from now on, and its connection is closed when the
+        session has killed it, or after 2 s without an answer from there. It may outlive this on its node, as long as
+        the kernel does not let it go; nobody waits for that.
+
+        Args:
+            reason: For the error and for the node's log, such as ``"took longer than 5 s"``.
+
+        Returns:
+            A function that waits for the stack from before the end, as :meth:`stack_of` does.
+        """
+        workers = [worker for worker in list(self._workers) if worker.number == number]
+        for worker in workers:
+            worker.retire()
+
+        def close() -> None:
+            for worker in workers:
+                worker.close(ConnectionLostError(f"{worker.name} was ended: {reason}"))
+
+        return self._ask_for_stack(Stack(number, reason), close)
+
+    def _ask_for_stack(self, request: Stack, finished: Callable[[], None]) -> Callable[[], str]:
+        """Returns a function that waits for the text; ``finished`` is called once there is one, or too late."""
+        answer = Answer(self._settings.allocator)
+
+        def complete(reply: Message | RPCError) -> None:
+            finished()
+            answer.complete(reply)
+
+        late = RPCTimeoutError(f"{self.name} did not answer within {STACK_TIMEOUT:g} s, perhaps as it is busy building")
+        timer = self._settings.alarm.call_after(STACK_TIMEOUT, lambda: complete(late))
+
+        def complete_in_time(reply: Message | RPCError) -> None:
+            timer.cancel()
+            complete(reply)
+
+        try:
+            self.submit(MessageType.STACK, request.encode(), [], complete_in_time)
+        except ConnectionLostError as exc:
+            complete_in_time(exc)
+
+        def wait() -> str:
+            try:
+                return str(answer.wait())
+            except RPCError as exc:
+                return f"no stack: {exc}"
+
+        return wait
 
     def fate(self, worker: int) -> Exited | None:
         """How a worker of this session ended; waits a little for the news. None if they do not come."""

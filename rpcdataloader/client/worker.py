@@ -107,11 +107,15 @@ class Worker:
             return ("handle", value.handle)
         return reference_of(value)
 
-    def close(self) -> None:
-        """End the worker."""
+    def retire(self) -> None:
+        """Take no further requests: the session has been asked to end it."""
+        self._draining = True
+
+    def close(self, error: RPCError | None = None) -> None:
+        """End the worker; its requests fail with ``error``, if one is given."""
         if self._deadline is not None:
             self._deadline.cancel()
-        self.connection.close()
+        self.connection.close(error)
 
     # --- its connection (receiver thread)
 

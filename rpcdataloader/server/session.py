@@ -24,11 +24,12 @@ from rpcdataloader.server.datasets import DatasetTable, Recipe, kind_of, length_
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.output import redirect_output, tell_client, tell_nobody
 from rpcdataloader.server.processes import Process, fork
+from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackPipe, StackReader, dump_stacks_on_signal
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.frames import Flag, Message, MessageType, Preamble
-from rpcdataloader.wire.messages import Build, Call, Exited, Welcome, unpack_handles
+from rpcdataloader.wire.messages import Build, Call, Exited, Stack, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import dumps_exception, dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.transport import Stream
@@ -54,6 +55,7 @@ class _Forked:
     number: int
     process: Process
     link: Link
+    stack: StackReader
     deadline: float | None
     authenticated: bool = False
     failure: str = ""
@@ -69,6 +71,8 @@ def run_session(channel: Channel, node: Link, context: ServerContext) -> None:
     output = redirect_output()
     node.send("session", [output], id=session_id.hex(), client=channel.name)
     os.close(output)
+    # Into the log: a constructor of a dataset may hang as well.
+    dump_stacks_on_signal(2)
     # The node server knows the session before the client does, so that no worker connection can come too early.
     if node.recv() is None:
         return
@@ -108,6 +112,8 @@ class Session:
         self._poll = select.poll()
         self._handlers: dict[int, Callable[[], None]] = {}
         self._logs: deque[dict[str, Any]] = deque()
+        # Requests for stacks that are under way, by request id.
+        self._stack_requests: dict[int, Stack] = {}
 
     def serve(self) -> None:
         """Run until the client has gone, or until a drain is over.
@@ -125,6 +131,7 @@ class Session:
                 if handler := self._handlers.get(descriptor):
                     handler()
             self._end_late_handshakes()
+            self._finish_stacks()
             self._flush_logs()
 
     def _watch(self, descriptor: int, handler: Callable[[], None]) -> None:
@@ -157,6 +164,8 @@ class Session:
             self._answer(message, self._build)
         elif message.type == MessageType.CALL:
             self._answer(message, self._call)
+        elif message.type == MessageType.STACK:
+            self._begin_stack(message)
         elif message.type == MessageType.RELEASE:
             self._datasets.release(unpack_handles(message.payload))
         # CANCEL: what arrived before it has been answered already.
@@ -248,12 +257,15 @@ class Session:
                 read_end, write_end = os.pipe()
                 stack.callback(os.close, read_end)
                 stack.callback(os.close, write_end)
+                stacks = StackPipe()
+                failed.callback(stacks.close)
 
                 def run() -> None:
                     os.dup2(write_end, 1)
                     os.dup2(write_end, 2)
                     os.close(read_end)
                     os.close(write_end)
+                    stacks.become_worker()
                     self._forget_in_child()
                     ours.close()
                     stream = Stream(sock, source)
@@ -265,9 +277,11 @@ class Session:
                 return
             failed.pop_all()
             self._node.send("worker", [read_end], worker=number)
-        worker = _Forked(number, process, ours, time.monotonic() + HANDSHAKE_TIMEOUT)
+        reader = StackReader(process.pid, stacks.become_session())
+        worker = _Forked(number, process, ours, reader, time.monotonic() + HANDSHAKE_TIMEOUT)
         self._workers[number] = worker
         self._watch(ours.fileno(), lambda: self._on_worker(worker))
+        self._watch(reader.fileno(), lambda: self._on_stack(worker))
         self._watch(process.fileno(), lambda: self._on_worker_end(worker))
 
     def _forget_in_child(self) -> None:
@@ -277,6 +291,7 @@ class Session:
         self._node.close()
         for worker in self._workers.values():
             worker.link.close()
+            worker.stack.close()
             os.close(worker.process.fileno())
 
     def _on_worker(self, worker: _Forked) -> None:
@@ -312,6 +327,7 @@ class Session:
         if worker.link.fileno() >= 0:
             self._unwatch(worker.link.fileno())
             worker.link.close()
+        self._forget_stack(worker)
         del self._workers[worker.number]
         self._node.send("ended", worker=worker.number, reason=reason, admitted=worker.authenticated)
         if worker.authenticated:
@@ -319,7 +335,52 @@ class Session:
             self._channel.send(MessageType.EXITED, payload=exited.encode())
         self._finish_drain()
 
+    # --- stacks of workers
+
+    def _begin_stack(self, message: Message) -> None:
+        request = Stack.decode(message.payload)
+        self._stack_requests[message.request_id] = request
+        if worker := self._workers.get(request.worker):
+            worker.stack.ask()
+
+    def _on_stack(self, worker: _Forked) -> None:
+        if not worker.stack.read():
+            # Its code has closed the pipe, or it ends.
+            self._unwatch(worker.stack.fileno())
+        elif not worker.stack.is_asked:
+            worker.stack.expect()
+
+    def _finish_stacks(self) -> None:
+        """Answer, without waiting for anybody, what has got its stack or will get none."""
+        for worker in self._workers.values():
+            if worker.stack.is_asked and worker.stack.is_done():
+                self._tell_stack(
+                    worker.number, f"worker {worker.number} (pid {worker.process.pid}): {worker.stack.take()}"
+                )
+        for number in {request.worker for request in self._stack_requests.values()} - self._workers.keys():
+            ended = 0 < number <= self._next_number
+            self._tell_stack(number, f"worker {number} has ended" if ended else f"there is no worker {number}")
+
+    def _tell_stack(self, number: int, text: str) -> None:
+        requests = {id: request for id, request in self._stack_requests.items() if request.worker == number}
+        if not requests:
+            # Somebody on this node wanted to know: into its log.
+            os.write(1, f"{text}\n".encode())
+        for id, request in requests.items():
+            del self._stack_requests[id]
+            if request.end_because is not None and number in self._workers:
+                # It may outlive this for a while, if it waits in the kernel. Nobody waits for it.
+                self._workers[number].process.kill(request.end_because)
+            self._channel.send(MessageType.REPLY, id, dumps_reply(text).payload)
+
+    def _forget_stack(self, worker: _Forked) -> None:
+        if worker.stack.fileno() in self._handlers:
+            self._unwatch(worker.stack.fileno())
+        worker.stack.close()
+
     def _poll_timeout(self) -> float | None:
+        if any(worker.stack.is_asked for worker in self._workers.values()):
+            return STACK_LOOK_INTERVAL * 1000
         deadlines = [worker.deadline for worker in self._workers.values() if worker.deadline is not None]
         if not deadlines:
             return None

@@ -85,6 +85,7 @@ class MessageType(IntEnum):
     GOAWAY = 22
     EXITED = 23
     BUILD = 24
+    STACK = 25
 
 
 class Flag(IntFlag):

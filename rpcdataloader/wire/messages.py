@@ -1,6 +1,6 @@
 """What the payloads of messages hold, on both sides: one class per message type that carries fields.
 
-WELCOME, BUSY, EXITED and GOAWAY are JSON or empty; CALL, BUILD and REPLY are pickles, read only after their seal
+WELCOME, BUSY, EXITED, STACK and GOAWAY are JSON or empty; CALL, BUILD and REPLY are pickles, read only after their seal
 was checked.
 """
 
@@ -71,6 +71,14 @@ class Exited(_Json):
     worker: int
     pid: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stack(_Json):
+    """Tell where the code of a worker of this session is; and then, if there is a reason to, end that worker."""
+
+    worker: int
+    end_because: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ PAGES = {
 NOT_RUN = {
     "README.md": ["$ pip install .", "$ make demo"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
-    "debugging.md": ["$ py-spy dump --pid 4712", "$ kill -USR1 4712"],
+    "debugging.md": ["$ kill -QUIT 4712", "$ py-spy dump --pid 4712"],
     "performance.md": ["$ python -m tests.benchmark --quick"],
 }
 

@@ -145,6 +145,7 @@ GOLDEN_MACS = {
     MessageType.GOAWAY: "06e9c8247a4f606e10397d19fa8c5e89",
     MessageType.EXITED: "538d7120f0d9090e546c9771eb9ad29d",
     MessageType.BUILD: "9eae6c6624fdf8ba876228be53b00956",
+    MessageType.STACK: "0a649a8c9affc3d1038c4376d9c29013",
 }
 
 

@@ -16,6 +16,7 @@ from rpcdataloader.wire.messages import (
     Exited,
     Goaway,
     Log,
+    Stack,
     Welcome,
     pack_handles,
     unpack_handles,
@@ -26,10 +27,12 @@ MESSAGES = [
     Welcome("node07", 4711, "ab" * 16, 32, worker=3),
     Busy("all 8 connections are in use"),
     Exited(3, 4711, "was killed by SIGKILL (perhaps out of memory)"),
+    Stack(3),
+    Stack(3, "took longer than 5 s"),
     Goaway(17),
     Log(30, "py.warnings", "UserWarning: déjà vu\n日本"),
 ]
-KINDS = [Welcome, Busy, Exited, Goaway, Log]
+KINDS = [Welcome, Busy, Exited, Stack, Goaway, Log]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)

@@ -1,0 +1,349 @@
+"""What a worker is doing, told by its session, and its end, whatever it is at."""
+
+from __future__ import annotations
+
+import fcntl
+import inspect
+import os
+import re
+import signal
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rpcdataloader import rpc_async
+from rpcdataloader.client import session as client_session
+from rpcdataloader.client.exchange import Answer
+from rpcdataloader.client.pool import get_client
+from rpcdataloader.errors import ConnectionLostError
+from rpcdataloader.server.stacks import STACK_SIGNAL
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.messages import Call
+from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+# --- what users write
+
+
+def sleep_in_python():
+    time.sleep(600)
+
+
+def hold_gil():
+    re.match(r"(a+)+$", "a" * 64 + "b")
+
+
+def start_a_thread():
+    threading.Thread(target=sleep_in_python, daemon=True).start()
+    threading.Event().wait()
+
+
+def wait_in_the_kernel(fifo):
+    """Until the new process has opened the pipe, this one sleeps, with all signals blocked and the lock held."""
+    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, fifo, os.O_RDONLY, 0)])
+
+
+def block_and_run(marker):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])
+    Path(marker).touch()
+    while True:
+        pass
+
+
+def take_the_signal():
+    signal.signal(STACK_SIGNAL, lambda *_: None)
+
+
+def take_the_handler_away():
+    signal.signal(STACK_SIGNAL, signal.SIG_DFL)
+
+
+def close_the_pipe():
+    """As code that closes what it does not know; there is one pipe here that does not block."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            is_pipe = stat.S_ISFIFO(os.fstat(int(name)).st_mode)
+        except OSError:
+            continue
+        if is_pipe and fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_NONBLOCK:
+            os.close(int(name))
+
+
+def line_of(func, text):
+    """How faulthandler names a line of a function of this file."""
+    lines, first = inspect.getsourcelines(func)
+    (line,) = (number for number, line in enumerate(lines, first) if text in line)
+    return f'File "{__file__}", line {line} in {func.__name__}'
+
+
+# --- helpers
+
+
+class Owner:
+    """Of a second worker."""
+
+    def worker_ready(self, worker):
+        pass
+
+    def worker_draining(self, worker):
+        pass
+
+    def worker_lost(self, worker, error):
+        pass
+
+
+class Side:
+    """The session of this process on a server, the worker that serves ``rpc_async``, and another one."""
+
+    def __init__(self, address):
+        self.address = address
+        node = get_client().node(Address.parse(address))
+        self.session = node.session()
+        self.pid = self.call(os.getpid)
+        self.number = node.rpc_worker().number
+        self._node = node
+
+    def call(self, func, *args):
+        return rpc_async(self.address, func, args).wait()
+
+    def start(self, func, *args):
+        return rpc_async(self.address, func, args, timeout=None)
+
+    def stack(self):
+        return self.session.stack_of(self.number)
+
+    def call_other(self):
+        other = self.session.open_worker(Owner())
+        answer = Answer(get_client().allocator)
+        other.call(Call(os.getpid, (), {}), answer.complete)
+        return answer.wait()
+
+
+@pytest.fixture
+def side(shared_server):
+    return Side(shared_server.address)
+
+
+def wait_for_stack(side, *texts):
+    """The first stack that has all of ``texts`` in it: until then the worker is on its way there."""
+    found = []
+
+    def look():
+        found.append(side.stack())
+        return all(text in found[-1] for text in texts)
+
+    try:
+        wait_until(look)
+    except AssertionError:
+        raise AssertionError(f"not all of {texts} are in:\n{found[-1]}") from None
+    return found[-1]
+
+
+# --- stacks
+
+
+def test_stack_names_the_line_that_sleeps(side):
+    side.start(sleep_in_python)
+    text = wait_for_stack(side, "state: S (sleeping)", line_of(sleep_in_python, "sleep(600)"))
+    first, second, third, *rest = text.split("\n")
+    assert re.fullmatch(rf"worker {side.number} \(pid {side.pid}\): state: S \(sleeping\)( in \w+)?", first)
+    assert second == "Main thread (most recent call first):"
+    assert third == "  " + line_of(sleep_in_python, "sleep(600)")
+    # One line says who has called it; the rest, and our own threads, are the same everywhere.
+    (caller,) = rest
+    assert caller.endswith(" in _execute")
+
+
+def test_stack_of_c_code_that_holds_the_interpreter(side):
+    side.start(hold_gil)
+    wait_for_stack(side, "state: R (running)", line_of(hold_gil, "re.match"))
+    assert side.session.end_worker(side.number, "for the next test")()
+
+
+def test_stack_of_a_worker_that_waits_in_the_kernel(side, fifo):
+    """Its main thread cannot run a signal handler; another one does."""
+    waiting = side.start(wait_in_the_kernel, fifo)
+    try:
+        wait_for_stack(side, "state: D (disk sleep)", line_of(wait_in_the_kernel, "posix_spawn"))
+    finally:
+        Path(fifo).write_bytes(b"")
+    waiting.wait()
+
+
+def test_every_stack_is_whole_and_the_worker_goes_on(side):
+    """An answer that comes before the worker has written all would lack the main thread, which comes last."""
+    wait_for_stack(side, "in _receive")
+    assert all("in _receive" in side.stack() for _ in range(20))
+    assert side.call(os.getpid) == side.pid
+
+
+def test_user_code_comes_before_threads_that_it_started(side):
+    side.start(start_a_thread)
+    text = wait_for_stack(side, line_of(start_a_thread, ".wait()"))
+    assert text.index("in start_a_thread") < text.index("Thread 0x") < text.index("in sleep_in_python")
+    assert text.count("(most recent call first)") == 2
+
+
+def test_stopped_worker_says_so_at_once(side):
+    os.kill(side.pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: "state: T (stopped)" in side.stack())
+        start = time.monotonic()
+        assert "no Python stack: it is stopped" in side.stack()
+        assert side.session.call(os.getppid)() > 0
+        assert time.monotonic() - start < 1 * TIMEOUT_SCALE
+    finally:
+        os.kill(side.pid, signal.SIGCONT)
+    assert side.call(os.getpid) == side.pid
+    wait_for_stack(side, "in _receive")
+
+
+@pytest.mark.parametrize(
+    ("func", "why"),
+    [
+        (take_the_signal, "its code has taken over SIGQUIT, or closed the pipe"),
+        (take_the_handler_away, "its code has removed the handler of SIGQUIT"),
+        (close_the_pipe, "its code has taken over SIGQUIT, or closed the pipe"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_code_that_disturbs_this_costs_the_stack_and_nothing_else(side, func, why):
+    side.call(func)
+    assert side.stack().endswith(f"no Python stack: {why}")
+    assert side.call(os.getpid) == side.pid
+    # Nor does the session wake up over and over again for what nobody can write to any more.
+    session = side.session.wait().pid
+    wait_until(lambda: all(" S " in Path(f"/proc/{session}/stat").read_text() for _ in range(50)))
+
+
+def test_session_serves_others_while_it_waits_for_a_stack(side, tmp_path):
+    side.start(block_and_run, str(tmp_path / "runs"))
+    wait_until((tmp_path / "runs").exists)
+    start = time.monotonic()
+    wait = side.session.end_worker(side.number, "for a test")
+    assert side.call_other() != side.pid
+    others = time.monotonic() - start
+    assert wait().endswith("no Python stack: its code blocks SIGQUIT")
+    assert others < 1 * TIMEOUT_SCALE
+    assert time.monotonic() - start > 1
+
+
+def test_numbers_without_a_worker(side, shared_server):
+    assert side.session.stack_of(99) == "there is no worker 99"
+    assert side.session.stack_of(0) == "there is no worker 0"
+    other = Side(shared_server.address)
+    os.kill(other.pid, signal.SIGKILL)
+    assert other.session.fate(other.number)
+    assert other.stack() == f"worker {other.number} has ended"
+    assert other.session.end_worker(other.number, "too late")() == f"worker {other.number} has ended"
+
+
+def test_stacks_of_all_workers(side):
+    side.call_other()
+    stacks = side.session.stacks()
+    assert len(stacks) == 2
+    for name, text in stacks.items():
+        assert text.startswith(f"{name.partition(' on ')[0]}: state: ")
+        assert "Main thread" in text
+
+
+def test_session_that_stands_still_is_not_waited_for(side, monkeypatch):
+    monkeypatch.setattr(client_session, "STACK_TIMEOUT", 0.2)
+    session = side.session.wait().pid
+    hanging = side.start(sleep_in_python)
+    os.kill(session, signal.SIGSTOP)
+    try:
+        late = r"no stack: .* did not answer within 0\.2 s"
+        assert re.match(late, side.stack())
+        wait = side.session.end_worker(side.number, "took longer than 5 s")
+        with pytest.raises(ConnectionLostError, match="was ended: took longer than 5 s"):
+            hanging.wait()
+        assert re.match(late, wait())
+    finally:
+        os.kill(session, signal.SIGCONT)
+
+
+def test_lost_session_has_no_stacks(side):
+    os.kill(side.session.wait().pid, signal.SIGKILL)
+    wait_until(lambda: not side.session.is_usable)
+    assert side.stack().startswith("no stack: ")
+    assert side.session.end_worker(side.number, "too late")().startswith("no stack: ")
+
+
+# --- the end
+
+
+@pytest.mark.parametrize("func", [sleep_in_python, hold_gil])
+def test_worker_that_hangs_is_ended_with_the_reason(serve, func):
+    server = serve()
+    side = Side(server.address)
+    hanging = side.start(func)
+    wait_for_stack(side, f"in {func.__name__}")
+    wait = side.session.end_worker(side.number, "took longer than 5 s")
+    assert f"in {func.__name__}" in wait()
+    with pytest.raises(ConnectionLostError) as caught:
+        hanging.wait()
+    name = rf"worker {side.number} \(pid {side.pid}\) on {re.escape(server.address)}"
+    assert re.fullmatch(rf"{name} was ended: took longer than 5 s", str(caught.value))
+    wait_until(lambda: not is_running(side.pid))
+    assert side.session.fate(side.number).reason == "was ended: took longer than 5 s"
+    wait_until(lambda: "was ended: took longer than 5 s" in server.log)
+    # The session goes on, and the next call has another worker.
+    assert side.call(os.getppid) == side.session.wait().pid
+
+
+def test_stopped_worker_is_ended(side):
+    hanging = side.start(sleep_in_python)
+    os.kill(side.pid, signal.SIGSTOP)
+    wait_until(lambda: "state: T (stopped)" in side.stack())
+    assert "it is stopped" in side.session.end_worker(side.number, "took longer than 5 s")()
+    with pytest.raises(ConnectionLostError, match="was ended: took longer than 5 s"):
+        hanging.wait()
+    wait_until(lambda: not is_running(side.pid))
+
+
+def test_worker_that_is_to_end_gets_no_further_calls(side):
+    side.start(sleep_in_python)
+    wait = side.session.end_worker(side.number, "took longer than 5 s")
+    assert side.call(os.getpid) != side.pid
+    assert wait()
+
+
+def test_worker_that_cannot_be_killed_holds_nobody_up(serve):
+    """As one that waits for a file server: the kernel ends it when the server has answered."""
+    immortal = """
+from rpcdataloader.server.processes import Process
+kill = Process.kill
+Process.kill = lambda self, reason: None if reason == "took longer than 5 s" else kill(self, reason)
+"""
+    side = Side(serve(before=immortal).address)
+    hanging = side.start(hold_gil)
+    wait_for_stack(side, "in hold_gil")
+    assert "in hold_gil" in side.session.end_worker(side.number, "took longer than 5 s")()
+    with pytest.raises(ConnectionLostError, match="was ended: took longer than 5 s"):
+        hanging.wait()
+    assert is_running(side.pid)
+    assert side.call(os.getppid) == side.session.wait().pid
+    assert "in hold_gil" in side.stack()
+
+
+# --- by hand
+
+
+def test_signal_by_hand_prints_into_the_log(serve):
+    server = serve()
+    side = Side(server.address)
+    side.start(sleep_in_python)
+    wait_for_stack(side, line_of(sleep_in_python, "sleep(600)"))
+    os.kill(side.pid, STACK_SIGNAL)
+    wait_until(lambda: line_of(sleep_in_python, "sleep(600)") in server.log)
+    assert f"worker {side.number} (pid {side.pid}): state: " in server.log
+    session = side.session.wait().pid
+    os.kill(session, STACK_SIGNAL)
+    wait_until(lambda: "in serve" in server.log)
+    assert is_running(session)
