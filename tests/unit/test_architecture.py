@@ -36,6 +36,7 @@ PURE = {
     "rpcdataloader.wire.handshake",
     "rpcdataloader.server.tracebacks",
     "rpcdataloader.loader.budget",
+    "rpcdataloader.loader.roster",
     "rpcdataloader.loader.scheduler",
     "rpcdataloader.loader.streams",
 }
