@@ -35,8 +35,11 @@ PURE = {
     "rpcdataloader.wire.frames",
     "rpcdataloader.wire.handshake",
     "rpcdataloader.loader.budget",
+    "rpcdataloader.loader.choosing",
+    "rpcdataloader.loader.pace",
     "rpcdataloader.loader.scheduler",
     "rpcdataloader.loader.streams",
+    "rpcdataloader.loader.timeouts",
 }
 IMPURE = {
     "asyncio",
