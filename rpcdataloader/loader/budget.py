@@ -19,7 +19,7 @@ class ByteBudget:
 
     Attributes:
         batch_size_bytes: Estimated size of a batch, 0 before the first answer.
-        num_in_flight: Tasks that were sent and not answered.
+        num_in_flight: Tasks that were sent and not answered, counted by the owner.
     """
 
     def __init__(self, max_bytes: int, batch_size_bytes: float) -> None:
@@ -34,8 +34,7 @@ class ByteBudget:
         return self._answered_bytes + (self.num_in_flight + 1) * self.batch_size_bytes <= self._max_bytes
 
     def answered(self, size_bytes: int) -> None:
-        """A task in flight was answered with so many bytes, which stay until they are :meth:`delivered`."""
-        self.num_in_flight -= 1
+        """A task that was in flight was answered with so many bytes, which stay until they are :meth:`delivered`."""
         self._answered_bytes += size_bytes
         if size_bytes > self.batch_size_bytes:
             self.batch_size_bytes = float(size_bytes)

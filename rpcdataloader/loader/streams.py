@@ -4,11 +4,15 @@ A stream is what one worker iterates over. Tasks are dealt to the streams in tur
 torch's loader, so the order of the batches depends on the number of streams and on nothing else. A stream that ends
 leaves the turn, and the tasks that it still had are dropped.
 
-A pure state machine, as the scheduler for map-style datasets is.
+A pure state machine, as the scheduler for map-style datasets is. What that does with a task, a stream cannot do: a
+second copy would come from another stream, and nothing can be asked for again, because an iterator that has raised an
+exception has come to its end, or is past the place. So an exception is an answer here, whatever its type. The number of
+streams never changes, either, because the order of the batches depends on it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -16,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.loader.budget import ByteBudget
+from rpcdataloader.loader.timeouts import Timeouts
 
 W = TypeVar("W", bound=Hashable)
 
@@ -40,6 +45,10 @@ class StreamTable(Generic[W]):
         batch_size_bytes: Estimate to start with.
         max_retries: A task at which so many workers died is not given to another one.
         turn: The stream whose batch comes first.
+        task_timeout: Seconds that a task may run at a worker; None for any time.
+
+    Raises:
+        ValueError: An argument is out of its range.
     """
 
     def __init__(
@@ -52,6 +61,7 @@ class StreamTable(Generic[W]):
         batch_size_bytes: float = 0.0,
         max_retries: int = 3,
         turn: int = 0,
+        task_timeout: float | None = None,
     ) -> None:
         for name, value in (("num_streams", num_streams), ("prefetch_factor", prefetch_factor)):
             if value < 1:
@@ -63,6 +73,7 @@ class StreamTable(Generic[W]):
         # The streams that have not ended; the first one gets the next task.
         self._turn = deque(range(num_streams))
         self._turn.rotate(-turn)
+        self._timeouts: Timeouts[W] = Timeouts(task_timeout)
         self._workers: dict[W, int] = {}
         self._owners: dict[int, W] = {}
         self._tasks: dict[int, _Task] = {}  # undelivered, in the order of delivery
@@ -82,6 +93,7 @@ class StreamTable(Generic[W]):
         """A worker is gone; returns the numbers of its unanswered tasks, which wait for another worker."""
         stream = self._get(worker)
         del self._workers[worker], self._owners[stream]
+        self._timeouts.end(worker)
         lost = [number for number, task in self._tasks.items() if self._is_in_flight(task, stream)]
         for number in lost:
             self._tasks[number].is_sent = False
@@ -110,6 +122,23 @@ class StreamTable(Generic[W]):
         stream = self._get(worker)
         return [number for number, task in self._tasks.items() if self._is_in_flight(task, stream)]
 
+    def running(self, worker: W) -> int | None:
+        """The task that a worker is at work on, to be blamed for its death; None if there is none."""
+        return self._first_in_flight(self._get(worker))
+
+    def timed_out(self, now: float) -> list[tuple[W, int]]:
+        """As for the scheduler: the workers whose running task is over its time, each once, with the number of it."""
+        expired = []
+        for worker in self._timeouts.expire(now):
+            number = self.running(worker)
+            if number is not None:  # or else its stream has ended
+                expired.append((worker, number))
+        return expired
+
+    def due(self, now: float) -> float | None:  # noqa: ARG002  as for the scheduler
+        """When to ask :meth:`timed_out` if nothing happens before; None for never."""
+        return None if self._timeouts.due == math.inf else self._timeouts.due
+
     # Tasks, from the input to a stream
 
     @property
@@ -135,7 +164,7 @@ class StreamTable(Generic[W]):
         """The stream that an undelivered task belongs to."""
         return self._tasks[number].stream
 
-    def assign(self, now: float) -> tuple[W, int] | None:  # noqa: ARG002  as for the scheduler
+    def assign(self, now: float) -> tuple[W, int] | None:
         """Send the lowest task that can be sent; returns the worker and the number, None if there is none."""
         for place, (number, task) in enumerate(self._tasks.items()):
             if task.is_sent or task.stream not in self._owners:
@@ -144,22 +173,38 @@ class StreamTable(Generic[W]):
             needed_next = place == 0 if self._in_order else not (self._budget.num_in_flight or self._answered)
             if not (needed_next or self._budget.has_room):
                 return None
+            worker = self._owners[task.stream]
+            if self._timeouts.is_used and self._first_in_flight(task.stream) is None:
+                self._timeouts.begin(worker, now)
             task.is_sent = True
             self._budget.num_in_flight += 1
-            return self._owners[task.stream], number
+            return worker, number
         return None
 
     # Answers, from a worker to the consumer
 
-    def replied(self, worker: W, number: int, *, size_bytes: int) -> bool:
-        """A worker answered a task with a batch; returns False if it is not in flight at that worker (any more)."""
+    def replied(self, worker: W, number: int, *, size_bytes: int, now: float = 0.0) -> bool:
+        """A worker answered a task with a batch, or with an exception.
+
+        Args:
+            worker: Whoever answered; one that left is no error.
+            number: The task.
+            size_bytes: What the answer occupies in this process.
+            now: Time of the answer, which only a task timeout needs.
+
+        Returns:
+            False if the task is not in flight at that worker (any more): ignore the answer.
+        """
         task = self._tasks.get(number)
         if task is None or not self._is_in_flight(task, self._workers.get(worker)):
             return False
         task.size_bytes = size_bytes
+        self._budget.num_in_flight -= 1
         self._budget.answered(size_bytes)
         if not self._in_order:
             self._answered.append(number)
+        if self._timeouts.is_used:
+            self._begin_next(worker, now)
         return True
 
     def ended(self, worker: W, number: int) -> bool:
@@ -168,6 +213,7 @@ class StreamTable(Generic[W]):
         if task is None or not self._is_in_flight(task, self._workers.get(worker)):
             return False
         self._drop_from(task.stream, number)
+        self._timeouts.end(worker)
         return True
 
     @property
@@ -208,6 +254,16 @@ class StreamTable(Generic[W]):
         for number in [number for number, task in self._tasks.items() if task.stream == stream and number >= first]:
             self._budget.num_in_flight -= self._tasks.pop(number).is_sent
         self._turn.remove(stream)
+
+    def _begin_next(self, worker: W, now: float) -> None:
+        """The worker has answered, and begins with what is next in its queue."""
+        if self._first_in_flight(self._workers[worker]) is None:
+            self._timeouts.end(worker)
+        else:
+            self._timeouts.begin(worker, now)
+
+    def _first_in_flight(self, stream: int) -> int | None:
+        return next((number for number, task in self._tasks.items() if self._is_in_flight(task, stream)), None)
 
     def _get(self, worker: W) -> int:
         stream = self._workers.get(worker)

@@ -37,8 +37,11 @@ PURE = {
     "rpcdataloader.server.tracebacks",
     "rpcdataloader.loader.budget",
     "rpcdataloader.loader.roster",
+    "rpcdataloader.loader.choosing",
+    "rpcdataloader.loader.pace",
     "rpcdataloader.loader.scheduler",
     "rpcdataloader.loader.streams",
+    "rpcdataloader.loader.timeouts",
 }
 IMPURE = {
     "asyncio",
