@@ -42,6 +42,7 @@ class Worker:
 
     Attributes:
         name: For messages, such as ``worker 3 (pid 123) on node07:6543``.
+        was_refused: Whether the node had no room for it.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Worker:
         self.name = f"worker on {session.name}"
         self.pid = 0
         self.number = 0
+        self.was_refused = False
         self._draining = False
         self._owner = owner
         self._keep_waiting = keep_waiting
@@ -134,6 +136,7 @@ class Worker:
             except BusyError as exc:
                 deadline = self._deadline = self._deadline or Deadline(self._settings.connect_timeout)
                 if self.connection.has_ended or not self._keep_waiting() or not deadline.pause(pause):
+                    self.was_refused = True
                     raise ConnectError(f"{self.session.name} is busy: {exc}") from None
                 if not reported:
                     reported = True

@@ -232,28 +232,28 @@ class Crew:
                 return
             was_draining = worker in self._draining
             self._draining.discard(worker)
-            refused = isinstance(error, ConnectError)  # it never came
+            never_came = isinstance(error, ConnectError)
             is_up = worker.session.is_ready
             if was_draining and not is_up:
                 error = ConnectionLostError(f"{worker.session.name} is shutting down")
             # A node that goes with all of its workers says nothing about what one of them was loading.
-            died = is_up and not refused and not was_draining
+            died = is_up and not never_came and not was_draining
             if worker in self._ready:
                 self._ready.discard(worker)
                 self._owner.left(worker, error, died=died)
-            if not is_up:
-                self._roster.node_down(node)
-            if refused and is_up:
+            if worker.was_refused:
                 self._roster.refused(worker_id, node)
             else:
                 self._roster.vacated(worker_id, node)
+            if not is_up or (never_came and not worker.was_refused):
+                self._roster.node_down(node)
             if worker in self._sent_away:
                 self._sent_away.discard(worker)
             elif not self._owner.needs(worker_id):
                 self._roster.close(worker_id)
             else:
                 self._reasons[node] = self._last_error = error
-                if died:
+                if died or (never_came and is_up and not worker.was_refused):
                     self._count_death(worker_id)
                 self._tell(worker_id, error)
         self.staff()
@@ -331,6 +331,9 @@ class Crew:
 
     def _bring_back(self, node: Node) -> None:
         pause = FIRST_PAUSE
+        if node.session().is_ready:
+            # As far as anybody knows: a worker could not be reached there.
+            self._closed.wait(pause)
         while not self._try(node):
             self.staff()
             if self._closed.wait(pause) or self._client.is_closed:

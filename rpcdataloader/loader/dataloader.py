@@ -47,6 +47,12 @@ class RPCDataloader(DataLoader[_T_co]):
         max_retries: What a worker that died was loading is given to another one. A batch at which so many in a row
             have died is an error, raised when its turn comes.
         reconnect_timeout: Seconds to wait for a worker when none is left, as when all nodes restart; 0 not to wait.
+        task_timeout: Seconds that a worker may take for a batch. One that takes longer is ended, and the batch given to
+            another worker; after ``max_retries`` of them in a row it is an error, which shows where the last one was.
+            None for any time: a batch that is late by far is sent to a second worker all the same.
+        retry_on: Exceptions of the dataset that may pass, such as ``OSError``: up to ``max_retries`` times, the batch
+            is tried again after a pause, on another node if there is one, with the same random numbers. Not for
+            iterable-style datasets, which cannot be asked again.
 
     Random numbers: before each sample, the global generators of python, numpy and torch are seeded from the
     position of the sample in the epoch, so batches do not depend on the number of workers. The seed of the epoch is
@@ -85,6 +91,8 @@ class RPCDataloader(DataLoader[_T_co]):
         max_in_flight_bytes: int | None = None,
         max_retries: int = 3,
         reconnect_timeout: float = 300.0,
+        task_timeout: float | None = None,
+        retry_on: type[BaseException] | Iterable[type[BaseException]] = (),
     ) -> None:
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
@@ -95,6 +103,12 @@ class RPCDataloader(DataLoader[_T_co]):
             raise ValueError(f"max_retries must be at least 1, but is {max_retries}")
         if not 0 <= reconnect_timeout <= threading.TIMEOUT_MAX:
             raise ValueError(f"reconnect_timeout must be a number of seconds, 0 or more, but is {reconnect_timeout}")
+        if task_timeout is not None and not 0 < task_timeout <= threading.TIMEOUT_MAX:
+            raise ValueError(f"task_timeout must be a number of seconds above 0, or None, but is {task_timeout}")
+        if _exceptions(retry_on) and isinstance(dataset, IterableDataset):
+            raise ValueError("retry_on is for map-style datasets: a stream that has raised cannot be asked again")
+        if where is None and (task_timeout is not None or _exceptions(retry_on)):
+            raise ValueError("task_timeout and retry_on need workers: give workers or num_workers")
         # torch refuses these three without workers of its own; those that we have are not its business.
         own = where is not None
         super().__init__(
@@ -127,6 +141,8 @@ class RPCDataloader(DataLoader[_T_co]):
         self.max_in_flight_bytes = max_in_flight_bytes
         self.max_retries = max_retries
         self.reconnect_timeout = reconnect_timeout
+        self.task_timeout = task_timeout
+        self.retry_on = retry_on
         if own:
             self.num_workers = num_workers or 1  # torch refuses a context without workers, and these are some
             self.multiprocessing_context = multiprocessing_context
@@ -226,6 +242,8 @@ class RPCDataloader(DataLoader[_T_co]):
             persistent_workers=self.persistent_workers,
             max_retries=self.max_retries,
             reconnect_timeout=self.reconnect_timeout,
+            task_timeout=self.task_timeout,
+            retry_on=_exceptions(self.retry_on),
             partition=current_partition() if self.partition == "auto" else self._partition or current_partition(),
         )
 
@@ -282,6 +300,14 @@ def _check(dataset: object, prefetch_factor: int | None, max_in_flight_bytes: in
         raise ValueError(f"prefetch_factor must be at least 1, but is {prefetch_factor}")
     if max_in_flight_bytes is not None and max_in_flight_bytes < 1:
         raise ValueError(f"max_in_flight_bytes must be at least 1, but is {max_in_flight_bytes}")
+
+
+def _exceptions(types: type[BaseException] | Iterable[type[BaseException]]) -> tuple[type[BaseException], ...]:
+    kinds = (types,) if isinstance(types, type) else tuple(types)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise TypeError(f"retry_on must be exception classes, but one is {kind!r}")
+    return kinds
 
 
 def _partition(partition: tuple[int, int] | Literal["auto"] | None) -> Partition | None:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.exchange import reference_of, result_of
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.worker import Worker
-from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCError
+from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCError, RPCTimeoutError
 from rpcdataloader.loader import remote
 from rpcdataloader.loader.crew import Crew, Opening
 from rpcdataloader.loader.passes import (
@@ -48,6 +51,10 @@ from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.slabs import Allocator, pinned_allocator
 
 logger = logging.getLogger("rpcdataloader.loader")
+
+# Seconds until a batch is tried again after an exception that may pass: the first time, and at most.
+RETRY_PAUSE = 0.5
+MAX_RETRY_PAUSE = 30.0
 
 
 class RemoteIterator:
@@ -147,8 +154,12 @@ class _Run:
             self._begin_streams()
             self._table = self._new_table(batch_size_bytes=0.0)
             self._results: dict[int, Any] = {}
+            self._sent: dict[tuple[Worker, int], _Sent] = {}  # what was sent and not answered
             self._killers: dict[int, list[str]] = {}  # for a task, how each worker that was at work on it has ended
+            self._stacks: dict[int, str] = {}  # for a task that took too long, where its worker was last
+            self._failures: Counter[int] = Counter()  # for a task, the exceptions after which it was tried again
             self._interrupted: list[Task] = []  # what the last one that was lost was at work on
+            self._wakes_at = -math.inf  # when the consumer, if it waits, looks again without being told
             self._error: BaseException | None = None
             self._closed = False
             self._crew = Crew(
@@ -184,10 +195,11 @@ class _Run:
             "max_in_flight_bytes": settings.max_in_flight_bytes,
             "batch_size_bytes": batch_size_bytes,
             "max_retries": settings.max_retries,
+            "task_timeout": settings.task_timeout,
         }
         if settings.iterable:
             return StreamTable(num_streams=self._num_workers, turn=self.progress.turn, **options)
-        return Scheduler(num_workers=self._num_workers, **options)
+        return Scheduler(num_workers=self._num_workers, hedging=True, **options)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:
         """The persistent id of the dataset, also where a function of the user holds it, as a bound method does."""
@@ -198,26 +210,27 @@ class _Run:
     def next(self) -> Any:
         if os.getpid() != self._pid:
             raise LocalProtocolError(f"this iterator belongs to process {self._pid}, of which this one is a fork")
+        timeout = self._settings.timeout or None
+        deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._condition:
-                number = self._wait()
+                number = self._wait(deadline)
                 if number is not None:
                     result, record = self._results.pop(number)
                     break
+            self._end_late_workers()
             self._draw()
         record()
         self._draw()
         if isinstance(result, _Failure):
             try:
-                raise result.error
+                raise self._explained(result.error, number)
             finally:
                 del result  # the traceback refers to this frame
         return result
 
-    def _wait(self) -> int | None:
-        """Wait for the next batch and return its number; None when there is room for tasks instead."""
-        timeout = self._settings.timeout or None
-        deadline = None if timeout is None else time.monotonic() + timeout
+    def _wait(self, deadline: float | None) -> int | None:
+        """Wait for the next batch and return its number; None when there is something else to do."""
         while True:
             if self._error is not None:
                 self.close()
@@ -233,16 +246,60 @@ class _Run:
             if self._table.wants_input:
                 # A stream has ended, and left its place to the others.
                 return None
-            remaining = None if deadline is None else deadline - time.monotonic()
-            if remaining is not None and remaining <= 0:
+            now = time.monotonic()
+            due = self._table.due(now)
+            if deadline is not None and deadline <= now:
                 # torch's exception and text, which scripts may look for.
-                raise RuntimeError(f"DataLoader timed out after {timeout} seconds")
+                raise RuntimeError(f"DataLoader timed out after {self._settings.timeout} seconds")
             without_workers = self._crew.time_left()
             if without_workers is not None and without_workers <= 0:
                 self._error = _with_batch(self._crew.verdict(), self._interrupted)
                 continue
-            limits = [limit for limit in (remaining, without_workers) if limit is not None]
-            self._condition.wait(min(limits, default=None))
+            times = [time for time in (due, deadline) if time is not None]
+            if without_workers is not None:
+                times.append(now + without_workers)
+            self._wakes_at = min(times, default=math.inf)
+            self._condition.wait(self._wakes_at - now if times else None)
+            self._wakes_at = -math.inf
+            if due is not None and due <= time.monotonic():
+                return None
+
+    def _end_late_workers(self) -> None:
+        """End the workers that are at a task for too long; it is given to others."""
+        limit = self._settings.task_timeout
+        with self._condition:
+            late = [
+                (worker, self._table.payload(number), number)
+                for worker, number in self._table.timed_out(time.monotonic())
+            ]
+        endings = [
+            (
+                worker,
+                task,
+                number,
+                worker.session.end_worker(worker.number, f"{describe(task)} took longer than {limit:g} s"),
+            )
+            for worker, task, number in late
+        ]
+        for worker, task, number, wait in endings:
+            stack = wait()
+            logger.warning(
+                "%s took longer than %g s (task_timeout) on %s, which was here:\n%s",
+                describe(task),
+                limit,
+                worker.name,
+                stack,
+            )
+            with self._condition:
+                self._stacks[number] = stack
+
+    def _explained(self, error: BaseException, number: int) -> BaseException:
+        """The same error; with the last stack, if it is that of a task that took too long."""
+        with self._condition:
+            stack = self._stacks.pop(number, None)
+        if stack is None or not isinstance(error, ConnectionLostError):
+            return error
+        return RPCTimeoutError(f"{error}\n{stack}")
 
     def _draw(self) -> None:
         """Fill the window from the sampler, which is user code and so runs outside of the lock."""
@@ -288,7 +345,8 @@ class _Run:
             self._results.clear()
             self._pass = begun
             self._begin_streams()
-            self._killers.clear()
+            for notes in (self._sent, self._killers, self._stacks, self._failures):
+                notes.clear()
             self._table = self._new_table(self._table.batch_size_bytes)
             args = self.progress.epoch, begun.order.first, begun.order.pipe_seed
             call = Call(remote.start_epoch, args, {}, ordered=True)
@@ -317,17 +375,20 @@ class _Run:
         if isinstance(self._table, StreamTable):
             self._table.worker_joined(worker, worker_id)
         else:
-            self._table.worker_joined(worker, time.monotonic())
+            self._table.worker_joined(worker, time.monotonic(), host=worker.session.name)
 
     def leaving(self, worker: Worker) -> None:
         if isinstance(self._table, Scheduler):
             self._table.worker_draining(worker)
 
     def left(self, worker: Worker, error: RPCError, *, died: bool) -> None:
-        self._interrupted = [self._table.payload(number) for number in self._table.in_flight(worker)]
-        lost = self._table.worker_left(worker, time.monotonic())
-        if died and lost:
-            self._blame(lost[0], self._interrupted[0], error)
+        number = self._table.running(worker)
+        self._interrupted = [] if number is None else [self._table.payload(number)]
+        for lost in self._table.in_flight(worker):
+            self._sent.pop((worker, lost), None)
+        self._table.worker_left(worker, time.monotonic())
+        if died and number is not None:
+            self._blame(number, self._interrupted[0], error)
 
     def needs(self, worker_id: int) -> bool:
         return not (isinstance(self._table, StreamTable) and self._table.has_ended(worker_id))
@@ -383,7 +444,7 @@ class _Run:
         if not isinstance(reply, Message):
             # The worker is lost, which is reported once for all of its requests.
             return
-        seconds = 0.0
+        seconds: float | None = None
         stream: StreamState | None = None
         try:
             timings, result = result_of(reply, self._allocator)
@@ -396,22 +457,61 @@ class _Run:
         except BaseException as exc:
             result = _Failure(exc)
         size_bytes = len(reply.payload) + sum(block.view.nbytes for block in reply.blocks)
+        cancelled: list[tuple[Worker, _Sent]] = []
         with self._condition:
             if begun is not self._pass or self._closed:
                 return
-            self._crew.answered(worker)
+            self._sent.pop((worker, number), None)
             if isinstance(self._table, StreamTable):
                 self._stream_replied(self._table, worker, number, result, stream, size_bytes)
-            else:
-                now = time.monotonic()
-                if self._table.replied(worker, number, size_bytes=size_bytes, task_seconds=seconds, now=now):
-                    task = self._table.payload(number)
-                    self._results[number] = result, functools.partial(self._record, task, None)
+            elif not self._retried(self._table, worker, number, result):
+                cancelled = self._task_replied(self._table, worker, number, result, seconds, size_bytes)
+            self._crew.answered(worker)
             assignments = self._assign()
             # Waking the consumer for a batch that is not its turn costs two changes of thread.
-            if self._table.has_deliverable or self._table.finished or self._table.wants_input:
+            if self._table.has_deliverable or self._table.finished or self._table.wants_input or self._is_due_earlier():
                 self._condition.notify()
         self._send(assignments)
+        for other, sent in cancelled:
+            other.connection.cancel(sent.request_id)
+
+    def _is_due_earlier(self) -> bool:
+        """Whether the consumer waits, and too long for what the table will have to do."""
+        if self._wakes_at < 0:
+            return False
+        due = self._table.due(time.monotonic())
+        return due is not None and due < self._wakes_at
+
+    def _retried(self, table: Scheduler[Worker], worker: Worker, number: int, result: Any) -> bool:
+        """Whether the answer is an exception that may pass, so that the task is tried again."""
+        if not isinstance(result, _Failure) or not isinstance(result.error, self._settings.retry_on):
+            return False
+        if self._failures[number] >= self._settings.max_retries:
+            return False
+        delay = min(RETRY_PAUSE * 2 ** self._failures[number], MAX_RETRY_PAUSE)
+        if table.retry(worker, number, delay=delay, now=time.monotonic()):
+            self._failures[number] += 1
+            task = self._table.payload(number)
+            logger.warning(
+                "%s is tried again in %g s: %s: %s", describe(task), delay, type(result.error).__name__, result.error
+            )
+        return True
+
+    def _task_replied(
+        self,
+        table: Scheduler[Worker],
+        worker: Worker,
+        number: int,
+        result: Any,
+        seconds: float | None,
+        size_bytes: int,
+    ) -> list[tuple[Worker, _Sent]]:
+        """Take the answer; returns the copies of the task that nobody waits for any more."""
+        if not table.replied(worker, number, size_bytes=size_bytes, task_seconds=seconds, now=time.monotonic()):
+            return []
+        task = table.payload(number)
+        self._results[number] = result, functools.partial(self._record, task, None)
+        return [(other, sent) for other in table.losers(number) if (sent := self._sent.get((other, number)))]
 
     def _stream_replied(
         self,
@@ -424,7 +524,7 @@ class _Run:
     ) -> None:
         if state is None and not isinstance(result, _Failure):
             table.ended(worker, number)
-        elif table.replied(worker, number, size_bytes=size_bytes):
+        elif table.replied(worker, number, size_bytes=size_bytes, now=time.monotonic()):
             if state is not None:
                 self._streams[table.stream_of(number)] = state
             task = self._table.payload(number)
@@ -439,26 +539,43 @@ class _Run:
 
     # --- any thread
 
-    def _assign(self) -> list[tuple[Worker, Pass, int, Task]]:
+    def _assign(self) -> list[_Sent]:
         """Give waiting tasks to the workers that may take one; with the condition."""
-        assignments: list[tuple[Worker, Pass, int, Task]] = []
+        assignments: list[_Sent] = []
         if self._closed:
             return assignments
         now = time.monotonic()
         while (assigned := self._table.assign(now)) is not None:
             worker, number = assigned
-            assignments.append((worker, self._pass, number, self._table.payload(number)))
+            sent = _Sent(worker, self._pass, number, self._table.payload(number))
+            self._sent[assigned] = sent
+            assignments.append(sent)
         return assignments
 
-    def _send(self, assignments: Sequence[tuple[Worker, Pass, int, Task]]) -> None:
+    def _send(self, assignments: Sequence[_Sent]) -> None:
         """Send what was assigned; without the condition, so that no thread waits for another one's send."""
-        for worker, begun, number, task in assignments:
-            complete = functools.partial(self._replied, worker, begun, number)
+        for sent in assignments:
+            complete = functools.partial(self._replied, sent.worker, sent.begun, sent.number)
             try:
-                worker.submit(task.request, [], complete, self._allocator, cancellable=True)
+                sent.request_id = sent.worker.submit(sent.task.request, [], complete, self._allocator, cancellable=True)
             except RPCError:
                 # The worker was lost in between, which is about to be reported, and will put the task back.
                 continue
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A copy of a task that was sent to a worker.
+
+    Attributes:
+        request_id: Of its connection; 0 while it is being sent.
+    """
+
+    worker: Worker
+    begun: Pass
+    number: int
+    task: Task
+    request_id: int = 0
 
 
 def _with_batch(error: BaseException, tasks: Sequence[Task]) -> BaseException:

@@ -44,6 +44,8 @@ class PassSettings:
         timeout: Seconds to wait for a batch; 0 for no limit.
         max_retries: A batch at which so many workers in a row died is an error.
         reconnect_timeout: Seconds to wait for a worker when none is left.
+        task_timeout: Seconds that a worker may take for a batch; None for any time.
+        retry_on: Exceptions of the dataset after which a batch is tried again.
         partition: This process among the trainers, for the seeds.
     """
 
@@ -63,6 +65,8 @@ class PassSettings:
     persistent_workers: bool = False
     max_retries: int = 3
     reconnect_timeout: float = 300.0
+    task_timeout: float | None = None
+    retry_on: tuple[type[BaseException], ...] = ()
     partition: Partition = field(default_factory=current_partition)
 
 

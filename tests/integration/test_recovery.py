@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.errors import ConnectionLostError
+from rpcdataloader.errors import ConnectionLostError, RPCTimeoutError
+from rpcdataloader.loader import iterator as iterator_module
 from tests.conftest import is_running, wait_until
 from tests.integration import datasets
 
@@ -300,3 +301,142 @@ def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
 def test_reconnect_timeout_is_checked(workers):
     with pytest.raises(ValueError, match="reconnect_timeout must be a number of seconds, 0 or more, but is -1"):
         RPCDataloader(datasets.Numbers(), workers=workers, reconnect_timeout=-1)
+
+
+class Hanging(datasets.Numbers):
+    """Some samples take for ever; the first time, or always."""
+
+    def __init__(self, folder, hanging=(), always=()):
+        super().__init__(40)
+        self.folder = folder
+        self.hanging = hanging
+        self.always = always
+
+    def __getitem__(self, index):
+        if index in self.always or (index in self.hanging and is_first(self.folder, index)):
+            hang_in_there()
+        return index, os.getpid()
+
+
+def hang_in_there():
+    while True:
+        signal.pause()
+
+
+def is_first(folder, index):
+    try:
+        os.mkdir(os.path.join(folder, str(index)))
+    except FileExistsError:
+        return False
+    return True
+
+
+def indices_of(loader):
+    return [int(index) for index, _pid in loader]
+
+
+def test_batch_that_hangs_is_loaded_by_another_worker(workers, tmp_path):
+    loader = RPCDataloader(Hanging(str(tmp_path), hanging=[20, 30]), workers=workers, num_workers=3)
+    assert indices_of(loader) == [*range(40)]
+
+
+def test_worker_that_is_stopped_holds_nobody_up(workers, tmp_path):
+    samples = []
+    for index, pid in RPCDataloader(Hanging(str(tmp_path)), workers=workers, num_workers=2):
+        samples.append(int(index))
+        if index == 15:
+            os.kill(int(pid), signal.SIGSTOP)
+    assert samples == [*range(40)]
+    wait_until(lambda: not is_running(int(pid)), what="end of the stopped worker")
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_worker_that_takes_too_long_is_ended_and_the_batch_given_to_another(workers, tmp_path, num_workers, caplog):
+    dataset = Hanging(str(tmp_path), hanging=[3])
+    loader = RPCDataloader(dataset, workers=workers, num_workers=num_workers, task_timeout=0.5)
+    assert indices_of(loader) == [*range(40)]
+    assert "batch 3 (indices [3]) took longer than 0.5 s (task_timeout) on worker" in caplog.text
+    assert "in hang_in_there" in caplog.text
+
+
+def test_batch_that_always_takes_too_long_is_an_error_with_a_stack_and_the_others_come(workers, tmp_path):
+    loader = RPCDataloader(Hanging(str(tmp_path), always=[3]), workers=workers, num_workers=2, task_timeout=0.3)
+    iterator = iter(loader)
+    assert [int(next(iterator)[0]) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(RPCTimeoutError) as caught:
+        next(iterator)
+    text = str(caught.value)
+    assert text.startswith("batch 3 (indices [3]) has ended 3 workers in a row: ")
+    assert text.count("was ended: batch 3 (indices [3]) took longer than 0.3 s") == 3
+    assert "in hang_in_there" in text
+    assert indices_of(iterator) == [*range(4, 40)]
+
+
+class HangingStream(IterableDataset):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __iter__(self):
+        part = get_worker_info().id
+        for number in range(10):
+            if part == 1 and number == 4 and is_first(self.folder, number):
+                hang_in_there()
+            yield part * 10 + number
+
+
+def test_stream_that_hangs_goes_on_in_another_worker(workers, tmp_path):
+    loader = RPCDataloader(HangingStream(str(tmp_path)), workers=workers, num_workers=2, task_timeout=0.5)
+    assert [int(sample) for sample in loader] == list(itertools.chain(*zip(range(10), range(10, 20), strict=True)))
+
+
+class Unreliable(datasets.Numbers):
+    """Samples that raise so many times before they are there."""
+
+    def __init__(self, folder, failures):
+        super().__init__(12)
+        self.folder = folder
+        self.failures = failures
+
+    def __getitem__(self, index):
+        for attempt in range(self.failures.get(index, 0)):
+            if is_first(self.folder, f"{index}-{attempt}"):
+                raise ConnectionResetError(f"sample {index}, attempt {attempt}")
+        return index, draw()
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_exceptions_that_may_pass_are_tried_again_with_the_same_random_numbers(workers, tmp_path, caplog):
+    def samples(failures):
+        dataset = Unreliable(str(tmp_path), failures)
+        return [
+            [int(index), *map(float, drawn)] for index, drawn in loader_of_one(dataset, workers, retry_on=[OSError])
+        ]
+
+    assert samples({2: 1, 5: 3, 11: 2}) == samples({})
+    assert sum("is tried again in" in line for line in caplog.messages) == 6
+    assert "batch 5 (indices [5]) is tried again in" in caplog.text
+
+
+def loader_of_one(dataset, workers, **options):
+    return RPCDataloader(dataset, workers=workers, num_workers=2, generator=torch.Generator().manual_seed(1), **options)
+
+
+@pytest.fixture
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(iterator_module, "RETRY_PAUSE", 0.01)
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_exception_that_does_not_pass_is_raised_after_some_tries(workers, tmp_path):
+    iterator = iter(loader_of_one(Unreliable(str(tmp_path), {4: 99}), workers, retry_on=OSError, max_retries=2))
+    for _ in range(4):
+        next(iterator)
+    with pytest.raises(ConnectionResetError, match="sample 4, attempt 2"):
+        next(iterator)
+    assert int(next(iterator)[0]) == 5
+
+
+def test_other_exceptions_are_raised_at_once(workers, tmp_path):
+    iterator = iter(loader_of_one(Unreliable(str(tmp_path), {0: 99}), workers, retry_on=LookupError))
+    with pytest.raises(ConnectionResetError, match="sample 0, attempt 0"):
+        next(iterator)

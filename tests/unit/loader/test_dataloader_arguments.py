@@ -81,6 +81,8 @@ ARGUMENTS = {
     "partition": (1, 2),
     "max_retries": 2,
     "reconnect_timeout": 7.0,
+    "task_timeout": 60.0,
+    "retry_on": OSError,
     "max_in_flight_bytes": 1000,
 }
 
@@ -301,3 +303,23 @@ def test_what_is_built_inline_must_be_a_dataset():
 def test_rpc_dataset_stays_in_its_process(use):
     with pytest.raises(LocalProtocolError, match="an RPCDataset belongs to this process and cannot be sent"):
         use(RPCDataset("inline", Numbers))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"task_timeout": 0}, ValueError, "task_timeout must be a number of seconds above 0, or None, but is 0"),
+        ({"retry_on": "OSError"}, TypeError, "retry_on must be exception classes, but one is 'O'"),
+        ({"retry_on": [OSError, 5]}, TypeError, "retry_on must be exception classes, but one is 5"),
+        ({"workers": None, "retry_on": OSError}, ValueError, "task_timeout and retry_on need workers"),
+        ({"workers": None, "task_timeout": 5}, ValueError, "task_timeout and retry_on need workers"),
+    ],
+)
+def test_wrong_limits_are_named(options, error, text):
+    with pytest.raises(error, match=text):
+        RPCDataloader(Numbers(), **{"workers": ADDRESS, **options})
+
+
+def test_streams_are_not_asked_again():
+    with pytest.raises(ValueError, match="retry_on is for map-style datasets"):
+        RPCDataloader(Stream(), workers=ADDRESS, retry_on=OSError)
