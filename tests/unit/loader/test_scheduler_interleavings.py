@@ -224,7 +224,7 @@ class Interleavings(RuleBasedStateMachine):
             assert due is None or due > self.now
         # Whoever waits, waits for something.
         is_idle = not any(self.workers.values()) and not self.answered
-        if self.waiting and is_idle:
+        if self.waiting and is_idle and not self.pausing:
             assert not set(self.workers) - self.draining
         if self.pausing:
             assert due is not None
@@ -350,19 +350,11 @@ class Interleavings(RuleBasedStateMachine):
         places = [*in_flight, *self.waiting, *self.pausing, *self.answered, *self.delivered]
         assert sorted(places) == list(range(self.num_added))
         assert all(len(self.holders(number)) <= 2 for number in in_flight)
-        assert all(
-            len(numbers) <= self.prefetch_factor + len(self.hedged()) + self.num_lost(numbers)
-            for numbers in self.workers.values()
-        )
         assert self.scheduler.wants_input == (not self.ended and self.undelivered < self.window)
         assert self.scheduler.finished == (self.ended and not self.undelivered)
         assert self.scheduler._budget.num_in_flight == sum(map(len, self.workers.values()))
         assert self.scheduler._budget._answered_bytes == sum(self.answered.values())
         assert self.scheduler._num_hedged == len(self.hedged())
-
-    def num_lost(self, numbers) -> int:
-        """Copies that nobody waits for."""
-        return sum(not self.is_open(number) for number in numbers)
 
     def teardown(self):
         """Whatever happened, one worker that answers brings the rest to its end, each number once.
@@ -377,7 +369,7 @@ class Interleavings(RuleBasedStateMachine):
             self.end_those_over_their_time(blamed=True)
             self.add(limit=100)
             self.assign(limit=100)
-            busy = [worker for worker in alive if worker in self.workers and self.workers[worker]]
+            busy = [worker for worker in alive if self.workers.get(worker)]
             for worker in busy:
                 self.answer_of(worker, self.workers[worker][0])
             self.deliver(limit=100)
@@ -398,5 +390,5 @@ class Interleavings(RuleBasedStateMachine):
         assert self.scheduler.due(self.now) is None
 
 
-Interleavings.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+Interleavings.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
 TestInterleavings = Interleavings.TestCase
