@@ -513,6 +513,18 @@ def test_deaths_do_not_condemn_a_batch_that_another_worker_has():
         assert deliver(scheduler) == [0, 1, 2]
 
 
+def test_copy_that_nobody_waits_for_does_not_hold_back_the_next_task():
+    scheduler = start("abc", hedging=True, in_order=False, max_in_flight_bytes=3)
+    hang(scheduler)
+    deliver(scheduler)
+    assert scheduler.assign(10.0) == ("b", 0)
+    assert reply(scheduler, "b", 0, size_bytes=100, now=11.0)
+    assert reply(scheduler, "a", 3, now=11.0)
+    deliver(scheduler)
+    assert scheduler.in_flight("a") == [0]
+    assert len(fill(scheduler, 11.0)) == 1
+
+
 # Task timeouts
 
 
@@ -527,6 +539,14 @@ def test_task_timeout_counts_from_when_a_task_came_to_the_head_of_the_queue():
     assert scheduler.due(10.0) == 19.0
     assert scheduler.timed_out(19.0) == [("a", 2)]
     assert scheduler.due(19.0) is None
+
+
+def test_worker_that_left_is_never_over_its_time():
+    scheduler = start("a", task_timeout=10.0)
+    fill(scheduler)
+    scheduler.worker_left("a", 1.0)
+    assert scheduler.due(1.0) is None
+    assert scheduler.timed_out(100.0) == []
 
 
 def test_batch_over_its_time_at_too_many_workers_is_an_error():
@@ -574,6 +594,18 @@ def test_task_that_is_tried_again_goes_to_the_same_worker_if_nobody_else_is_on_t
     assert scheduler.retry("a", 6, delay=0.0, now=1.0)
     assert scheduler.assign(1.0) is None
     assert scheduler.assign(4.0) == ("a", 6)
+
+
+def test_copy_that_is_in_flight_already_is_the_new_attempt():
+    scheduler = start("abc", hedging=True)
+    hang(scheduler)
+    assert scheduler.assign(10.0) == ("b", 0)
+    assert scheduler.retry("a", 0, delay=1.0, now=11.0)
+    assert scheduler.due(11.0) == 15.0  # b is late
+    assert scheduler.assign(14.9) is None
+    assert scheduler.in_flight("b") == [0]
+    assert reply(scheduler, "b", 0, now=15.0)
+    assert not scheduler.retry("a", 0, delay=1.0, now=15.0)
 
 
 # Growth

@@ -209,7 +209,7 @@ class Interleavings(RuleBasedStateMachine):
         (first,) = self.holders(number)
         assert first != worker
         records = self.scheduler._workers
-        assert self.now - records[first].since >= 1.0
+        assert self.now >= records[first].since + 1.0
         assert records[worker].overdue_at() > self.now
         assert self.num_answers
         if self.in_order:

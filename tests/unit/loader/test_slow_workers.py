@@ -107,7 +107,7 @@ def test_stall_of_all_workers_leads_to_few_copies():
 
 def test_short_tasks_are_not_copied_for_a_hiccup():
     simulation = Simulation(8, lambda worker, _now: 0.7 if worker == 3 else 0.001, hedging=True)
-    simulation.run(10)
+    simulation.run(4)
     assert num_copies(simulation) == 0
 
 
