@@ -395,11 +395,10 @@ class Scheduler(Generic[W]):
         task = self._tasks.get(number)
         if task is None:
             return None
-        is_open = task.size_bytes is None
-        if is_open and len(task.holders) > 1:
+        if len(task.holders) > 1:
             self._num_hedged -= 1
         task.holders.remove(record)
-        return task if is_open else None
+        return task if task.size_bytes is None else None
 
     def _take_answer(self, worker: W, number: int, task_seconds: float | None, now: float) -> _Task[W] | None:
         """Note that a worker has answered; returns the task, None if the answer is to be ignored."""

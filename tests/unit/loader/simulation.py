@@ -28,6 +28,7 @@ class Simulation:
         self.random = random.Random(seed)
         self.now = 0.0
         self.delivered: list[int] = []
+        self.ended: list[int] = []  # workers over their time
         self.num_sent: Counter[int] = Counter()
         self.queues: dict[int, list[int]] = {worker: [] for worker in range(num_workers)}
         self.events: list[tuple[float, int, int, int, float]] = []  # answers: time, tie, worker, number, task time
@@ -38,6 +39,8 @@ class Simulation:
     def run(self, until: float, num_tasks: float = math.inf) -> None:
         """Go on until this time, or until everything is delivered."""
         while True:
+            for worker, number in self.scheduler.timed_out(self.now):
+                self.end(worker, number)
             self.drive(num_tasks)
             if self.scheduler.finished:
                 return
@@ -49,6 +52,12 @@ class Simulation:
                 return
             if event <= self.now:
                 self.answer(*heapq.heappop(self.events)[2:])
+
+    def end(self, worker: int, number: int) -> None:
+        self.ended.append(worker)
+        self.scheduler.worker_left(worker, self.now)
+        assert not self.scheduler.blame(number)
+        del self.queues[worker]
 
     def drive(self, num_tasks: float) -> None:
         scheduler = self.scheduler

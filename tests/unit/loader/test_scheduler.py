@@ -430,6 +430,207 @@ def test_illegal_calls_are_refused_and_change_nothing(call, message):
     assert (scheduler.in_flight("a"), scheduler.in_flight("b")) == ([0, 2], [1, 3])
 
 
+def hang(scheduler) -> None:
+    """The first worker hangs at task 0, while the others answer what they have, each task after 1 s."""
+    assert fill(scheduler)[0] == ("a", 0)
+    for now in 1.0, 2.0:
+        for worker in scheduler._workers:
+            if worker != "a":
+                reply(scheduler, worker, scheduler.in_flight(worker)[0], now=now)
+
+
+# Second copies
+
+
+def test_batch_that_everybody_waits_for_goes_to_a_second_worker_and_the_first_answer_counts():
+    scheduler = start("abc", hedging=True)
+    hang(scheduler)
+    assert scheduler.due(1.5) == 5.0  # five times the median
+    assert scheduler.assign(4.9) is None
+    assert scheduler.assign(5.0) == ("b", 0)
+    assert scheduler.assign(5.0) is None  # one at a time
+    assert reply(scheduler, "b", 0, now=6.0)
+    assert scheduler.losers(0) == ["a"]
+    assert deliver(scheduler) == [0, 1, 2]
+    assert not reply(scheduler, "a", 0, now=7.0)
+    assert scheduler.in_flight("a") == [3]
+    assert scheduler._budget.num_in_flight == 1
+
+
+def test_nothing_is_sent_twice_unless_asked_for():
+    scheduler = start("abc")
+    hang(scheduler)
+    assert scheduler.due(11.0) is None
+    assert scheduler.assign(1000.0) is None
+
+
+def test_nothing_is_sent_twice_before_enough_answers_are_known():
+    scheduler = start("ab", hedging=True)
+    fill(scheduler)
+    reply(scheduler, "b", 1, now=1.0)
+    assert scheduler.due(1.0) is None
+    assert scheduler.assign(1000.0) is None
+    reply(scheduler, "b", 3, now=2.0)
+    assert scheduler.assign(1000.0) == ("b", 0)
+
+
+def test_second_copy_goes_to_another_host_and_never_to_a_worker_that_is_draining():
+    for draining, expected in ("", "d"), ("d", "b"), ("bcd", None):
+        scheduler = start("", num_workers=4, hedging=True)
+        for worker, host in ("a", 1), ("b", 1), ("c", 1), ("d", 2):
+            scheduler.worker_joined(worker, 0.0, host)
+        hang(scheduler)
+        for worker in draining:
+            scheduler.worker_draining(worker)
+        assigned = scheduler.assign(20.0)
+        assert (assigned and assigned[0]) == expected
+        assert scheduler.due(20.0) is None
+
+
+def test_worker_that_leaves_does_not_put_back_what_another_one_has():
+    scheduler = start("abc", hedging=True)
+    hang(scheduler)
+    assert scheduler.assign(10.0) == ("b", 0)
+    assert scheduler.running("a") == 0
+    assert scheduler.worker_left("a", 11.0) == [3]
+    assert not scheduler.blame(0)
+    assert scheduler.worker_left("b", 12.0) == [0]
+
+
+def test_deaths_do_not_condemn_a_batch_that_another_worker_has():
+    for answered in True, False:
+        scheduler = start("abc", hedging=True, max_retries=1)
+        hang(scheduler)
+        assert scheduler.assign(10.0) == ("b", 0)
+        scheduler.worker_left("a", 11.0)
+        assert not scheduler.blame(0)
+        if answered:
+            assert reply(scheduler, "b", 0, now=12.0)
+            assert not scheduler.blame(0)
+        else:
+            scheduler.worker_left("b", 12.0)
+            assert scheduler.blame(0)
+        assert deliver(scheduler) == [0, 1, 2]
+
+
+def test_copy_that_nobody_waits_for_does_not_hold_back_the_next_task():
+    scheduler = start("abc", hedging=True, in_order=False, max_in_flight_bytes=3)
+    hang(scheduler)
+    deliver(scheduler)
+    assert scheduler.assign(10.0) == ("b", 0)
+    assert reply(scheduler, "b", 0, size_bytes=100, now=11.0)
+    assert reply(scheduler, "a", 3, now=11.0)
+    deliver(scheduler)
+    assert scheduler.in_flight("a") == [0]
+    assert len(fill(scheduler, 11.0)) == 1
+
+
+# Task timeouts
+
+
+def test_task_timeout_counts_from_when_a_task_came_to_the_head_of_the_queue():
+    scheduler = start("ab", task_timeout=10.0)
+    fill(scheduler)
+    assert scheduler.due(0.0) == 10.0
+    reply(scheduler, "a", 0, now=9.0)
+    assert scheduler.timed_out(9.9) == []
+    assert scheduler.timed_out(10.0) == [("b", 1)]
+    assert scheduler.timed_out(10.0) == []  # said once
+    assert scheduler.due(10.0) == 19.0
+    assert scheduler.timed_out(19.0) == [("a", 2)]
+    assert scheduler.due(19.0) is None
+
+
+def test_worker_that_left_is_never_over_its_time():
+    scheduler = start("a", task_timeout=10.0)
+    fill(scheduler)
+    scheduler.worker_left("a", 1.0)
+    assert scheduler.due(1.0) is None
+    assert scheduler.timed_out(100.0) == []
+
+
+def test_batch_over_its_time_at_too_many_workers_is_an_error():
+    scheduler = start("a", task_timeout=10.0, max_retries=2)
+    for attempt in range(2):
+        fill(scheduler, attempt * 10.0)
+        ((worker, number),) = scheduler.timed_out(attempt * 10.0 + 10.0)
+        scheduler.worker_left(worker, attempt * 10.0 + 10.0)
+        assert scheduler.blame(number) == (attempt == 1)
+        scheduler.worker_joined("a", attempt * 10.0 + 10.0)
+    assert deliver(scheduler) == [0]
+
+
+@pytest.mark.parametrize("task_timeout", [0, -1.0, math.nan])
+def test_task_timeout_is_checked(task_timeout):
+    with pytest.raises(ValueError, match="task_timeout must be positive"):
+        start("a", task_timeout=task_timeout)
+
+
+# Another attempt
+
+
+def test_task_that_is_tried_again_waits_and_goes_elsewhere():
+    scheduler = start("", num_workers=3, prefetch_factor=1)
+    for worker, host in ("a", 1), ("b", 1), ("c", 2):
+        scheduler.worker_joined(worker, 0.0, host)
+    teach(scheduler, a=1.0, b=1.0, c=1.0)
+    assert sorted(fill(scheduler)) == [("a", 9), ("b", 10), ("c", 11)]
+    assert scheduler.retry("a", 9, delay=2.0, now=1.0)
+    assert not scheduler.retry("a", 9, delay=2.0, now=1.0)
+    assert scheduler.assign(2.9) is None
+    assert scheduler.due(2.9) == 3.0
+    assert scheduler.assign(3.0) is None  # c is on time, and on another host
+    assert scheduler.due(3.0) == 4.0
+    assert reply(scheduler, "b", 10, now=3.0)
+    assert scheduler.assign(3.0) is None
+    assert reply(scheduler, "c", 11, now=3.0)
+    assert scheduler.assign(3.0) == ("c", 9)
+
+
+def test_task_that_is_tried_again_goes_to_the_same_worker_if_nobody_else_is_on_time():
+    scheduler = start("ab", num_workers=2, prefetch_factor=1)
+    teach(scheduler, a=1.0, b=1.0)
+    assert fill(scheduler) == [("a", 6), ("b", 7)]
+    assert scheduler.retry("a", 6, delay=0.0, now=1.0)
+    assert scheduler.assign(1.0) is None
+    assert scheduler.assign(4.0) == ("a", 6)
+
+
+def test_copy_that_is_in_flight_already_is_the_new_attempt():
+    scheduler = start("abc", hedging=True)
+    hang(scheduler)
+    assert scheduler.assign(10.0) == ("b", 0)
+    assert scheduler.retry("a", 0, delay=1.0, now=11.0)
+    assert scheduler.due(11.0) == 15.0  # b is late
+    assert scheduler.assign(14.9) is None
+    assert scheduler.in_flight("b") == [0]
+    assert reply(scheduler, "b", 0, now=15.0)
+    assert not scheduler.retry("a", 0, delay=1.0, now=15.0)
+
+
+# Growth
+
+
+def test_window_grows_at_once_and_shrinks_with_the_next_delivery():
+    scheduler = start("abcd", num_workers=2)
+    assert len(fill(scheduler)) == 4
+    scheduler.resize(3)
+    assert len(fill(scheduler)) == 2
+    reply(scheduler, "a", 0)
+    scheduler.resize(1)
+    deliver(scheduler)
+    for worker in "bcd":
+        assert fill(scheduler) == []
+        reply(scheduler, worker, scheduler.in_flight(worker)[0])
+        deliver(scheduler)
+    assert fill(scheduler) == []
+    reply(scheduler, "a", 4)
+    deliver(scheduler)
+    assert len(fill(scheduler)) == 1
+    with pytest.raises(ValueError, match="num_workers must be at least 1, not 0"):
+        scheduler.resize(0)
+
+
 def test_table_does_not_grow_with_the_number_of_tasks():
     scheduler = start("abc")
     pending = deque(fill(scheduler))

@@ -150,6 +150,45 @@ def test_bytes_of_tasks_that_were_dropped_are_free_again():
     assert table.batch_size_bytes == 10.0
 
 
+def test_task_timeout_counts_from_when_a_task_came_to_the_head_of_the_queue():
+    table = start("ab", prefetch_factor=2, task_timeout=10.0)
+    assert table.due(0.0) is None
+    fill(table)
+    assert table.due(0.0) == 10.0
+    assert table.running("a") == 0
+    table.replied("a", 0, size_bytes=1, now=9.0)
+    assert table.timed_out(9.9) == []
+    assert table.timed_out(10.0) == [("b", 1)]
+    assert table.timed_out(10.0) == []  # said once
+    assert table.due(10.0) == 19.0
+    assert table.timed_out(19.0) == [("a", 2)]
+    assert table.due(19.0) is None
+
+
+def test_stream_that_has_ended_or_lost_its_worker_is_never_over_its_time():
+    table = start("abc", prefetch_factor=1, task_timeout=10.0)
+    fill(table)
+    table.ended("a", 0)
+    table.worker_left("b", 1.0)
+    table.replied("c", 2, size_bytes=1, now=1.0)
+    assert table.due(1.0) is None
+    assert table.timed_out(1000.0) == []
+    assert table.running("a") is None
+
+
+def test_task_over_its_time_at_too_many_workers_ends_its_stream():
+    table = start("a", prefetch_factor=1, task_timeout=10.0, max_retries=2)
+    for attempt in range(2):
+        table.add_task(None) if table.wants_input else None
+        assert table.assign(attempt * 10.0) is not None
+        ((worker, number),) = table.timed_out(attempt * 10.0 + 10.0)
+        table.worker_left(worker, attempt * 10.0 + 10.0)
+        assert table.blame(number) == (attempt == 1)
+        table.worker_joined("a", 0)
+    assert deliver(table) == [0]
+    assert table.finished
+
+
 @pytest.mark.parametrize("name", ["num_streams", "prefetch_factor"])
 def test_settings_are_checked(name):
     with pytest.raises(ValueError, match=name):
@@ -183,8 +222,11 @@ class Interleavings(RuleBasedStateMachine):
         in_order=st.booleans(),
         turn=st.integers(0, 4),
         max_in_flight_bytes=st.sampled_from([1, 8, 2**30]),
+        task_timeout=st.sampled_from([None, 10.0]),
     )
-    def begin(self, lengths, prefetch_factor, in_order, turn, max_in_flight_bytes):
+    def begin(self, lengths, prefetch_factor, in_order, turn, max_in_flight_bytes, task_timeout):
+        self.now, self.task_timeout = 0.0, task_timeout
+        self.began: dict[int, float] = {}  # when a worker came to the first of its tasks
         self.lengths = lengths
         self.in_order = in_order
         self.window = prefetch_factor * len(lengths)
@@ -195,6 +237,7 @@ class Interleavings(RuleBasedStateMachine):
             turn=turn,
             max_in_flight_bytes=max_in_flight_bytes,
             max_retries=10**6,
+            task_timeout=task_timeout,
         )
         streams = [[(stream, place) for place in range(length)] for stream, length in enumerate(lengths)]
         turn %= len(lengths)
@@ -222,8 +265,9 @@ class Interleavings(RuleBasedStateMachine):
     def fill(self):
         while self.table.wants_input:
             self.table.add_task(None)
-        while (assigned := self.table.assign(0.0)) is not None:
+        while (assigned := self.table.assign(self.now)) is not None:
             worker, number = assigned
+            self.began.setdefault(worker, self.now)
             stream = self.table.stream_of(number)
             assert self.owners[stream] == worker
             assert self.table.in_flight(worker)[-1] == number  # oldest first
@@ -242,9 +286,13 @@ class Interleavings(RuleBasedStateMachine):
         number = in_flight[0]
         if self.places[stream] == self.lengths[stream]:
             assert self.table.ended(worker, number)
+            del self.began[worker]
             assert not any(self.table.ended(worker, other) for other in in_flight)
         else:
-            assert self.table.replied(worker, number, size_bytes=size_bytes)
+            assert self.table.replied(worker, number, size_bytes=size_bytes, now=self.now)
+            del self.began[worker]
+            if len(in_flight) > 1:
+                self.began[worker] = self.now
             assert not self.table.replied(worker, number, size_bytes=size_bytes)
             self.answers[number] = (stream, self.places[stream])
             self.in_order_of_answers.append(self.answers[number])
@@ -253,8 +301,25 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.owners)
     @rule(data=st.data(), blamed=st.booleans())
     def leave(self, data, blamed):
-        stream = data.draw(st.sampled_from(sorted(self.owners)))
+        self.end(data.draw(st.sampled_from(sorted(self.owners))), blamed)
+
+    @rule(seconds=st.sampled_from([0.1, 5.0, 10.0]), blamed=st.booleans())
+    def wait(self, seconds, blamed):
+        self.now += seconds
+        expected = set()
+        if self.task_timeout is not None:
+            expected = {worker for worker, began in self.began.items() if began + self.task_timeout <= self.now}
+        expired = self.table.timed_out(self.now)
+        assert {worker for worker, _ in expired} == expected
+        due = self.table.due(self.now)
+        assert due is None or due > self.now
+        for worker, number in expired:
+            assert number == self.table.in_flight(worker)[0] == self.table.running(worker)
+            self.end(next(stream for stream, owner in self.owners.items() if owner == worker), blamed)
+
+    def end(self, stream, blamed):
         worker = self.owners.pop(stream)
+        self.began.pop(worker, None)
         in_flight = self.table.in_flight(worker)
         lost = self.table.worker_left(worker, 0.0)
         assert lost == in_flight
@@ -296,6 +361,8 @@ class Interleavings(RuleBasedStateMachine):
         assert self.table.finished
         assert not self.answers
         assert sorted(self.delivered) == sorted(self.expected)
+        assert self.table.due(self.now) is None
+        assert self.table._budget.num_in_flight == self.table._budget._answered_bytes == 0
         self.order_is_that_of_the_model()
 
 

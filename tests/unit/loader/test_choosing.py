@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import math
+
+from rpcdataloader.loader.choosing import choose, choose_second, keep_until
+from rpcdataloader.loader.pace import Pace, WorkerPace
+
+
+def workers(*task_seconds, hosts=(None,) * 9) -> list[WorkerPace[int]]:
+    """Idle ones, each with this task time."""
+    pace = Pace(16)
+    records = [WorkerPace(order, hosts[order], order, pace, since=0.0) for order in range(len(task_seconds))]
+    for record, seconds in zip(records, task_seconds, strict=True):
+        for number in range(2):
+            record.sent(number, 0.0)
+            record.answered(number, seconds, 0.0)
+    return records
+
+
+def test_earliest_expected_finish_is_chosen_and_who_is_overdue_comes_last():
+    fast, slow, new = workers(1.0, 3.0, 1.0)
+    assert choose([slow, fast, new], None, 0.0) is fast
+    fast.sent(10, 0.0)
+    assert choose([slow, fast, new], None, 0.0) is new
+    assert choose([slow, fast], None, 0.0) is fast
+    assert choose([slow, fast], None, 4.0) is slow
+
+
+def test_place_where_a_task_has_failed_is_chosen_last():
+    same, near, far = workers(1.0, 2.0, 9.0, hosts=["x", "x", "y"])
+    assert choose([same, near, far], same, 0.0) is far
+    assert choose([same, near], same, 0.0) is near
+    assert choose([same], same, 0.0) is same
+
+
+def test_second_copy_goes_to_a_full_worker_rather_than_one_that_is_overdue_or_draining():
+    first, full, idle = workers(1.0, 1.0, 1.0)
+    for number in range(3):
+        full.sent(number, 0.0)
+    idle.draining = True
+    assert choose_second([first, full, idle], first, 3.9) is full
+    assert choose_second([first, full, idle], first, 4.0) is None
+
+
+def test_task_is_kept_for_a_faster_worker_until_that_is_overdue_or_the_slow_one_is_stale():
+    slow, fast = workers(20.0, 1.0)
+    fast.sent(10, 0.0)
+    fast.sent(11, 0.0)
+    assert keep_until(slow, [slow, fast], None, 1.0) == 4.0
+    assert keep_until(slow, [slow, fast], None, 4.0) <= 4.0  # now it may have it
+    fast.since = 319.0
+    assert keep_until(slow, [slow, fast], None, 319.5) == 320.0  # 16 times 20
+    assert keep_until(slow, [slow, fast], None, 320.0) <= 320.0
+
+
+def test_task_is_not_kept_for_a_worker_of_which_nothing_is_known():
+    pace = Pace(16)
+    failed, other = (WorkerPace(order, None, order, pace, since=0.0) for order in range(2))
+    other.sent(0, 0.0)
+    assert other.overdue_at() == math.inf
+    assert keep_until(failed, [failed, other], failed, 1.0) <= 1.0

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rpcdataloader.loader.pace import Pace, WorkerPace
+
+
+def worker(pace=None) -> WorkerPace[str]:
+    return WorkerPace("a", None, 0, pace or Pace(16), since=0.0)
+
+
+def test_late_is_a_multiple_of_the_median_that_one_worker_cannot_move():
+    pace = Pace(16)
+    for _ in range(7):
+        pace.seen(2.0)
+    assert pace.late_seconds == math.inf  # too little is known
+    pace.seen(1000.0)
+    assert pace.late_seconds == 10.0
+
+
+def test_median_is_that_of_recent_answers():
+    pace = Pace(16)
+    for seconds in [2.0] * 100 + [4.0] * 40:
+        pace.seen(seconds)
+    assert pace.late_seconds == 20.0
+
+
+def test_what_takes_less_than_a_second_is_never_late():
+    pace = Pace(2)
+    pace.seen(0.001)
+    assert pace.late_seconds == 1.0
+
+
+def test_time_counts_from_when_a_task_came_to_the_head_of_the_queue():
+    pace = Pace(2)
+    record = worker(pace)
+    record.sent(0, 0.0)
+    record.sent(1, 0.0)
+    assert record.answered(0, 1.0, 8.0)
+    assert pace.late_seconds == 40.0  # travelling included
+    assert record.overdue_at() == 12.0
+    assert record.answered(1, 1.0, 9.0)
+    assert record.overdue_at() == math.inf
+    assert record.stale_at() == 25.0
+
+
+def test_task_that_is_cancelled_behind_another_one_changes_nothing_of_that():
+    record = worker()
+    record.sent(0, 0.0)
+    record.sent(1, 0.0)
+    assert not record.answered(1, None, 5.0)
+    assert record.since == 0.0
+    assert record.expect_finish() == 2.0  # nothing is known
+
+
+def test_answer_without_a_time_says_nothing_about_speed():
+    pace = Pace(2)
+    record = worker(pace)
+    record.sent(0, 0.0)
+    assert record.answered(0, None, 5.0)
+    assert (pace.task_seconds, pace.late_seconds) == (None, math.inf)
+    assert record.overdue_at() == math.inf
+
+
+def test_answer_after_a_long_pause_replaces_what_was_known():
+    record = worker()
+    for number, now in (0, 0.0), (1, 20.0), (2, 40.0):
+        record.sent(number, now)
+        record.answered(number, 20.0, now + 20.0)
+    assert record.expect_finish() == pytest.approx(20.0)
+    record.sent(3, 60.0 + 16 * 20.0)
+    record.answered(3, 1.0, 400.0)
+    assert record.expect_finish() == pytest.approx(1.0)
