@@ -30,12 +30,14 @@ class ClientSettings:
         connect_timeout: Seconds to wait for a node server that is not there yet, or has no room.
         rank: Of a distributed trainer, for the server's log.
         allocator: Pageable receive buffers.
+        waits_for_servers: Whether one that refuses connections may be about to start.
     """
 
     credentials: Callable[[Address], Credentials]
     connect_timeout: float
     rank: int | None
     allocator: Allocator
+    waits_for_servers: bool = True
 
 
 class BusyError(Exception):

@@ -34,6 +34,7 @@ PURE = {
     "rpcdataloader.wire.address",
     "rpcdataloader.wire.frames",
     "rpcdataloader.wire.handshake",
+    "rpcdataloader.wire.registration",
     "rpcdataloader.loader.budget",
     "rpcdataloader.loader.scheduler",
     "rpcdataloader.loader.streams",
