@@ -190,7 +190,9 @@ class _Run:
             with self._condition:
                 worker = dataset.open_worker(session, self, self._is_alone)
                 self._alive[worker] = worker_id
-                worker.submit(opening.payload, opening.buffers, self._opened)
+                # Fails when it is lost already, which is about to be reported.
+                with contextlib.suppress(RPCError):
+                    worker.submit(opening.payload, opening.buffers, self._opened)
 
     def _opening(self, dataset: RemoteDataset, worker_id: int) -> Encoded:
         """The first request to a worker; pickled before any is asked for, so that what cannot be is found early."""

@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.errors import ConnectionLostError
+from rpcdataloader.client.datasets import RemoteDataset
+from rpcdataloader.errors import ConnectError, ConnectionLostError
 from tests.conftest import is_running, wait_until
 from tests.integration import datasets
 
@@ -204,3 +205,17 @@ def test_changes_of_the_dataset_reach_the_worker_that_takes_over(workers):
         if number == 4:
             os.kill(int(pid), signal.SIGKILL)
     assert samples == [(index, 7) for index in range(20)]
+
+
+def test_worker_that_is_lost_before_its_first_request_is_done_without(shared_server, monkeypatch):
+    open_worker = RemoteDataset.open_worker
+
+    def lose_the_first(*args):
+        monkeypatch.undo()
+        worker = open_worker(*args)
+        worker.connection.close(ConnectError("connection refused"))
+        return worker
+
+    loader = RPCDataloader(datasets.Numbers(), workers=shared_server.address)
+    monkeypatch.setattr(RemoteDataset, "open_worker", lose_the_first)
+    assert [int(number) for number in loader] == list(range(20))
