@@ -90,9 +90,10 @@ class Client:
         with self._lock:
             if directory not in self._watchers:
                 self._watchers[directory] = RegisterWatcher(directory)
-            if self._closed:
-                self._watchers[directory].close()
-            return self._watchers[directory]
+            watcher, closed = self._watchers[directory], self._closed
+        if closed:
+            watcher.close()
+        return watcher
 
     def _local_address(self) -> Address:
         with self._lock:

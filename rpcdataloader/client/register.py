@@ -72,7 +72,7 @@ class Register:
         self._found: tuple[Registration, ...] = ()
 
     def look(self) -> tuple[Registration, ...]:
-        """The servers that are there now: those that came last are last, so that a new one moves no other."""
+        """The servers that are there now, in the order in which they registered, which is the same for everybody."""
         with self._lock:
             elapsed = time.monotonic() - self._last_look
             try:

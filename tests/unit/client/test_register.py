@@ -80,9 +80,13 @@ def test_servers_are_in_the_order_in_which_they_came(tmp_path, register):
     for one in (late, early, middle):
         write(tmp_path, one)
     assert register.look() == (early, middle, late)
-    twin = server("d", 2.0)
-    write(tmp_path, twin)
-    assert register.look() == (early, middle, twin, late)
+
+
+def test_of_servers_that_came_at_the_same_time_the_name_decides(tmp_path, register):
+    servers = [server(name) for name in "hcafbgdeij"]
+    for one in servers:
+        write(tmp_path, one)
+    assert register.look() == tuple(sorted(servers, key=lambda one: one.host))
 
 
 def test_server_that_comes_is_last_and_one_that_leaves_is_gone(tmp_path, register):

@@ -189,6 +189,21 @@ def test_watch_may_be_closed_by_what_it_calls(tmp_path, watcher, changes):
     assert changes.none()
 
 
+def test_watch_that_another_one_closes_is_not_told_what_was_just_seen(tmp_path, watcher, changes):
+    def close_the_other(added, removed):
+        other.close()
+        changes(added, removed)
+
+    watcher.watch((), close_the_other)
+    not_told = Changes()
+    other = watcher.watch((), not_told)
+    path = write(tmp_path, server("a"))
+    assert changes.next() == ((A,), ())
+    path.unlink()
+    assert changes.next() == ((), (A,))
+    assert not_told.none()
+
+
 def test_report_that_raises_is_logged_and_stops_nothing(tmp_path, watcher, changes, caplog):
     def fail(_added, _removed):
         raise ValueError("a mistake")
@@ -214,10 +229,22 @@ def test_close_ends_watches_and_the_thread(tmp_path, watcher, changes):
 def test_watch_can_be_closed_in_a_fork(watcher, changes):
     """Though the lock may have been taken by a thread that is not there."""
     watch = watcher.watch((), changes)
-    with watcher._condition:
-        watcher.forget_in_child()
-        watch.close()
-        watcher.close()
+    held, enough = threading.Event(), threading.Event()
+
+    def hold():
+        with watcher._condition:
+            held.set()
+            enough.wait(LIMIT)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(LIMIT)
+    watcher.forget_in_child()
+    watch.close()
+    watcher.close()
+    assert thread.is_alive()
+    enough.set()
+    thread.join()
 
 
 # --- the servers now
