@@ -240,7 +240,20 @@ def test_fork_has_no_watch_and_can_begin_its_own(register, where, folder):
         assert own.next() == ((Address.parse(server.address),), ())
         assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {server.pid}
 
+    held, enough = threading.Event(), threading.Event()
+
+    def hold():
+        with get_client()._watchers[str(folder)]._condition:
+            held.set()
+            enough.wait(30 * TIMEOUT_SCALE)
+
+    # A lock that another thread has at that moment is never given back in the fork.
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(10 * TIMEOUT_SCALE)
     assert fork(child) == 0
+    enough.set()
+    thread.join()
     path.unlink()
     assert changes.next() == ((), (Address.parse(server.address),))
 
