@@ -39,7 +39,9 @@ from rpcdataloader.check.report import (
     workers_to_feed,
     workers_to_fill,
 )
-from rpcdataloader.client.discovery import Inline, Remote, find_workers
+from rpcdataloader.client.discovery import Inline, Registered, Remote, find_workers
+from rpcdataloader.client.pool import get_client
+from rpcdataloader.errors import RPCError
 from rpcdataloader.loader.dataloader import RPCDataloader
 from rpcdataloader.loader.dataset import RPCDataset
 from rpcdataloader.wire.diagnose import USER_ERRORS
@@ -89,8 +91,14 @@ class Question:
 
     @property
     def nodes(self) -> list[str]:
-        """Where workers are, each as ``workers=`` of an ``RPCDataset``."""
+        """Where workers are, each as ``workers=`` of an ``RPCDataset``.
+
+        Raises:
+            RPCError: None has registered in the directory that was named.
+        """
         where = None if self.workers is None else find_workers(self.workers)
+        if isinstance(where, Registered):
+            return [str(node.address) for node in get_client().nodes(where)]
         return [str(address) for address in where.addresses] if isinstance(where, Remote) else ["local:1"]
 
 
@@ -104,7 +112,11 @@ def examine(question: Question, report: Report) -> None:
     collate = default_collate
     if question.collate_fn is not None:
         collate = import_object(question.collate_fn, "collates", report)
-    remotes, description = _build_remotely(local, question.nodes, report)
+    try:
+        nodes = question.nodes
+    except RPCError as error:
+        raise report.stop("remote", str(error)) from None
+    remotes, description = _build_remotely(local, nodes, report)
     _check_loader(local, description, report)
     samples = _compare(remotes, local, description, report)
     _collate(samples, collate, report)

@@ -11,7 +11,7 @@ from rpcdataloader.wire.address import Address
 
 WORKERS_VARIABLE = "RPCDATALOADER_WORKERS"
 
-_FORMS = "write host:port, [v6]:port, unix:/path, several of them separated by commas, local:N or inline"
+_FORMS = "write host:port, [v6]:port, unix:/path, several of them separated by commas, @DIRECTORY, local:N or inline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,21 @@ class Remote:
         return ",".join(map(str, self.addresses))
 
 
-Where = Inline | Local | Remote
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """The node servers that have registered in a directory, whenever one looks.
+
+    Attributes:
+        directory: Its absolute path.
+    """
+
+    directory: str
+
+    def __str__(self) -> str:
+        return f"@{self.directory}"
+
+
+Where = Inline | Local | Remote | Registered
 
 
 def find_workers(workers: str | Iterable[str] | None, environ: Mapping[str, str] = os.environ) -> Where | None:
@@ -54,13 +68,14 @@ def find_workers(workers: str | Iterable[str] | None, environ: Mapping[str, str]
 
     Args:
         workers: A list of ``host:port``, ``[v6]:port`` or ``unix:/path``; a string of them separated by commas;
-            ``local:N``; ``inline``; None to let the environment variable ``RPCDATALOADER_WORKERS`` decide.
+            ``@/path`` of a directory in which they register; ``local:N``; ``inline``; None to let the environment
+            variable ``RPCDATALOADER_WORKERS`` decide.
 
     Returns:
         Where the workers are, or None if neither the caller nor the environment says.
 
     Raises:
-        ValueError: The list is empty, an address is malformed or named twice.
+        ValueError: The list is empty, an address is malformed or named twice, a directory has no name.
         TypeError: It is neither a string nor a list of strings.
     """
     if workers is None:
@@ -90,6 +105,10 @@ def _parse(text: str) -> Where:
         if match[1] is not None and int(match[1]) < 1:
             raise ValueError(f"{text!r} asks for no worker; use inline to load in this process")
         return Local(int(match[1]) if match[1] else None)
+    if text.startswith("@") and "," not in text:
+        if text == "@":
+            raise ValueError("'@' names no directory; write @/path")
+        return Registered(os.path.abspath(os.path.expanduser(text[1:])))
     return _remote([part.strip() for part in text.split(",") if part.strip()])
 
 
@@ -97,7 +116,7 @@ def _remote(texts: list[str]) -> Remote:
     if not texts:
         raise ValueError(f"workers names no worker; {_FORMS}")
     for text in texts:
-        if text == "inline" or re.match(r"local(:\d*)?$", text):
+        if text == "inline" or text.startswith("@") or re.match(r"local(:\d*)?$", text):
             raise ValueError(f"{text!r} cannot be one of several: it stands alone")
     addresses = tuple(Address.parse(text) for text in texts)
     for address in addresses:

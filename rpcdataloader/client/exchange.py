@@ -32,6 +32,7 @@ class ClientSettings:
         rank: Of a distributed trainer, for the server's log.
         allocator: Pageable receive buffers.
         alarm: Watches their deadlines.
+        waits_for_servers: Whether one that refuses connections may be about to start.
     """
 
     credentials: Callable[[Address], Credentials]
@@ -39,6 +40,7 @@ class ClientSettings:
     rank: int | None
     allocator: Allocator
     alarm: Alarm
+    waits_for_servers: bool = True
 
 
 class BusyError(Exception):

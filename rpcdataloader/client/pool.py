@@ -7,17 +7,19 @@ kept them open would keep sessions alive after its parent's death.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from rpcdataloader.client.alarm import Alarm
-from rpcdataloader.client.discovery import Local, Remote
+from rpcdataloader.client.discovery import Local, Registered, Remote
 from rpcdataloader.client.exchange import ClientSettings
 from rpcdataloader.client.janitor import Janitor
 from rpcdataloader.client.local import LocalServer
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.sharing import current_partition
+from rpcdataloader.client.watcher import Changed, RegisterWatcher, Watch
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.slabs import PageablePool
@@ -51,21 +53,34 @@ class Client:
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._nodes: dict[Address, Node] = {}
+        self._watchers: dict[str, RegisterWatcher] = {}
         self._local: LocalServer | None = None
         self._threads: dict[threading.Thread, threading.Event] = {}
         self._closed = False
 
-    def nodes(self, where: Local | Remote) -> list[Node]:
-        """The nodes that ``where`` names; starts the embedded server if need be, and connects to nobody yet."""
+    def nodes(self, where: Local | Remote | Registered) -> list[Node]:
+        """The nodes that ``where`` names; starts the embedded server if need be, and connects to nobody yet.
+
+        Raises:
+            ConnectError: No server has registered in the directory before the connect timeout.
+        """
         if isinstance(where, Local):
             return [self.node(self._local_address())]
+        if isinstance(where, Registered):
+            found = self._watcher(where.directory).find(self._settings.connect_timeout)
+            return [self.node(registration.address, is_registered=True) for registration in found]
         return [self.node(address) for address in where.addresses]
 
-    def node(self, address: Address) -> Node:
-        """The node server at ``address``."""
+    def node(self, address: Address, *, is_registered: bool = False) -> Node:
+        """The node server at ``address``.
+
+        Args:
+            is_registered: It says that it is there: if it refuses connections, it has gone, and is not waited for.
+        """
         with self._lock:
             if address not in self._nodes:
-                self._nodes[address] = Node(address, self._settings)
+                settings = dataclasses.replace(self._settings, waits_for_servers=not is_registered)
+                self._nodes[address] = Node(address, settings)
             return self._nodes[address]
 
     def start_thread(self, name: str, function: Callable[[], None], stop: threading.Event) -> None:
@@ -76,6 +91,19 @@ class Client:
             if not self._closed:
                 self._threads[thread] = stop
                 thread.start()
+
+    def watch(self, where: Registered, known: Iterable[Address], changed: Changed) -> Watch:
+        """Have servers reported that come or go; see :meth:`~rpcdataloader.client.watcher.RegisterWatcher.watch`."""
+        return self._watcher(where.directory).watch(known, changed)
+
+    def _watcher(self, directory: str) -> RegisterWatcher:
+        with self._lock:
+            if directory not in self._watchers:
+                self._watchers[directory] = RegisterWatcher(directory)
+            watcher, closed = self._watchers[directory], self._closed
+        if closed:
+            watcher.close()
+        return watcher
 
     def _local_address(self) -> Address:
         with self._lock:
@@ -100,6 +128,9 @@ class Client:
                 return
             self._closed = True
             nodes = list(self._nodes.values())
+            watchers = list(self._watchers.values())
+        for watcher in watchers:
+            watcher.close()
         self.alarm.close()
         self.janitor.close()
         connections = [connection for node in nodes for connection in node.connections()]
@@ -115,6 +146,8 @@ class Client:
 
     def forget_in_child(self) -> None:
         """After a fork, in the child."""
+        for watcher in self._watchers.values():
+            watcher.forget_in_child()
         for node in self._nodes.values():
             for connection in node.connections():
                 connection.forget_in_child()

@@ -263,7 +263,7 @@ class Session:
             local_identity("client", self._settings.rank),
             _NO_SESSION,
             self._deadline,
-            retry=True,
+            retry=self._settings.waits_for_servers,
         )
         self._welcome = read_welcome(channel)
         if channel.differences:

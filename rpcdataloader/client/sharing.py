@@ -42,7 +42,7 @@ def current_partition(environ: Mapping[str, str] = os.environ) -> Partition:
     return Partition()
 
 
-def share_of(num_workers: Sequence[int], partition: Partition) -> list[int]:
+def share_of(num_workers: Sequence[int], partition: Partition, *, by_node: bool = False) -> list[int]:
     """The nodes of one rank's workers: an entry, the number of a node, for each worker.
 
     All (k, node) pairs are put in order, the first worker of every node before the second of any, and dealt out in
@@ -51,8 +51,13 @@ def share_of(num_workers: Sequence[int], partition: Partition) -> list[int]:
 
     Args:
         num_workers: What each node offers.
+        by_node: Put all workers of a node before those of the next one, so that another node at the end changes no
+            share.
     """
-    pairs = [node for k in range(max(num_workers, default=0)) for node, count in enumerate(num_workers) if k < count]
+    pairs = [(k, node) for node, count in enumerate(num_workers) for k in range(count)]
+    if not by_node:
+        pairs.sort()
+    nodes = [node for _k, node in pairs]
     if partition.world_size > len(pairs):
-        return [pairs[partition.rank % len(pairs)]]
-    return pairs[partition.rank :: partition.world_size]
+        return [nodes[partition.rank % len(nodes)]]
+    return nodes[partition.rank :: partition.world_size]

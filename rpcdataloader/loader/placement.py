@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rpcdataloader.client.datasets import RemoteDataset
-from rpcdataloader.client.discovery import Local, Remote
+from rpcdataloader.client.discovery import Local, Registered, Remote
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
-from rpcdataloader.errors import ConnectionLostError
+from rpcdataloader.errors import ConnectionLostError, RPCError
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -30,7 +31,7 @@ class Placement:
     others: tuple[Node, ...] = ()
 
 
-def place(where: Local | Remote, *, partition: Partition | None = None, num_workers: int = 0) -> Placement:
+def place(where: Local | Remote | Registered, *, partition: Partition | None = None, num_workers: int = 0) -> Placement:
     """Choose the workers of this process.
 
     Args:
@@ -40,10 +41,12 @@ def place(where: Local | Remote, *, partition: Partition | None = None, num_work
             remote pool never more than the share.
 
     Raises:
-        ConnectError: A node server cannot be reached that never could.
+        ConnectError: A node server cannot be reached that never could; of those in a register, none can.
     """
     nodes = get_client().nodes(where)
     sessions = [node.session() for node in nodes]
+    if isinstance(where, Registered):
+        nodes = _those_that_answer(nodes)
     offered = [node.num_workers() for node in nodes]
     for session in sessions:
         if session.is_ready:
@@ -53,7 +56,8 @@ def place(where: Local | Remote, *, partition: Partition | None = None, num_work
     partition = partition or current_partition()
     if partition.world_size > sum(offered):
         _warn_of_doubling(partition.world_size, sum(offered))
-    share = share_of(offered, partition)[: num_workers or None]
+    # Servers come and go in a register, in the order in which they came: those before keep their shares.
+    share = share_of(offered, partition, by_node=isinstance(where, Registered))[: num_workers or None]
     # Ranks that lose their nodes at the same time do not all ask the same one.
     first = partition.rank % len(nodes)
     others = [node for node in nodes[first:] + nodes[:first] if node not in {nodes[index] for index in share}]
@@ -81,6 +85,22 @@ def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = Tru
     except ConnectionLostError:
         if wait and not any(dataset.is_on(session) for session in ready):
             raise
+
+
+def _those_that_answer(nodes: Sequence[Node]) -> list[Node]:
+    answering: list[Node] = []
+    errors: list[RPCError] = []
+    for node in nodes:
+        try:
+            node.num_workers()
+            answering.append(node)
+        except RPCError as exc:
+            errors.append(exc)
+    if not answering:
+        raise errors[0]
+    for error in errors:
+        logger.warning("going on without a node server that is registered: %s", error)
+    return answering
 
 
 @functools.cache  # once, and not for every epoch of every loader

@@ -23,12 +23,14 @@ from typing import Any
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.server.admission import Admission
+from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.gate import run_gate
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.output import OutputReader
 from rpcdataloader.server.processes import Process, fork, reap_orphans
 from rpcdataloader.wire.listening import accept
+from rpcdataloader.wire.registration import RENEWAL_PERIOD
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -95,6 +97,7 @@ class NodeServer:
         grace: Seconds that a drain may take before everything is ended.
         write_output: Takes the lines that sessions and workers print.
         lifeline: A descriptor whose end of file means that the owner of this server is gone; None without one.
+        announcement: What lets clients find it, renewed here, and ended when the server drains; None without one.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class NodeServer:
         grace: float,
         write_output: Callable[[str], None] = write_to_stderr,
         lifeline: int | None = None,
+        announcement: Announcement | None = None,
     ) -> None:
         self._listener = listener
         self._context = context
@@ -113,6 +117,8 @@ class NodeServer:
         self._grace = grace
         self._write_output = write_output
         self._lifeline = lifeline
+        self._announcement = announcement
+        self._renew_at = math.inf if announcement is None else time.monotonic() + RENEWAL_PERIOD
         self._children: dict[int, _Child] = {}
         self._outputs: set[OutputReader] = set()
         self._poll = select.poll()
@@ -358,6 +364,9 @@ class NodeServer:
             return
         logger.info("draining: %d sessions, at most %g s", len(self._children), self._grace)
         self._drain_deadline = time.monotonic() + self._grace
+        if self._announcement is not None:
+            self._renew_at = math.inf
+            self._announcement.end()
         self._unwatch(self._listener.fileno())
         self._listener.close()
         for child in self._children.values():
@@ -375,7 +384,7 @@ class NodeServer:
         """Milliseconds until something is due."""
         times = [child.deadline for child in self._children.values() if child.deadline is not None]
         times += [time for time in (self._drain_deadline, self._listen_again) if time is not None]
-        seconds = min(times, default=math.inf) - time.monotonic()
+        seconds = min([self._renew_at, *times]) - time.monotonic()
         if any(child.has_unsent for child in self._children.values()):
             seconds = min(seconds, RETRY_PAUSE)
         return max(0.0, min(seconds, _MAX_POLL_TIMEOUT)) * 1000 + 1
@@ -388,6 +397,9 @@ class NodeServer:
                 child.end("no handshake in time")
             if child.has_unsent:
                 child.has_unsent = not child.link.flush()
+        if self._announcement is not None and now > self._renew_at:
+            self._renew_at = now + RENEWAL_PERIOD
+            self._announcement.renew()
         if self._listen_again is not None and now > self._listen_again:
             self._resume_listening()
         if self._drain_deadline is not None and now > self._drain_deadline and self._children:

@@ -10,14 +10,16 @@ import resource
 import socket
 from collections.abc import Callable, Sequence
 
+from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.node import NodeServer, stopping_on_signals, write_to_stderr
 from rpcdataloader.server.processes import num_threads
 from rpcdataloader.server.settings import ServerSettings
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, load_credentials
-from rpcdataloader.wire.identity import local_identity
+from rpcdataloader.wire.identity import local_identity, machine_id
 from rpcdataloader.wire.listening import listen_tcp, listen_unix, resolve
+from rpcdataloader.wire.registration import Registration
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -65,7 +67,7 @@ def run_server(
         lifeline: See :class:`~rpcdataloader.server.node.NodeServer`.
 
     Raises:
-        ConnectError: The port is in use, or a host does not resolve.
+        ConnectError: The port is in use, a host does not resolve, or the directory to register in cannot be written.
         ImportError: A module to preload is missing.
     """
     # Three descriptors for a connection that is new, one for each worker: a thousand, the usual limit, is soon gone.
@@ -86,6 +88,7 @@ def run_server(
             credentials=credentials,
             tells_clients=not embedded,
         )
+        announcement = _announcement(settings, context, address)
         server = NodeServer(
             listener,
             context,
@@ -93,8 +96,9 @@ def run_server(
             grace=settings.grace,
             write_output=write_output,
             lifeline=lifeline,
+            announcement=announcement,
         )
-        with contextlib.closing(server), stopping_on_signals(server):
+        with contextlib.closing(server), stopping_on_signals(server), announcement or contextlib.nullcontext():
             logger.info("listening on %s, offering %d workers", address, context.num_workers)
             ready(f"rpcdataloader ready {address} num_workers={context.num_workers} pid={os.getpid()}")
             server.serve()
@@ -104,6 +108,13 @@ def run_server(
         with contextlib.suppress(OSError):
             if made is not None and _identity(settings) == made:
                 os.unlink(settings.unix_path)
+
+
+def _announcement(settings: ServerSettings, context: ServerContext, address: Address) -> Announcement | None:
+    if not settings.register:
+        return None
+    registration = Registration(address, context.num_workers, context.node, os.getpid(), machine_id(), started=0.0)
+    return Announcement(settings.register_directory, registration)
 
 
 def _preload(modules: Sequence[str]) -> None:

@@ -80,6 +80,15 @@ class ServerSettings:
         metadata={"help": "seconds that running tasks get to finish after SIGTERM; a second SIGTERM ends them at once"},
     )
 
+    register: str = field(
+        default="",
+        metadata={
+            "metavar": "DIR",
+            "help": "directory in which clients find this server, with workers='@DIR', for as long as it takes any; "
+            "made if it is missing (default: none)",
+        },
+    )
+
     def __post_init__(self) -> None:
         for name in ("num_workers", "max_connections"):
             if getattr(self, name) < 0:
@@ -133,6 +142,11 @@ class ServerSettings:
     def connections(self) -> int:
         """Cap on workers."""
         return self.max_connections or 4 * self.workers
+
+    @property
+    def register_directory(self) -> str:
+        """Absolute path of the directory to register in; empty for none."""
+        return os.path.abspath(os.path.expanduser(self.register)) if self.register else ""
 
     def listen_host(self) -> str:
         """Host to listen on.

@@ -35,6 +35,16 @@ def local_identity(role: str, rank: int | None = None) -> Identity:
 
 
 @functools.cache
+def machine_id() -> str:
+    """What tells this machine from others, whatever its containers are called; new with every boot."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+@functools.cache
 def _version(package: str) -> str:
     try:
         return metadata.version(package)

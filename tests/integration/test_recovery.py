@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.errors import ConnectionLostError, RPCTimeoutError
+from rpcdataloader.client.datasets import RemoteDataset
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.loader import iterator as iterator_module
 from tests.conftest import is_running, wait_until
 from tests.integration import datasets
@@ -440,3 +441,17 @@ def test_other_exceptions_are_raised_at_once(workers, tmp_path):
     iterator = iter(loader_of_one(Unreliable(str(tmp_path), {0: 99}), workers, retry_on=LookupError))
     with pytest.raises(ConnectionResetError, match="sample 0, attempt 0"):
         next(iterator)
+
+
+def test_worker_that_is_lost_before_its_first_request_is_done_without(shared_server, monkeypatch):
+    open_worker = RemoteDataset.open_worker
+
+    def lose_the_first(*args):
+        monkeypatch.undo()
+        worker = open_worker(*args)
+        worker.connection.close(ConnectError("connection refused"))
+        return worker
+
+    loader = RPCDataloader(datasets.Numbers(), workers=shared_server.address)
+    monkeypatch.setattr(RemoteDataset, "open_worker", lose_the_first)
+    assert [int(number) for number in loader] == list(range(20))

@@ -35,6 +35,7 @@ PURE = {
     "rpcdataloader.wire.frames",
     "rpcdataloader.wire.handshake",
     "rpcdataloader.server.tracebacks",
+    "rpcdataloader.wire.registration",
     "rpcdataloader.loader.budget",
     "rpcdataloader.loader.roster",
     "rpcdataloader.loader.choosing",

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from rpcdataloader.client.discovery import WORKERS_VARIABLE, Inline, Local, Remote, find_workers
+from rpcdataloader.client.discovery import WORKERS_VARIABLE, Inline, Local, Registered, Remote, find_workers
 from rpcdataloader.wire.address import Address
 
 NODE = Address("node01", 6543)
@@ -29,6 +29,10 @@ UNIX = Address(path="/run/pool,1")
         (" inline ", Inline()),
         ("local", Local()),
         ("local:4", Local(4)),
+        ("@/run/pool", Registered("/run/pool")),
+        (" @/run/../run/pool/ ", Registered("/run/pool")),
+        ("@pool", Registered(os.path.abspath("pool"))),
+        ("@~/pool", Registered(os.path.expanduser("~/pool"))),
     ],
 )
 def test_forms(workers, expected):
@@ -58,11 +62,21 @@ def test_order_of_addresses_is_kept():
         ("local:x", "cannot read the address 'local:x'"),
         (["inline"], "'inline' cannot be one of several"),
         (["node01:6543", "local:2"], "'local:2' cannot be one of several"),
+        ("@", "'@' names no directory; write @/path"),
+        (" @ ", "'@' names no directory; write @/path"),
+        (["@/run/pool"], "'@/run/pool' cannot be one of several"),
+        ("@/run/pool,node01:6543", "'@/run/pool' cannot be one of several"),
+        ("node01:6543,@/run/pool", "'@/run/pool' cannot be one of several"),
     ],
 )
 def test_malformed_lists_are_refused(workers, problem):
     with pytest.raises(ValueError, match=re.escape(problem)):
         find_workers(workers, {})
+
+
+@pytest.mark.parametrize("workers", ["a:1,[::1]:2,unix:/x", "local", "local:4", "inline", "@/run/pool"])
+def test_text_of_what_was_understood_is_understood_alike(workers):
+    assert str(find_workers(workers, {})) == workers
 
 
 def test_error_in_the_environment_names_the_variable():

@@ -90,6 +90,14 @@ def test_unix_socket():
     assert not ServerSettings().is_unix
 
 
+def test_directory_to_register_in_is_absolute(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/user")
+    assert ServerSettings().register_directory == ""
+    assert ServerSettings(register="pool").register_directory == f"{tmp_path}/pool"
+    assert ServerSettings(register="~/pool").register_directory == "/home/user/pool"
+
+
 def test_interface_gives_the_address():
     settings = ServerSettings(interface="lo")
     assert settings.listen_host() == settings.advertised_host() == "127.0.0.1"

@@ -1,0 +1,165 @@
+"""Reading the directory in which node servers register: which of them are there now.
+
+Nothing here depends on clocks of different machines agreeing, and nothing is written: that a server lives is seen from
+the time of its file changing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Mapping
+
+from rpcdataloader.wire.identity import machine_id
+from rpcdataloader.wire.registration import MAX_FILE_BYTES, MAX_SILENCE, SUFFIX, Registration
+
+logger = logging.getLogger("rpcdataloader.client")
+
+# A file that is unusable this many times in a row is not merely being written: it is warned of, once.
+PATIENCE = 3
+
+
+class Silences:
+    """For how long the server of each file has been silent. Pure: what was seen, and when, is passed in."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, tuple[float, float]] = {}  # time of the file, seconds since it changed
+        self._is_first = True
+
+    def look(self, times: Mapping[str, float], elapsed: float, wall: float) -> dict[str, float]:
+        """Take what was seen; gives seconds of silence for each file.
+
+        Args:
+            times: Of the files, on the clock of their file system.
+            elapsed: Seconds since the last look, without those that looking took: when a file server hangs, nobody
+                can renew anything.
+            wall: Time of this machine. Only the first look needs it: a clock that is wrong makes servers seem silent
+                until they renew their files once.
+        """
+        before, self._files = self._files, {}
+        for name, time_ in times.items():
+            if self._is_first:
+                silence = abs(wall - time_)
+            elif name in before and before[name][0] == time_:
+                silence = before[name][1] + elapsed
+            else:
+                silence = 0.0
+            self._files[name] = time_, silence
+        self._is_first = False
+        return {name: silence for name, (_time, silence) in self._files.items()}
+
+
+class Register:
+    """The directory, as this process has seen it so far. Thread-safe.
+
+    Attributes:
+        problems: Why files, by name, were not used at the last look; under the name of the directory itself, why that
+            could not be read.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.problems: dict[str, str] = {}
+        self._lock = threading.Lock()
+        # Guarded by the lock:
+        self._silences = Silences()
+        self._last_look = time.monotonic()
+        self._read: dict[str, Registration] = {}
+        self._failures: dict[str, int] = {}
+        self._found: tuple[Registration, ...] = ()
+
+    def look(self) -> tuple[Registration, ...]:
+        """The servers that are there now, in the order in which they registered, which is the same for everybody."""
+        with self._lock:
+            elapsed = time.monotonic() - self._last_look
+            try:
+                self._found = self._look(elapsed)
+            except OSError as exc:
+                # That the file system has a problem says nothing about the servers.
+                self.problems = {self.directory: exc.strerror or str(exc)}
+                logger.debug("cannot read %s: %s", self.directory, exc)
+            self._last_look = time.monotonic()
+            return self._found
+
+    def _look(self, elapsed: float) -> tuple[Registration, ...]:
+        statuses = self._list()
+        problems: dict[str, str] = {}
+        times = {name: status.st_mtime for name, status in statuses.items()}
+        silences = self._silences.look(times, elapsed, time.time())
+        self._read = {name: registration for name, registration in self._read.items() if name in statuses}
+        self._failures = {name: count for name, count in self._failures.items() if name in statuses}
+        usable: dict[str, Registration] = {}
+        for name, status in statuses.items():
+            if silences[name] > MAX_SILENCE:
+                problems[name] = "its server is silent"
+                continue
+            try:
+                usable[name] = self._take(name, status)
+                self._failures.pop(name, None)
+            except (OSError, ValueError) as exc:
+                problems[name] = str((isinstance(exc, OSError) and exc.strerror) or exc)
+                self._complain(name, problems[name])
+        order = sorted(usable, key=lambda name: (usable[name].started, name))
+        # An address is one server's: one that was killed may have been followed by another.
+        last = {usable[name].address: name for name in order}
+        for name in order:
+            if (other := last[usable[name].address]) != name:
+                problems[name] = f"{other} is newer and has the same address"
+        self.problems = problems
+        return tuple(usable[name] for name in order if name not in problems)
+
+    def _list(self) -> dict[str, os.stat_result]:
+        statuses = {}
+        try:
+            with os.scandir(self.directory) as entries:
+                for entry in entries:
+                    # Hidden ones are being written, or are what NFS leaves of files that were open when they went.
+                    if entry.name.endswith(SUFFIX) and not entry.name.startswith("."):
+                        try:
+                            statuses[entry.name] = entry.stat(follow_symlinks=False)
+                        except OSError as exc:
+                            logger.debug("%s has gone: %s", entry.path, exc)
+        except FileNotFoundError:
+            logger.debug("there is no directory %s yet", self.directory)
+        return statuses
+
+    def _take(self, name: str, status: os.stat_result) -> Registration:
+        _check_owner(status)
+        if name not in self._read:
+            self._read[name] = Registration.decode(_read(os.path.join(self.directory, name)))
+        registration = self._read[name]
+        if registration.is_for_its_machine_alone and registration.machine != machine_id():
+            raise ValueError(
+                f"{registration.address} leads nowhere outside of {registration.host}; start that server with a --host "
+                "that others can reach"
+            )
+        return registration
+
+    def _complain(self, name: str, problem: str) -> None:
+        count = self._failures[name] = self._failures.get(name, 0) + 1
+        level = logging.WARNING if count == PATIENCE else logging.DEBUG
+        logger.log(level, "%s is not used: %s", os.path.join(self.directory, name), problem)
+
+
+def _check_owner(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is no regular file")
+    if os.name != "posix":  # there, permission bits mean nothing
+        return
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ValueError(f"it belongs to user {status.st_uid}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ValueError(f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o})")
+
+
+def _read(path: str) -> bytes:
+    # Not blocking: opening a named pipe would wait for its writer.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
+    try:
+        _check_owner(os.fstat(descriptor))  # again: it may be another file by now
+        return os.read(descriptor, MAX_FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,98 @@
+"""The file by which clients find a node server: ``launch --register``.
+
+It appears whole, under a name that nobody else uses, so that there is nothing to lock, and nothing of others to remove.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import tempfile
+from types import TracebackType
+
+from rpcdataloader.errors import ConnectError
+from rpcdataloader.wire.registration import Registration
+
+logger = logging.getLogger("rpcdataloader.server")
+
+
+class Announcement:
+    """Says in ``directory`` that a server is there, from the beginning of a ``with`` block until its end.
+
+    Args:
+        directory: Absolute path. It is made if it is missing, for its owner alone.
+        registration: What to say; the time in it is replaced by that of the file system.
+
+    Raises:
+        ConnectError: When the block begins: nothing can be written there.
+    """
+
+    def __init__(self, directory: str, registration: Registration) -> None:
+        self._directory = directory
+        self._registration = registration
+        self._path = os.path.join(directory, registration.file_name(secrets.token_hex(4)))
+        self._has_ended = False
+        self._has_failed = False
+
+    def __enter__(self) -> Announcement:
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self._directory, 0o700)
+            self._write(is_first=True)
+        except OSError as exc:
+            raise ConnectError(f"cannot register in {self._directory}: {exc.strerror or exc}") from exc
+        logger.info("registered as %s", self._path)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def renew(self) -> None:
+        """Say that the server still lives; to be called every ``RENEWAL_PERIOD``. Problems are logged."""
+        if self._has_ended:
+            return
+        try:
+            try:
+                os.utime(self._path)  # the clock of the file server
+            except FileNotFoundError:
+                logger.warning("%s was removed by somebody else: registered again", self._path)
+                self._write()
+            self._has_failed = False
+        except OSError as exc:
+            if not self._has_failed:
+                logger.warning("cannot renew %s: %s", self._path, exc.strerror or exc)
+            self._has_failed = True
+
+    def end(self) -> None:
+        """Tell clients that the server is leaving; idempotent."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        try:
+            os.unlink(self._path)
+        except FileNotFoundError:
+            pass
+        except OSError as exc:
+            logger.warning("cannot remove %s: %s", self._path, exc.strerror or exc)
+
+    def _write(self, is_first: bool = False) -> None:
+        descriptor, temporary = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self._directory)  # of mode 0600
+        try:
+            with open(descriptor, "wb") as file:
+                if is_first:
+                    # Not this machine's clock: the order of the servers must be that in which they came.
+                    started = os.fstat(descriptor).st_mtime
+                    self._registration = dataclasses.replace(self._registration, started=started)
+                file.write(self._registration.encode())
+                file.flush()
+                os.fsync(descriptor)
+            os.rename(temporary, self._path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise

@@ -1,0 +1,276 @@
+"""Node servers that register in a directory, and clients that find them there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch.utils.data import IterableDataset
+
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.check.__main__ import main as check
+from rpcdataloader.client.discovery import Registered
+from rpcdataloader.client.pool import close_client, get_client
+from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.registration import Registration
+from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.integration import datasets
+from tests.integration.test_forks import fork
+from tests.unit.client.test_watcher import Changes
+
+pytestmark = [
+    pytest.mark.usefixtures("clean_client"),
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+]
+
+
+class Servers(IterableDataset):
+    """Which node server it is iterated over on: an epoch ends when every worker has said so."""
+
+    def __iter__(self):
+        yield datasets.node_server()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "pool"
+
+
+@pytest.fixture
+def where(folder):
+    return f"@{folder}"
+
+
+@pytest.fixture
+def register(serve, folder):
+    """Start a server with two workers that registers; gives it and its file."""
+
+    def register(*options, **others):
+        before = set(files(folder))
+        server = serve("--num-workers", "2", "--register", str(folder), *options, **others)
+        (path,) = set(files(folder)) - before
+        return server, path
+
+    return register
+
+
+def files(folder):
+    return sorted(folder.iterdir()) if folder.exists() else []
+
+
+def servers_of(loader):
+    return {int(server) for server in loader}
+
+
+# --- the server
+
+
+def test_file_is_there_with_the_ready_line_and_says_the_same(register):
+    server, path = register()
+    said = Registration.decode(path.read_bytes())
+    assert (str(said.address), said.num_workers, said.pid) == (server.address, server.num_workers, server.pid)
+    assert said.host == socket.gethostname()
+
+
+def test_advertised_address_is_registered(register):
+    server, path = register("--host", "127.0.0.1", "--port", "0", "--advertise", "localhost")
+    assert server.address.startswith("localhost:")
+    assert str(Registration.decode(path.read_bytes()).address) == server.address
+
+
+def test_file_goes_when_the_drain_begins(register, fifo):
+    server, path = register()
+    running = rpc_async(server.address, lambda path: Path(path).read_text(), (fifo,))
+    with open(fifo, "w") as file:  # the call has begun
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: not path.exists())
+        file.write("done")
+    assert running.wait() == "done"
+    assert server.wait() == 0
+
+
+def test_server_that_has_nothing_to_do_renews_its_file(register):
+    _server, path = register(before="node.RENEWAL_PERIOD = 0.05")
+    for _ in range(3):
+        os.utime(path, (1000.0, 1000.0))
+        wait_until(lambda: path.stat().st_mtime > 1000.0)
+
+
+# --- clients
+
+
+def test_dataset_over_a_directory_uses_all_servers_in_it(register, where, monkeypatch):
+    pids = {register()[0].pid, register()[0].pid}
+    dataset = RPCDataset(where, Servers)
+    assert f"workers='{where}'" in repr(dataset)
+    assert servers_of(RPCDataloader(dataset)) == pids
+    assert servers_of(RPCDataloader(Servers(), workers=where)) == pids
+    monkeypatch.setenv("RPCDATALOADER_WORKERS", where)
+    assert servers_of(RPCDataloader(RPCDataset(None, Servers))) == pids
+
+
+def test_server_on_a_unix_socket(register, where, tmp_path):
+    server, _path = register("--host", f"unix:{tmp_path}/socket")
+    assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {server.pid}
+
+
+def test_epoch_begins_with_the_servers_that_are_there_by_then(register, where):
+    first, _path = register()
+    loader = RPCDataloader(RPCDataset(where, Servers))
+    assert servers_of(loader) == {first.pid}
+    second, _path = register()
+    assert servers_of(loader) == {first.pid, second.pid}
+    first.stop()
+    assert servers_of(loader) == {second.pid}
+
+
+def test_trainer_waits_for_the_first_server(register, where, folder, caplog):
+    results = []
+    trainer = threading.Thread(target=lambda: results.append(servers_of(RPCDataloader(RPCDataset(where, Servers)))))
+    trainer.start()
+    wait_until(lambda: f"waiting for a node server to register in {folder}" in caplog.text)
+    server, _path = register()
+    trainer.join()
+    assert results == [{server.pid}]
+
+
+def test_directory_without_servers_is_an_error_that_names_it(where, folder, monkeypatch, capsys):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.1")
+    close_client()
+    with pytest.raises(ConnectError, match=f"no node server is registered in {folder}, and none came within 0.1 s"):
+        RPCDataset(where, Servers)
+    assert check(["tests.integration.test_register:Servers", "--workers", where]) == 1
+    assert f"no node server is registered in {folder}" in capsys.readouterr().out
+
+
+def kill(server):
+    server.signal(signal.SIGKILL)
+    assert server.wait() == -signal.SIGKILL
+
+
+def test_file_of_a_server_that_was_killed_holds_nobody_up(register, where, caplog):
+    dead, path = register()
+    alive, _path = register()
+    loader = RPCDataloader(RPCDataset(where, Servers))
+    assert servers_of(loader) == {dead.pid, alive.pid}
+    kill(dead)
+    assert path.exists()
+    start = time.monotonic()
+    assert servers_of(loader) == {alive.pid}
+    close_client()
+    assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {alive.pid}
+    # For which servers that may be about to start are waited for.
+    assert time.monotonic() - start < 10 * TIMEOUT_SCALE
+    warning = f"going on without a node server that is registered: cannot connect to {dead.address}"
+    assert warning in caplog.text
+
+
+def test_server_takes_the_place_of_one_that_was_killed(register, where):
+    dead, old = register()
+    loader = RPCDataloader(RPCDataset(where, Servers))
+    assert servers_of(loader) == {dead.pid}
+    kill(dead)
+    # Which of them depends on whether the client has noticed by then.
+    with pytest.raises((ConnectError, ConnectionLostError), match=dead.address):
+        servers_of(loader)
+    server, new = register("--port", dead.address.rpartition(":")[2])
+    assert old != new
+    assert servers_of(loader) == {server.pid}
+
+
+def test_server_with_another_secret_is_left_out(register, where, tmp_path, caplog):
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("another secret of sixteen characters")
+    other, _path = register("--token-file", str(token))
+    server, _path = register()
+    assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {server.pid}
+    assert f"going on without a node server that is registered: {other.address}: " in caplog.text
+
+
+def test_check_takes_a_directory(register, where, capsys):
+    addresses = [register()[0].address for _ in range(2)]
+    name = "tests.integration.datasets:Numbers"
+    assert check([name, "--workers", where, "--seconds", "0.05"]) == 0
+    output = capsys.readouterr().out
+    assert all(f"on {address}, after" in output for address in addresses)
+
+
+# --- watching
+
+
+def test_servers_that_come_and_go_are_reported(register, folder):
+    changes = Changes()
+    watch = get_client().watch(Registered(str(folder)), (), changes)
+    server, _path = register()
+    came = time.monotonic()
+    assert changes.next() == ((Address.parse(server.address),), ())
+    assert time.monotonic() - came < 2 * TIMEOUT_SCALE
+    server.signal(signal.SIGTERM)
+    went = time.monotonic()
+    assert changes.next() == ((), (Address.parse(server.address),))
+    assert time.monotonic() - went < 2 * TIMEOUT_SCALE
+    watch.close()
+
+
+def test_watch_after_the_end_of_the_client_does_nothing(folder):
+    client = get_client()
+    close_client()
+    client.watch(Registered(str(folder)), (), Changes()).close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "rpcdl-register"]
+
+
+def test_fork_has_no_watch_and_can_begin_its_own(register, where, folder):
+    server, path = register()
+    changes = Changes()
+    watch = get_client().watch(Registered(str(folder)), (), changes)
+    assert changes.next() == ((Address.parse(server.address),), ())
+
+    def child():
+        watch.close()
+        own = Changes()
+        get_client().watch(Registered(str(folder)), (), own)
+        assert own.next() == ((Address.parse(server.address),), ())
+        assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {server.pid}
+
+    held, enough = threading.Event(), threading.Event()
+
+    def hold():
+        with get_client()._watchers[str(folder)]._condition:
+            held.set()
+            enough.wait(30 * TIMEOUT_SCALE)
+
+    # A lock that another thread has at that moment is never given back in the fork.
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(10 * TIMEOUT_SCALE)
+    assert fork(child) == 0
+    enough.set()
+    thread.join()
+    path.unlink()
+    assert changes.next() == ((), (Address.parse(server.address),))
+
+
+def test_program_ends_at_once_though_it_watches(zygote, folder):
+    source = """
+import sys, time
+from rpcdataloader.client.discovery import Registered
+from rpcdataloader.client.pool import get_client
+watch = get_client().watch(Registered(sys.argv[1]), (), print)
+print(time.monotonic())
+"""
+    ended = zygote.start(source, folder).wait()
+    assert (ended.status, ended.errors) == (0, "")
+    assert ended.time - float(ended.output) < 2 * TIMEOUT_SCALE
+
+
+@pytest.fixture(autouse=True)
+def log_level(caplog):
+    caplog.set_level(logging.WARNING, "rpcdataloader")

@@ -1,0 +1,105 @@
+"""What a node server writes about itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.registration import Registration
+
+NODE = Registration(Address("node01", 6543), 32, "node01", 4711, "the machine", 1795264940.5)
+
+CONTENT = b"""{
+ "address": "node01:6543",
+ "num_workers": 32,
+ "host": "node01",
+ "pid": 4711,
+ "machine": "the machine",
+ "started": 1795264940.5
+}
+"""
+
+
+def test_content_of_a_file():
+    assert NODE.encode() == CONTENT
+    assert Registration.decode(CONTENT) == NODE
+
+
+@pytest.mark.parametrize("address", [Address("::1", 1), Address(path="/run/a pool"), Address("10.0.0.1", 65535)])
+def test_every_kind_of_address(address):
+    registration = dataclasses.replace(NODE, address=address)
+    assert Registration.decode(registration.encode()) == registration
+
+
+def test_part_of_a_file_is_refused_wherever_it_ends():
+    for size in range(len(CONTENT) - 1):
+        with pytest.raises(ValueError, match=r"\w"):
+            Registration.decode(CONTENT[:size])
+
+
+def changed(**fields):
+    return json.dumps({**json.loads(CONTENT), **fields}).encode()
+
+
+def test_fields_of_later_versions_are_left_alone():
+    assert Registration.decode(changed(more=[1, 2])) == NODE
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "it is empty"),
+        (b"\0" * 100, "Expecting value"),
+        (b"\xff\xfe", "can't decode byte"),
+        (b"[]", "it is no JSON object"),
+        (b"[" * 4096, "it is nested too deeply"),
+        (CONTENT + b" " * 4096, "it has more than 4096 bytes"),
+        (b"{}", "started is missing"),
+        (changed(address=None), "address is missing or of another type"),
+        (changed(address="node01"), "cannot read the address 'node01': the port is missing"),
+        (changed(address="node01:0"), "the port 0 is not in 1..65535"),
+        (changed(address="unix:socket"), "must be absolute"),
+        (changed(address="node01:6543\x1b[2J"), "control characters"),
+        (changed(address="\ud800:1"), "control characters"),
+        (changed(num_workers=0), "num_workers 0 and pid 4711 must be at least 1"),
+        (changed(num_workers=True), "num_workers is missing or of another type"),
+        (changed(num_workers=2.0), "num_workers is missing or of another type"),
+        (changed(pid=-1), "num_workers 32 and pid -1 must be at least 1"),
+        (changed(host="\x1b[2J"), "host and machine must be printable"),
+        (changed(machine="\n"), "host and machine must be printable"),
+        (changed(started="now"), "started is missing or of another type"),
+        (changed(started=float("nan")), "started must be a number of seconds, but is nan"),
+        (changed(started=float("inf")), "started must be a number of seconds, but is inf"),
+        (changed(started=10**400), "started is out of range"),
+    ],
+)
+def test_anything_else_is_refused(content, problem):
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        Registration.decode(content)
+
+
+@pytest.mark.parametrize(
+    ("address", "alone"),
+    [
+        (Address("127.0.0.1", 1), True),
+        (Address("127.1.2.3", 1), True),
+        (Address("::1", 1), True),
+        (Address("localhost", 1), True),
+        (Address(path="/run/pool"), True),
+        (Address("10.0.0.1", 1), False),
+        (Address("fe80::1", 1), False),
+        (Address("node01", 1), False),
+    ],
+)
+def test_addresses_that_are_for_their_machine_alone(address, alone):
+    assert dataclasses.replace(NODE, address=address).is_for_its_machine_alone is alone
+
+
+def test_names_of_files_are_names_of_files():
+    assert NODE.file_name("0a1b") == "node01-6543-4711-0a1b.server.json"
+    odd = dataclasses.replace(NODE, host="../.node 1", address=Address(path="/run/pool"))
+    assert odd.file_name("0a1b") == "____node_1-unix-4711-0a1b.server.json"
