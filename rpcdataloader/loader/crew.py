@@ -134,7 +134,8 @@ class Crew:
         with self._condition:
             for (worker_id, node), opening in zip(places, openings, strict=True):
                 self._open(worker_id, node, opening)
-        self.staff()
+            places = self._plan()
+        self.fill(places)
 
     def _look_at_nodes(self) -> None:
         for node in self._roster.homes:
@@ -156,11 +157,12 @@ class Crew:
         if worker in self._sent_away and not (worker in self._ready and worker.connection.num_pending):
             worker.close()
 
-    def begin_epoch(self) -> None:
-        """Every place is needed again; those that are ready join anew."""
+    def begin_epoch(self) -> list[tuple[int, Node]]:
+        """Every place is needed again, and workers that are ready join anew; returns the places to :meth:`fill`."""
         self._roster.reopen()
         for worker in self._ready - self._draining:
             self._owner.joined(worker, self._workers[worker][0])
+        return self._plan()
 
     def time_left(self) -> float | None:
         """Seconds until it is no use to wait any longer for workers; None while there are enough to go on."""
@@ -256,7 +258,8 @@ class Crew:
                 if died or (never_came and is_up and not worker.was_refused):
                     self._count_death(worker_id)
                 self._tell(worker_id, error)
-        self.staff()
+            places = self._plan()
+        self.fill(places)
         self._tell_owner()
 
     def _count_death(self, worker_id: int) -> None:
@@ -271,56 +274,63 @@ class Crew:
         else:
             logger.warning("going on with %d of %d workers: %s", len(self._workers), self._num_places, error)
 
+    def _plan(self) -> list[tuple[int, Node]]:
+        """Look for the nodes that are worth it, and return the places to fill; with the condition.
+
+        In one breath with what has changed: a place that is to be filled is no reason to give up.
+        """
+        if self._closed.is_set():
+            return []
+        for node in self._roster.to_try():
+            seek = functools.partial(self._bring_back, node)
+            self._client.start_thread(f"rpcdl-seek {node.address}", seek, self._closed)
+        return self._roster.to_open()
+
     # Any thread, without the condition
 
-    def staff(self) -> None:
-        """Fill the places that can be filled, and look for the nodes that are worth it."""
+    def fill(self, places: list[tuple[int, Node]]) -> None:
+        """Open a worker for each of these places."""
+        while places:
+            worker_id, node = places.pop()
+            try:
+                places += self._fill(worker_id, node)
+            except BaseException as exc:
+                with self._condition:
+                    if not self._closed.is_set():
+                        self._owner.failed(exc)
+                return
+
+    def _fill(self, worker_id: int, node: Node) -> list[tuple[int, Node]]:
+        """Open a worker; returns the places that are to be filled because it could not be."""
         while True:
+            opening = self._owner.opening(worker_id)
             with self._condition:
                 if self._closed.is_set():
-                    return
-                for node in self._roster.to_try():
-                    self._client.start_thread(
-                        f"rpcdl-seek {node.address}", functools.partial(self._bring_back, node), self._closed
-                    )
-                places = self._roster.to_open()
-            if not places:
-                return
-            for worker_id, node in places:
-                self._fill(worker_id, node)
-
-    def _fill(self, worker_id: int, node: Node) -> None:
-        try:
-            while True:
-                opening = self._owner.opening(worker_id)
-                with self._condition:
-                    if self._closed.is_set():
-                        return
-                    if self._owner.is_current(opening):
-                        self._open(worker_id, node, opening)
-                        return
-        except BaseException as exc:
-            with self._condition:
-                if not self._closed.is_set():
-                    self._owner.failed(exc)
+                    return []
+                if self._owner.is_current(opening):
+                    return [] if self._open(worker_id, node, opening) else self._plan()
 
     def _tell_owner(self) -> None:
         with contextlib.suppress(ReferenceError):  # closed meanwhile, and gone
             self._owner.changed()
 
-    def _open(self, worker_id: int, node: Node, opening: Opening) -> None:
-        """Ask for a worker; with the condition, so that it is ready only after its first request is on the way."""
+    def _open(self, worker_id: int, node: Node, opening: Opening) -> bool:
+        """Ask for a worker, if the node is still there.
+
+        With the condition, so that it is ready only after its first request is on the way.
+        """
         session = node.session()
         if not session.is_ready or not self._dataset.is_on(session):
             # Lost in between.
             self._roster.node_down(node)
             self._roster.vacated(worker_id, node)
-            return
+            return False
         worker = self._dataset.open_worker(session, self, self._is_alone)
         self._workers[worker] = worker_id, node
         # Fails when it is lost already, which is about to be reported.
         with contextlib.suppress(RPCError):
             worker.submit(opening.request.payload, opening.request.buffers, self._owner.opened)
+        return True
 
     def _is_alone(self) -> bool:
         """Whether no worker is there yet: then a busy node is worth waiting for."""
@@ -335,11 +345,9 @@ class Crew:
             # As far as anybody knows: a worker could not be reached there.
             self._closed.wait(pause)
         while not self._try(node):
-            self.staff()
             if self._closed.wait(pause) or self._client.is_closed:
                 return
             pause = min(2 * pause, MAX_PAUSE)
-        self.staff()
         self._tell_owner()
 
     def _try(self, node: Node) -> bool:
@@ -353,16 +361,21 @@ class Crew:
             with self._condition:
                 self._reasons[node] = exc
                 self._roster.node_failed(node)
+                places = self._plan()
+            self.fill(places)
             return False
         except BaseException as exc:
             logger.warning("%s is not used any more: %s", node.address, exc)
             with self._condition:
                 self._reasons[node] = exc
                 self._roster.node_hopeless(node)
-            return True
-        with self._condition:
-            self._roster.node_up(node)
-            self._reasons.pop(node, None)
-        if not self._closed.is_set():
-            logger.warning("%s is there again", node.address)
+                places = self._plan()
+        else:
+            with self._condition:
+                if not self._closed.is_set():
+                    logger.warning("%s is there again", node.address)
+                self._reasons.pop(node, None)
+                self._roster.node_up(node)
+                places = self._plan()
+        self.fill(places)
         return True

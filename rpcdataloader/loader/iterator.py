@@ -355,8 +355,8 @@ class _Run:
                 # Fails when the worker was lost in between, which is about to be reported.
                 with contextlib.suppress(RPCError):
                     worker.submit(starting.payload, starting.buffers, self.opened)
-            self._crew.begin_epoch()
-        self._crew.staff()
+            places = self._crew.begin_epoch()
+        self._crew.fill(places)
         self._draw()
 
     def close(self) -> None:
