@@ -538,7 +538,7 @@ def test_persistent_workers_of_a_server_that_had_no_room_for_all_stay(serve, cap
     wait_until(lambda: sum("going on with" in message for message in caplog.messages) == 2)
     samples.append([tuple(map(int, sample)) for sample in loader])
     assert len({pid for epoch in samples for _, pid, _ in epoch}) <= 2
-    assert len(server.processes()) == 3  # the session and two workers
+    wait_until(lambda: len(server.processes()) == 3, what="only the session and two workers")
 
 
 def test_failure_to_ask_for_all_workers_leaves_none(shared_server, monkeypatch):
