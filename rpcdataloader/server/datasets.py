@@ -101,6 +101,8 @@ class DatasetTable:
         with contextlib.suppress(Exception):
             gc.unfreeze()
             gc.collect()
+            # Those that are left are to stay shared with workers that are forked later.
+            gc.freeze()
 
 
 def length_of(dataset: object) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,25 @@ from rpcdataloader import rpc_async
 from tests.conftest import Server
 from tests.integration.quick import QuickServer, quick_server
 from tests.integration.zygote import Zygote
+
+# Scripts that need them would import them for seconds, each time.
+LIBRARIES = ("accelerate", "datasets", "pytorch_lightning", "transformers.trainer")
+
+
+@pytest.fixture(scope="session")
+def library_zygote(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:  # noqa: ARG001
+    """Starts scripts that use large libraries quickly."""
+    installed = [name for name in LIBRARIES if importlib.util.find_spec(name.partition(".")[0])]
+    process = Zygote(tmp_path_factory.mktemp("scripts"), *installed)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def server(zygote: Zygote) -> Iterator[QuickServer]:
+    """A node server with four workers, for tests that do it no harm."""
+    with quick_server(zygote, "--num-workers", "4", "--max-connections", "64") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

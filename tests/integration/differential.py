@@ -99,9 +99,10 @@ class Row:
         return [variant for variant in found if not (self.exact and variant.how == "inline")]
 
     def some_variants(self, turn: int) -> list[Variant]:
-        """That without workers, and one of those with them."""
+        """That without workers, and one of those with them; more than two only where their number matters."""
         variants = self.variants()
         workers = [variant for variant in variants if variant.how != "inline"]
+        workers = [variant for variant in workers if variant.num_workers <= 2 or self.exact] or workers
         return [variant for variant in variants if variant.how == "inline" or variant == workers[turn % len(workers)]]
 
     def references(self, variants: Iterable[Variant]) -> list[Variant]:

@@ -610,6 +610,14 @@ ROWS: dict[str, Row] = {
     "RandomSampler of more than there is": Row(
         options=lambda: {"sampler": RandomSampler(range(20), num_samples=43, generator=seeded(2)), "batch_size": 5}
     ),
+    "WeightedRandomSampler with a generator": Row(
+        options=lambda: {
+            "sampler": WeightedRandomSampler([0.1, 0.5, 2.0, 1.0], 10, generator=seeded(8)),
+            "batch_size": 3,
+            "generator": seeded(9),
+        },
+        drive=two_epochs,
+    ),
     "WeightedRandomSampler": Row(
         options=lambda: {"sampler": WeightedRandomSampler([0.1, 0.5, 2.0, 1.0], 10), "batch_size": 4},
         drive=two_epochs,

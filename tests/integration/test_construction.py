@@ -44,8 +44,8 @@ def test_trainer_generators_are_left_alone(shared_server):
     assert before == (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist())
 
 
-def test_nodes_that_disagree_about_the_length_are_named(start_server):
-    servers = [start_server("--num-workers", "1", env={"TEST_NUMBER_OF_FILES": number}) for number in ("3", "4")]
+def test_nodes_that_disagree_about_the_length_are_named(serve):
+    servers = [serve("--num-workers", "1", before=f"os.environ['TEST_NUMBER_OF_FILES'] = '{n}'") for n in (3, 4)]
     make = _make()
     with pytest.raises(ValueError, match="not the same on all nodes") as caught:
         RPCDataset([server.address for server in servers], lambda: make(int(os.environ["TEST_NUMBER_OF_FILES"])))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.client import datasets as client_datasets
 from rpcdataloader.errors import (
     ConnectError,
@@ -160,6 +160,10 @@ def test_persistent_workers_keep_the_instance_that_they_began_with(shared_server
     assert [int(batch) for batch in loader] == list(range(20))
     instance.factor = 3
     assert [int(batch) for batch in loader] == list(range(20))
+
+
+def test_sessions_collector_leaves_alone_what_it_inherited_from_the_node_server(shared_server):
+    assert rpc_async(shared_server.address, gc.get_freeze_count).wait() > 10_000
 
 
 # A slow build

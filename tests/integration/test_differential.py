@@ -34,14 +34,11 @@ def addresses(zygote: Zygote) -> Iterator[dict[int, str]]:
     """Node servers by their number of workers; one client for all tests of this file."""
     pool.close_client()
     processes = set(descendants(os.getpid()))
-    gc.collect()
-    gc.freeze()  # rows collect what torch leaves, and need not visit all that other tests have made
     with contextlib.ExitStack() as stack:
         limits = ("--max-connections", "64")
         servers = [stack.enter_context(quick_server(zygote, "--num-workers", str(n), *limits)) for n in (1, 2, 5)]
         yield {server.num_workers: server.address for server in servers}
         pool.close_client()
-    gc.unfreeze()
     wait_until(lambda: not set(descendants(os.getpid())) - processes, what="processes left behind")
     wait_until(lambda: not any(thread.name.startswith("rpcdl") for thread in threading.enumerate()), what="threads")
 

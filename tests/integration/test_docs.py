@@ -160,10 +160,14 @@ class Desk:
 
     def run(self, command: str) -> str:
         """Run a command of the shell; returns its standard output."""
-        *assignments, program, argument = shlex.split(command)
+        words = shlex.split(command)
+        *assignments, program, argument = words
         if program == "python" and argument.endswith(".py"):
             env = dict(assignment.split("=", 1) for assignment in assignments)
             return self.run_python("\n" + (self.folder / argument).read_text(), **env)
+        if words[:2] == ["python", "-m"] and not {">", "||"} & set(words):
+            run = f"runpy.run_module({words[2]!r}, run_name='__main__', alter_sys=True)"
+            return self.run_python(f"\nimport runpy, sys; sys.argv[1:] = {words[3:]!r}; {run}")
         done = subprocess.run(
             ["bash", "-c", command],
             cwd=self.folder,
@@ -205,7 +209,11 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path, zygote, shared_server, second_server) -> Iterator[Desk]:
+def desk(request, tmp_path, shared_server, second_server) -> Iterator[Desk]:
+    uses_library = hasattr(request.node, "callspec") and request.node.callspec.params["page"].startswith(
+        "integrations/"
+    )
+    zygote = request.getfixturevalue("library_zygote" if uses_library else "zygote")
     desk = Desk(tmp_path, {"node01:6543": shared_server.address, "node02:6543": second_server.address}, zygote)
     yield desk
     desk.check_nothing_is_left()

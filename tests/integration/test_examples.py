@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.integration.zygote import Script, Zygote
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PYTHON = (sys.executable,)
@@ -43,7 +45,23 @@ class Result(NamedTuple):
 
 
 def run_digits(*options: object, start: tuple[str, ...] = PYTHON, epochs: int = 20) -> Result:
-    output = run(*start, EXAMPLES / "digits.py", "--epochs", epochs, "--digest", *options)
+    return read_digits(run(*start, EXAMPLES / "digits.py", "--epochs", epochs, "--digest", *options), epochs)
+
+
+def start_digits(zygote: Zygote, *options: object, epochs: int = 20, **env: object) -> Script:
+    """Start it where torch has been imported."""
+    path, changed = str(EXAMPLES / "digits.py"), {name: str(value) for name, value in env.items()}
+    source = f"import os; os.environ.update({changed!r}); exec(compile(open({path!r}).read(), {path!r}, 'exec'))"
+    return zygote.start(source, "--epochs", epochs, "--digest", *options)
+
+
+def output_of(script: Script) -> str:
+    ended = script.wait(100)
+    assert ended.status == 0, ended.errors
+    return ended.output
+
+
+def read_digits(output: str, epochs: int) -> Result:
     *progress, digest, accuracy = output.splitlines()
     assert len(progress) == epochs, output
     for number, line in enumerate(progress, 1):
@@ -58,20 +76,28 @@ def run_digits(*options: object, start: tuple[str, ...] = PYTHON, epochs: int = 
 
 
 def test_digits_are_learnt_within_a_minute_and_from_the_same_batches_wherever_they_are_made(
-    shared_server, second_server
+    zygote, shared_server, second_server
 ):
     start = time.monotonic()
     embedded = run_digits()
     assert time.monotonic() - start < 60
     assert embedded.accuracy >= 0.97
 
-    assert run_digits("--workers", shared_server.address, second_server.address) == embedded
+    remote = start_digits(zygote, "--workers", shared_server.address, second_server.address)
+    assert read_digits(output_of(remote), 20) == embedded
 
 
-def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are_made(shared_server, second_server):
+def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are_made(
+    zygote, shared_server, second_server
+):
+    workers = ("--workers", shared_server.address, second_server.address)
+    # As torchrun does it: the processes meet at a store of their parent.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    remote = [start_digits(zygote, *workers, epochs=2, RANK=rank, **job) for rank in range(2)]
     embedded = run_digits(start=TORCHRUN, epochs=2)
-    remote = run_digits("--workers", shared_server.address, second_server.address, start=TORCHRUN, epochs=2)
-    assert remote == embedded
+    assert read_digits(output_of(remote[0]), 2) == embedded
+    assert output_of(remote[1]) == ""
 
 
 def load_example(name: str) -> ModuleType:

@@ -197,8 +197,8 @@ def load_shares(address, pid):
     return shares
 
 
-def test_ranks_on_one_node_server_get_each_sample_once(server, zygote):
-    one, other = run_ranks(zygote, load_shares, 2, server.address, server.pid)
+def test_ranks_on_one_node_server_get_each_sample_once(server, library_zygote):
+    one, other = run_ranks(library_zygote, load_shares, 2, server.address, server.pid)
     for way in one:
         assert sorted(one[way] + other[way]) == NUMBERS, way
         assert len(one[way]) == len(other[way]) == 20, way

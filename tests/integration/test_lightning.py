@@ -143,8 +143,8 @@ def train_as_rank(address, server, store):
     return seen
 
 
-def test_processes_of_a_job_share_the_samples(zygote, shared_server, tmp_path):
-    ranks = run_ranks(zygote, train_as_rank, 2, shared_server.address, shared_server.pid, tmp_path / "store")
+def test_processes_of_a_job_share_the_samples(library_zygote, shared_server, tmp_path):
+    ranks = run_ranks(library_zygote, train_as_rank, 2, shared_server.address, shared_server.pid, tmp_path / "store")
     for kind, (one, two) in enumerate(zip(*ranks, strict=True)):
         num_batches = (3, 3, 2)[kind]
         assert len(one) == len(two) == 2 * num_batches

@@ -10,7 +10,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.integration.origins import numbers_of, run_ranks, trace
-from tests.integration.quick import quick_server
 
 tfrecord = pytest.importorskip("tfrecord")
 tfrecord_tools = pytest.importorskip("tfrecord.tools")
@@ -20,12 +19,6 @@ NUMBERS = list(range(40))
 DESCRIPTION = {"number": "int"}
 
 pytestmark = pytest.mark.usefixtures("clean_client")
-
-
-@pytest.fixture(scope="module")
-def server(zygote):
-    with quick_server(zygote, "--num-workers", "4", "--max-connections", "64") as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.integration.origins import numbers_of, run_ranks, trace
-from tests.integration.quick import quick_server
 
 nodes = pytest.importorskip("torchdata.nodes")
 samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
@@ -18,12 +17,6 @@ samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
 NUMBERS = list(range(40))
 
 pytestmark = pytest.mark.usefixtures("clean_client")
-
-
-@pytest.fixture(scope="module")
-def server(zygote):
-    with quick_server(zygote, "--num-workers", "4", "--max-connections", "64") as server:
-        yield server
 
 
 def stamp(number):

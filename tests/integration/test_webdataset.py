@@ -8,19 +8,12 @@ import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.integration.origins import numbers_of, run_ranks, trace
-from tests.integration.quick import quick_server
 
 wds = pytest.importorskip("webdataset")
 
 NUMBERS = list(range(40))
 
 pytestmark = pytest.mark.usefixtures("clean_client")
-
-
-@pytest.fixture(scope="module")
-def server(zygote):
-    with quick_server(zygote, "--num-workers", "4", "--max-connections", "64") as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

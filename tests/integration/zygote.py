@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import select
@@ -61,14 +62,19 @@ class Script:
 
 
 class Zygote:
-    """The process that is forked."""
+    """The process that is forked.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: For what scripts print.
+        modules: What it imports besides torch and the package.
+    """
+
+    def __init__(self, folder: Path, *modules: str) -> None:
         self._folder = folder
         self._num_scripts = 0
         self._ended: dict[int, tuple[int, float]] = {}
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
@@ -162,6 +168,8 @@ if __name__ == "__main__":
     import rpcdataloader.loader.dataloader
     import rpcdataloader.loader.dataset  # noqa: F401
 
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     gc.freeze()  # or every end would visit and copy all that torch has made
     if request := serve():
         become(request[0], request[1:])

@@ -1,14 +1,17 @@
-"""When workers may inherit what their session has built."""
+"""When workers may inherit what their session has built, and that it stays shared."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import pytest
 
 from rpcdataloader.server import datasets
-from rpcdataloader.server.datasets import why_not_shared
+from rpcdataloader.server.datasets import DatasetTable, Recipe, why_not_shared
 from rpcdataloader.server.processes import open_files
+from rpcdataloader.wire.generators import get_states
+from rpcdataloader.wire.pickling import dumps
 
 
 @pytest.fixture
@@ -34,3 +37,12 @@ def test_threads_that_stay_and_files_are_named(threads, monkeypatch, tmp_path):
     assert "threads" in why_not_shared(1, files)
     with open(tmp_path / "file", "w"):
         assert "files" in why_not_shared(2, files)
+
+
+def test_datasets_that_are_left_stay_out_of_the_collector_when_another_is_let_go():
+    table = DatasetTable()
+    for key in (1, 2):
+        instance = dumps(([["sample"]],))
+        table.add(key, Recipe("list", get_states(), bytes(instance.payload), ()), shared=True)
+    table.release([1])
+    assert not any(known is table.get(2) for known in gc.get_objects())
