@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
         else:
             kind = type(field.default)
             shown = "" if field.default in ("", None) else " (default: %(default)s)"
-            metavar = {str: field.name.upper(), int: "N", float: "SECONDS"}[kind]
+            metavar = field.metadata.get("metavar") or {str: field.name.upper(), int: "N", float: "SECONDS"}[kind]
             parser.add_argument(option, type=kind, default=field.default, metavar=metavar, help=text + shown)
     parser.add_argument(
         "--token-file",

@@ -11,6 +11,7 @@ from typing import Any
 from rpcdataloader.client.refs import DatasetRef
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.certificates import TlsCredentials
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.frames import Message, MessageType
@@ -30,12 +31,18 @@ class ClientSettings:
         connect_timeout: Seconds to wait for a node server that is not there yet, or has no room.
         rank: Of a distributed trainer, for the server's log.
         allocator: Pageable receive buffers.
+        tls: For TCP connections; None to do without.
     """
 
     credentials: Callable[[Address], Credentials]
     connect_timeout: float
     rank: int | None
     allocator: Allocator
+    tls: TlsCredentials | None = None
+
+    def tls_for(self, address: Address) -> TlsCredentials | None:
+        """What to speak TLS with to ``address``; None for a Unix socket, where nobody can listen."""
+        return None if address.is_unix else self.tls
 
 
 class BusyError(Exception):

@@ -18,6 +18,7 @@ from rpcdataloader.client.local import LocalServer
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.certificates import client_tls
 from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.slabs import PageablePool
 
@@ -39,12 +40,14 @@ class Client:
         janitor: Closes what finalizers leave.
 
     Raises:
-        ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds.
+        ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or not all of the three variables of TLS
+            are set.
+        AuthenticationError: The files that these name cannot be used.
     """
 
     def __init__(self) -> None:
         self.allocator = PageablePool()
-        self._settings = ClientSettings(self._credentials, connect_timeout(), _rank(), self.allocator)
+        self._settings = ClientSettings(self._credentials, connect_timeout(), _rank(), self.allocator, client_tls())
         self.alarm = Alarm()
         self.janitor = Janitor()
         self._lock = threading.Lock()

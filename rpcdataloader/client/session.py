@@ -181,6 +181,7 @@ class Session:
             _NO_SESSION,
             self._deadline,
             retry=True,
+            tls=self._settings.tls_for(self.address),
         )
         self._welcome = read_welcome(channel)
         if channel.differences:

@@ -65,6 +65,7 @@ def run_server(
         lifeline: See :class:`~rpcdataloader.server.node.NodeServer`.
 
     Raises:
+        AuthenticationError: The files for TLS cannot be used.
         ConnectError: The port is in use, or a host does not resolve.
         ImportError: A module to preload is missing.
     """
@@ -72,6 +73,9 @@ def run_server(
     # What is allowed costs nothing; only select(2), which nothing here uses, minds numbers above a thousand.
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    tls = settings.tls
+    if tls is not None:
+        tls.load("server")  # each connection does so again; here it tells what is wrong before anything is started
     _preload(settings.preload)
     listener, address = _listen(settings)
     made = _identity(settings)
@@ -84,6 +88,7 @@ def run_server(
             parallel=settings.parallel,
             timeout=settings.timeout,
             credentials=credentials,
+            tls=tls,
             tells_clients=not embedded,
         )
         server = NodeServer(
@@ -95,7 +100,8 @@ def run_server(
             lifeline=lifeline,
         )
         with contextlib.closing(server), stopping_on_signals(server):
-            logger.info("listening on %s, offering %d workers", address, context.num_workers)
+            how = "" if tls is None else " over TLS"
+            logger.info("listening on %s%s, offering %d workers", address, how, context.num_workers)
             ready(f"rpcdataloader ready {address} num_workers={context.num_workers} pid={os.getpid()}")
             server.serve()
     finally:
