@@ -80,8 +80,8 @@ class ServerSettings:
         default="",
         metadata={
             "metavar": "FILE",
-            "help": "talk TLS, and show the certificate in this PEM file; the three --tls options come together "
-            "(default: no TLS)",
+            "help": "speak TLS, with nobody who does not, and show the certificate in this PEM file; needs --tls-key "
+            "and --tls-ca (default: none)",
         },
     )
     tls_key: str = field(

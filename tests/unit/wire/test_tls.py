@@ -91,7 +91,7 @@ def test_pieces_arrive_in_order_whatever_their_number_and_kind(pair, threads):
     assert not theirs.has_unread
 
 
-def test_nothing_of_it_can_be_read_on_the_way(join, plain, threads):
+def test_nothing_of_it_can_be_read_on_the_way(join, plain):
     ours, _theirs, _ = join()
     ours.send([b"the sample that nobody should see" * 10])
     seen = plain[1]._sock.recv(10_000)
