@@ -66,14 +66,14 @@ class TlsFiles:
                     "made together"
                 ) from exc
             raise TlsError(
-                f"the TLS certificate {self.cert} and the key {self.key} cannot be used ({_reason(exc)}); "
+                f"the TLS certificate {self.cert} and the key {self.key} cannot be used ({reason_of(exc)}); "
                 "both must be in PEM format"
             ) from exc
         try:
             context.load_verify_locations(self.ca)
         except ssl.SSLError as exc:
             raise TlsError(
-                f"the TLS CA file {self.ca} cannot be used ({_reason(exc)}); it must hold certificates in PEM format"
+                f"the TLS CA file {self.ca} cannot be used ({reason_of(exc)}); it must hold certificates in PEM format"
             ) from exc
         return TlsCredentials(context, self)
 
@@ -144,5 +144,6 @@ def _check_file(what: str, path: str) -> None:
         )
 
 
-def _reason(exc: ssl.SSLError) -> str:
+def reason_of(exc: ssl.SSLError) -> str:
+    """What OpenSSL says, in words."""
     return (exc.reason or exc.strerror or str(exc)).lower().replace("_", " ")

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Sequence
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
-from rpcdataloader.wire.certificates import TlsCredentials
+from rpcdataloader.wire.certificates import TlsCredentials, reason_of
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.handshake import TlsError
 from rpcdataloader.wire.transport import Stream
@@ -28,8 +28,8 @@ _MAX_RECORD_BYTES = 2**14 + 256 + 5
 # The types of record that may be the first of an answer: an alert, or the handshake.
 _FIRST_BYTES = (b"\x15", b"\x16")
 
-# OpenSSL's codes for what is wrong with the certificate of the other side (X509_V_ERR_...), and what to do.
-_NOT_YET_VALID, _EXPIRED, _OTHER_HOST, _OTHER_ADDRESS = 9, 10, 62, 64
+# OpenSSL's codes for what is wrong with the certificate of the other side (X509_V_ERR_...).
+_NOT_YET_VALID, _EXPIRED, _WRONG_PURPOSE, _OTHER_HOST, _OTHER_ADDRESS = 9, 10, 26, 62, 64
 
 
 class AnsweredInClearError(Exception):
@@ -57,8 +57,9 @@ class TlsStream(Stream):
         self._agreed = False
         self._ended = False  # the peer has said so, in the terms of TLS
         self._received = memoryview(bytearray(CHUNK_BYTES))
-        # Between the two buffers and this, nobody else reads or writes, and only with the lock.
-        self._lock = threading.Lock()
+        # Guards the two buffers and what works on them. One that its holder may take again: a finalizer, in the middle
+        # of a receive, may warn, and a session sends that to its client at once.
+        self._lock = threading.RLock()
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
         self._tls = credentials.context.wrap_bio(
@@ -130,7 +131,9 @@ class TlsStream(Stream):
                         if self._outgoing.pending >= CHUNK_BYTES:
                             data = self._outgoing.read()
                 except ssl.SSLError as exc:
-                    raise ConnectionLostError(f"connection to {self.name} lost while sending: {_text(exc)}") from exc
+                    raise ConnectionLostError(
+                        f"connection to {self.name} lost while sending: {reason_of(exc)}"
+                    ) from exc
                 if data:
                     super().send([data])
         with self._lock:
@@ -224,11 +227,13 @@ class TlsStream(Stream):
         if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
             return TlsError(f"{self.name} has shown no certificate; it needs one that {self._files.ca} has signed")
         if "ALERT" in reason and "RECORD_MAC" not in reason:
-            return TlsError(f"{self.name} refused TLS with this side ({_text(exc)})")
+            return TlsError(f"{self.name} refused TLS with this side ({reason_of(exc)})")
         if not self._agreed:
-            return TlsError(f"{self.name} and this side cannot agree on TLS ({_text(exc)}); 1.2 is the oldest allowed")
+            return TlsError(
+                f"{self.name} and this side cannot agree on TLS ({reason_of(exc)}); 1.2 is the oldest allowed"
+            )
         return RemoteProtocolError(
-            f"something from {self.name} was altered on its way, or is not TLS ({_text(exc)}); nothing of it was used"
+            f"something from {self.name} was altered on its way, and nothing of it was used ({reason_of(exc)})"
         )
 
     def _describe_certificate(self, exc: ssl.SSLCertVerificationError) -> str:
@@ -237,6 +242,11 @@ class TlsStream(Stream):
             return f"{certificate} has expired; renew it (or is the clock of this machine wrong?)"
         if exc.verify_code == _NOT_YET_VALID:
             return f"{certificate} is not valid yet; is the clock of one of the machines wrong?"
+        if exc.verify_code == _WRONG_PURPOSE:
+            purpose = "clientAuth" if self._host is None else "serverAuth"
+            return (
+                f"{certificate} was made for another purpose; make one with extendedKeyUsage={purpose}, or without any"
+            )
         if exc.verify_code in (_OTHER_HOST, _OTHER_ADDRESS):
             kind = "IP" if exc.verify_code == _OTHER_ADDRESS else "DNS"
             return (
@@ -247,7 +257,3 @@ class TlsStream(Stream):
             f"{certificate} is not signed by a CA in {self._files.ca} ({exc.verify_message}); "
             "give both sides certificates of the same CA"
         )
-
-
-def _text(exc: ssl.SSLError) -> str:
-    return (exc.reason or exc.strerror or str(exc)).lower().replace("_", " ")

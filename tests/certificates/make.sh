@@ -9,10 +9,10 @@ make_ca() { # name
         -addext keyUsage=critical,keyCertSign,cRLSign
 }
 
-make_certificate() { # name, CA, subjectAltName, first day, last day
+make_certificate() { # name, CA, subjectAltName, first day, last day, purposes
     openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=$1" \
         -keyout "$1.key" -out "$1.csr"
-    printf 'subjectAltName=%s\nkeyUsage=critical,digitalSignature\nextendedKeyUsage=serverAuth,clientAuth\n' "$3" > ext
+    printf 'subjectAltName=%s\nkeyUsage=critical,digitalSignature\nextendedKeyUsage=%s\n' "$3" "${6:-$both}" > ext
     : > index
     mkdir -p issued
     openssl ca -batch -notext -cert "$2.pem" -keyfile "$2.key" -in "$1.csr" -out "$1.pem" \
@@ -30,6 +30,7 @@ commonName = supplied
 CONFIG
 }
 
+both=serverAuth,clientAuth
 here=DNS:localhost,IP:127.0.0.1,IP:::1
 make_ca ca
 make_ca other-ca
@@ -38,6 +39,7 @@ make_certificate stranger other-ca "$here" 20240101000000Z 21240101000000Z
 make_certificate expired ca "$here" 20240101000000Z 20240102000000Z
 make_certificate early ca "$here" 21230101000000Z 21240101000000Z
 make_certificate elsewhere ca DNS:node99.example 20240101000000Z 21240101000000Z
+make_certificate servers-only ca "$here" 20240101000000Z 21240101000000Z serverAuth
 openssl pkey -in node.key -aes256 -passout pass:secret -out locked.key
 # Whoever has the keys of the CAs could make more.
 rm -rf ca.key other-ca.key ./*.csr ext index* issued

@@ -170,6 +170,28 @@ def test_bytes_that_come_one_at_a_time_make_the_same_message(certificates, threa
             future.result(FOREVER)
 
 
+def test_thread_that_receives_may_be_interrupted_by_a_message_of_its_own(pair):
+    """A finalizer that warns, which the session sends on."""
+    ours, theirs = pair
+
+    class Interrupted:
+        def __init__(self, tls):
+            self._tls = tls
+
+        def read(self, *args):
+            tls, theirs._tls = self._tls, self._tls
+            theirs.send([b"a warning"])
+            return tls.read(*args)
+
+        def pending(self):
+            return self._tls.pending()
+
+    ours.send([b"abc"])
+    theirs._tls = Interrupted(theirs._tls)
+    assert read(theirs, 3) == b"abc"
+    assert read(ours, 9) == b"a warning"
+
+
 # --- polling
 
 
@@ -390,6 +412,13 @@ def outcome_of(stream, outcome):
             "127.0.0.1",
             "the certificate of node07:6543 is not for 127.0.0.1; .*subjectAltName=IP:127.0.0.1",
             "client refused this side's certificate .*elsewhere.pem.: it is not for the name",
+        ),
+        (
+            "servers-only",
+            "node",
+            "localhost",
+            "node07:6543 refused TLS with this side",
+            "the certificate of client was made for another purpose; make one with extendedKeyUsage=clientAuth",
         ),
     ],
 )
