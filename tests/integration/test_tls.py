@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 from pathlib import Path
+from shutil import which
 
 import pytest
 import torch
@@ -373,8 +374,9 @@ def test_launch_with_a_key_of_another_certificate(certificates, capfd):
 
 
 def test_commands_of_the_page_make_certificates_that_work(zygote, tmp_path, monkeypatch):
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl here")
+    version = subprocess.run(["openssl", "version"], capture_output=True, text=True).stdout if which("openssl") else ""
+    if not re.match(r"OpenSSL ([3-9]|\d\d)", version):
+        pytest.skip("the page is about the openssl command of version 3, which is not here")
     page = (ROOT / "docs/security.md").read_text()
     section = page[page.index("## TLS") :]
     commands = re.findall(r"^\$ (openssl (?:.*\\\n)*.*)$", section, re.MULTILINE)
