@@ -4,7 +4,7 @@
 
     RPCError
     ├── ConnectError             nobody reachable at that address before the deadline
-    ├── AuthenticationError      wrong or missing secret; always before any unpickling
+    ├── AuthenticationError      wrong or missing secret or certificate; always before any unpickling
     ├── ProtocolError            never raised itself
     │   ├── LocalProtocolError   our caller did something the protocol forbids
     │   └── RemoteProtocolError  the peer did: bad magic, version, length over the limit
@@ -29,7 +29,7 @@ class ConnectError(RPCError):
 
 
 class AuthenticationError(RPCError):
-    """The secret is wrong, missing or unusable. Nothing has been unpickled."""
+    """The secret, or a certificate, is wrong, missing or unusable. Nothing has been unpickled."""
 
 
 class ProtocolError(RPCError):

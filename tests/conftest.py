@@ -138,6 +138,16 @@ def frozen_heap() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of certificates, with keys that only we can read: git does not keep modes."""
+    folder = tmp_path_factory.mktemp("certificates")
+    for path in (Path(__file__).parent / "certificates").glob("*.[pk]e[my]"):
+        (folder / path.name).touch(0o600)
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
 @pytest.fixture
 def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Start node servers that end with the test."""

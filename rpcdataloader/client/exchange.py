@@ -12,6 +12,7 @@ from rpcdataloader.client.alarm import Alarm
 from rpcdataloader.client.refs import DatasetRef
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.certificates import TlsCredentials
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.frames import Message, MessageType
@@ -33,6 +34,7 @@ class ClientSettings:
         allocator: Pageable receive buffers.
         alarm: Watches their deadlines.
         waits_for_servers: Whether one that refuses connections may be about to start.
+        tls: For TCP connections; None to do without.
     """
 
     credentials: Callable[[Address], Credentials]
@@ -40,7 +42,12 @@ class ClientSettings:
     rank: int | None
     allocator: Allocator
     alarm: Alarm
+    tls: TlsCredentials | None = None
     waits_for_servers: bool = True
+
+    def tls_for(self, address: Address) -> TlsCredentials | None:
+        """What to speak TLS with to ``address``; None for a Unix socket, where nobody can listen."""
+        return None if address.is_unix else self.tls
 
 
 class BusyError(Exception):

@@ -21,6 +21,7 @@ from rpcdataloader.client.node import Node
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.watcher import Changed, RegisterWatcher, Watch
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.certificates import client_tls
 from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.slabs import PageablePool
 
@@ -42,13 +43,17 @@ class Client:
         janitor: Closes what finalizers leave.
 
     Raises:
-        ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds.
+        ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or not all of the three variables of TLS
+            are set.
+        AuthenticationError: The files that these name cannot be used.
     """
 
     def __init__(self) -> None:
         self.allocator = PageablePool()
         self.alarm = Alarm()
-        self._settings = ClientSettings(self._credentials, connect_timeout(), _rank(), self.allocator, self.alarm)
+        self._settings = ClientSettings(
+            self._credentials, connect_timeout(), _rank(), self.allocator, self.alarm, client_tls()
+        )
         self.janitor = Janitor()
         self._lock = threading.Lock()
         # Guarded by the lock:

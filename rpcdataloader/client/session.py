@@ -264,6 +264,7 @@ class Session:
             _NO_SESSION,
             self._deadline,
             retry=self._settings.waits_for_servers,
+            tls=self._settings.tls_for(self.address),
         )
         self._welcome = read_welcome(channel)
         if channel.differences:

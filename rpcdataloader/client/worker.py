@@ -125,11 +125,12 @@ class Worker:
         welcome = self.session.wait()
         identity = local_identity("client", self._settings.rank)
         credentials = self._settings.credentials(self.session.address)
+        tls = self._settings.tls_for(self.session.address)
         pause, reported = 0.05, False
         while True:
             # Without a limit: the session answers when it has built what it builds, and its end is the end of this.
             channel = open_channel(
-                self.session.address, credentials, identity, bytes.fromhex(welcome.session), Deadline(None)
+                self.session.address, credentials, identity, bytes.fromhex(welcome.session), Deadline(None), tls=tls
             )
             try:
                 answer = read_welcome(channel)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 
 from rpcdataloader.errors import AuthenticationError, RPCError
 from rpcdataloader.server.output import SharedLimit
+from rpcdataloader.wire.certificates import TlsFiles
 from rpcdataloader.wire.credentials import Credentials
+from rpcdataloader.wire.handshake import TlsError
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -27,6 +29,7 @@ class ServerContext:
         parallel: Threads per worker for ``rpc_async`` calls.
         timeout: Seconds for an ``rpc_async`` call whose caller set no limit; 0 for none.
         credentials: The secret that clients must know.
+        tls: Files for TLS, read anew for every connection; None to do without.
         tells_clients: Whether warnings go to the client, too; not when the log is the client's terminal.
         refusals: Counts the lines of :meth:`log_refusal`.
     """
@@ -36,6 +39,7 @@ class ServerContext:
     parallel: int
     timeout: float
     credentials: Credentials
+    tls: TlsFiles | None = None
     tells_clients: bool = True
     refusals: SharedLimit = field(default_factory=lambda: SharedLimit(MAX_REFUSALS, REFUSALS_PERIOD))
 
@@ -46,7 +50,9 @@ class ServerContext:
             return
         if num_left_out:
             logger.info("left %d more refusals out of this log", num_left_out)
-        if isinstance(reason, AuthenticationError):
+        if isinstance(reason, TlsError):
+            logger.warning("refused %s: %s", source, reason)
+        elif isinstance(reason, AuthenticationError):
             logger.warning(
                 "refused %s: %s (this server's secret: %s, fingerprint %s)",
                 source,

@@ -41,7 +41,7 @@ def run_gate(
             return
         for session in sessions.values():
             session.close()
-        channel = accept_channel(stream, preamble, context.credentials, local_identity("server"))
+        channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
     except RPCError as exc:
         context.log_refusal(source, exc)
     else:

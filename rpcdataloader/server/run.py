@@ -67,6 +67,7 @@ def run_server(
         lifeline: See :class:`~rpcdataloader.server.node.NodeServer`.
 
     Raises:
+        AuthenticationError: The files for TLS cannot be used.
         ConnectError: The port is in use, a host does not resolve, or the directory to register in cannot be written.
         ImportError: A module to preload is missing.
     """
@@ -74,6 +75,9 @@ def run_server(
     # What is allowed costs nothing; only select(2), which nothing here uses, minds numbers above a thousand.
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    tls = settings.tls
+    if tls is not None:
+        tls.load("server")  # each connection does so again; here it tells what is wrong before anything is started
     _preload(settings.preload)
     listener, address = _listen(settings)
     made = _identity(settings)
@@ -86,6 +90,7 @@ def run_server(
             parallel=settings.parallel,
             timeout=settings.timeout,
             credentials=credentials,
+            tls=tls,
             tells_clients=not embedded,
         )
         announcement = _announcement(settings, context, address)
@@ -99,7 +104,8 @@ def run_server(
             announcement=announcement,
         )
         with contextlib.closing(server), stopping_on_signals(server), announcement or contextlib.nullcontext():
-            logger.info("listening on %s, offering %d workers", address, context.num_workers)
+            how = "" if tls is None else " over TLS"
+            logger.info("listening on %s%s, offering %d workers", address, how, context.num_workers)
             ready(f"rpcdataloader ready {address} num_workers={context.num_workers} pid={os.getpid()}")
             server.serve()
     finally:

@@ -160,6 +160,12 @@ class Session:
                 self._channel.send_json(MessageType.LOG, self._logs.popleft(), Flag.OPTIONAL)
 
     def _on_control(self) -> None:
+        self._receive()
+        # Over TLS, what came with it would not wake this loop again.
+        while not self._finished and self._channel.stream.has_unread:
+            self._receive()
+
+    def _receive(self) -> None:
         message = self._channel.recv()
         if message is None:
             self._finished = True

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rpcdataloader.server.cpus import available_cpus
+from rpcdataloader.wire.certificates import TlsFiles, name_files
 
 WILDCARDS = ("0.0.0.0", "::")
 
@@ -75,6 +76,25 @@ class ServerSettings:
             "help": "modules to import before the first client comes, separated by commas: every worker shares them"
         },
     )
+    tls_cert: str = field(
+        default="",
+        metadata={
+            "metavar": "FILE",
+            "help": "speak TLS, with nobody who does not, and show the certificate in this PEM file; needs --tls-key "
+            "and --tls-ca (default: none)",
+        },
+    )
+    tls_key: str = field(
+        default="",
+        metadata={"metavar": "FILE", "help": "PEM file with the private key of --tls-cert (default: none)"},
+    )
+    tls_ca: str = field(
+        default="",
+        metadata={
+            "metavar": "FILE",
+            "help": "PEM file with the certificates of the CA that has signed those of clients (default: none)",
+        },
+    )
     grace: float = field(
         default=30.0,
         metadata={"help": "seconds that running tasks get to finish after SIGTERM; a second SIGTERM ends them at once"},
@@ -108,6 +128,8 @@ class ServerSettings:
             raise ValueError(f"host {self.host!r} and interface {self.interface!r} contradict each other: give one")
         if not self.is_unix:
             self.ports  # noqa: B018  # validates
+        if self.tls is not None and self.is_unix:
+            raise ValueError("a Unix socket needs no TLS: leave out tls_cert, tls_key and tls_ca, or listen on TCP")
 
     @property
     def is_unix(self) -> bool:
@@ -132,6 +154,15 @@ class ServerSettings:
             if first <= last <= 65535 and (first > 0 or last == 0):
                 return range(first, last + 1)
         raise ValueError(f"port must be 0 to 65535 or FIRST-LAST, but is {self.port!r}")
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """Files for TLS; None to do without.
+
+        Raises:
+            ValueError: Some of the three are given, and some are missing.
+        """
+        return name_files(("tls_cert", "tls_key", "tls_ca"), (self.tls_cert, self.tls_key, self.tls_ca))
 
     @property
     def workers(self) -> int:

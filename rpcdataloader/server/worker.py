@@ -57,9 +57,10 @@ def run_worker_process(
     prefer_for_oom()
     keep_freed_memory()
     try:
-        channel = accept_channel(stream, preamble, context.credentials, local_identity("server"))
+        channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
     except RPCError as exc:
         context.log_refusal(stream.name, exc)
+        stream.linger()
         return
     session.send("authenticated")
     draining = False

@@ -20,6 +20,7 @@ from rpcdataloader.errors import (
     RPCTimeoutError,
 )
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsCredentials, TlsFiles
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import (
@@ -36,7 +37,8 @@ from rpcdataloader.wire.frames import (
     Sealer,
     encode,
 )
-from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake
+from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake, TlsError
+from rpcdataloader.wire.tls import AnsweredInClearError, TlsStream
 from rpcdataloader.wire.transport import Stream, connect
 
 MAX_SENT_NOW_BYTES = 4096
@@ -166,6 +168,7 @@ def open_channel(
     deadline: Deadline,
     *,
     retry: bool = False,
+    tls: TlsCredentials | None = None,
 ) -> Channel:
     """Connect to a node server and authenticate both sides.
 
@@ -173,17 +176,20 @@ def open_channel(
         session_id: 16 bytes; zeros ask for a new session.
         deadline: Bounds connecting and the handshake together.
         retry: Wait for a server that is not there yet (see :func:`~rpcdataloader.wire.transport.connect`).
+        tls: Speak TLS; None to do without. Not for Unix sockets, which nobody can listen to.
 
     Raises:
         ConnectError: Nobody listens there.
-        AuthenticationError: One side does not know the secret of the other.
+        AuthenticationError: One side does not know the secret of the other, or does not accept its certificate.
         RemoteProtocolError: The peer is no node server, or one of another version.
     """
     stream = connect(address, deadline, retry=retry)
     try:
         if credentials.insecure:
             stream.require_same_user()
-        handshake = ClientHandshake(credentials.secret, identity, session_id)
+        handshake = ClientHandshake(credentials.secret, identity, session_id, tls=tls is not None)
+        if tls is not None:
+            stream = _start_tls(stream, handshake, tls, address.host, deadline)
         _shake_hands(stream, handshake, deadline)
         stream.limit(Deadline(None))
         return Channel(stream, handshake, str(address))
@@ -196,6 +202,9 @@ def open_channel(
     except RemoteProtocolError as exc:
         stream.close()
         raise RemoteProtocolError(f"{address}: {exc}") from exc
+    except TlsError as exc:
+        stream.close()
+        raise AuthenticationError(f"{address}: {exc}") from exc
     except AuthenticationError as exc:
         stream.close()
         raise AuthenticationError(
@@ -204,6 +213,23 @@ def open_channel(
     except BaseException:
         stream.close()
         raise
+
+
+def _start_tls(
+    stream: Stream, handshake: ClientHandshake, credentials: TlsCredentials, host: str, deadline: Deadline
+) -> TlsStream:
+    stream.limit(deadline)
+    stream.send([handshake.preamble_to_send()])
+    secure = TlsStream(stream, credentials, host)
+    try:
+        secure.shake_hands(deadline)
+    except AnsweredInClearError:
+        # All that may come in clear is a refusal.
+        message = _recv(stream, Decoder(heap_blocks, None, HANDSHAKE_LIMITS), deadline)
+        if message is not None and message.type == MessageType.REFUSED:
+            handshake.receive(message)
+        raise TlsError("the server does not speak TLS, as this client was told to (is it a node server?)") from None
+    return secure
 
 
 def recv_preamble(stream: Stream) -> Preamble | None:
@@ -221,21 +247,53 @@ def recv_preamble(stream: Stream) -> Preamble | None:
     return Preamble.decode(bytes(buffer))
 
 
-def accept_channel(stream: Stream, preamble: Preamble, credentials: Credentials, identity: Identity) -> Channel:
+def accept_channel(
+    stream: Stream, preamble: Preamble, credentials: Credentials, identity: Identity, tls: TlsFiles | None = None
+) -> Channel:
     """Authenticate a client whose preamble was read. Its time is limited by whoever forked this process.
 
+    Args:
+        tls: Speak TLS, and with nobody who does not; None to do without. The files are read now.
+
     Raises:
-        AuthenticationError: The client does not know the secret.
+        AuthenticationError: The client does not know the secret, or its certificate is not accepted.
         RemoteProtocolError: The client broke the protocol, or has another version.
     """
     if credentials.insecure:
         stream.require_same_user()
     handshake = ServerHandshake(credentials.secret, identity, preamble)
+    if tls is not None or preamble.tls:
+        stream = _accept_tls(stream, handshake, preamble, tls)
     _shake_hands(stream, handshake, Deadline(None))
     channel = Channel(stream, handshake, "")
     rank = "" if channel.peer.rank is None else f" rank {channel.peer.rank}"
     channel.name = stream.name = f"client {channel.peer.host}:{channel.peer.pid}{rank}"
     return channel
+
+
+def _accept_tls(stream: Stream, handshake: ServerHandshake, preamble: Preamble, files: TlsFiles | None) -> TlsStream:
+    told: TlsError | None = None
+    try:
+        if files is None:
+            raise TlsError(
+                "the client speaks TLS and this node server does not; start the server with --tls-cert, --tls-key and "
+                f"--tls-ca, or unset {CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE} for the client"
+            )
+        if not preamble.tls:
+            raise TlsError(
+                "this node server takes nothing but TLS, and the client does not speak it; "
+                f"set {CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE} for the client"
+            )
+        # A stranger is told nothing of our files.
+        told = TlsError("this node server cannot use its own certificate any more; its log says why")
+        credentials = files.load("server")
+    except TlsError as exc:
+        handshake.refuse(told or exc)
+        _send_farewell(stream, handshake.data_to_send())
+        raise
+    secure = TlsStream(stream, credentials)
+    secure.shake_hands(Deadline(None))
+    return secure
 
 
 def _shake_hands(stream: Stream, handshake: ClientHandshake | ServerHandshake, deadline: Deadline) -> None:

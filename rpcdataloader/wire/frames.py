@@ -5,7 +5,8 @@ A connection starts with a preamble from the client, in clear, 32 bytes::
     offset  size  field
          0     8  magic          b"RPCDLDR\\x01"
          8     2  version        of the protocol; judged in the handshake, where both sides can be named
-        10     6  reserved       zero; ignored when received
+        10     2  flags          bit 0: TLS follows at once; others zero, ignored when received
+        12     4  reserved       zero; ignored when received
         16    16  session id     zero: start a session; else: start a worker of that session
 
 then messages in both directions, each a header, a body and blocks::
@@ -53,6 +54,7 @@ Buffer = bytes | bytearray | memoryview
 
 _PREAMBLE = struct.Struct("<8sHHI16s")
 _PREAMBLE_MAGIC = b"RPCDLDR\x01"
+_PREAMBLE_TLS = 1
 PREAMBLE_SIZE = _PREAMBLE.size
 SESSION_ID_SIZE = 16
 
@@ -109,10 +111,12 @@ class Preamble:
     Attributes:
         session_id: 16 bytes; zero to start a new session.
         version: Version of the protocol that the client speaks.
+        tls: Whether the client speaks TLS from here on. A server that does not, or that wants it, can then say so.
     """
 
     session_id: bytes = bytes(SESSION_ID_SIZE)
     version: int = PROTOCOL_VERSION
+    tls: bool = False
 
     def __post_init__(self) -> None:
         if len(self.session_id) != SESSION_ID_SIZE:
@@ -122,7 +126,7 @@ class Preamble:
 
     def encode(self) -> bytes:
         """The 32 bytes to send."""
-        return _PREAMBLE.pack(_PREAMBLE_MAGIC, self.version, 0, 0, self.session_id)
+        return _PREAMBLE.pack(_PREAMBLE_MAGIC, self.version, _PREAMBLE_TLS * self.tls, 0, self.session_id)
 
     @classmethod
     def decode(cls, data: Buffer) -> Preamble:
@@ -133,10 +137,10 @@ class Preamble:
         """
         if len(data) != PREAMBLE_SIZE:
             raise RemoteProtocolError(f"the preamble has {PREAMBLE_SIZE} bytes, the peer sent {len(data)}")
-        magic, version, _, _, session_id = _PREAMBLE.unpack(data)
+        magic, version, flags, _, session_id = _PREAMBLE.unpack(data)
         if magic != _PREAMBLE_MAGIC:
             raise RemoteProtocolError(f"the peer does not speak this protocol: its first bytes are {magic!r}")
-        return cls(session_id, version)
+        return cls(session_id, version, bool(flags & _PREAMBLE_TLS))
 
 
 @dataclass(frozen=True, slots=True)

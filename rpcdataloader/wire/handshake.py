@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from rpcdataloader.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
-from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, Message, MessageType, Preamble, Sealer, encode
+from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, PREAMBLE_SIZE, Message, MessageType, Preamble, Sealer, encode
 
 NONCE_SIZE = 32
 _PROOF_SIZE = hashlib.sha256().digest_size
@@ -97,6 +97,10 @@ class Established:
     differences: list[str]
 
 
+class TlsError(AuthenticationError):
+    """TLS failed, or only one of the two sides wants it: nothing is known of their secrets."""
+
+
 class _Handshake:
     """What both sides do alike: HELLO, then AUTH, each once.
 
@@ -157,8 +161,14 @@ class _Handshake:
                 self._receive_auth(content)
         except (AuthenticationError, RemoteProtocolError) as error:
             if message.type != MessageType.REFUSED:
-                self._refuse(error)
+                self.refuse(error)
             raise
+
+    def refuse(self, error: AuthenticationError | RemoteProtocolError) -> None:
+        """Tell the peer, with the next data to send, why there will be no connection."""
+        code = next(code for code, error_class in _REFUSALS.items() if isinstance(error, error_class))
+        self._expected = None
+        self._queue(MessageType.REFUSED, _dump(code=code, text=str(error)[:_MAX_REFUSAL_CHARS]))
 
     def _receive_hello(self, payload: bytes, content: dict[str, Any]) -> None:
         _hex(content, "nonce", NONCE_SIZE)
@@ -203,10 +213,6 @@ class _Handshake:
         for piece in encode(None, type, payload=payload, limits=HANDSHAKE_LIMITS):
             self._outgoing += piece
 
-    def _refuse(self, error: Exception) -> None:
-        code = next(code for code, error_class in _REFUSALS.items() if isinstance(error, error_class))
-        self._queue(MessageType.REFUSED, _dump(code=code, text=str(error)[:_MAX_REFUSAL_CHARS]))
-
 
 class ClientHandshake(_Handshake):
     """The side that connected; it has the preamble and its HELLO to send from the start.
@@ -216,15 +222,24 @@ class ClientHandshake(_Handshake):
         identity: Of this process, with the role ``"client"``.
         session_id: 16 bytes, zero to start a session.
         nonce: 32 bytes, fresh and random when left out, which only tests must not do.
+        tls: Whether TLS begins after the preamble, see :meth:`preamble_to_send`.
     """
 
     _role = "client"
     _peer_role = "server"
 
-    def __init__(self, secret: bytes, identity: Identity, session_id: bytes, nonce: bytes | None = None) -> None:
-        super().__init__(secret, identity, Preamble(session_id, identity.protocol), nonce)
+    def __init__(
+        self, secret: bytes, identity: Identity, session_id: bytes, nonce: bytes | None = None, *, tls: bool = False
+    ) -> None:
+        super().__init__(secret, identity, Preamble(session_id, identity.protocol, tls), nonce)
         self._outgoing += self._preamble.encode()
         self._queue_hello()
+
+    def preamble_to_send(self) -> bytes:
+        """The preamble alone, which goes in clear before TLS; :meth:`data_to_send` does not return it again."""
+        data = bytes(self._outgoing[:PREAMBLE_SIZE])
+        del self._outgoing[:PREAMBLE_SIZE]
+        return data
 
     def _receive_hello(self, payload: bytes, content: dict[str, Any]) -> None:
         super()._receive_hello(payload, content)
@@ -260,6 +275,7 @@ class _IncompatibleError(RemoteProtocolError):
 
 # In this order, since the classes are related. "protocol" stands for every other reason, known or not.
 _REFUSALS: dict[str, type[Exception]] = {
+    "tls": TlsError,
     "authentication": AuthenticationError,
     "version": _IncompatibleError,
     "protocol": RemoteProtocolError,
@@ -270,7 +286,7 @@ def _refusal_received(content: dict[str, Any], peer_role: Role) -> Exception:
     code, text = content.get("code"), content.get("text")
     if not isinstance(code, str) or not isinstance(text, str):
         return RemoteProtocolError(f"the {_ROLE_NAMES[peer_role]} refused this connection without a reason")
-    error_class = AuthenticationError if code == "authentication" else RemoteProtocolError
+    error_class = {"tls": TlsError, "authentication": AuthenticationError}.get(code, RemoteProtocolError)
     return error_class(f"the {_ROLE_NAMES[peer_role]} refused this connection: {_printable(text, _MAX_REFUSAL_CHARS)}")
 
 

@@ -153,7 +153,7 @@ class Stream:
 
     def has_input(self) -> bool:
         """Whether the next receive will not wait: there is data, or the end of file."""
-        return bool(self._readable.poll(0))
+        return self.has_unread or bool(self._readable.poll(0))
 
     def read_ahead(self) -> None:
         """From now on, receive what follows a short piece together with it: a small message costs one system call.

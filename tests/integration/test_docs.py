@@ -14,6 +14,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,6 +49,10 @@ NOT_RUN = {
     "README.md": ["$ pip install .", "$ make demo"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
     "debugging.md": ["$ kill -QUIT 4712", "$ py-spy dump --pid 4712"],
+    "security.md": [
+        "$ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 \\",
+        '$ openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=rpcdataloader" \\',
+    ],
     "performance.md": ["$ python -m tests.benchmark --quick"],
 }
 
@@ -268,8 +273,10 @@ def test_commands_of_page_run(page, desk):
                 assert re.fullmatch(as_pattern(pattern), line), f"{command} prints\n{output}"
 
 
-def test_node_servers_of_all_pages_start_and_stop(desk):
+def test_node_servers_of_all_pages_start_and_stop(desk, certificates):
     # What the page on security makes before.
+    for name in ("node.pem", "node.key", "ca.pem"):
+        shutil.copy(certificates / name, desk.folder)
     (desk.folder / "token").touch(0o600)
     (desk.folder / "token").write_text("a secret for the tests of the docs\n")
     num_launched = 0

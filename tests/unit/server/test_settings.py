@@ -47,6 +47,8 @@ def test_every_setting_has_a_help_text():
         ({"host": "unix:/socket", "interface": "lo"}, "a Unix socket has no port and no interface"),
         ({"host": "unix:/socket", "advertise": "node01"}, "a Unix socket has no port and no interface"),
         ({"host": "unix:/socket", "port": "7000"}, "a Unix socket has no port and no interface"),
+        ({"tls_cert": "a", "tls_ca": "c"}, "tls_cert and tls_ca given without tls_key: TLS needs all three"),
+        ({"host": "unix:/socket", "tls_cert": "a", "tls_key": "b", "tls_ca": "c"}, "a Unix socket needs no TLS"),
     ],
 )
 def test_bad_values_are_refused_by_name(values, problem):

@@ -104,12 +104,20 @@ def test_golden_preamble():
     golden = bytes.fromhex(
         "525043444c445201"  # magic
         "0100"  # version
-        "000000000000"  # reserved
+        "0000"  # flags
+        "00000000"  # reserved
         "000102030405060708090a0b0c0d0e0f"  # session id
     )
     assert len(golden) == PREAMBLE_SIZE == 32
     assert Preamble(session_id).encode() == golden
     assert Preamble.decode(golden) == Preamble(session_id, version=1)
+    golden = golden[:10] + b"\x01" + golden[11:]
+    assert Preamble(session_id, tls=True).encode() == golden
+    assert Preamble.decode(golden) == Preamble(session_id, version=1, tls=True)
+
+
+def test_flags_of_a_later_preamble_are_ignored():
+    assert Preamble.decode(Preamble().encode()[:10] + b"\xfe\xff\x01\x02\x03\x04" + bytes(16)) == Preamble()
 
 
 def test_golden_message_without_mac():

@@ -20,7 +20,7 @@ from rpcdataloader.wire.frames import (
     Preamble,
     encode,
 )
-from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake
+from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake, TlsError
 
 SECRET = b"a secret of the test"
 SESSION_ID = bytes(range(16))
@@ -517,6 +517,7 @@ def test_text_from_a_peer_is_made_fit_for_a_terminal():
         ({"code": "version", "text": "no"}, RemoteProtocolError, "refused this connection: no$"),
         ({"code": "protocol", "text": "no"}, RemoteProtocolError, "refused this connection: no$"),
         ({"code": "of the future", "text": "a\nb"}, RemoteProtocolError, r"refused this connection: a\?b$"),
+        ({"code": "tls", "text": "no"}, TlsError, "refused this connection: no"),
         ({"code": 5, "text": "no"}, RemoteProtocolError, "without a reason"),
         ({"code": "version"}, RemoteProtocolError, "without a reason"),
         ({}, RemoteProtocolError, "without a reason"),
@@ -530,6 +531,38 @@ def test_refusal_becomes_an_error_and_is_not_answered(content, error, text):
         with pytest.raises(error, match=f"the {name} .*{text}"):
             side.receive(message(MessageType.REFUSED, **content))
         assert side.data_to_send() == b""
+
+
+def test_refusal_before_any_message_says_why():
+    """A server that is asked for TLS and has none, before HELLOs are exchanged."""
+    two = server()
+    two.refuse(TlsError("no TLS here"))
+    reply, content = refusal(two)
+    assert content == {"code": "tls", "text": "no TLS here"}
+    with pytest.raises(LocalProtocolError, match="the handshake is over"):
+        two.receive(message(MessageType.HELLO, **GOOD_HELLO))
+    one = client()
+    with pytest.raises(TlsError, match="the node server refused this connection: no TLS here"):
+        one.receive(reply)
+
+
+def test_preamble_can_be_sent_alone_and_both_sides_agree_on_what_it_said():
+    """In clear, before TLS. Somebody who changes its flag on the way does not get past the proofs."""
+    one = ClientHandshake(SECRET, CLIENT, SESSION_ID, tls=True)
+    preamble = one.preamble_to_send()
+    assert Preamble.decode(preamble) == Preamble(SESSION_ID, tls=True)
+    [hello] = decode(one.data_to_send())
+    for tls in (True, False):
+        two = ServerHandshake(SECRET, SERVER, Preamble(SESSION_ID, tls=tls), nonce=bytes(32))
+        two.receive(hello)
+        if tls:
+            one.receive(decode_one(two.data_to_send()))
+            proof = decode_one(one.data_to_send())
+            two.receive(proof)
+            assert two.established is not None
+        else:
+            with pytest.raises(AuthenticationError):
+                two.receive(proof)
 
 
 def test_refusal_fits_into_a_message_whatever_the_peer_calls_itself():

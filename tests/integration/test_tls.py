@@ -1,0 +1,388 @@
+"""TLS between clients and node servers: the same batches, and a clear refusal of whatever does not fit together."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from pathlib import Path
+from shutil import which
+
+import pytest
+import torch
+
+from rpcdataloader import RPCDataloader, RPCDataset, launch, rpc_async
+from rpcdataloader.client import pool
+from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
+from rpcdataloader.wire.frames import MessageType, Preamble, encode
+from tests.conftest import TIMEOUT_SCALE, wait_until
+from tests.integration.quick import quick_server
+from tests.integration.tampering import Bomb, num_loaded, recv_frame
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+# A refusal is an answer, and not a limit of time.
+PROMPTLY = 8 * TIMEOUT_SCALE
+
+BYTES = 300_000
+
+
+class Images(torch.utils.data.Dataset):
+    """Batches of many records, and small fields beside them."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.full((BYTES,), index, dtype=torch.uint8), index, torch.rand(3)
+
+
+def options(folder, name="node", ca="ca"):
+    return [f"--tls-cert={folder}/{name}.pem", f"--tls-key={folder}/{name}.key", f"--tls-ca={folder}/{ca}.pem"]
+
+
+def use(monkeypatch, folder, name="node", ca="ca"):
+    """Let this process's client use these files."""
+    monkeypatch.setenv(CERT_VARIABLE, f"{folder}/{name}.pem")
+    monkeypatch.setenv(KEY_VARIABLE, f"{folder}/{name}.key")
+    monkeypatch.setenv(CA_VARIABLE, f"{folder}/{ca}.pem")
+
+
+@pytest.fixture(scope="module")
+def server(zygote, certificates):
+    with quick_server(zygote, "--num-workers", "2", *options(certificates)) as server:
+        yield server
+        assert "ERROR" not in server.log
+        assert "Traceback" not in server.log
+
+
+@pytest.fixture(scope="module")
+def plain_server(zygote):
+    with quick_server(zygote, "--num-workers", "2") as server:
+        yield server
+
+
+def batches(workers):
+    dataset = RPCDataset(workers, Images)
+    torch.manual_seed(1)
+    loader = RPCDataloader(dataset, batch_size=4, shuffle=True, num_workers=2)
+    return list(loader)
+
+
+def test_loader_delivers_the_same_batches(server, plain_server, certificates, monkeypatch):
+    expected = batches(plain_server.address)
+    pool.close_client()
+    use(monkeypatch, certificates)
+    received = batches(server.address)
+    assert len(expected) == len(received) == 6
+    for one, other in zip(expected, received, strict=True):
+        assert all(map(torch.equal, one, other))
+    assert "over TLS" in server.log
+
+
+def test_workers_are_forked_and_results_of_any_size_come_back(server, certificates, monkeypatch):
+    use(monkeypatch, certificates)
+    sent = torch.arange(3_000_000)
+    futures = [rpc_async(server.address, torch.flip, args=(sent[:size], (0,))) for size in (0, 1, 5000, 3_000_000)]
+    for size, future in zip((0, 1, 5000, 3_000_000), futures, strict=True):
+        assert torch.equal(future.wait(), sent[:size].flip(0))
+
+
+def test_embedded_pool_does_without(certificates, monkeypatch):
+    use(monkeypatch, certificates)
+    assert len(batches(None)) == 6
+
+
+def finish_late(path, size):
+    """A task that a drain meets."""
+    path.touch()
+    wait_until(lambda: path.with_suffix(".go").exists())
+    return torch.full((size,), 7, dtype=torch.uint8)
+
+
+def test_drain_loses_no_reply(zygote, certificates, monkeypatch, tmp_path):
+    """The server closes its direction alone: what it has answered arrives, whatever the client still sends."""
+    use(monkeypatch, certificates)
+    with quick_server(zygote, *options(certificates)) as server:
+        future = rpc_async(server.address, finish_late, args=(tmp_path / "late", 20_000_000))
+        more = [rpc_async(server.address, os.getpid) for _ in range(10)]
+        wait_until((tmp_path / "late").exists)
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: "draining" in server.log)
+        (tmp_path / "late.go").touch()
+        assert future.wait().sum() == 7 * 20_000_000
+        for other in more:
+            assert other.wait() > 0
+        assert server.wait() == 0
+
+
+def test_session_serves_all_requests_that_came_at_once(server, certificates, monkeypatch):
+    """They are received together, and the descriptor that its loop polls is silent after the first."""
+    use(monkeypatch, certificates)
+    session = pool.get_client().node(Address.parse(server.address)).session()
+    pid = session.wait().pid
+    assert session.call(os.getpid)() == pid
+    os.kill(pid, signal.SIGSTOP)
+    answers = [session.call(os.getpid) for _ in range(5)]
+    [connection] = session.connections()
+    wait_until(lambda: connection._num_queued == 0)
+    os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: connection.num_pending == 0)
+    assert [answer() for answer in answers] == [pid] * 5
+
+
+# --- refusals
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Where bombs leave their trace."""
+    return tmp_path / "trace"
+
+
+def refusal_of(address, trace):
+    """What the client raises, at once and not in the end; nothing has been unpickled anywhere."""
+    start = time.monotonic()
+    with pytest.raises(AuthenticationError) as raised:
+        rpc_async(address, print, args=(Bomb(trace),)).wait()
+    assert time.monotonic() - start < PROMPTLY
+    assert num_loaded(trace) == 0
+    assert type(raised.value) is AuthenticationError
+    assert str(raised.value).startswith(address)
+    return str(raised.value)
+
+
+def logged(server, text):
+    wait_until(lambda: re.search(text, server.log), what=f"{text} in {server.log}")
+
+
+def test_client_without_tls_is_told_what_the_server_wants(server, trace):
+    said = refusal_of(server.address, trace)
+    assert f"the client does not speak it; set {CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE} for the client" in said
+    assert "secret" not in said
+    logged(server, "refused 127.0.0.1: this node server takes nothing but TLS")
+
+
+def test_server_without_tls_tells_the_client_what_to_do(plain_server, certificates, monkeypatch, trace):
+    use(monkeypatch, certificates)
+    said = refusal_of(plain_server.address, trace)
+    assert "start the server with --tls-cert, --tls-key and --tls-ca, or unset RPCDATALOADER_TLS_CERT" in said
+    assert "secret" not in said
+    logged(plain_server, "refused 127.0.0.1: the client speaks TLS and this node server does not")
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "said", "heard"),
+    [
+        ("node", "stranger", "is not signed by a CA in .*/ca.pem", "127.0.0.1 refused this side's certificate"),
+        ("stranger", "node", "refused this side's certificate .*: it is not signed by", "is not signed by a CA in"),
+        ("node", "expired", "the certificate of .* has expired; renew it", "it has expired"),
+        ("expired", "node", "refused this side's certificate .* has expired", "certificate of 127.0.0.1 has expired"),
+        ("node", "elsewhere", "is not for 127.0.0.1; .*subjectAltName=IP:127.0.0.1", "not for the name or address"),
+    ],
+)
+def test_certificate_that_is_not_accepted(zygote, certificates, monkeypatch, trace, client, server, said, heard):
+    with quick_server(zygote, *options(certificates, server)) as node:
+        use(monkeypatch, certificates, client)
+        assert re.search(said, refusal_of(node.address, trace))
+        logged(node, f"WARNING .* refused 127.0.0.1: .*{heard}")
+        assert "fingerprint" not in node.log  # the secret is not what is wrong
+        assert "Traceback" not in node.log
+
+
+def dial(server, preamble):
+    host, _, port = server.address.rpartition(":")
+    sock = socket.create_connection((host, int(port)), timeout=20 * TIMEOUT_SCALE)
+    sock.sendall(preamble.encode())
+    return sock
+
+
+def test_client_that_shows_no_certificate(server, certificates):
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.load_verify_locations(certificates / "ca.pem")
+    with (
+        dial(server, Preamble(tls=True)) as sock,
+        context.wrap_socket(sock, server_hostname="localhost") as secure,
+        pytest.raises(ssl.SSLError, match="certificate required"),
+    ):
+        secure.recv(1)
+    logged(server, r"refused 127.0.0.1: 127.0.0.1 has shown no certificate; it needs one that .*/ca.pem has signed")
+
+
+def test_pickle_after_a_preamble_without_tls_is_not_loaded(server, trace):
+    bomb = pickle.dumps(Bomb(trace))
+    for tls in (False, True):
+        with dial(server, Preamble(tls=tls)) as sock:
+            sock.sendall(b"".join(encode(None, MessageType.CALL, 1, bomb)))
+            sock.shutdown(socket.SHUT_WR)
+            if not tls:
+                assert recv_frame(sock).type == MessageType.REFUSED
+            while sock.recv(65536):
+                pass
+    logged(server, "refused 127.0.0.1: 127.0.0.1 and this side cannot agree on TLS")
+    assert num_loaded(trace) == 0
+
+
+def test_unknown_session_is_refused_in_clear(server):
+    with dial(server, Preamble(b"not a session id", tls=True)) as sock:
+        frame = recv_frame(sock)
+    assert frame.type == MessageType.REFUSED
+    assert b"no such session" in frame.body
+
+
+def test_server_that_is_something_else(certificates, monkeypatch, trace):
+    """Whatever answers in clear, except for a refusal, is not listened to."""
+    use(monkeypatch, certificates)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            sock, _ = listener.accept()
+            with sock:
+                sock.recv(32, socket.MSG_WAITALL)
+                sock.sendall(b"".join(encode(None, MessageType.HELLO, payload=b"{}")))
+                while sock.recv(65536):
+                    pass
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        said = refusal_of(f"127.0.0.1:{listener.getsockname()[1]}", trace)
+        pool.close_client()
+        thread.join()
+    assert "the server does not speak TLS, as this client was told to" in said
+
+
+def test_renewed_certificates_serve_new_connections(zygote, certificates, monkeypatch, tmp_path, trace):
+    """A server runs for longer than a certificate may be valid."""
+    for name in ("expired.pem", "expired.key", "ca.pem"):
+        shutil.copy(certificates / name, tmp_path / name.replace("expired", "mine"))
+    use(monkeypatch, certificates)
+    with quick_server(zygote, *options(tmp_path, "mine")) as server:
+        assert "has expired" in refusal_of(server.address, trace)
+        shutil.copy(certificates / "node.pem", tmp_path / "mine.pem")
+        assert "this node server cannot use its own certificate any more; its log" in refusal_of(server.address, trace)
+        logged(server, "refused 127.0.0.1: the TLS key .*/mine.key does not belong to the certificate .*/mine.pem")
+        shutil.copy(certificates / "node.key", tmp_path / "mine.key")
+        session = pool.get_client().node(Address.parse(server.address)).session()
+        assert session.wait().pid in server.processes()
+        # A worker, too, reads them: forked by a session that has seen the good ones.
+        shutil.copy(certificates / "expired.pem", tmp_path / "mine.pem")
+        shutil.copy(certificates / "expired.key", tmp_path / "mine.key")
+        with pytest.raises(AuthenticationError, match="has expired"):
+            rpc_async(server.address, os.getppid).wait()
+
+
+def test_session_ends_when_somebody_changes_what_it_gets(server, certificates, monkeypatch):
+    """A proxy that flips one bit of the encrypted bytes, late in the connection."""
+    use(monkeypatch, certificates)
+    host, _, port = server.address.rpartition(":")
+    harm = threading.Event()
+
+    def forward(source, target, direction):
+        try:
+            while data := bytearray(source.recv(65536)):
+                if direction == "reply" and harm.is_set():
+                    data[-1] ^= 1
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    threads = []
+
+    def serve():
+        while True:
+            try:
+                ours, _ = listener.accept()
+            except OSError:
+                return
+            theirs = socket.create_connection((host, int(port)))
+            sockets.extend((ours, theirs))
+            for arguments in ((ours, theirs, "request"), (theirs, ours, "reply")):
+                threads.append(threading.Thread(target=forward, args=arguments))
+                threads[-1].start()
+
+    sockets = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threads.append(threading.Thread(target=serve))
+        threads[0].start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert rpc_async(address, os.getpid).wait() > 0
+        harm.set()
+        with pytest.raises((ConnectionLostError, RemoteProtocolError), match="altered on its way"):
+            rpc_async(address, os.getpid).wait()
+        pool.close_client()
+        listener.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+    for sock in sockets:
+        sock.close()
+
+
+# --- settings
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        ((CERT_VARIABLE,), f"{CERT_VARIABLE} given without {KEY_VARIABLE} and {CA_VARIABLE}: TLS needs all three"),
+        ((CERT_VARIABLE, CA_VARIABLE), f"{CERT_VARIABLE} and {CA_VARIABLE} given without {KEY_VARIABLE}"),
+    ],
+)
+def test_client_with_some_of_the_variables(names, problem, monkeypatch):
+    for name in names:
+        monkeypatch.setenv(name, "/file")
+    with pytest.raises(ValueError, match=problem):
+        rpc_async("127.0.0.1:1", os.getpid)
+
+
+def test_client_with_files_that_are_not_there(monkeypatch, tmp_path):
+    use(monkeypatch, tmp_path)
+    with pytest.raises(AuthenticationError, match=r"the TLS certificate file .*node.pem cannot be read: No such file"):
+        rpc_async("127.0.0.1:1", os.getpid)
+
+
+def test_launch_says_what_is_wrong_before_it_starts_anything(certificates, capsys):
+    with pytest.raises(SystemExit):
+        launch.main(["--port", "0", f"--tls-cert={certificates}/node.pem"])
+    assert "tls_cert given without tls_key and tls_ca: TLS needs all three" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        launch.main(["--host", "unix:/tmp/pool", *options(certificates)])
+    assert "a Unix socket needs no TLS: leave out tls_cert" in capsys.readouterr().err
+
+
+def test_launch_with_a_key_of_another_certificate(certificates, capfd):
+    mixed = [f"--tls-cert={certificates}/node.pem", f"--tls-key={certificates}/stranger.key"]
+    # Would fail for another reason if it were looked at first.
+    assert launch.main(["--preload", "no_such_module", *mixed, f"--tls-ca={certificates}/ca.pem"]) == 1
+    said = capfd.readouterr()
+    assert re.search(r"error: the TLS key .*stranger.key does not belong to the certificate .*node.pem", said.err)
+    assert not said.out
+
+
+# --- the page
+
+
+def test_commands_of_the_page_make_certificates_that_work(zygote, tmp_path, monkeypatch):
+    version = subprocess.run(["openssl", "version"], capture_output=True, text=True).stdout if which("openssl") else ""
+    if not re.match(r"OpenSSL ([3-9]|\d\d)", version):
+        pytest.skip("the page is about the openssl command of version 3, which is not here")
+    page = (ROOT / "docs/security.md").read_text()
+    section = page[page.index("## TLS") :]
+    commands = re.findall(r"^\$ (openssl (?:.*\\\n)*.*)$", section, re.MULTILINE)
+    assert len(commands) == 3
+    script = "set -e; " + "; ".join(commands).replace("node01.cluster", "localhost").replace("10.0.0.1", "127.0.0.1")
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, check=True, capture_output=True)
+    use(monkeypatch, tmp_path)
+    with quick_server(zygote, *options(tmp_path)) as server:
+        assert rpc_async(server.address, os.getppid).wait() in server.processes()

@@ -1,0 +1,117 @@
+"""Files of TLS: which are used, and what is said of those that cannot be."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+
+import pytest
+
+from rpcdataloader.errors import AuthenticationError
+from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsFiles, client_tls, name_files
+
+NAMES = "cert", "key", "ca"
+
+
+@pytest.fixture
+def files(certificates, tmp_path):
+    """Of our own, to damage."""
+    for name in ("node.pem", "node.key", "ca.pem"):
+        shutil.copy(certificates / name, tmp_path)
+    return TlsFiles(*(str(tmp_path / name) for name in ("node.pem", "node.key", "ca.pem")))
+
+
+@pytest.mark.parametrize("role", ["client", "server"])
+def test_files_that_fit_are_loaded(files, role):
+    credentials = files.load(role)
+    assert credentials.files == files
+    assert len(credentials.context.get_ca_certs()) == 1
+
+
+def test_paths_are_absolute_and_know_the_home_folder(monkeypatch, tmp_path):
+    """A session changes to the folder of its client."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/user")
+    assert name_files(NAMES, ("node.pem", "~/node.key", "/ca.pem")) == TlsFiles(
+        f"{tmp_path}/node.pem", "/home/user/node.key", "/ca.pem"
+    )
+
+
+def test_nothing_named_is_no_tls():
+    assert name_files(NAMES, ("", "", "")) is None
+    assert client_tls({CERT_VARIABLE: ""}) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (("a", "", ""), "cert given without key and ca: TLS needs all three"),
+        (("", "b", ""), "key given without cert and ca: TLS needs all three"),
+        (("a", "b", ""), "cert and key given without ca: TLS needs all three"),
+    ],
+)
+def test_some_of_the_three_are_refused(values, problem):
+    with pytest.raises(ValueError, match=problem):
+        name_files(NAMES, values)
+
+
+def test_client_takes_them_from_the_environment(files):
+    environ = {CERT_VARIABLE: files.cert, KEY_VARIABLE: files.key, CA_VARIABLE: files.ca}
+    credentials = client_tls(environ)
+    assert credentials.files == files
+    assert credentials.context.check_hostname
+    del environ[KEY_VARIABLE]
+    with pytest.raises(ValueError, match=f"{CERT_VARIABLE} and {CA_VARIABLE} given without {KEY_VARIABLE}"):
+        client_tls(environ)
+
+
+def remove(files, name):
+    os.unlink(getattr(files, name))
+
+
+def scribble(files, name):
+    with open(getattr(files, name), "w") as file:
+        file.write("no certificate\n")
+
+
+def make_folder(files, name):
+    remove(files, name)
+    os.mkdir(getattr(files, name))
+
+
+def show(files, name):
+    os.chmod(getattr(files, name), 0o644)
+
+
+@pytest.mark.parametrize(
+    ("harm", "name", "problem"),
+    [
+        (remove, "cert", "the TLS certificate file {} cannot be read: No such file or directory"),
+        (remove, "key", "the TLS key file {} cannot be read: No such file or directory"),
+        (remove, "ca", "the TLS CA file {} cannot be read: No such file or directory"),
+        (make_folder, "key", "the TLS key file {} is not a PEM file; name one"),
+        (scribble, "cert", "the TLS certificate {} and the key .* cannot be used .* both must be in PEM format"),
+        (scribble, "key", "the TLS certificate .* and the key {} cannot be used .* both must be in PEM format"),
+        (scribble, "ca", "the TLS CA file {} cannot be used .* must hold certificates in PEM format"),
+        (show, "key", "the TLS key file {} is open to other users .mode 0644.; .* run: chmod 600"),
+    ],
+)
+def test_file_that_cannot_be_used_is_named(files, harm, name, problem):
+    harm(files, name)
+    with pytest.raises(AuthenticationError, match=problem.format(re.escape(getattr(files, name)))):
+        files.load("server")
+
+
+def test_key_of_another_certificate(files, certificates):
+    shutil.copy(certificates / "stranger.key", files.key)
+    with pytest.raises(AuthenticationError, match=r"the TLS key .* does not belong to the certificate .*node.pem"):
+        files.load("client")
+
+
+def test_key_with_a_passphrase_is_refused_and_nobody_is_asked_for_it(files, certificates):
+    shutil.copy(certificates / "locked.key", files.key)
+    with pytest.raises(
+        AuthenticationError, match=r"is protected by a passphrase, .*: openssl pkey -in .*node.key -out"
+    ):
+        files.load("server")
