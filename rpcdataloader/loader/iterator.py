@@ -149,6 +149,7 @@ class _Run:
             self._alive: dict[Worker, int] = {}  # with the number that the dataset knows it by
             self._ready: set[Worker] = set()
             self._draining: set[Worker] = set()
+            self._num_replacing = 0  # lost, and about to be in _alive again
             self._num_missing = 0  # refused by nodes that have no room, or lost with their node
             self._num_deaths = 0  # since the last answer
             self._killers: dict[int, list[str]] = {}  # for a task, how each worker that was at work on it has ended
@@ -284,7 +285,7 @@ class _Run:
         if os.getpid() != self._pid:
             return False
         with self._condition:
-            complete = len(self._alive) + self._num_missing == self._num_workers
+            complete = len(self._alive) + self._num_replacing + self._num_missing == self._num_workers
             return self._error is None and not self._closed and complete
 
     def begin_epoch(self) -> None:
@@ -352,9 +353,12 @@ class _Run:
                 self._error = self._error or error
                 self._condition.notify_all()
                 return
-            if isinstance(self._table, StreamTable) and self._table.has_ended(worker_id):
+            # Its place is still there; without, it is as if it had died.
+            retired = worker.retired and worker.session.is_usable and self._error is None
+            needed = not isinstance(self._table, StreamTable) or not self._table.has_ended(worker_id)
+            if not needed and not (retired and self._settings.persistent_workers):
                 self._ready.discard(worker)
-                return  # nobody needs it any more
+                return
             lost: list[int] = []
             tasks: list[Task] = []
             if worker in self._ready:
@@ -363,8 +367,12 @@ class _Run:
                 lost = self._table.worker_left(worker, time.monotonic())
             if worker in self._draining:
                 error = ConnectionLostError(f"{worker.session.name} is shutting down")
-            session = self._successor(worker, worker_id, error)
+            session = worker.session if retired else self._successor(worker, worker_id, error)
             if session is not None:
+                self._num_replacing += 1
+            if retired:
+                logger.debug("%s has retired; another worker starts in its place", worker.name)
+            elif session is not None:
                 logger.warning("%s; another worker starts on %s", error, session.name)
                 if lost and session is worker.session:
                     # A node that goes with all of its workers says nothing about this batch.
@@ -378,7 +386,7 @@ class _Run:
             assignments = self._assign()
         self._send(assignments)
         if session is not None:
-            self._replace(worker_id, session)
+            self._replace(worker_id, session, retired)
 
     def _successor(self, worker: Worker, worker_id: int, error: RPCError) -> Session | None:
         """Where another worker takes the place of one that is lost; None for nowhere. With the condition."""
@@ -404,7 +412,9 @@ class _Run:
             stream = (self._table.stream_of(number), None) if isinstance(self._table, StreamTable) else None
             self._results[number] = failure, functools.partial(self._record, task, stream)
 
-    def _replace(self, worker_id: int, session: Session) -> None:
+    def _replace(self, worker_id: int, session: Session, retired: bool) -> None:
+        # Whoever has taken the place of one that retired gives it back some day: nothing is lost by waiting for that.
+        keep_waiting = (lambda: not self._closed) if retired else self._is_alone
         try:
             while True:
                 begun = self._pass
@@ -414,8 +424,9 @@ class _Run:
                         return
                     if begun is not self._pass:
                         continue
-                    worker = self._dataset.open_worker(session, self, self._is_alone)
+                    worker = self._dataset.open_worker(session, self, keep_waiting)
                     self._alive[worker] = worker_id
+                    self._num_replacing -= 1
                     # Fails when it is lost already, which is about to be reported.
                     with contextlib.suppress(RPCError):
                         worker.submit(opening.payload, opening.buffers, self._opened)

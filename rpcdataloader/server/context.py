@@ -26,6 +26,7 @@ class ServerContext:
         num_workers: What the server advertises.
         parallel: Threads per worker for ``rpc_async`` calls.
         timeout: Seconds for an ``rpc_async`` call whose caller set no limit; 0 for none.
+        max_tasks: Tasks of a loader after which a worker retires; 0 for no limit.
         credentials: The secret that clients must know.
         tells_clients: Whether warnings go to the client, too; not when the log is the client's terminal.
         refusals: Counts the lines of :meth:`log_refusal`.
@@ -35,6 +36,7 @@ class ServerContext:
     num_workers: int
     parallel: int
     timeout: float
+    max_tasks: int
     credentials: Credentials
     tells_clients: bool = True
     refusals: SharedLimit = field(default_factory=lambda: SharedLimit(MAX_REFUSALS, REFUSALS_PERIOD))

@@ -92,6 +92,7 @@ class NodeServer:
         listener: Listening socket; closed when the server ends or drains.
         context: What sessions and workers are told.
         max_connections: Cap on workers; None for no cap.
+        max_connections_per_client: Cap on the workers of one client; None for no cap.
         grace: Seconds that a drain may take before everything is ended.
         write_output: Takes the lines that sessions and workers print.
         lifeline: A descriptor whose end of file means that the owner of this server is gone; None without one.
@@ -103,13 +104,14 @@ class NodeServer:
         context: ServerContext,
         *,
         max_connections: int | None,
+        max_connections_per_client: int | None,
         grace: float,
         write_output: Callable[[str], None] = write_to_stderr,
         lifeline: int | None = None,
     ) -> None:
         self._listener = listener
         self._context = context
-        self._admission = Admission(max_connections)
+        self._admission = Admission(max_connections, max_connections_per_client)
         self._grace = grace
         self._write_output = write_output
         self._lifeline = lifeline

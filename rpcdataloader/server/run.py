@@ -83,6 +83,7 @@ def run_server(
             num_workers=settings.workers,
             parallel=settings.parallel,
             timeout=settings.timeout,
+            max_tasks=settings.max_tasks_per_worker,
             credentials=credentials,
             tells_clients=not embedded,
         )
@@ -90,6 +91,7 @@ def run_server(
             listener,
             context,
             max_connections=None if embedded else settings.connections,
+            max_connections_per_client=settings.max_connections_per_client or None,
             grace=settings.grace,
             write_output=write_output,
             lifeline=lifeline,

@@ -27,6 +27,7 @@ MESSAGES = [
     Busy("all 8 connections are in use"),
     Exited(3, 4711, "was killed by SIGKILL (perhaps out of memory)"),
     Goaway(17),
+    Goaway(17, retired=True),
     Log(30, "py.warnings", "UserWarning: déjà vu\n日本"),
 ]
 KINDS = [Welcome, Busy, Exited, Goaway, Log]
@@ -79,9 +80,11 @@ def test_build_round_trip():
 
 
 def test_call_fields_round_trip():
-    call = Call(len, ([1, 2],), {"key": 1}, keep=True, ordered=True, limited=True)
+    call = Call(len, ([1, 2],), {"key": 1}, keep=True, ordered=True, limited=True, task=True)
     assert Call.decode(call.fields()) == call
-    assert Call.decode(Call(len, (), {}).fields()) == Call(len, (), {}, keep=False, ordered=False, limited=False)
+    assert Call.decode(Call(len, (), {}).fields()) == Call(
+        len, (), {}, keep=False, ordered=False, limited=False, task=False
+    )
 
 
 @settings(max_examples=50, deadline=None)
