@@ -19,9 +19,11 @@ import select
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
+from rpcdataloader.server.connections import Origin
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.handles import HandleTable
@@ -59,9 +61,9 @@ def run_worker_process(
     try:
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"))
     except RPCError as exc:
-        context.log_refusal(stream.name, exc)
+        context.log_refusal(stream.name, exc, "worker")
         return
-    session.send("authenticated")
+    session.send("authenticated", origin=asdict(Origin.of(channel.peer)))
     draining = False
     while True:
         received = session.recv()
