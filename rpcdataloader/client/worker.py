@@ -43,6 +43,7 @@ class Worker:
     Attributes:
         name: For messages, such as ``worker 3 (pid 123) on node07:6543``.
         was_refused: Whether the node had no room for it.
+        retired: Whether it ends because it has done its share of work; its session goes on.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Worker:
         self.pid = 0
         self.number = 0
         self.was_refused = False
+        self.retired = False
         self._draining = False
         self._owner = owner
         self._keep_waiting = keep_waiting
@@ -155,8 +157,11 @@ class Worker:
     def received(self, message: Message) -> None:
         if message.type == MessageType.GOAWAY:
             self._draining = True
-            error = ConnectionLostError(f"{self.name} has not begun this request: its node server ends")
-            self.connection.fail_above(Goaway.decode(message.payload).last_request, error)
+            goaway: Goaway = Goaway.decode(message.payload)
+            self.retired = goaway.retired
+            reason = "it has retired (--max-tasks-per-worker)" if goaway.retired else "its node server ends"
+            error = ConnectionLostError(f"{self.name} has not begun this request: {reason}")
+            self.connection.fail_above(goaway.last_request, error)
             self._owner.worker_draining(self)
         elif message.type == MessageType.LOG:
             log_from_server(self.name, message)

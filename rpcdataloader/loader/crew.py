@@ -232,6 +232,7 @@ class Crew:
             if self._client.is_closed:
                 self._owner.failed(error)
                 return
+            retired = worker.retired and worker.session.is_ready
             was_draining = worker in self._draining
             self._draining.discard(worker)
             never_came = isinstance(error, ConnectError)
@@ -253,7 +254,7 @@ class Crew:
                 self._sent_away.discard(worker)
             elif not self._owner.needs(worker_id):
                 self._roster.close(worker_id)
-            else:
+            elif not retired:
                 self._reasons[node] = self._last_error = error
                 if died or (never_came and is_up and not worker.was_refused):
                     self._count_death(worker_id)

@@ -103,7 +103,7 @@ def _pickle_part(value: Any) -> bytes:
 
 # Around the arguments of a call of remote.load. Pickling it each time takes longer than all the rest: the pickler
 # imports a function to see whether it is the one of that name.
-_LOAD, _, *_OPTIONS = Call(remote.load, (), {}, ordered=True).fields()
+_LOAD, _, *_OPTIONS = Call(remote.load, (), {}, ordered=True, task=True).fields()
 _BEFORE_ARGS = pickle.PROTO + b"\x03" + pickle.MARK + _pickle_part(_LOAD)
 _AFTER_ARGS = b"".join(map(_pickle_part, _OPTIONS)) + pickle.TUPLE + pickle.STOP + NO_TENSORS
 
@@ -123,7 +123,7 @@ def load_request(indices: Any, position: int, number: int) -> bytes:
             return _BEFORE_ARGS + pickled + _AFTER_ARGS
     except Exception:
         logger.debug("not for the plain pickler: %r", indices, exc_info=True)
-    encoded = dumps(Call(remote.load, args, {}, ordered=True).fields(), name="indices")
+    encoded = dumps(Call(remote.load, args, {}, ordered=True, task=True).fields(), name="indices")
     if encoded.buffers:
         raise ValueError("the sampler yields large tensors or arrays; yield lists of indices")
     return encoded.payload

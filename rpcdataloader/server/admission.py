@@ -1,4 +1,4 @@
-"""Who gets a worker when there are not enough: a cap on all of them, with a fair share for every client.
+"""Who gets a worker: a cap on all of them with a fair share for every client, and a cap on those of one client.
 
 Pure: clients are any hashable. A client that has reached its share waits, and one that came late gets its own as soon
 as workers end; those that run are never taken away.
@@ -15,14 +15,18 @@ class Admission:
 
     Args:
         max_workers: Cap on all workers together; None for no cap.
+        max_per_client: Cap on the workers of one client; None for no cap but its fair share.
     """
 
-    def __init__(self, max_workers: int | None) -> None:
+    def __init__(self, max_workers: int | None, max_per_client: int | None = None) -> None:
         self._max_workers = max_workers
+        self._max_per_client = max_per_client
         self._held: Counter[Hashable] = Counter()
 
     def admit(self, client: Hashable) -> str | None:
         """Give ``client`` one more worker; returns None, or why it gets none now."""
+        if self._max_per_client is not None and self._held[client] >= self._max_per_client:
+            return f"this client has its {self._max_per_client} connections (--max-connections-per-client)"
         if self._max_workers is not None:
             total = self._held.total()
             if total >= self._max_workers:

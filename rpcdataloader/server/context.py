@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass, field
 
 from rpcdataloader.errors import AuthenticationError, RPCError
+from rpcdataloader.server.connections import Kind, Origin, describe
+from rpcdataloader.server.connections import logger as connection_logger
 from rpcdataloader.server.output import SharedLimit
 from rpcdataloader.wire.certificates import TlsFiles
 from rpcdataloader.wire.credentials import Credentials
@@ -28,6 +30,7 @@ class ServerContext:
         num_workers: What the server advertises.
         parallel: Threads per worker for ``rpc_async`` calls.
         timeout: Seconds for an ``rpc_async`` call whose caller set no limit; 0 for none.
+        max_tasks: Tasks of a loader after which a worker retires; 0 for no limit.
         credentials: The secret that clients must know.
         tls: Files for TLS, read anew for every connection; None to do without.
         tells_clients: Whether warnings go to the client, too; not when the log is the client's terminal.
@@ -38,27 +41,32 @@ class ServerContext:
     num_workers: int
     parallel: int
     timeout: float
+    max_tasks: int
     credentials: Credentials
     tls: TlsFiles | None = None
     tells_clients: bool = True
     refusals: SharedLimit = field(default_factory=lambda: SharedLimit(MAX_REFUSALS, REFUSALS_PERIOD))
 
-    def log_refusal(self, source: str, reason: RPCError | str) -> None:
-        """Log, within limits, that a connection was refused: a warning where somebody got the secret wrong."""
+    def log_refusal(
+        self, peer: str, reason: RPCError | str, kind: Kind | None = None, origin: Origin | None = None
+    ) -> None:
+        """Log, within limits, that a connection was refused: a warning where somebody got the secret wrong.
+
+        Args:
+            peer: Address at the other end.
+            kind: If it is known already.
+            origin: If it was proved.
+        """
         num_left_out = self.refusals.take()
         if num_left_out is None:
             return
         if num_left_out:
             logger.info("left %d more refusals out of this log", num_left_out)
-        if isinstance(reason, TlsError):
-            logger.warning("refused %s: %s", source, reason)
-        elif isinstance(reason, AuthenticationError):
-            logger.warning(
-                "refused %s: %s (this server's secret: %s, fingerprint %s)",
-                source,
-                reason,
-                self.credentials.source,
-                self.credentials.fingerprint,
-            )
-        else:
-            logger.info("refused %s: %s", source, reason)
+        level, text = logging.INFO, str(reason)
+        if isinstance(reason, AuthenticationError):
+            level = logging.WARNING
+            if not isinstance(reason, TlsError):
+                text += (
+                    f" (this server's secret: {self.credentials.source}, fingerprint {self.credentials.fingerprint})"
+                )
+        connection_logger.log(level, "%s", describe("refused", kind, peer, origin, reason=text))

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 
 from rpcdataloader.errors import RPCError
+from rpcdataloader.server.connections import Kind, TrafficCounters
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.session import run_session
@@ -21,7 +22,12 @@ from rpcdataloader.wire.transport import Stream
 
 
 def run_gate(
-    sock: socket.socket, source: str, node: Link, sessions: Mapping[bytes, Link], context: ServerContext
+    sock: socket.socket,
+    source: str,
+    node: Link,
+    sessions: Mapping[bytes, Link],
+    context: ServerContext,
+    counters: TrafficCounters,
 ) -> None:
     """Serve one accepted connection until it has become something else.
 
@@ -30,8 +36,10 @@ def run_gate(
         node: Link to the node server.
         sessions: The node server's ends of the links to its sessions, by session id: a socket written there
             arrives at the session.
+        counters: Of the session that this may become.
     """
-    stream = Stream(sock, source)
+    stream = Stream(sock, source, counters.of(0))
+    kind: Kind | None = None
     try:
         preamble = recv_preamble(stream)
         if preamble is None:
@@ -41,11 +49,12 @@ def run_gate(
             return
         for session in sessions.values():
             session.close()
+        kind = "control"
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
     except RPCError as exc:
-        context.log_refusal(source, exc)
+        context.log_refusal(source, exc, kind)
     else:
-        run_session(channel, node, context)
+        run_session(channel, node, context, source, counters)
         return
     stream.linger()
 
@@ -58,5 +67,5 @@ def _hand_over(stream: Stream, preamble: Preamble, session: Link | None, context
     text = "there is no such session on this node server (it ended, or the server was restarted)"
     refusal = json.dumps({"code": "protocol", "text": text}).encode()
     stream.send(encode(None, MessageType.REFUSED, payload=refusal))
-    context.log_refusal(stream.name, "unknown session")
+    context.log_refusal(stream.name, "unknown session", "worker")
     stream.linger()

@@ -24,12 +24,13 @@ from typing import Any
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.server.admission import Admission
 from rpcdataloader.server.announcement import Announcement
+from rpcdataloader.server.connections import AcceptedConnection, Origin, TrafficCounters
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.gate import run_gate
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.output import OutputReader
 from rpcdataloader.server.processes import Process, fork, reap_orphans
-from rpcdataloader.wire.listening import accept
+from rpcdataloader.wire.listening import accept, peer_name
 from rpcdataloader.wire.registration import RENEWAL_PERIOD
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -62,6 +63,10 @@ class _Child:
     """A gate or, once it is authenticated, a session.
 
     Attributes:
+        source: Machine or user at the other end.
+        peer: Address there.
+        connection: What the log says of a session's.
+        admitted: The same of its workers' connections, by number.
         deadline: When a gate must have become something else; None for a session, or when it is being ended.
         has_unsent: Whether something was posted to it that had no room.
         client_gone: Whether its client has closed the connection.
@@ -71,10 +76,13 @@ class _Child:
     link: Link
     sock: socket.socket
     source: str
+    peer: str
+    counters: TrafficCounters
     deadline: float | None
     session_id: bytes | None = None
     client: str = ""
-    admitted: set[int] = field(default_factory=set)
+    connection: AcceptedConnection | None = None
+    admitted: dict[int, AcceptedConnection] = field(default_factory=dict)
     has_unsent: bool = False
     client_gone: bool = False
 
@@ -94,6 +102,7 @@ class NodeServer:
         listener: Listening socket; closed when the server ends or drains.
         context: What sessions and workers are told.
         max_connections: Cap on workers; None for no cap.
+        max_connections_per_client: Cap on the workers of one client; None for no cap.
         grace: Seconds that a drain may take before everything is ended.
         write_output: Takes the lines that sessions and workers print.
         lifeline: A descriptor whose end of file means that the owner of this server is gone; None without one.
@@ -106,6 +115,7 @@ class NodeServer:
         context: ServerContext,
         *,
         max_connections: int | None,
+        max_connections_per_client: int | None,
         grace: float,
         write_output: Callable[[str], None] = write_to_stderr,
         lifeline: int | None = None,
@@ -113,7 +123,7 @@ class NodeServer:
     ) -> None:
         self._listener = listener
         self._context = context
-        self._admission = Admission(max_connections)
+        self._admission = Admission(max_connections, max_connections_per_client)
         self._grace = grace
         self._write_output = write_output
         self._lifeline = lifeline
@@ -198,18 +208,19 @@ class NodeServer:
             ours, theirs = Link.pair()
             stack.callback(ours.close)
             sessions = {child.session_id: child.link for child in self._children.values() if child.session_id}
+            peer, counters = peer_name(sock), TrafficCounters()
 
             def run() -> None:
                 self._forget_in_child()
                 ours.close()
-                run_gate(sock, source, theirs, sessions, self._context)
+                run_gate(sock, peer, theirs, sessions, self._context, counters)
 
             try:
                 process = fork(run)
             finally:
                 theirs.close()
             stack.pop_all()
-        child = _Child(process, ours, sock, source, time.monotonic() + GATE_TIMEOUT)
+        child = _Child(process, ours, sock, source, peer, counters, time.monotonic() + GATE_TIMEOUT)
         self._children[process.pid] = child
         self._watch(ours.fileno(), lambda: self._on_link(child))
         self._watch(process.fileno(), lambda: self._on_end(child))
@@ -225,7 +236,7 @@ class NodeServer:
         if youth > 0:
             self._pause_listening(youth)
             return False
-        self._context.log_refusal(victim.source, "too many unauthenticated connections")
+        self._context.log_refusal(victim.peer, "too many unauthenticated connections")
         victim.end("too many unauthenticated connections")
         return True
 
@@ -261,7 +272,7 @@ class NodeServer:
                 return True
         except BlockingIOError:
             return False
-        except (OSError, ValueError, LookupError) as exc:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as exc:
             # No room for a descriptor, or user code wrote to what is not its own.
             logger.error("the session of %s has lost its link: %s", child.client or child.source, exc)
             child.end(f"its link to the node server broke ({exc})")
@@ -272,7 +283,8 @@ class NodeServer:
         kind = event["event"]
         if kind == "session":
             child.session_id = bytes.fromhex(event["id"])
-            child.client = event["client"]
+            child.client = event["name"]
+            child.connection = AcceptedConnection(event["peer"], Origin(**event["origin"]), child.counters.of(0))
             child.deadline = None
             self._add_output(descriptors[0], f"[{self._context.node} {child.client}]")
             # The session ends with its client, even while user code keeps it from looking.
@@ -283,18 +295,19 @@ class NodeServer:
         elif kind == "worker":
             self._add_output(descriptors[0], f"[{self._context.node} {child.client} worker {event['worker']}]")
         elif kind == "admit":
+            number, origin = event["worker"], Origin(**event["origin"])
             reason = self._admission.admit(child.session_id)
             if reason is None:
-                child.admitted.add(event["worker"])
-                logger.info("worker %d of %s started", event["worker"], child.client)
+                traffic = child.counters.of(number)
+                child.admitted[number] = AcceptedConnection(event["peer"], origin, traffic, number)
             else:
-                logger.info("busy: %s gets no worker: %s", child.client, reason)
-            child.post("admitted", worker=event["worker"], reason=reason)
+                self._context.log_refusal(event["peer"], f"busy: {reason}", "worker", origin)
+            child.post("admitted", worker=number, reason=reason)
         elif kind == "ended" and event["worker"] in child.admitted:
-            child.admitted.remove(event["worker"])
+            child.admitted.pop(event["worker"]).closed(event["reason"])
             self._admission.release(child.session_id)
-            level = logging.INFO if event["reason"] == "exited with status 0" else logging.WARNING
-            logger.log(level, "worker %d of %s %s", event["worker"], child.client, event["reason"])
+            if event["reason"] != "exited with status 0":
+                logger.warning("worker %d of %s %s", event["worker"], child.client, event["reason"])
 
     def _on_client_gone(self, child: _Child) -> None:
         self._unwatch(child.sock.fileno())
@@ -320,9 +333,13 @@ class NodeServer:
             if child.admitted:
                 self._admission.release(child.session_id, len(child.admitted))
             if child.client_gone or reason == "exited with status 0":
-                logger.info("session of %s ended: the client has gone", child.client)
+                reason = "the client has gone" if self._drain_deadline is None else "the node server is draining"
             else:
                 logger.warning("session of %s %s", child.client, reason)
+            for connection in child.admitted.values():
+                connection.closed(f"its session has ended: {reason}")
+            if child.connection is not None:
+                child.connection.closed(reason)
         if os.getpid() == 1:
             reap_orphans(self._children)
 
@@ -393,7 +410,7 @@ class NodeServer:
         now = time.monotonic()
         for child in self._children.values():
             if child.deadline is not None and now > child.deadline:
-                self._context.log_refusal(child.source, f"no handshake within {GATE_TIMEOUT:g} s")
+                self._context.log_refusal(child.peer, f"no handshake within {GATE_TIMEOUT:g} s")
                 child.end("no handshake in time")
             if child.has_unsent:
                 child.has_unsent = not child.link.flush()

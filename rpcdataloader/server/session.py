@@ -16,10 +16,11 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.server.connections import Origin, TrafficCounters
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.datasets import DatasetTable, Recipe, kind_of, length_of
 from rpcdataloader.server.link import Link
@@ -29,7 +30,7 @@ from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackPipe, StackRea
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
-from rpcdataloader.wire.frames import Flag, Message, MessageType, Preamble
+from rpcdataloader.wire.frames import PREAMBLE_SIZE, Flag, Message, MessageType, Preamble
 from rpcdataloader.wire.messages import Build, Call, Exited, Stack, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import dumps_exception, dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
@@ -49,11 +50,13 @@ class _Forked:
     """A worker as its session sees it.
 
     Attributes:
+        peer: Address at the other end of its connection.
         deadline: When it must have authenticated its client; None when it has, or is being ended.
         failure: Why it gave up, in its own words.
     """
 
     number: int
+    peer: str
     process: Process
     link: Link
     stack: StackReader
@@ -62,8 +65,13 @@ class _Forked:
     failure: str = ""
 
 
-def run_session(channel: Channel, node: Link, context: ServerContext) -> None:
-    """Serve an authenticated control connection until it ends."""
+def run_session(channel: Channel, node: Link, context: ServerContext, peer: str, counters: TrafficCounters) -> None:
+    """Serve an authenticated control connection until it ends.
+
+    Args:
+        peer: Address at the other end.
+        counters: For the traffic of its workers.
+    """
     # With --insecure, or in the embedded pool, nobody has read and removed it.
     os.environ.pop(TOKEN_VARIABLE, None)
     # Of its own group, so that user code that signals its group does not end the node server and everybody's work.
@@ -72,7 +80,8 @@ def run_session(channel: Channel, node: Link, context: ServerContext) -> None:
     gc.freeze()
     session_id = os.urandom(16)
     output = redirect_output()
-    node.send("session", [output], id=session_id.hex(), client=channel.name)
+    origin = asdict(Origin.of(channel.peer))
+    node.send("session", [output], id=session_id.hex(), name=channel.name, peer=peer, origin=origin)
     os.close(output)
     # Into the log: a constructor of a dataset may hang as well.
     dump_stacks_on_signal(2)
@@ -82,8 +91,7 @@ def run_session(channel: Channel, node: Link, context: ServerContext) -> None:
     welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers)
     try:
         channel.send(MessageType.WELCOME, payload=welcome.encode())
-        logger.info("session of %s started", channel.name)
-        Session(channel, node, context).serve()
+        Session(channel, node, context, counters).serve()
     except ConnectionLostError as exc:
         logger.info("the session ends: %s", exc)
     except RPCError as exc:
@@ -100,7 +108,8 @@ def _has_hung_up(sock: socket.socket) -> bool:
 class Session:
     """The single-threaded loop of a session."""
 
-    def __init__(self, channel: Channel, node: Link, context: ServerContext) -> None:
+    def __init__(self, channel: Channel, node: Link, context: ServerContext, counters: TrafficCounters) -> None:
+        self._counters = counters
         self._channel = channel
         self._node = node
         self._context = context
@@ -250,8 +259,7 @@ class Session:
     def _fork_worker(self, descriptor: int, source: str, preamble: bytes) -> None:
         waiting = [worker for worker in self._workers.values() if worker.deadline is not None]
         if len(waiting) >= MAX_UNAUTHENTICATED:
-            waiting[0].deadline = None
-            waiting[0].process.kill("too many unauthenticated connections")
+            self._refuse(waiting[0], "too many unauthenticated connections")
         self._next_number += 1
         number = self._next_number
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as failed:
@@ -277,7 +285,9 @@ class Session:
                     stacks.become_worker()
                     self._forget_in_child()
                     ours.close()
-                    stream = Stream(sock, source)
+                    traffic = self._counters.of(number)
+                    traffic[0], traffic[1] = PREAMBLE_SIZE, 0  # what the gate has read
+                    stream = Stream(sock, source, traffic)
                     run_worker_process(stream, Preamble.decode(preamble), theirs, self._datasets, number, self._context)
 
                 process = fork(run)
@@ -287,7 +297,7 @@ class Session:
             failed.pop_all()
             self._node.send("worker", [read_end], worker=number)
         reader = StackReader(process.pid, stacks.become_session())
-        worker = _Forked(number, process, ours, reader, time.monotonic() + HANDSHAKE_TIMEOUT)
+        worker = _Forked(number, source, process, ours, reader, time.monotonic() + HANDSHAKE_TIMEOUT)
         self._workers[number] = worker
         self._watch(ours.fileno(), lambda: self._on_worker(worker))
         self._watch(reader.fileno(), lambda: self._on_stack(worker))
@@ -316,7 +326,7 @@ class Session:
         if event["event"] == "authenticated":
             worker.authenticated = True
             worker.deadline = None
-            self._node.send("admit", worker=worker.number)
+            self._node.send("admit", worker=worker.number, peer=worker.peer, origin=event["origin"])
             if self._draining:
                 worker.link.send("drain")
         elif event["event"] == "failed":
@@ -399,6 +409,10 @@ class Session:
         now = time.monotonic()
         for worker in self._workers.values():
             if worker.deadline is not None and now > worker.deadline:
-                logger.info("ended worker %d: no handshake within %g s", worker.number, HANDSHAKE_TIMEOUT)
-                worker.deadline = None
-                worker.process.kill("no handshake in time")
+                self._refuse(worker, f"no handshake within {HANDSHAKE_TIMEOUT:g} s")
+
+    def _refuse(self, worker: _Forked, reason: str) -> None:
+        """End a worker whose client has not proved anything."""
+        self._context.log_refusal(worker.peer, reason, "worker")
+        worker.deadline = None
+        worker.process.kill(reason)

@@ -70,6 +70,20 @@ class ServerSettings:
         default=0,
         metadata={"help": "cap on the workers of all clients together, shared fairly; 0 for 4 times --num-workers"},
     )
+    max_connections_per_client: int = field(
+        default=0,
+        metadata={
+            "help": "cap on the workers of one client, which is one training process; 0 for none but its fair share of "
+            "--max-connections"
+        },
+    )
+    max_tasks_per_worker: int = field(
+        default=0,
+        metadata={
+            "help": "batches after which a worker of a loader ends and another one takes its place, so that memory "
+            "which decoders leak is given back; 0 for no limit"
+        },
+    )
     preload: tuple[str, ...] = field(
         default=(),
         metadata={
@@ -110,7 +124,7 @@ class ServerSettings:
     )
 
     def __post_init__(self) -> None:
-        for name in ("num_workers", "max_connections"):
+        for name in ("num_workers", "max_connections", "max_connections_per_client", "max_tasks_per_worker"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         for name in ("timeout", "grace"):

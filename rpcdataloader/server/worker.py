@@ -19,9 +19,11 @@ import select
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
+from rpcdataloader.server.connections import Origin
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.handles import HandleTable
@@ -59,10 +61,10 @@ def run_worker_process(
     try:
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
     except RPCError as exc:
-        context.log_refusal(stream.name, exc)
+        context.log_refusal(stream.name, exc, "worker")
         stream.linger()
         return
-    session.send("authenticated")
+    session.send("authenticated", origin=asdict(Origin.of(channel.peer)))
     draining = False
     while True:
         received = session.recv()
@@ -106,6 +108,8 @@ class Worker:
         self._last_request = 0
         self._next_look = 0.0
         self._draining = False
+        self._num_tasks = 0  # answered
+        self._retires = False
         # Main and pool threads to sender: arguments of Channel.send, and None for the end.
         self._outbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._pool = ThreadPoolExecutor(context.parallel, "rpcdl-call") if context.parallel > 1 else None
@@ -120,7 +124,7 @@ class Worker:
         self._cancelled: set[int] = set()
 
     def run(self) -> None:
-        """Serve; returns after a drain. The process ends here and there when the client goes."""
+        """Serve; returns after a drain or a retirement. The process ends here and there when the client goes."""
         if self._context.tells_clients:
             tell_client(
                 lambda fields: self._outbox.put((MessageType.LOG, 0, Log(**fields).encode(), (), Flag.OPTIONAL))
@@ -136,7 +140,7 @@ class Worker:
                     self._serve(self._inbox.popleft())
             if self._pool is not None:
                 self._pool.shutdown()
-            self._outbox.put((MessageType.GOAWAY, 0, Goaway(self._last_request).encode()))
+            self._outbox.put((MessageType.GOAWAY, 0, Goaway(self._last_request, self._retires).encode()))
             self._outbox.put(None)
             sender.join()
             # Closing with unread input would reset the connection and lose what the client has not read yet.
@@ -184,6 +188,10 @@ class Worker:
         if message is None:
             # The client is gone, and with it everybody who could want a reply.
             os._exit(0)
+        if message.type == MessageType.CALL and self._draining:
+            # Above the last request of the GOAWAY to come: the client gives it to another worker then. With it, a
+            # client that keeps its workers supplied would keep this one from ending.
+            return
         if message.type == MessageType.CALL:
             self._last_request = message.request_id
             with self._lock:
@@ -241,8 +249,16 @@ class Worker:
         timer = self._limit(request_id) if call.limited and self._context.timeout > 0 else None
         if self._pool is None or call.ordered:
             self._execute(request_id, call, timer)
+            if call.task:
+                self._count_task()
         else:
             self._pool.submit(self._execute, request_id, call, timer)
+
+    def _count_task(self) -> None:
+        self._num_tasks += 1
+        if self._num_tasks == self._context.max_tasks and not self._draining:
+            self._retires = True
+            self._begin_drain()
 
     def _execute(self, request_id: int, call: Call, timer: threading.Timer | None) -> None:
         handle = None

@@ -38,7 +38,7 @@ _TRANSCRIPT_LABEL = b"rpcdataloader handshake transcript"
 _PROOF_LABELS = {"client": b"rpcdataloader proof of the client", "server": b"rpcdataloader proof of the server"}
 _KEY_LABELS = {"client": b"rpcdataloader key client to server", "server": b"rpcdataloader key server to client"}
 
-# Names of hosts are at most 253 characters long, and eight such strings fit into HANDSHAKE_LIMITS.
+# Names of hosts are at most 253 characters long, and nine such strings fit into HANDSHAKE_LIMITS.
 _MAX_STRING_CHARS = 255
 _MAX_REFUSAL_CHARS = 500
 
@@ -62,6 +62,7 @@ class Identity:
         torch: Version of torch.
         numpy: Version of numpy.
         cloudpickle: Version of cloudpickle.
+        job: Of Slurm, for the log; empty outside of one, or for a peer that says nothing of it.
     """
 
     role: str
@@ -75,6 +76,7 @@ class Identity:
     torch: str
     numpy: str
     cloudpickle: str
+    job: str = ""
 
     def __str__(self) -> str:
         return f"the {_ROLE_NAMES.get(self.role, self.role)} on {self.host} (pid {self.pid})"
@@ -378,7 +380,8 @@ def _load_identity(content: object) -> Identity:
     """Build an :class:`Identity` from what a peer that has proved nothing yet says about itself."""
     values: dict[str, Any] = {}
     for item in fields(Identity):
-        value = content.get(item.name) if isinstance(content, dict) else None
+        missing = "" if item.name == "job" else None
+        value = content.get(item.name, missing) if isinstance(content, dict) else None
         if item.name in ("pid", "rank", "protocol"):
             valid = (type(value) is int and 0 <= value < 2**63) or (item.name == "rank" and value is None)
         else:

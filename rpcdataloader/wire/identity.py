@@ -11,6 +11,9 @@ from importlib import metadata
 from rpcdataloader.wire.frames import PROTOCOL_VERSION
 from rpcdataloader.wire.handshake import Identity
 
+# Slurm's are numbers. A longer one must not make a HELLO too long to be sent.
+_MAX_JOB_CHARS = 64
+
 
 def local_identity(role: str, rank: int | None = None) -> Identity:
     """Describe this process.
@@ -31,6 +34,8 @@ def local_identity(role: str, rank: int | None = None) -> Identity:
         torch=_version("torch"),
         numpy=_version("numpy"),
         cloudpickle=_version("cloudpickle"),
+        # A server tells strangers no more than it must.
+        job=os.environ.get("SLURM_JOB_ID", "")[:_MAX_JOB_CHARS] if role == "client" else "",
     )
 
 

@@ -113,6 +113,18 @@ def accept(listener: socket.socket) -> tuple[socket.socket, str] | None:
         return None
 
 
+def peer_name(sock: socket.socket) -> str:
+    """Who is at the other end of a connection, for a log: ``"10.0.0.7:51234"``, ``"[::1]:51234"``, ``"uid:1000"``."""
+    try:
+        if sock.family == socket.AF_UNIX:
+            return f"uid:{peer_of(sock).uid}"
+        host, port, *_ = sock.getpeername()
+    except OSError:  # it has gone
+        return ""
+    host = host.removeprefix("::ffff:")  # that of IPv4, on a listener for both
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def resolve(host: str) -> None:
     """Check that ``host`` resolves.
 

@@ -83,9 +83,16 @@ class Stack(_Json):
 
 @dataclass(frozen=True, slots=True)
 class Goaway(_Json):
-    """The server ends; requests above ``last_request`` will not be answered."""
+    """The worker ends; requests above ``last_request`` were not begun and will not be answered.
+
+    Attributes:
+        last_request: Number of the last request that is answered.
+        retired: It has done its share of work, and another worker may be asked for in its place; otherwise the node
+            server ends.
+    """
 
     last_request: int
+    retired: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +140,7 @@ class Call:
         ordered: Run after everything that was asked before, in the worker's main thread: the loader's requests, which
             share global random generators.
         limited: The caller set no limit, so the server's own applies.
+        task: A batch of a loader: a worker may retire after a number of them.
     """
 
     func: Callable[..., Any]
@@ -141,10 +149,11 @@ class Call:
     keep: bool = False
     ordered: bool = False
     limited: bool = False
+    task: bool = False
 
     def fields(self) -> tuple[Any, ...]:
         """What is pickled: a plain tuple is smaller and faster than the object."""
-        return (self.func, self.args, self.kwargs, self.keep, self.ordered, self.limited)
+        return (self.func, self.args, self.kwargs, self.keep, self.ordered, self.limited, self.task)
 
     @classmethod
     def decode(cls, fields: tuple[Any, ...]) -> Call:

@@ -15,7 +15,7 @@ import select
 import socket
 import struct
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,10 +67,17 @@ class Stream:
     One thread may send while another receives. The socket is blocking, because ``settimeout`` defeats
     ``MSG_WAITALL``; a wait is ended by :meth:`shutdown` from another thread. :meth:`limit` is for the handshake,
     whose few bytes need a deadline and no speed.
+
+    Args:
+        name: The peer, for messages.
+        traffic: Two counters, to which the bytes received and sent are added.
     """
 
-    def __init__(self, sock: socket.socket, name: str) -> None:
+    def __init__(
+        self, sock: socket.socket, name: str, traffic: MutableSequence[int] | memoryview | None = None
+    ) -> None:
         self.name = name
+        self._traffic: Any = [0, 0] if traffic is None else traffic
         self._sock = sock
         self._ahead: memoryview | None = None
         self._unread = memoryview(b"")  # the part of it that nobody has taken
@@ -102,6 +109,7 @@ class Stream:
             while first < len(pieces):
                 window = pieces[first : first + MAX_PIECES]
                 sent = self._sock.sendmsg(window)
+                self._traffic[1] += sent
                 for piece in window:
                     size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
                     if sent < size:
@@ -165,8 +173,11 @@ class Stream:
     def _recv(self, views: Sequence[memoryview], flags: int = socket.MSG_WAITALL) -> int:
         try:
             if len(views) == 1:
-                return self._sock.recv_into(views[0], 0, flags)
-            return self._sock.recvmsg_into(views[:MAX_PIECES], 0, flags)[0]
+                size = self._sock.recv_into(views[0], 0, flags)
+            else:
+                size = self._sock.recvmsg_into(views[:MAX_PIECES], 0, flags)[0]
+            self._traffic[0] += size
+            return size
         except TimeoutError as exc:
             raise RPCTimeoutError(f"{self.name} does not answer") from exc
         except OSError as exc:

@@ -127,7 +127,7 @@ def test_everything_of_a_client_that_is_killed_is_gone_within_a_second(serve, st
     assert call(server, os.getpid) > 0  # another client, of whom the first one's processes must hold nothing
     script.kill()
     wait_until(lambda: not is_running(worker) and not is_running(session), 1.0)
-    wait_until(lambda: re.search(r"session of client \S+ ended: the client has gone", server.log))
+    wait_until(lambda: re.search(r'event=closed kind=control .* reason="the client has gone"', server.log))
 
 
 def test_nobody_holds_a_connection_of_somebody_else(serve, start_client):
@@ -320,7 +320,7 @@ def test_full_server_is_waited_for(serve, start_client, caplog):
     wait_until(lambda: f"waiting for {server.address}, which is busy: all 1 connections are in use" in caplog.text)
     script.kill()
     assert waiting.wait() > 0
-    assert "gets no worker: all 1 connections are in use (--max-connections)" in server.log
+    assert 'reason="busy: all 1 connections are in use (--max-connections)"' in server.log
 
 
 def test_full_server_is_not_waited_for_longer_than_the_connect_timeout(serve, start_client, monkeypatch):
@@ -487,7 +487,7 @@ def test_log_of_refused_connections_has_a_limit_for_all_processes_together(serve
         with dial(server, Preamble(bytes([7] * 16)).encode()) as sock:
             assert b"there is no such session" in read_all(sock)
     wait_until(lambda: not server.processes())
-    assert server.log.count("refused 127.0.0.1: unknown session") == 20
+    assert len(re.findall('event=refused kind=worker peer=127.0.0.1:.* reason="unknown session"', server.log)) == 20
 
 
 def read_exactly(sock):
@@ -503,7 +503,8 @@ def test_silent_strangers_do_not_keep_others_out(serve):
         silent = [stack.enter_context(dial(server)) for _ in range(12)]
         assert call(server, os.getpid) > 0
         assert len(server.processes()) <= 4 + 1 + 2
-        assert "refused 127.0.0.1: too many unauthenticated connections" in server.log
+        line = 'event=refused kind=- peer=127.0.0.1:.* reason="too many unauthenticated connections"'
+        assert re.search(line, server.log)
         assert read_all(silent[0]) == b""
 
 

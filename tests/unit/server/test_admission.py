@@ -63,20 +63,44 @@ def test_client_that_has_gone_does_not_count():
     assert admitted(admission, "b", 9) == 4
 
 
+def test_cap_on_one_client_holds_also_while_it_is_alone():
+    admission = Admission(8, 3)
+    assert admitted(admission, "a", 20) == 3
+    assert admission.admit("a") == "this client has its 3 connections (--max-connections-per-client)"
+    assert admitted(admission, "b", 20) == 3
+    admission.release("a")
+    assert admission.admit("a") is None
+
+
+def test_cap_on_one_client_needs_none_on_all():
+    admission = Admission(None, 2)
+    assert admitted(admission, "a", 20) == admitted(admission, "b", 20) == 2
+
+
+def test_share_below_the_cap_on_one_client_is_what_counts():
+    admission = Admission(4, 3)
+    assert admitted(admission, "b", 1) == 1
+    assert admitted(admission, "a", 20) == 2
+    assert admission.admit("a") == "this client has its share of 2 of 4 connections (--max-connections)"
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     cap=st.integers(1, 12),
+    own_cap=st.integers(1, 12) | st.none(),
     steps=st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60),
 )
-def test_invariants(cap, steps):
-    """The cap holds, nobody takes more than its share while others are there, nobody starves below it for no reason."""
-    admission = Admission(cap)
+def test_invariants(cap, own_cap, steps):
+    """The caps hold, nobody takes more than its share while others are there, nobody starves below it for no reason."""
+    admission = Admission(cap, own_cap)
     for client, wants_more in steps:
         held = {name: admission.held(name) for name in "abc"}
         num_clients = sum(count > 0 for name, count in held.items() if name != client) + 1
         if wants_more:
             reason = admission.admit(client)
-            assert (reason is None) == (sum(held.values()) < cap and held[client] < max(1, cap // num_clients))
+            assert (reason is None) == (
+                sum(held.values()) < cap and held[client] < min(max(1, cap // num_clients), own_cap or cap)
+            )
         elif held[client]:
             admission.release(client)
         assert sum(admission.held(name) for name in "abc") <= cap

@@ -37,8 +37,9 @@ CLIENT = Identity(
     torch="2.13.0+cu128",
     numpy="2.1.3",
     cloudpickle="3.1.2",
+    job="4711",
 )
-SERVER = dataclasses.replace(CLIENT, role="server", host="node07", pid=22, rank=None, torch="2.13.0+cpu")
+SERVER = dataclasses.replace(CLIENT, role="server", host="node07", pid=22, rank=None, torch="2.13.0+cpu", job="")
 
 
 def client(secret=SECRET, nonce=None, session_id=SESSION_ID, **changes):
@@ -144,11 +145,11 @@ def test_golden_handshake():
     identity = (
         '{"role": "%s", "host": "%s", "pid": %d, "rank": %s, "protocol": 1, "python_implementation": "CPython", '
         '"python_version": "3.11.7", "machine": "x86_64", "torch": "2.13.0+%s", "numpy": "2.1.3", '
-        '"cloudpickle": "3.1.2"}'
+        '"cloudpickle": "3.1.2", "job": "%s"}'
     )
     hello_format = '{"nonce": "%s", "identity": ' + identity + "}"
-    client_hello = hello_format % ("00" * 32, "client", "trainer1", 11, "3", "cu128")
-    server_hello = hello_format % ("01" * 32, "server", "node07", 22, "null", "cpu")
+    client_hello = hello_format % ("00" * 32, "client", "trainer1", 11, "3", "cu128", "4711")
+    server_hello = hello_format % ("01" * 32, "server", "node07", 22, "null", "cpu", "")
     assert bytes(hello.payload).decode() == client_hello
     two.receive(hello)
     answer = decode_one(two.data_to_send())
@@ -179,7 +180,7 @@ def test_golden_handshake():
         expected = hmac.new(derive(label).digest(), bytes(8) + b"header", hashlib.sha256).digest()[:16]
         assert seal.seal(b"header") == expected
     # So that a change of both descriptions at once is seen.
-    assert json.loads(bytes(proof.payload))["proof"].startswith("6a962eed5a7fba2cadbef2f89430e39d")
+    assert json.loads(bytes(proof.payload))["proof"].startswith("3677e2c8c6483d5fde0e3a8f52e5a53e")
 
 
 def test_nonces_are_fresh():
@@ -431,6 +432,8 @@ def hello_with(**identity):
         (hello_with(protocol=1.0), "without a valid protocol"),
         (hello_with(python_version=3.11), "without a valid python_version"),
         (hello_with(torch=["2"]), "without a valid torch"),
+        (hello_with(job=None), "without a valid job"),
+        (hello_with(job=4711), "without a valid job"),
         (hello_with(numpy="2" * 5000), "too large for the handshake"),
     ],
     ids=lambda value: str(value)[:40],
@@ -444,6 +447,15 @@ def test_malformed_hello_is_a_protocol_error_and_is_answered(payload, problem):
     one = client()
     with pytest.raises(RemoteProtocolError, match=f"refused this connection: .*{problem}"):
         one.receive(reply)
+
+
+def test_peer_that_says_nothing_of_a_job_has_none():
+    """HELLO is the same in every version: what one adds, others may lack."""
+    hello = json.loads(hello_with())
+    del hello["identity"]["job"]
+    two = server()
+    two.receive(Message(MessageType.HELLO, payload=json.dumps(hello).encode()))
+    assert two._peer.job == ""
 
 
 @pytest.mark.parametrize("proof", [None, 5, "", "zz", "00" * 31, "00" * 33, ["00"]], ids=str)
@@ -617,6 +629,53 @@ def test_garbage_is_refused_and_never_establishes(garbage):
         except (AuthenticationError, RemoteProtocolError):
             decode(side.data_to_send().removeprefix(Preamble(SESSION_ID).encode()))
         assert side.established is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2000), st.integers(0, 40), st.binary(max_size=40))
+        # One character in the place of another: what is still a message.
+        | st.tuples(st.integers(0, 2000), st.just(1), st.sampled_from([b"1", b"a"])),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_damaged_stream_of_a_client_is_refused_or_too_short_and_never_establishes(damages):
+    """Everything that a client says, with parts cut out, put in, or written over, as the server's side reads it."""
+    nonce = b"\x01" * 32
+    one, two = client(nonce=bytes(32)), server(nonce=nonce)
+    said = one.data_to_send()
+    two.receive(decode_one(said[PREAMBLE_SIZE:]))
+    one.receive(decode_one(two.data_to_send()))
+    said += one.data_to_send()
+    damaged = bytearray(said)
+    for position, size, piece in damages:
+        place = position % (len(damaged) + 1)
+        damaged[place : place + size] = piece
+    read, established = read_as_server(bytes(damaged), nonce)
+    # Bytes that are reserved in the preamble, and what comes after the proof, are of no account.
+    unchanged = damaged[:10] == said[:10] and damaged[16 : len(said)] == said[16:]
+    assert established == (unchanged and read >= len(said))
+
+
+def read_as_server(data, nonce):
+    """How many bytes were read, and whether the handshake was completed."""
+    try:
+        side = ServerHandshake(SECRET, SERVER, Preamble.decode(data[:PREAMBLE_SIZE]), nonce)
+        decoder = Decoder(lambda _request_id, _sizes: pytest.fail("allocated"), limits=HANDSHAKE_LIMITS)
+        place = PREAMBLE_SIZE
+        while place < len(data) and side.established is None:
+            [view] = decoder.get_buffers()
+            piece = data[place : place + len(view)]
+            view[: len(piece)] = piece
+            place += len(piece)
+            message = decoder.buffers_filled(len(piece))
+            if message is not None:
+                side.receive(message)
+    except (AuthenticationError, RemoteProtocolError):
+        return 0, False
+    return place, side.established is not None
 
 
 @settings(max_examples=200, deadline=None)

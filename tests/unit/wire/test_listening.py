@@ -18,7 +18,7 @@ import pytest
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.listening import accept, listen_tcp, listen_unix, resolve
+from rpcdataloader.wire.listening import accept, listen_tcp, listen_unix, peer_name, resolve
 from rpcdataloader.wire.transport import connect
 from tests.conftest import TIMEOUT_SCALE
 
@@ -83,6 +83,22 @@ def test_ipv6_alone():
         sock, source = accept(listener)
         sock.close()
     assert source == "::1"
+
+
+@pytest.mark.parametrize(
+    ("interface", "host", "name"),
+    [("127.0.0.1", "127.0.0.1", "127.0.0.1"), ("::", "127.0.0.1", "127.0.0.1"), ("::1", "::1", "[::1]")],
+)
+def test_name_of_a_peer(interface, host, name):
+    with listen_tcp(interface, [0]) as listener, socket.create_connection((host, listener.getsockname()[1])) as client:
+        sock, _source = accept(listener)
+        with sock:
+            assert peer_name(sock) == f"{name}:{client.getsockname()[1]}"
+
+
+def test_name_of_a_peer_that_has_gone_is_empty():
+    with socket.socket() as sock:
+        assert peer_name(sock) == ""
 
 
 @pytest.fixture

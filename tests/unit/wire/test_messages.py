@@ -30,6 +30,7 @@ MESSAGES = [
     Stack(3),
     Stack(3, "took longer than 5 s"),
     Goaway(17),
+    Goaway(17, retired=True),
     Log(30, "py.warnings", "UserWarning: déjà vu\n日本"),
 ]
 KINDS = [Welcome, Busy, Exited, Stack, Goaway, Log]
@@ -82,9 +83,11 @@ def test_build_round_trip():
 
 
 def test_call_fields_round_trip():
-    call = Call(len, ([1, 2],), {"key": 1}, keep=True, ordered=True, limited=True)
+    call = Call(len, ([1, 2],), {"key": 1}, keep=True, ordered=True, limited=True, task=True)
     assert Call.decode(call.fields()) == call
-    assert Call.decode(Call(len, (), {}).fields()) == Call(len, (), {}, keep=False, ordered=False, limited=False)
+    assert Call.decode(Call(len, (), {}).fields()) == Call(
+        len, (), {}, keep=False, ordered=False, limited=False, task=False
+    )
 
 
 @settings(max_examples=50, deadline=None)
