@@ -50,7 +50,7 @@ class TlsStream(Stream):
     """
 
     def __init__(self, stream: Stream, credentials: TlsCredentials, host: str | None = None) -> None:
-        super().__init__(stream._sock, stream.name)
+        super().__init__(stream._sock, stream.name, stream._traffic)
         self._files = credentials.files
         self._host = host
         self._deadline = Deadline(None)
