@@ -27,6 +27,11 @@ STACK_TIMEOUT = 1.0
 # How often to see whether a worker has finished writing (in seconds); nothing says so by itself.
 STACK_LOOK_INTERVAL = 0.005
 
+# How often nothing must be under way, as far as the kernel says, before that is believed: between taking a signal off the
+# pending ones and blocking it for its handler, a thread looks as if it had never got one.
+QUIET_LOOKS = 2
+QUIET_LOOKS_WITHOUT_DUMP = 20
+
 # What is kept of one dump, and as much as a pipe holds.
 MAX_DUMP = 65536
 
@@ -85,6 +90,7 @@ class StackReader:
         self._descriptor = descriptor
         self._dump = bytearray()
         self._deadline: float | None = None  # of the dump under way
+        self._num_quiet = 0  # looks in a row
         self._thread = pid  # the one that writes it
         self._why_none = ""
         self._state = ""
@@ -116,6 +122,7 @@ class StackReader:
     def expect(self) -> None:
         """Somebody else has sent the signal, by hand."""
         self._deadline = time.monotonic() + STACK_TIMEOUT
+        self._num_quiet = 0
         self._thread = self._pid
         self._why_none = ""
         # Now, as a signal wakes it up for a moment.
@@ -136,10 +143,13 @@ class StackReader:
         if self._why_none or time.monotonic() > self._deadline:
             return True
         status = _status(self._pid, self._thread)
+        if not status or _letter(status) in _STOPPED:
+            return True
         # While a handler runs, the kernel blocks its signal in that thread.
-        return _letter(status) in _STOPPED or not any(
-            _has_signal(status, field) for field in ("SigPnd", "ShdPnd", "SigBlk")
-        )
+        is_under_way = any(_has_signal(status, field) for field in ("SigPnd", "ShdPnd", "SigBlk"))
+        self._num_quiet = 0 if is_under_way else self._num_quiet + 1
+        self.read()
+        return self._num_quiet >= (QUIET_LOOKS if self._dump else QUIET_LOOKS_WITHOUT_DUMP)
 
     def take(self) -> str:
         """What the worker does, as text: its state, and the stacks or why there are none."""
