@@ -13,17 +13,19 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.watcher import Watch
 from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.roster import Roster
+from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.pickling import Encoded
 
@@ -67,6 +69,9 @@ class CrewOwner(Protocol):
     def opened(self, reply: Message | RPCError) -> None:
         """A worker has answered its opening."""
 
+    def resized(self, num_workers: int) -> None:
+        """There should be so many workers from now on."""
+
     def changed(self) -> None:
         """After one of these, without the condition: there may be something to do."""
 
@@ -106,7 +111,7 @@ class Crew:
         self._max_deaths = max_deaths
         self._reconnect_timeout = reconnect_timeout
         self._needs_all = needs_all
-        self._num_places = len(placement.homes)
+        self._placement = placement
         # Guarded by the condition:
         self._roster = Roster(placement.homes, placement.others, needs_all=needs_all)
         self._nodes = dict.fromkeys((*placement.homes, *placement.others))
@@ -118,6 +123,9 @@ class Crew:
         self._reasons: dict[Node, BaseException] = {}  # why each node is of no use
         self._last_error: BaseException | None = None  # how the last worker ended
         self._sent_away: set[Worker] = set()
+        self._joining: set[Node] = set()  # looked at, as it is not known yet what they offer
+        self._num_offered = placement.num_offered  # by all nodes, those that have joined included
+        self._watch: Watch | None = None
         self._closed = threading.Event()
 
     def start(self) -> None:
@@ -136,6 +144,10 @@ class Crew:
                 self._open(worker_id, node, opening)
             places = self._plan()
         self.fill(places)
+        if self._placement.register is not None:
+            self._roster.expects_more = True
+            known = [node.address for node in self._nodes]
+            self._watch = self._client.watch(self._placement.register, known, self._register_changed)
 
     def _look_at_nodes(self) -> None:
         for node in self._roster.homes:
@@ -186,6 +198,8 @@ class Crew:
     def close(self) -> list[Worker]:
         """Open no more; returns the workers, to be closed without the condition."""
         self._closed.set()
+        if self._watch is not None:
+            self._watch.close()
         self._condition.notify_all()
         return list(self._workers)
 
@@ -220,8 +234,11 @@ class Crew:
 
     def _send_away(self, worker: Worker) -> None:
         self._sent_away.add(worker)
-        self._leave(worker)
-        self._close_idle(worker)
+        if self._needs_all:
+            worker.close()  # its stream goes on elsewhere after the last answer
+        else:
+            self._leave(worker)
+            self._close_idle(worker)
 
     def worker_lost(self, worker: Worker, error: RPCError) -> None:
         with self._condition:
@@ -273,7 +290,7 @@ class Crew:
         if self._roster.is_home_up(worker_id):
             logger.warning("%s; another worker starts there", error)
         else:
-            logger.warning("going on with %d of %d workers: %s", len(self._workers), self._num_places, error)
+            logger.warning("going on with %d of %d workers: %s", len(self._workers), self._roster.num_places, error)
 
     def _plan(self) -> list[tuple[int, Node]]:
         """Look for the nodes that are worth it, and return the places to fill; with the condition.
@@ -288,6 +305,43 @@ class Crew:
         return self._roster.to_open()
 
     # Any thread, without the condition
+
+    def add(self, nodes: Iterable[Node]) -> None:
+        """More nodes are there for this pass; returns at once."""
+        with self._condition:
+            for node in nodes:
+                if node in self._nodes:
+                    self._roster.add(node, 0)
+                elif node not in self._joining:
+                    self._joining.add(node)
+                    join = functools.partial(self._bring_in, node)
+                    self._client.start_thread(f"rpcdl-join {node.address}", join, self._closed)
+            self._owner.resized(self._roster.num_places)
+            places = self._plan()
+        self.fill(places)
+        self._tell_owner()
+
+    def remove(self, nodes: Iterable[Node]) -> None:
+        """These nodes are not for this pass any more: their workers answer what they have, and end."""
+        gone = set(nodes)
+        with self._condition:
+            self._joining -= gone
+            for node in gone & self._nodes.keys():
+                self._roster.remove(node)
+            for worker, (_worker_id, node) in list(self._workers.items()):
+                if node in gone:
+                    self._send_away(worker)
+            self._owner.resized(self._roster.num_places)
+            places = self._plan()
+        self.fill(places)
+        self._tell_owner()
+
+    def _register_changed(self, added: Sequence[Address], removed: Sequence[Address]) -> None:
+        if self._closed.is_set():
+            return
+        # A server that was started again is in both.
+        self.remove(self._client.node(address, is_registered=True) for address in removed if address not in added)
+        self.add(self._client.node(address, is_registered=True) for address in added)
 
     def fill(self, places: list[tuple[int, Node]]) -> None:
         """Open a worker for each of these places."""
@@ -338,7 +392,30 @@ class Crew:
         with self._condition:
             return not self._ready and not self._closed.is_set()
 
-    # The thread that looks for a node
+    # Threads that look for a node
+
+    def _bring_in(self, node: Node) -> None:
+        """Let a node join that is new."""
+        pause = FIRST_PAUSE
+        while not self._try(node, joins=True):
+            if self._closed.wait(pause) or self._client.is_closed or node not in self._joining:
+                return
+            pause = min(2 * pause, MAX_PAUSE)
+        self._tell_owner()
+
+    def _join(self, node: Node) -> None:
+        """Give a node that is new its places: this process's share of what it offers. With the condition."""
+        self._joining.discard(node)
+        self._nodes[node] = None
+        offered, partition = node.num_workers(), self._placement.partition
+        numbers = range(self._num_offered, self._num_offered + offered)
+        self._num_offered += offered
+        share = sum(number % partition.world_size == partition.rank for number in numbers)
+        if self._placement.max_workers:
+            share = min(share, max(0, self._placement.max_workers - self._roster.num_places))
+        self._roster.add(node, 0 if self._needs_all else share)
+        self._owner.resized(self._roster.num_places)
+        logger.info("%s joins with %d workers", node.address, share)
 
     def _bring_back(self, node: Node) -> None:
         pause = FIRST_PAUSE
@@ -351,7 +428,7 @@ class Crew:
             pause = min(2 * pause, MAX_PAUSE)
         self._tell_owner()
 
-    def _try(self, node: Node) -> bool:
+    def _try(self, node: Node, *, joins: bool = False) -> bool:
         """Connect, and build the dataset there; returns whether it is known now if the node can be used."""
         try:
             session = node.session()
@@ -373,7 +450,11 @@ class Crew:
                 places = self._plan()
         else:
             with self._condition:
-                if not self._closed.is_set():
+                if joins and node not in self._joining:
+                    return True  # removed meanwhile
+                if joins:
+                    self._join(node)
+                elif not self._closed.is_set():
                     logger.warning("%s is there again", node.address)
                 self._reasons.pop(node, None)
                 self._roster.node_up(node)

@@ -6,6 +6,7 @@ import copy
 import itertools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -13,7 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from rpcdataloader.client.datasets import RemoteDataset, ship
-from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
+from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
+from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
@@ -135,6 +137,7 @@ class RPCDataloader(DataLoader[_T_co]):
         self._progress: tuple[PassSettings, Progress] | None = None  # of the last iterator
         self._saved: Mapping[str, Any] | None = None  # for the next one
         self._shipped: RemoteDataset | None = None
+        self._current: Callable[[], RemoteIterator | None] = _nobody  # the last iterator, while it is in use
         self.in_order = in_order
         self.workers = workers
         self.partition = partition
@@ -212,6 +215,53 @@ class RPCDataloader(DataLoader[_T_co]):
             )
         return False
 
+    def add_workers(self, workers: str | Iterable[str]) -> None:
+        """Let more node servers help this loader, from the middle of an epoch on if one is under way.
+
+        Each rank of a distributed job takes its share. Without effect on an iterable-style dataset's number of streams:
+        the new nodes help when others are lost.
+
+        Args:
+            workers: Addresses, as for the loader.
+
+        Raises:
+            ValueError: An address is malformed or in use already, or the loader has no named workers.
+            ConnectError: A node server cannot be reached.
+        """
+        where, more = self._named(), _named_workers(workers)
+        if twice := set(where.addresses) & set(more.addresses):
+            raise ValueError(f"this loader has {', '.join(map(str, twice))} already")
+        nodes = get_client().nodes(more)
+        for node in nodes:
+            node.num_workers()
+        self._where = Remote(where.addresses + more.addresses)
+        if (iterator := self._current()) is not None:
+            iterator.add_nodes(nodes)
+
+    def remove_workers(self, workers: str | Iterable[str]) -> None:
+        """Ask no more of some node servers; their workers answer what they have, and end.
+
+        Args:
+            workers: Addresses, as for the loader.
+
+        Raises:
+            ValueError: An address is malformed or not in use, none would be left, or the loader has no named workers.
+        """
+        where, fewer = self._named(), _named_workers(workers)
+        if unknown := [address for address in fewer.addresses if address not in where.addresses]:
+            raise ValueError(f"this loader does not have {', '.join(map(str, unknown))}; it has {where}")
+        left = tuple(address for address in where.addresses if address not in fewer.addresses)
+        if not left:
+            raise ValueError(f"without {fewer}, this loader would have no workers")
+        self._where = Remote(left)
+        if (iterator := self._current()) is not None:
+            iterator.remove_nodes(get_client().nodes(fewer))
+
+    def _named(self) -> Remote:
+        if not isinstance(self._where, Remote):
+            raise ValueError(f"the workers of this loader are not named one by one, but {self._where or 'its own'}")
+        return self._where
+
     @property
     def _is_iterable(self) -> bool:
         return isinstance(self.dataset, IterableDataset)
@@ -222,7 +272,7 @@ class RPCDataloader(DataLoader[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process alone; a copy begins without.
-        return {**self.__dict__, "_pass": None, "_shipped": None, "_progress": None}
+        return {**self.__dict__, "_pass": None, "_shipped": None, "_progress": None, "_current": _nobody}
 
     def _settings(self) -> PassSettings:
         return PassSettings(
@@ -271,7 +321,9 @@ class RPCDataloader(DataLoader[_T_co]):
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
             placement = Placement(tuple(homes), placement.others)
         prepare(dataset, placement.homes, wait=False)
-        return RemoteIterator(settings, dataset, placement, saved, self._reported_length)
+        iterator = RemoteIterator(settings, dataset, placement, saved, self._reported_length)
+        self._current = weakref.ref(iterator)
+        return iterator
 
 
 def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: int) -> Where | None:
@@ -308,6 +360,17 @@ def _exceptions(types: type[BaseException] | Iterable[type[BaseException]]) -> t
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise TypeError(f"retry_on must be exception classes, but one is {kind!r}")
     return kinds
+
+
+def _named_workers(workers: str | Iterable[str]) -> Remote:
+    where = find_workers(workers)
+    if not isinstance(where, Remote):
+        raise ValueError(f"name node servers, host:port, and not {where}")
+    return where
+
+
+def _nobody() -> None:
+    """In place of a reference to an iterator that there is not."""
 
 
 def _partition(partition: tuple[int, int] | Literal["auto"] | None) -> Partition | None:

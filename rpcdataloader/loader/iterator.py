@@ -25,6 +25,7 @@ import torch.utils.data._utils.pin_memory
 
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.exchange import reference_of, result_of
+from rpcdataloader.client.node import Node
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCError, RPCTimeoutError
@@ -110,6 +111,14 @@ class RemoteIterator:
         """Whether :meth:`reset` is possible."""
         return self._run.is_usable
 
+    def add_nodes(self, nodes: Sequence[Node]) -> None:
+        """Let more nodes help from now on."""
+        self._run.crew.add(nodes)
+
+    def remove_nodes(self, nodes: Sequence[Node]) -> None:
+        """Ask no more of these nodes."""
+        self._run.crew.remove(nodes)
+
     def reset(self, reported_length: int | None = None) -> None:
         """Begin another epoch with the same workers."""
         self._reported_length = reported_length
@@ -141,7 +150,7 @@ class _Run:
         self._settings = settings
         self._dataset = dataset  # held for as long as there are workers
         self._client = get_client()
-        self._num_workers = len(placement.homes)
+        self._num_workers = self._wanted_workers = len(placement.homes)
         self._pid = os.getpid()
         pinned = pinned_allocator() if settings.pin_memory else None
         self._pins = pinned is not None
@@ -162,7 +171,7 @@ class _Run:
             self._wakes_at = -math.inf  # when the consumer, if it waits, looks again without being told
             self._error: BaseException | None = None
             self._closed = False
-            self._crew = Crew(
+            self.crew = Crew(
                 self,
                 dataset,
                 placement,
@@ -173,7 +182,7 @@ class _Run:
             )
             self._draw()
         try:
-            self._crew.start()
+            self.crew.start()
         except BaseException:
             self.close()
             raise
@@ -199,7 +208,7 @@ class _Run:
         }
         if settings.iterable:
             return StreamTable(num_streams=self._num_workers, turn=self.progress.turn, **options)
-        return Scheduler(num_workers=self._num_workers, hedging=True, **options)
+        return Scheduler(num_workers=self._wanted_workers, hedging=True, **options)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:
         """The persistent id of the dataset, also where a function of the user holds it, as a bound method does."""
@@ -251,9 +260,9 @@ class _Run:
             if deadline is not None and deadline <= now:
                 # torch's exception and text, which scripts may look for.
                 raise RuntimeError(f"DataLoader timed out after {self._settings.timeout} seconds")
-            without_workers = self._crew.time_left()
+            without_workers = self.crew.time_left()
             if without_workers is not None and without_workers <= 0:
-                self._error = _with_batch(self._crew.verdict(), self._interrupted)
+                self._error = _with_batch(self.crew.verdict(), self._interrupted)
                 continue
             times = [time for time in (due, deadline) if time is not None]
             if without_workers is not None:
@@ -340,7 +349,7 @@ class _Run:
         begun = begin_epoch(self._settings, self.progress.base_seed, self.progress.epoch + 1)
         with self._condition:
             # Requests of an epoch that was left in the middle; their answers are ignored.
-            for worker in self._crew:
+            for worker in self.crew:
                 worker.connection.cancel_all()
             self._results.clear()
             self._pass = begun
@@ -351,12 +360,12 @@ class _Run:
             args = self.progress.epoch, begun.order.first, begun.order.pipe_seed
             call = Call(remote.start_epoch, args, {}, ordered=True)
             starting = dumps(call.fields())
-            for worker in self._crew:
+            for worker in self.crew:
                 # Fails when the worker was lost in between, which is about to be reported.
                 with contextlib.suppress(RPCError):
                     worker.submit(starting.payload, starting.buffers, self.opened)
-            places = self._crew.begin_epoch()
-        self._crew.fill(places)
+            places = self.crew.begin_epoch()
+        self.crew.fill(places)
         self._draw()
 
     def close(self) -> None:
@@ -364,10 +373,10 @@ class _Run:
         with self._condition:
             self._closed = True
             self._results.clear()
-            workers = self._crew.close()
+            workers = self.crew.close()
         for worker in workers:
             worker.close()
-        self._crew.wake()
+        self.crew.wake()
 
     # --- the crew, with the condition
 
@@ -392,6 +401,11 @@ class _Run:
 
     def needs(self, worker_id: int) -> bool:
         return not (isinstance(self._table, StreamTable) and self._table.has_ended(worker_id))
+
+    def resized(self, num_workers: int) -> None:
+        self._wanted_workers = max(1, num_workers)
+        if isinstance(self._table, Scheduler):
+            self._table.resize(self._wanted_workers)
 
     def failed(self, error: BaseException) -> None:
         if self._error is None:
@@ -418,7 +432,8 @@ class _Run:
     def opening(self, worker_id: int) -> Opening:
         settings, begun = self._settings, self._pass
         stream = self._streams[worker_id] if self._streams else None
-        spec = loader_spec(settings, begun, worker_id, self._num_workers, stream)
+        # Of a worker that has joined later, the number may be a higher one.
+        spec = loader_spec(settings, begun, worker_id, max(self._num_workers, worker_id + 1), stream)
         call = Call(remote.open_loader, (self._dataset.ref, spec), {}, ordered=True)
         parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
         return Opening(dumps_named(call.fields(), parts, persistent_id=self._reference_of), begun)
@@ -466,7 +481,7 @@ class _Run:
                 self._stream_replied(self._table, worker, number, result, stream, size_bytes)
             elif not self._retried(self._table, worker, number, result):
                 cancelled = self._task_replied(self._table, worker, number, result, seconds, size_bytes)
-            self._crew.answered(worker)
+            self.crew.answered(worker)
             assignments = self._assign()
             # Waking the consumer for a batch that is not its turn costs two changes of thread.
             if self._table.has_deliverable or self._table.finished or self._table.wants_input or self._is_due_earlier():

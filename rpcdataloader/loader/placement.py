@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Local, Registered, Remote
@@ -25,10 +25,18 @@ class Placement:
         homes: The node of each worker; one that has several appears as often. Some may be away.
         others: More nodes, which help out while all of these are away; those that this rank should ask first come
             first.
+        partition: This process's place among those that share the nodes.
+        num_offered: Workers of all nodes together.
+        max_workers: Of this process, however many nodes there come to be; 0 for no limit.
+        register: Where nodes come and go; None if they are named.
     """
 
     homes: tuple[Node, ...]
     others: tuple[Node, ...] = ()
+    partition: Partition = field(default_factory=Partition)
+    num_offered: int = 0
+    max_workers: int = 0
+    register: Registered | None = None
 
 
 def place(where: Local | Remote | Registered, *, partition: Partition | None = None, num_workers: int = 0) -> Placement:
@@ -61,7 +69,14 @@ def place(where: Local | Remote | Registered, *, partition: Partition | None = N
     # Ranks that lose their nodes at the same time do not all ask the same one.
     first = partition.rank % len(nodes)
     others = [node for node in nodes[first:] + nodes[:first] if node not in {nodes[index] for index in share}]
-    return Placement(tuple(nodes[index] for index in share), tuple(others))
+    return Placement(
+        tuple(nodes[index] for index in share),
+        tuple(others),
+        partition,
+        sum(offered),
+        num_workers,
+        where if isinstance(where, Registered) else None,
+    )
 
 
 def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = True) -> None:

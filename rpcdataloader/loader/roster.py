@@ -3,7 +3,7 @@
 Every place has a home: the node that this rank's share gave it. A place is vacant while its worker is gone. It is
 filled at home again when home is there. While none of the homes is there, all places are filled on the other nodes,
 spread evenly, and given back later. For an iterable-style dataset a place is a stream, which cannot be missing: it is
-filled elsewhere as soon as its home is gone, and stays there.
+filled elsewhere as soon as its home is gone, and stays there. Nodes may be added and removed.
 
 Pure: events go in, decisions come out, and the caller holds one lock around every call.
 """
@@ -33,6 +33,9 @@ class Roster(Generic[N]):
         homes: The node of each place.
         others: More nodes, in the order in which they are tried when every home is gone.
         needs_all: No place can be missing (those of streams).
+
+    Attributes:
+        expects_more: Whether nodes may be added that nobody knows of yet.
     """
 
     def __init__(self, homes: Sequence[N], others: Sequence[N] = (), *, needs_all: bool = False) -> None:
@@ -43,6 +46,7 @@ class Roster(Generic[N]):
         self._trying: set[N] = set()
         self._failed: set[N] = set()  # of those that are being tried, those that did not answer in time
         self._hopeless: set[N] = set()
+        self.expects_more = False
 
     @property
     def homes(self) -> list[N]:
@@ -72,6 +76,27 @@ class Roster(Generic[N]):
         self._forget_trying(node)
         self._hopeless.add(node)
 
+    def add(self, node: N, num_places: int) -> None:
+        """A node is there for this pass, or is again after it was removed: it has the places that it had then.
+
+        Args:
+            num_places: Of a new node, whose home it is; 0 for one that helps others.
+        """
+        self._hopeless.discard(node)
+        if node not in self._nodes:
+            self._nodes.append(node)
+            self._places += [_Place(node) for _ in range(num_places)]
+        for place in self._places:
+            if place.home == node:
+                place.is_closed = False
+
+    def remove(self, node: N) -> None:
+        """A node is not for this pass any more: its places go, unless there are no others."""
+        self.node_hopeless(node)
+        if not self._needs_all and any(place.home != node for place in self._places if not place.is_closed):
+            for place in self._places:
+                place.is_closed = place.is_closed or place.home == node
+
     def to_try(self) -> list[N]:
         """Nodes to connect to from now on, until each is up or hopeless: homes, and others while all homes are gone."""
         homes = [place.home for place in self._places if not place.is_closed]
@@ -100,8 +125,13 @@ class Roster(Generic[N]):
 
     @property
     def is_hopeful(self) -> bool:
-        """Whether some node is being tried."""
-        return bool(self._trying)
+        """Whether some node is being tried, or may be added."""
+        return bool(self._trying) or self.expects_more
+
+    @property
+    def num_places(self) -> int:
+        """Workers that there should be."""
+        return sum(not place.is_closed for place in self._places)
 
     # Places
 
@@ -143,7 +173,7 @@ class Roster(Generic[N]):
     def reopen(self) -> None:
         """Another epoch begins: every place is needed again."""
         for place in self._places:
-            place.is_closed = False
+            place.is_closed = place.home in self._hopeless and self._has_other_homes
             place.refused_by.clear()
 
     @property
@@ -152,6 +182,10 @@ class Roster(Generic[N]):
         if self._needs_all:
             return any(place.node is None for place in self._places if not place.is_closed)
         return all(place.node is None for place in self._places)
+
+    @property
+    def _has_other_homes(self) -> bool:
+        return not self._needs_all and any(place.home not in self._hopeless for place in self._places)
 
     def _choose(self, place: _Place[N]) -> N | None:
         if place.home in self._up and place.home not in place.refused_by:

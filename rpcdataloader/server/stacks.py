@@ -27,8 +27,8 @@ STACK_TIMEOUT = 1.0
 # How often to see whether a worker has finished writing (in seconds); nothing says so by itself.
 STACK_LOOK_INTERVAL = 0.005
 
-# How often nothing must be under way, as far as the kernel says, before that is believed: between taking a signal off the
-# pending ones and blocking it for its handler, a thread looks as if it had never got one.
+# How often nothing must be under way, as far as the kernel says, before that is believed: between taking a signal off
+# the pending ones and blocking it for its handler, a thread looks as if it had never got one.
 QUIET_LOOKS = 2
 QUIET_LOOKS_WITHOUT_DUMP = 20
 

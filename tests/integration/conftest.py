@@ -67,3 +67,9 @@ def fifo(tmp_path: Path) -> str:
     path = str(tmp_path / "fifo")
     os.mkfifo(path)
     return path
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node servers that are not there are waited for only shortly."""
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.5")

@@ -582,11 +582,6 @@ def test_embedded_pool_is_shared_by_all_loaders(monkeypatch):
 # Nobody there
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.5")
-
-
 @pytest.mark.usefixtures("impatient")
 def test_server_that_does_not_answer_is_an_error_after_the_timeout(shared_server):
     with socket.socket() as unused:

@@ -251,7 +251,7 @@ def take(iterator, count):
 
 
 def wait_for_crew(iterator, num_workers):
-    crew = iterator._run._crew
+    crew = iterator._run.crew
     wait_until(lambda: len(crew._workers) == len(crew._ready) == num_workers, what=f"{num_workers} workers")
 
 
@@ -274,7 +274,7 @@ def test_rank_whose_nodes_are_gone_takes_workers_elsewhere_and_gives_them_back(s
     iterator = iter(RPCDataloader(dataset, partition=(0, 2)))
     assert take(iterator, 20) == ([*range(20)], {lost.pid})
     lost.signal(signal.SIGKILL)
-    wait_until(lambda: {worker.session.name for worker in iterator._run._crew._workers} == {other.address})
+    wait_until(lambda: {worker.session.name for worker in iterator._run.crew._workers} == {other.address})
     indices, _pids = take(iterator, 20)
     assert indices == [*range(20, 40)]
     assert take(iterator, 20) == ([*range(40, 60)], {other.pid})
