@@ -52,6 +52,7 @@ NOT_RUN = {
     "security.md": [
         "$ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 \\",
         '$ openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=rpcdataloader" \\',
+        "$ grep event=refused log",
     ],
     "performance.md": ["$ python -m tests.benchmark --quick"],
 }
