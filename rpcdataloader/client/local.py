@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials
+
+logger = logging.getLogger("rpcdataloader.client")
 
 # Where this package was imported from comes last, so that it shadows nothing, and is needed when it is not installed.
 # The current folder goes, for the same reason: sessions add it, if the trainer has it.
@@ -47,6 +51,27 @@ class LocalServer:
         self.credentials = Credentials(secrets.token_urlsafe(32).encode(), "the embedded pool")
         self._folder = tempfile.mkdtemp(prefix="rpcdataloader-")
         self.address = Address(path=os.path.join(self._folder, "socket"))
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._start()
+
+    def ensure_running(self) -> None:
+        """Start it again, at the same address, if it has ended; does nothing after :meth:`stop`.
+
+        Raises:
+            ConnectError: It did not start.
+        """
+        with self._lock:
+            if not self._stopped and self._process.poll() is not None:
+                logger.warning(
+                    "the embedded pool has ended (exit status %d), and is started again", self._process.returncode
+                )
+                self._close_pipes()
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.address.path)
+                self._start()
+
+    def _start(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, _PACKAGE_FOLDER],
             stdin=subprocess.PIPE,
@@ -62,15 +87,20 @@ class LocalServer:
         try:
             line = self._process.stdout.readline()
         except BaseException:  # Ctrl-C, while it imports torch
-            self.stop()
+            self._end()
             raise
         if not line:
             status = self._process.wait()
-            self.stop()
+            self._end()
             raise ConnectError(f"the embedded pool did not start (exit status {status}); see its messages above")
 
     def stop(self) -> None:
         """End it, and everything it runs; idempotent."""
+        with self._lock:
+            self._stopped = True
+            self._end()
+
+    def _end(self) -> None:
         self._close_pipes()
         try:
             self._process.wait(STOP_TIMEOUT)
@@ -81,6 +111,8 @@ class LocalServer:
 
     def forget_in_child(self) -> None:
         """After a fork, in the child: do not keep the server alive when the parent dies."""
+        self._lock = threading.Lock()
+        self._stopped = True
         self._close_pipes()
         # It is not ours: nothing to wait for, nothing to warn of.
         self._process.returncode = 0

@@ -7,6 +7,7 @@ What the node offered is remembered, so that shares of workers stay what they we
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from rpcdataloader.client.connection import Connection
 from rpcdataloader.client.exchange import ClientSettings
@@ -20,10 +21,16 @@ class Node:
     """A node server at an address, with the session that this client has there now.
 
     Thread-safe.
+
+    Args:
+        ensure_running: Called before a session is begun; starts the server again if it is this process's own.
     """
 
-    def __init__(self, address: Address, settings: ClientSettings) -> None:
+    def __init__(
+        self, address: Address, settings: ClientSettings, ensure_running: Callable[[], None] = lambda: None
+    ) -> None:
         self.address = address
+        self._ensure_running = ensure_running
         self._settings = settings
         self._lock = threading.Lock()
         # Guarded by the lock. The last session is the current one; those before it still drain.
@@ -38,6 +45,7 @@ class Node:
 
     def _current_session(self) -> Session:
         if not self._sessions or not self._sessions[-1].is_usable:
+            self._ensure_running()
             self._sessions = [session for session in self._sessions if not session.is_over]
             self._sessions.append(Session(self.address, self._settings))
             self._sessions[-1].start()

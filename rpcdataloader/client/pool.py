@@ -85,7 +85,10 @@ class Client:
         with self._lock:
             if address not in self._nodes:
                 settings = dataclasses.replace(self._settings, waits_for_servers=not is_registered)
-                self._nodes[address] = Node(address, settings)
+                local = self._local if self._local is not None and address == self._local.address else None
+                self._nodes[address] = (
+                    Node(address, settings, local.ensure_running) if local else Node(address, settings)
+                )
             return self._nodes[address]
 
     def start_thread(self, name: str, function: Callable[[], None], stop: threading.Event) -> None:

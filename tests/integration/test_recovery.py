@@ -455,3 +455,14 @@ def test_worker_that_is_lost_before_its_first_request_is_done_without(shared_ser
     loader = RPCDataloader(datasets.Numbers(), workers=shared_server.address)
     monkeypatch.setattr(RemoteDataset, "open_worker", lose_the_first)
     assert [int(number) for number in loader] == list(range(20))
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_embedded_pool_that_is_killed_is_started_again(caplog):
+    iterator = iter(RPCDataloader(Hosted(100), workers="local:2"))
+    indices, (server,) = take(iterator, 20)
+    os.kill(server, signal.SIGKILL)
+    wait_until(lambda: not is_running(server))
+    indices += take(iterator, 100)[0]
+    assert indices == [*range(100)]
+    assert "the embedded pool has ended (exit status -9), and is started again" in caplog.text
