@@ -124,6 +124,7 @@ class Crew:
         self._last_error: BaseException | None = None  # how the last worker ended
         self._sent_away: set[Worker] = set()
         self._joining: set[Node] = set()  # looked at, as it is not known yet what they offer
+        self._num_wanted = len(placement.homes)
         self._num_offered = placement.num_offered  # by all nodes, those that have joined included
         self._watch: Watch | None = None
         self._closed = threading.Event()
@@ -172,7 +173,11 @@ class Crew:
     def begin_epoch(self) -> list[tuple[int, Node]]:
         """Every place is needed again, and workers that are ready join anew; returns the places to :meth:`fill`."""
         self._roster.reopen()
-        for worker in self._ready - self._draining:
+        # Who leaves has no part in this one.
+        self._ready -= self._draining
+        for worker in self._sent_away:
+            self._close_idle(worker)
+        for worker in self._ready:
             self._owner.joined(worker, self._workers[worker][0])
         return self._plan()
 
@@ -189,7 +194,9 @@ class Crew:
     def verdict(self) -> BaseException:
         """Why it is no use to wait."""
         if not self._roster.is_hopeful:
-            return self._last_error or next(iter(self._reasons.values()))
+            # What a constructor has raised says more than how the last worker ended.
+            raised = [reason for reason in self._reasons.values() if not isinstance(reason, RPCError)]
+            return next(iter(raised), None) or self._last_error or ConnectionLostError("no worker is left")
         told = "; ".join(f"{node.address}: {reason}" for node, reason in self._reasons.items())
         return ConnectionLostError(
             f"no worker is left, and none came back within {self._reconnect_timeout:g} s (reconnect_timeout): {told}"
@@ -205,7 +212,7 @@ class Crew:
 
     def wake(self) -> None:
         """After :meth:`close`, without the condition: end the waits of threads that look for nodes."""
-        for node in self._nodes:
+        for node in (*self._nodes, *self._joining):
             node.wake()
 
     # Receiver threads
@@ -290,7 +297,7 @@ class Crew:
         if self._roster.is_home_up(worker_id):
             logger.warning("%s; another worker starts there", error)
         else:
-            logger.warning("going on with %d of %d workers: %s", len(self._workers), self._roster.num_places, error)
+            logger.warning("going on with %d of %d workers: %s", len(self._workers), self._num_wanted, error)
 
     def _plan(self) -> list[tuple[int, Node]]:
         """Look for the nodes that are worth it, and return the places to fill; with the condition.
@@ -304,6 +311,10 @@ class Crew:
             self._client.start_thread(f"rpcdl-seek {node.address}", seek, self._closed)
         return self._roster.to_open()
 
+    def _resize(self) -> None:
+        self._num_wanted = self._roster.num_places
+        self._owner.resized(self._num_wanted)
+
     # Any thread, without the condition
 
     def add(self, nodes: Iterable[Node]) -> None:
@@ -316,7 +327,7 @@ class Crew:
                     self._joining.add(node)
                     join = functools.partial(self._bring_in, node)
                     self._client.start_thread(f"rpcdl-join {node.address}", join, self._closed)
-            self._owner.resized(self._roster.num_places)
+            self._resize()
             places = self._plan()
         self.fill(places)
         self._tell_owner()
@@ -331,7 +342,7 @@ class Crew:
             for worker, (_worker_id, node) in list(self._workers.items()):
                 if node in gone:
                     self._send_away(worker)
-            self._owner.resized(self._roster.num_places)
+            self._resize()
             places = self._plan()
         self.fill(places)
         self._tell_owner()
@@ -414,7 +425,7 @@ class Crew:
         if self._placement.max_workers:
             share = min(share, max(0, self._placement.max_workers - self._roster.num_places))
         self._roster.add(node, 0 if self._needs_all else share)
-        self._owner.resized(self._roster.num_places)
+        self._resize()
         logger.info("%s joins with %d workers", node.address, share)
 
     def _bring_back(self, node: Node) -> None:
