@@ -217,6 +217,13 @@ class Crew:
 
     # Receiver threads
 
+    def opened(self, worker: Worker, reply: Message | RPCError) -> None:
+        """A worker has answered the first request of an epoch."""
+        with contextlib.suppress(ReferenceError):  # closed meanwhile, and gone
+            self._owner.opened(reply)
+        with self._condition:
+            self._close_idle(worker)
+
     def worker_ready(self, worker: Worker) -> None:
         with self._condition:
             if worker not in self._workers or self._closed.is_set():
@@ -395,7 +402,8 @@ class Crew:
         self._workers[worker] = worker_id, node
         # Fails when it is lost already, which is about to be reported.
         with contextlib.suppress(RPCError):
-            worker.submit(opening.request.payload, opening.request.buffers, self._owner.opened)
+            complete = functools.partial(self.opened, worker)
+            worker.submit(opening.request.payload, opening.request.buffers, complete)
         return True
 
     def _is_alone(self) -> bool:

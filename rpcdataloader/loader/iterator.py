@@ -363,7 +363,8 @@ class _Run:
             for worker in self.crew:
                 # Fails when the worker was lost in between, which is about to be reported.
                 with contextlib.suppress(RPCError):
-                    worker.submit(starting.payload, starting.buffers, self.opened)
+                    complete = functools.partial(self.crew.opened, worker)
+                    worker.submit(starting.payload, starting.buffers, complete)
             places = self.crew.begin_epoch()
         self.crew.fill(places)
         self._draw()
