@@ -174,15 +174,15 @@ def test_file_of_a_server_that_was_killed_holds_nobody_up(register, where, caplo
 
 def test_server_takes_the_place_of_one_that_was_killed(register, where):
     dead, old = register()
-    loader = RPCDataloader(RPCDataset(where, Servers))
-    assert servers_of(loader) == {dead.pid}
+    dataset = RPCDataset(where, Servers)
+    assert servers_of(RPCDataloader(dataset)) == {dead.pid}
     kill(dead)
     # Which of them depends on whether the client has noticed by then.
     with pytest.raises((ConnectError, ConnectionLostError), match=dead.address):
-        servers_of(loader)
+        servers_of(RPCDataloader(dataset, reconnect_timeout=0))
     server, new = register("--port", dead.address.rpartition(":")[2])
     assert old != new
-    assert servers_of(loader) == {server.pid}
+    assert servers_of(RPCDataloader(dataset)) == {server.pid}
 
 
 def test_server_with_another_secret_is_left_out(register, where, tmp_path, caplog):
