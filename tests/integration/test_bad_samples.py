@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import re
 import warnings
@@ -15,6 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from rpcdataloader import RPCDataloader
 from rpcdataloader.errors import BadSamplesError, RemoteTraceback
 from rpcdataloader.loader import iterator as iterator_module
+from rpcdataloader.loader import pace
 from tests.integration.datasets import Augmented, note, notes
 
 BAD = (1, 6, 7, 8, 14)
@@ -271,6 +273,33 @@ def test_exceptions_of_the_collate_function_are_not_tried_for_ever(server):
 
 def refuse(_samples):
     raise Lost
+
+
+class Twice(Bad):
+    """The first two to load sample 12 meet, and fail; so do all others."""
+
+    def __init__(self, log, fifo):
+        super().__init__()
+        self.log = log
+        self.fifo = fifo
+
+    def __getitem__(self, index):
+        if index == 12:
+            note(self.log, index)
+            attempt = len(notes(self.log))
+            if attempt <= 2:
+                os.close(os.open(self.fifo, os.O_RDONLY if attempt == 1 else os.O_WRONLY))
+            raise Lost(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.usefixtures("short_pauses")
+def test_a_second_copy_of_a_batch_is_not_its_last_try(server, tmp_path, fifo, monkeypatch):
+    monkeypatch.setattr(pace, "_LATE_SECONDS", 0.05)
+    log = str(tmp_path / "log")
+    loader = make(Twice(log, fifo), server.address, batch_size=1, retry_on=Lost, max_retries=1)
+    assert [int(batch["index"]) for batch in loader] == [index for index in range(20) if index != 12]
+    assert len(notes(log)) == 3
 
 
 def test_without_tries_all_is_skipped_at_once(tmp_path):
