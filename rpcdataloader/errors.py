@@ -11,6 +11,7 @@
     ├── ConnectionLostError      peer or worker died with requests in flight
     ├── RPCTimeoutError          also a TimeoutError; names the operation and the limit
     ├── SerializationError       something cannot be pickled or rebuilt; names the type
+    ├── BadSamplesError          more samples were skipped than the loader allows
     └── RemoteError              a task raised something that cannot be rebuilt here
 
 An exception raised by user code on a worker is raised again with its own type; its ``__cause__`` is a
@@ -54,6 +55,10 @@ class RPCTimeoutError(RPCError, TimeoutError):
 
 class SerializationError(RPCError):
     """An object cannot be pickled, or cannot be rebuilt on the other side."""
+
+
+class BadSamplesError(RPCError):
+    """In one pass, more samples were skipped than ``max_skipped`` of the loader; the cause is the last exception."""
 
 
 class RemoteError(RPCError):

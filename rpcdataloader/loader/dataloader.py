@@ -55,6 +55,12 @@ class RPCDataloader(DataLoader[_T_co]):
         retry_on: Exceptions of the dataset that may pass, such as ``OSError``: up to ``max_retries`` times, the batch
             is tried again after a pause, on another node if there is one, with the same random numbers. Not for
             iterable-style datasets, which cannot be asked again.
+        on_error: ``"skip"`` leaves out of its batch a sample whose dataset raises an exception, after ``retry_on``; a
+            batch of which nothing is left is not delivered. ``__getitems__`` is asked for a batch at once, so that is
+            left out as a whole. A warning tells which samples are missing. ``"raise"`` raises the exception in place of
+            the batch, as torch does.
+        max_skipped: More skipped samples than this in one pass are a
+            :class:`~rpcdataloader.errors.BadSamplesError`.
 
     Random numbers: before each sample, the global generators of python, numpy and torch are seeded from the
     position of the sample in the epoch, so batches do not depend on the number of workers. The seed of the epoch is
@@ -95,6 +101,8 @@ class RPCDataloader(DataLoader[_T_co]):
         reconnect_timeout: float = 300.0,
         task_timeout: float | None = None,
         retry_on: type[BaseException] | Iterable[type[BaseException]] = (),
+        on_error: Literal["raise", "skip"] = "raise",
+        max_skipped: int = 100,
     ) -> None:
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
@@ -111,6 +119,12 @@ class RPCDataloader(DataLoader[_T_co]):
             raise ValueError("retry_on is for map-style datasets: a stream that has raised cannot be asked again")
         if where is None and (task_timeout is not None or _exceptions(retry_on)):
             raise ValueError("task_timeout and retry_on need workers: give workers or num_workers")
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error must be 'raise' or 'skip', but is {on_error!r}")
+        if max_skipped < 0:
+            raise ValueError(f"max_skipped must be 0 or more, but is {max_skipped}")
+        if where is None and on_error == "skip":
+            raise ValueError("on_error='skip' needs workers: give workers or num_workers")
         # torch refuses these three without workers of its own; those that we have are not its business.
         own = where is not None
         super().__init__(
@@ -146,6 +160,8 @@ class RPCDataloader(DataLoader[_T_co]):
         self.reconnect_timeout = reconnect_timeout
         self.task_timeout = task_timeout
         self.retry_on = retry_on
+        self.on_error = on_error
+        self.max_skipped = max_skipped
         if own:
             self.num_workers = num_workers or 1  # torch refuses a context without workers, and these are some
             self.multiprocessing_context = multiprocessing_context
@@ -175,6 +191,11 @@ class RPCDataloader(DataLoader[_T_co]):
         self._saved = None
         self._progress = settings, iterator.progress
         return iterator
+
+    @property
+    def num_skipped(self) -> int:
+        """How many samples were skipped (``on_error="skip"``) in what was delivered of the current or the last pass."""
+        return self._progress[1].num_skipped if self._progress is not None else 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last iterator of this loader is, for :meth:`load_state_dict`; that of torchdata's loaders.
@@ -294,6 +315,8 @@ class RPCDataloader(DataLoader[_T_co]):
             reconnect_timeout=self.reconnect_timeout,
             task_timeout=self.task_timeout,
             retry_on=_exceptions(self.retry_on),
+            skips=self.on_error == "skip",
+            max_skipped=self.max_skipped,
             partition=current_partition() if self.partition == "auto" else self._partition or current_partition(),
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rpcdataloader.loader.bad_samples import Reduced, account
 from rpcdataloader.loader.iterator import pin
 from rpcdataloader.loader.passes import (
     PassSettings,
@@ -59,6 +60,15 @@ class InlineIterator:
         return self
 
     def __next__(self) -> Any:
+        while type(batch := self._load_next()) is Reduced:
+            account(batch, self.progress, self._settings.max_skipped)
+            if not batch.is_empty:
+                batch = batch.batch
+                break
+        warn_if_longer(self.progress.num_yielded, self._reported_length, self._name)
+        return pin(batch) if self._pins else batch
+
+    def _load_next(self) -> Any:
         source = self._pass.source
         try:
             indices, position, number = next(source)
@@ -67,7 +77,7 @@ class InlineIterator:
             raise
         stream: StreamState | None = None
         try:
-            _seconds, batch = self._loader.load(indices, position, number)
+            _seconds, batch = self._loader.load(indices, position, number, last_try=True)
             if self._settings.iterable:
                 batch, stream = batch
         except Exception:
@@ -78,8 +88,7 @@ class InlineIterator:
             self.progress.finished = True
             raise StopIteration
         self._delivered(indices, number, stream)
-        warn_if_longer(self.progress.num_yielded, self._reported_length, self._name)
-        return pin(batch) if self._pins else batch
+        return batch
 
     def _delivered(self, indices: Any, number: int, stream: StreamState | None) -> None:
         if self._settings.iterable:

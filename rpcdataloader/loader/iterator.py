@@ -30,6 +30,7 @@ from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCError, RPCTimeoutError
 from rpcdataloader.loader import remote
+from rpcdataloader.loader.bad_samples import Reduced, account
 from rpcdataloader.loader.crew import Crew, Opening
 from rpcdataloader.loader.passes import (
     Pass,
@@ -79,6 +80,7 @@ class RemoteIterator:
         self._name = dataset.name
         self._reported_length = reported_length
         self._sampler = settings.sampler
+        self._max_skipped = settings.max_skipped
         weakref.finalize(self, get_client().janitor.leave, self._run.close).atexit = False
 
     def __iter__(self) -> RemoteIterator:
@@ -92,8 +94,13 @@ class RemoteIterator:
             RuntimeError: No batch within the loader's timeout.
             ConnectionLostError: No worker is left and none came back in time, or a batch has ended too many of them.
             Exception: What the dataset, the collate function or the init function raised on a worker.
+            BadSamplesError: More samples were skipped than the loader allows.
         """
-        batch = self._run.next()
+        while type(batch := self._run.next()) is Reduced:
+            account(batch, self.progress, self._max_skipped)
+            if not batch.is_empty:
+                batch = batch.batch
+                break
         if self._reported_length is not None:
             warn_if_longer(self.progress.num_yielded, self._reported_length, self._name)
         return batch
@@ -335,8 +342,10 @@ class _Run:
                 with self._condition:
                     self._table.end_of_input()
             return None
-        request = load_request(indices, position, number)
-        return Task(indices, number, source.num_samples(indices), source.sampler_state, request)
+        request = last_request = load_request(indices, position, number)
+        if self._settings.skips and self._settings.retry_on:
+            last_request = load_request(indices, position, number, last_try=True)
+        return Task(indices, number, source.num_samples(indices), source.sampler_state, request, last_request)
 
     @property
     def is_usable(self) -> bool:
@@ -467,6 +476,8 @@ class _Run:
             seconds = sum(timings)
             if self._settings.iterable:
                 result, stream = result
+            if type(result) is Reduced:
+                result.where = worker.name
             if self._pins:
                 # What came in band, and batch types with a pin_memory method of their own. What is pinned stays.
                 result = pin(result)
@@ -477,10 +488,10 @@ class _Run:
         with self._condition:
             if begun is not self._pass or self._closed:
                 return
-            self._sent.pop((worker, number), None)
+            sent = self._sent.pop((worker, number), None)
             if isinstance(self._table, StreamTable):
                 self._stream_replied(self._table, worker, number, result, stream, size_bytes)
-            elif not self._retried(self._table, worker, number, result):
+            elif not self._retried(self._table, sent, result):
                 cancelled = self._task_replied(self._table, worker, number, result, seconds, size_bytes)
             self.crew.answered(worker)
             assignments = self._assign()
@@ -498,16 +509,19 @@ class _Run:
         due = self._table.due(time.monotonic())
         return due is not None and due < self._wakes_at
 
-    def _retried(self, table: Scheduler[Worker], worker: Worker, number: int, result: Any) -> bool:
+    def _retried(self, table: Scheduler[Worker], sent: _Sent | None, result: Any) -> bool:
         """Whether the answer is an exception that may pass, so that the task is tried again."""
-        if not isinstance(result, _Failure) or not isinstance(result.error, self._settings.retry_on):
+        if not isinstance(result, _Failure) or not isinstance(result.error, self._settings.retry_on) or sent is None:
             return False
-        if self._failures[number] >= self._settings.max_retries:
+        worker, number, task = sent.worker, sent.number, sent.task
+        # A copy that was sent before the last try began is none.
+        if self._failures[number] >= self._settings.max_retries and sent.request is task.last_request:
             return False
         delay = min(RETRY_PAUSE * 2 ** self._failures[number], MAX_RETRY_PAUSE)
         if table.retry(worker, number, delay=delay, now=time.monotonic()):
             self._failures[number] += 1
-            task = self._table.payload(number)
+            if self._failures[number] >= self._settings.max_retries:
+                task.request = task.last_request
             logger.warning(
                 "%s is tried again in %g s: %s: %s", describe(task), delay, type(result.error).__name__, result.error
             )
@@ -563,7 +577,8 @@ class _Run:
         now = time.monotonic()
         while (assigned := self._table.assign(now)) is not None:
             worker, number = assigned
-            sent = _Sent(worker, self._pass, number, self._table.payload(number))
+            task = self._table.payload(number)
+            sent = _Sent(worker, self._pass, number, task, task.request)
             self._sent[assigned] = sent
             assignments.append(sent)
         return assignments
@@ -573,7 +588,7 @@ class _Run:
         for sent in assignments:
             complete = functools.partial(self._replied, sent.worker, sent.begun, sent.number)
             try:
-                sent.request_id = sent.worker.submit(sent.task.request, [], complete, self._allocator, cancellable=True)
+                sent.request_id = sent.worker.submit(sent.request, [], complete, self._allocator, cancellable=True)
             except RPCError:
                 # The worker was lost in between, which is about to be reported, and will put the task back.
                 continue
@@ -584,6 +599,7 @@ class _Sent:
     """A copy of a task that was sent to a worker.
 
     Attributes:
+        request: That of the task, as it was then.
         request_id: Of its connection; 0 while it is being sent.
     """
 
@@ -591,6 +607,7 @@ class _Sent:
     begun: Pass
     number: int
     task: Task
+    request: bytes
     request_id: int = 0
 
 

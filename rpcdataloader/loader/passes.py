@@ -46,6 +46,8 @@ class PassSettings:
         reconnect_timeout: Seconds to wait for a worker when none is left.
         task_timeout: Seconds that a worker may take for a batch; None for any time.
         retry_on: Exceptions of the dataset after which a batch is tried again.
+        skips: Samples whose dataset raises an exception are left out.
+        max_skipped: More of them in a pass are an error.
         partition: This process among the trainers, for the seeds.
     """
 
@@ -67,6 +69,8 @@ class PassSettings:
     reconnect_timeout: float = 300.0
     task_timeout: float | None = None
     retry_on: tuple[type[BaseException], ...] = ()
+    skips: bool = False
+    max_skipped: int = 100
     partition: Partition = field(default_factory=current_partition)
 
 
@@ -88,7 +92,8 @@ class Progress:
             after them (``in_order=False``).
         streams: Of an iterable-style dataset, each after the last batch of it that was delivered.
         turn: The stream whose batch comes next.
-        num_yielded: Batches delivered in this process.
+        num_yielded: Batches delivered in this process, without empty ones.
+        num_skipped: Samples that were missing in what was delivered.
         finished: Everything was delivered.
         start: What the pass began with: states of the generators, and of a :class:`ResumableDistributedSampler`.
         sampler: The last state of a sampler that has one, and how many batches and samples it had given then.
@@ -102,6 +107,7 @@ class Progress:
     streams: list[StreamState] = field(default_factory=list)
     turn: int = 0
     num_yielded: int = 0
+    num_skipped: int = 0
     finished: bool = False
     start: dict[str, Any] = field(default_factory=dict)
     sampler: dict[str, Any] | None = None
@@ -126,6 +132,11 @@ class Progress:
         if state is not None:
             self.streams[stream] = state
         self.turn = stream + 1
+
+    def reduced(self, num_skipped: int, *, is_empty: bool) -> None:
+        """The batch that was delivered last lacked some samples; an empty one the consumer does not get."""
+        self.num_skipped += num_skipped
+        self.num_yielded -= is_empty
 
 
 def _samplers(settings: PassSettings) -> tuple[Any, ...]:
@@ -286,6 +297,8 @@ def loader_spec(
         first_place=begun.order.first,
         pipe_seed=begun.order.pipe_seed,
         stream=stream,
+        skips=settings.skips,
+        retry_on=settings.retry_on if settings.skips else (),
     )
 
 
@@ -315,6 +328,7 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         "ahead": {str(number): num_samples for number, (num_samples, _state) in progress.ahead.items()},
         "streams": [list(stream) for stream in progress.streams],
         "turn": progress.turn,
+        "num_skipped": progress.num_skipped,
         "finished": progress.finished,
         "generators": [_to_hex(generator.get_state()) for generator in _own_generators(settings)],
         "start": start,
@@ -432,6 +446,7 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
         ahead={int(number): (num_samples, None) for number, num_samples in saved["ahead"].items()},
         streams=[StreamState(*stream) for stream in saved["streams"]],
         turn=saved["turn"],
+        num_skipped=saved.get("num_skipped", 0),
         start=start,
         sampler=saved["sampler"],
     )

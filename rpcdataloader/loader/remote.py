@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -20,8 +20,9 @@ from torch.utils.data import IterDataPipe, MapDataPipe, default_collate, default
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.errors import LocalProtocolError, RPCError
 from rpcdataloader.loader import seeding
+from rpcdataloader.loader.bad_samples import Reduced
 from rpcdataloader.loader.collate import TensorCollator
 from rpcdataloader.loader.gathering import find_stacks
 from rpcdataloader.wire.slabs import Allocator, PageablePool
@@ -71,6 +72,8 @@ class LoaderSpec:
         first_place: Place in the epoch, over all ranks, of the first sample, where the sampler began later.
         pipe_seed: Of an IterDataPipe in this pass, the same on all workers.
         stream: Where an iterable-style dataset goes on; None for its beginning.
+        skips: Samples whose dataset raises an exception are left out.
+        retry_on: But not for these, except in the last try.
     """
 
     collate_fn: Callable[[Any], Any] | None
@@ -87,6 +90,8 @@ class LoaderSpec:
     first_place: int = 0
     pipe_seed: int | None = None
     stream: StreamState | None = None
+    skips: bool = False
+    retry_on: tuple[type[BaseException], ...] = ()
 
 
 # How long a worker was at work on a batch: seconds to fetch, and to collate. A plain tuple: a class costs a microsecond
@@ -125,6 +130,8 @@ class BatchLoader:
         default = default_collate if spec.auto_collation else default_convert
         self._collate: Callable[[Any], Any] = default if spec.collate_fn is None else spec.collate_fn
         self._collate_tensors = TensorCollator(allocator)
+        self._reduced: Reduced | None = None  # what is missing in the batch that is being loaded
+        self._last_try = False
         self._worker_info: Any = None
         self._initial_seed: int | None = None  # of torch's generator, if the user's init function has chosen one
         if not spec.num_workers:
@@ -145,24 +152,30 @@ class BatchLoader:
         """Begin another pass: from now on, random numbers are those of ``epoch``."""
         self._spec = replace(self._spec, epoch=epoch, first_place=first_place, pipe_seed=pipe_seed, stream=None)
 
-    def load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
+    def load(self, indices: Any, position: int, batch_number: int, last_try: bool = False) -> tuple[BatchMetrics, Any]:
         """Load one batch.
 
         Args:
             indices: A list of indices or, without automatic collation, one index.
             position: Place of the first sample in this epoch of this rank's loader, from 0.
             batch_number: Of this rank's loader in this epoch, from 0.
+            last_try: Also skip what is to be tried again otherwise.
+
+        Returns:
+            Timings, and the batch; or, if samples are skipped, a :class:`Reduced` in its place.
 
         Raises:
             Exception: Whatever the dataset or the collate function raise.
         """
+        self._reduced, self._last_try = None, last_try
         return self._at_work(self._load, indices, position, batch_number)
 
     def _load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
         start = time.perf_counter()
         samples = self._fetch(indices, position)
         fetched = time.perf_counter()
-        batch = self._collate_seeded(samples, batch_number)
+        collate = self._collate_seeded if self._reduced is None else self._collate_rest
+        batch = collate(samples, batch_number)
         return (fetched - start, time.perf_counter() - fetched), batch
 
     def _at_work(self, load: Callable[..., tuple[BatchMetrics, Any]], *args: Any) -> tuple[BatchMetrics, Any]:
@@ -189,6 +202,15 @@ class BatchLoader:
             return self._collate_for_sending(samples)
         return self._collate(samples)
 
+    def _collate_rest(self, samples: list[Any], batch_number: int) -> Any:
+        """Collate a batch without the samples that are skipped."""
+        # Not kept until the next batch: it refers to this one, and to the frames of the exceptions.
+        reduced, self._reduced = self._reduced, None
+        assert reduced is not None
+        if samples:
+            reduced.hold(self._collate_seeded(samples, batch_number))
+        return reduced
+
     def _collate_for_sending(self, samples: list[Any]) -> Any:
         self._collate_tensors.stacks = find_stacks(samples)
         try:
@@ -198,20 +220,42 @@ class BatchLoader:
 
     def _fetch(self, indices: Any, position: int) -> Any:
         dataset = self._dataset
-        if not self._spec.auto_collation:
-            self._begin_sample(position)
-            return dataset[indices]
+        single = not self._spec.auto_collation
         # Asked the way torch asks.
-        if hasattr(dataset, "__getitems__") and dataset.__getitems__:
+        if single or (hasattr(dataset, "__getitems__") and dataset.__getitems__):
             self._begin_sample(position)
-            samples = dataset.__getitems__(indices)
+            try:
+                samples = dataset[indices] if single else dataset.__getitems__(indices)
+            except Exception as error:
+                # That was one question, so nothing is left.
+                if not self._skip([indices] if single else indices, error):
+                    raise
+                return []
             # Of our own, as the dataset may keep the one that it returns.
-            return samples.copy() if type(samples) is list else samples
+            return samples.copy() if type(samples) is list and not single else samples
         samples = []
         for place, index in enumerate(indices, position):
             self._begin_sample(place)
-            samples.append(dataset[index])
+            try:
+                samples.append(dataset[index])
+            except Exception as error:
+                if not self._skip([index], error):
+                    raise
         return samples
+
+    def _skip(self, indices: Sequence[Any], error: Exception) -> bool:
+        """Whether samples are left out because of an exception; if so, they are from now on."""
+        spec = self._spec
+        if not spec.skips or isinstance(error, RPCError) or (not self._last_try and isinstance(error, spec.retry_on)):
+            return False
+        self._begin_reduced().leave_out(indices, error)
+        return True
+
+    def _begin_reduced(self) -> Reduced:
+        """What is missing in the batch that is being loaded, which is something."""
+        if self._reduced is None:
+            self._reduced = Reduced(self._spec.worker_id if self._spec.iterable else None)
+        return self._reduced
 
     def _begin_collate(self, batch_number: int) -> None:
         spec = self._spec
@@ -251,55 +295,85 @@ class StreamLoader(BatchLoader):
         self._ended = self._spec.stream is not None and self._spec.stream.ended
         self._num_samples = 0
         self._num_batches = 0
+        self._failed_at = -1  # how many samples there were after the last one that was skipped
 
     def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
         """Begin another pass, from the beginning of the dataset."""
         super().start_epoch(epoch, first_place, pipe_seed)
         self._begin()
 
-    def load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:  # noqa: ARG002
+    def load(
+        self,
+        indices: Any,
+        position: int,  # noqa: ARG002
+        batch_number: int,  # noqa: ARG002
+        last_try: bool = False,
+    ) -> tuple[BatchMetrics, Any]:
         """Load the next batch.
 
         Args:
             indices: A list as long as the batch or, without automatic collation, anything.
             position: Without meaning, as is ``batch_number``: the stream itself knows where it is.
             batch_number: See there.
+            last_try: Without meaning, too: nothing is tried again.
 
         Returns:
-            Timings, and the batch with the :class:`StreamState` after it, or None in its place at the end.
+            Timings, and the batch with the :class:`StreamState` after it, or None in its place at the end. With samples
+            that are skipped, or where the stream has ended after one, a :class:`Reduced` in place of the batch.
 
         Raises:
             Exception: Whatever the dataset or the collate function raise.
         """
+        self._reduced, self._last_try = None, last_try
         return self._at_work(self._load_next, indices)
 
     def _load_next(self, indices: Any) -> tuple[BatchMetrics, Any]:
         start = time.perf_counter()
         try:
-            samples = self._next_samples(len(indices)) if self._spec.auto_collation else self._next_sample()
+            samples = self._next_samples(len(indices) if self._spec.auto_collation else 1)
         except StopIteration:
-            self._iterator, self._ended = None, True
-            return (time.perf_counter() - start, 0.0), (None, None)
+            self._ended, samples = True, []
         except BaseException:
             # As with torch: who has no iterator has no more batches.
             self._ended = self._ended or self._iterator is None
             raise
         fetched = time.perf_counter()
+        if self._ended:
+            self._note_end()
+            if not samples and self._reduced is None:
+                self._iterator = None
+                return (fetched - start, 0.0), (None, None)
         self._num_batches += 1
         number = (self._num_batches - 1) * self._spec.num_workers + self._spec.worker_id
-        batch = self._collate_seeded(samples, number)
+        if self._reduced is not None:
+            batch = self._collate_rest(samples, number)
+        else:
+            batch = self._collate_seeded(samples if self._spec.auto_collation else samples[0], number)
         return (fetched - start, time.perf_counter() - fetched), (batch, self._state())
 
     def _next_samples(self, batch_size: int) -> list[Any]:
         samples: list[Any] = []
         try:
-            while len(samples) < batch_size:
-                samples.append(self._next_sample())
+            for _ in range(batch_size):
+                try:
+                    samples.append(self._next_sample())
+                except StopIteration:
+                    raise
+                except Exception as error:
+                    if self._iterator is None or not self._skip([self._num_samples - 1], error):
+                        raise
+                    self._failed_at = self._num_samples
         except StopIteration:
             self._ended = True
             if not samples or self._spec.drop_last:
                 raise
         return samples
+
+    def _note_end(self) -> None:
+        """Tell, once, if the stream has ended right after a sample that was skipped."""
+        if self._failed_at == self._num_samples:
+            self._failed_at = -1
+            self._begin_reduced().ends_stream = True
 
     def _next_sample(self) -> Any:
         if self._ended:
@@ -328,7 +402,8 @@ class StreamLoader(BatchLoader):
         load_iterator_state(iterator, saved)
         for number in range(0 if saved.owner else saved.num_samples):
             self._begin_sample(number)
-            skip_sample(iterator)
+            if not skip_sample(iterator) and self._spec.skips:
+                self._failed_at = number + 1
         self._num_samples, self._num_batches = saved.num_samples, saved.num_batches
         return iterator
 
@@ -379,8 +454,11 @@ def _load_state(owner: Any, saved: StreamState) -> None:
     owner.load_state_dict(copy.deepcopy(saved.state))
 
 
-def skip_sample(iterator: Iterator[Any]) -> None:
+def skip_sample(iterator: Iterator[Any]) -> bool:
     """Throw away a sample that was delivered.
+
+    Returns:
+        False if it failed, as it must have then.
 
     Raises:
         ValueError: There is none.
@@ -392,6 +470,8 @@ def skip_sample(iterator: Iterator[Any]) -> None:
     except Exception:
         # So it was when it was delivered.
         logger.debug("a skipped sample has failed again", exc_info=True)
+        return False
+    return True
 
 
 def _shard_pipe(dataset: Any, spec: LoaderSpec) -> None:
@@ -437,7 +517,9 @@ class _FailedLoader:
         self._spec = spec
         self._error, self._traceback = error, error.__traceback__
 
-    def load(self, _indices: Any, _position: int, _batch_number: int) -> tuple[BatchMetrics, Any]:
+    def load(
+        self, _indices: Any, _position: int, _batch_number: int, _last_try: bool = False
+    ) -> tuple[BatchMetrics, Any]:
         raise self._error.with_traceback(self._traceback)
 
     def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
@@ -459,9 +541,9 @@ def open_loader(dataset: Any, spec: LoaderSpec) -> None:
         _loader = _FailedLoader(dataset, spec, error)
 
 
-def load(indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
+def load(indices: Any, position: int, batch_number: int, last_try: bool = False) -> tuple[BatchMetrics, Any]:
     """Load one batch of the open loader; see :meth:`BatchLoader.load`."""
-    return _get_loader().load(indices, position, batch_number)
+    return _get_loader().load(indices, position, batch_number, last_try)
 
 
 def start_epoch(epoch: int, first_place: int, pipe_seed: int | None = None) -> None:

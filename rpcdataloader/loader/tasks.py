@@ -25,6 +25,7 @@ class Task:
     Attributes:
         number: In the whole pass, of which this process may have taken up only the rest.
         sampler_state: After this batch, if the sampler has one.
+        last_request: That of the last try, which may be another one.
     """
 
     indices: Any
@@ -32,6 +33,7 @@ class Task:
     num_samples: int
     sampler_state: Any
     request: bytes
+    last_request: bytes
 
 
 class TaskSource:
@@ -108,14 +110,14 @@ _BEFORE_ARGS = pickle.PROTO + b"\x03" + pickle.MARK + _pickle_part(_LOAD)
 _AFTER_ARGS = b"".join(map(_pickle_part, _OPTIONS)) + pickle.TUPLE + pickle.STOP + NO_TENSORS
 
 
-def load_request(indices: Any, position: int, number: int) -> bytes:
+def load_request(indices: Any, position: int, number: int, *, last_try: bool = False) -> bytes:
     """The payload of a call of ``remote.load``.
 
     Raises:
         ValueError: The indices are large arrays or tensors.
         SerializationError: They cannot be pickled.
     """
-    args = (indices, position, number)
+    args = (indices, position, number, True) if last_try else (indices, position, number)
     try:
         pickled = _pickle_part(args)
         # Not of a class of the training script, which has to be sent along.

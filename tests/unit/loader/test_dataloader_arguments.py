@@ -83,6 +83,8 @@ ARGUMENTS = {
     "reconnect_timeout": 7.0,
     "task_timeout": 60.0,
     "retry_on": OSError,
+    "on_error": "skip",
+    "max_skipped": 7,
     "max_in_flight_bytes": 1000,
 }
 
@@ -311,6 +313,13 @@ def test_rpc_dataset_stays_in_its_process(use):
         ({"task_timeout": 0}, ValueError, "task_timeout must be a number of seconds above 0, or None, but is 0"),
         ({"retry_on": "OSError"}, TypeError, "retry_on must be exception classes, but one is 'O'"),
         ({"retry_on": [OSError, 5]}, TypeError, "retry_on must be exception classes, but one is 5"),
+        ({"on_error": "ignore"}, ValueError, "on_error must be 'raise' or 'skip', but is 'ignore'"),
+        ({"max_skipped": -1}, ValueError, "max_skipped must be 0 or more, but is -1"),
+        (
+            {"workers": None, "on_error": "skip"},
+            ValueError,
+            "on_error='skip' needs workers: give workers or num_workers",
+        ),
         ({"workers": None, "retry_on": OSError}, ValueError, "task_timeout and retry_on need workers"),
         ({"workers": None, "task_timeout": 5}, ValueError, "task_timeout and retry_on need workers"),
     ],

@@ -11,14 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate, default_convert, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCError
 from rpcdataloader.loader import remote, seeding
+from rpcdataloader.loader.bad_samples import Reduced
 from rpcdataloader.loader.collate import TensorCollator
-from rpcdataloader.loader.remote import BatchLoader, LoaderSpec
+from rpcdataloader.loader.remote import BatchLoader, LoaderSpec, StreamLoader
+from rpcdataloader.loader.tasks import load_request
+from rpcdataloader.wire.messages import Call
+from rpcdataloader.wire.pickling import loads
 from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.tensors import Stack
 
@@ -671,3 +683,216 @@ def test_large_tensors_of_a_batch_are_sent_without_being_copied_together():
 def test_who_looks_at_a_batch_sees_tensors(changes):
     _metrics, batch = make_loader(Images(), **changes).load([0, 1, 2], 0, 0)
     assert batch["image"][:, 0].tolist() == [0, 1, 2]
+
+
+# Skipping
+
+
+class Bad(Augmented):
+    def __init__(self, *bad, error=ValueError):
+        self.bad = bad
+        self.error = error
+
+    def __getitem__(self, index):
+        torch.rand(index)  # what a bad sample has drawn before it fails
+        if index in self.bad:
+            raise self.error(f"bad {index}")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_samples_that_raise_are_left_out_and_change_no_others(inline):
+    def of(*bad):
+        return make_loader(Bad(*bad), skips=True, inline=inline).load([3, 1, 2, 5], 8, 2)[1]
+
+    whole, reduced = of(), of(1, 5)
+    assert type(reduced) is Reduced
+    assert (reduced.num_skipped, reduced.shown, reduced.is_empty) == (2, ["1", "5"], False)
+    assert [error.args for error in reduced.errors] == [("bad 1",), ("bad 5",)]
+    assert_same(reduced.batch, [part[[0, 2]] for part in whole])
+
+
+def test_nothing_is_skipped_unless_asked_for():
+    with pytest.raises(ValueError, match="bad 1"):
+        load(Bad(1))
+
+
+def test_next_batch_knows_nothing_of_the_skipped_ones():
+    loader = make_loader(Bad(1, 4), skips=True)
+    loader.load([1], 0, 0)
+    with pytest.raises(KeyboardInterrupt):
+        make_interrupted(loader).load([4, 9], 1, 1)
+    _metrics, batch = loader.load([2], 3, 2)
+    assert batch[0].tolist() == [2]
+
+
+def make_interrupted(loader):
+    """A bad sample, and then one that is none of ours."""
+    inner = loader._dataset.__class__.__getitem__
+
+    class Interrupted(Bad):
+        def __getitem__(self, index):
+            if index == 9:
+                raise KeyboardInterrupt
+            return inner(self, index)
+
+    loader._dataset.__class__ = Interrupted
+    return loader
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, RPCError, ConnectionLostError])
+def test_what_is_no_fault_of_a_sample_is_raised(error):
+    with pytest.raises(error):
+        load(Bad(1, error=error), skips=True)
+
+
+def test_exceptions_of_the_collate_function_are_raised():
+    def collate(samples):
+        raise ValueError(len(samples))
+
+    with pytest.raises(ValueError, match="2"):
+        load(Bad(1), skips=True, collate_fn=collate)
+
+
+def test_a_batch_without_samples_is_not_collated():
+    _metrics, reduced = make_loader(Bad(1, 2), skips=True, collate_fn=lambda _samples: 1 / 0).load([1, 2], 0, 0)
+    assert (reduced.is_empty, reduced.batch, reduced.num_skipped) == (True, None, 2)
+
+
+def test_questions_for_a_whole_batch_are_skipped_as_a_whole():
+    class Batched(Bad):
+        def __getitems__(self, indices):
+            return [self[index] for index in indices]
+
+    loader = make_loader(Batched(3), skips=True)
+    _metrics, reduced = loader.load([1, 3], 0, 0)
+    assert (reduced.is_empty, reduced.shown) == (True, ["1", "3"])
+    assert loader.load([1, 2], 2, 1)[1][0].tolist() == [1, 2]
+
+
+def test_single_samples_are_skipped():
+    loader = make_loader(Bad(3), skips=True, auto_collation=False)
+    _metrics, reduced = loader.load(3, 0, 0)
+    assert (reduced.is_empty, reduced.shown) == (True, ["3"])
+    assert loader.load(2, 1, 1)[1][0] == 2
+
+
+def test_what_may_pass_is_raised_but_in_the_last_try():
+    loader = make_loader(Bad(1, error=ConnectionResetError), skips=True, retry_on=(OSError,))
+    with pytest.raises(ConnectionResetError):
+        loader.load([1, 2], 0, 0)
+    assert loader.load([1, 2], 0, 0, last_try=True)[1].batch[0].tolist() == [2]
+    with pytest.raises(ConnectionResetError):
+        loader.load([1, 2], 0, 0)
+
+
+def test_request_can_say_that_it_is_the_last_try():
+    remote.open_loader(Bad(1, error=OSError), make_spec(skips=True, retry_on=(OSError,)))
+    call, last_call = (
+        Call.decode(loads(load_request([1, 2], 0, 0, last_try=last_try), [])) for last_try in (False, True)
+    )
+    with pytest.raises(OSError, match="bad 1"):
+        call.func(*call.args)
+    assert last_call.func(*last_call.args)[1].num_skipped == 1
+
+
+class BadStream(IterableDataset):
+    """Numbers and draws; goes on after an exception, or, as a generator, does not."""
+
+    def __init__(self, size, *bad, generator=False):
+        self.size = size
+        self.bad = bad
+        self.generator = generator
+
+    def make(self, number):
+        torch.rand(number)
+        if number in self.bad:
+            raise ValueError(f"bad {number}")
+        return number, random.random()
+
+    def __iter__(self):
+        return (
+            (self.make(number) for number in range(self.size)) if self.generator else map(self.make, range(self.size))
+        )
+
+
+def stream(dataset, batch_size=3, state=None, **changes):
+    """What the batches are: lists of numbers, or what is missing; and the states after them."""
+    loader = StreamLoader(
+        dataset,
+        make_spec(
+            **{"collate_fn": list, **changes}, iterable=True, skips=True, worker_id=1, num_workers=2, stream=state
+        ),
+    )
+    batches, states = [], []
+    while True:
+        asked = [None] * batch_size if changes.get("auto_collation", True) else None
+        _metrics, (batch, after) = loader.load(asked, 0, 0)
+        if after is None:
+            assert batch is None
+            assert loader.load(asked, 0, 0)[1] == (None, None)
+            return batches, states
+        batches.append(batch)
+        states.append(after)
+
+
+def words(batches):
+    return [
+        (batch.batch and [number for number, _ in batch.batch], str(batch)) if type(batch) is Reduced
+        else [number for number, _ in batch]
+        for batch in batches
+    ]  # fmt: skip
+
+
+ENDED = "stream 1 has ended right after an exception, as a generator does that raises"
+
+
+def test_a_stream_goes_on_with_the_next_sample():
+    batches, _states = stream(BadStream(11, 1, 3, 4, 5))
+    assert words(batches) == [
+        ([0, 2], "1 sample (in stream 1: 1): ValueError: bad 1"),
+        (None, "3 samples (in stream 1: 3, 4, 5): ValueError: bad 3"),
+        [6, 7, 8],
+        [9, 10],
+    ]
+    whole, _states = stream(BadStream(11))
+    drawn = dict(sample for batch in whole for sample in batch)
+    for batch in batches:
+        samples = batch.batch or [] if type(batch) is Reduced else batch
+        assert all(drawn[number] == draw for number, draw in samples)
+
+
+@pytest.mark.parametrize(
+    ("bad", "changes", "expected"),
+    [
+        (4, {}, [[0, 1, 2], ([3], f"1 sample (in stream 1: 4): ValueError: bad 4; {ENDED}")]),
+        (4, {"drop_last": True}, [[0, 1, 2], (None, f"1 sample (in stream 1: 4): ValueError: bad 4; {ENDED}")]),
+        (2, {}, [([0, 1], "1 sample (in stream 1: 2): ValueError: bad 2"), (None, ENDED)]),
+        (0, {}, [(None, f"1 sample (in stream 1: 0): ValueError: bad 0; {ENDED}")]),
+    ],
+)
+def test_a_generator_that_raises_ends_its_stream_which_is_told(bad, changes, expected):
+    assert words(stream(BadStream(9, bad, generator=True), **changes)[0]) == expected
+
+
+def test_single_samples_of_a_stream_are_skipped():
+    batches, _states = stream(BadStream(3, 1), auto_collation=False, collate_fn=lambda sample: [sample])
+    assert words(batches) == [[0], (None, "1 sample (in stream 1: 1): ValueError: bad 1"), [2]]
+
+
+@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize("bad", [2, 4, 8])
+def test_a_stream_goes_on_from_any_state_as_it_would_have(generator, bad):
+    dataset = BadStream(9, bad, generator=generator)
+    batches, states = stream(dataset)
+    for number, state in enumerate(states, 1):
+        assert words(stream(dataset, state=state)[0]) == words(batches[number:])
+
+
+def test_a_dataset_that_cannot_be_iterated_over_is_no_bad_sample():
+    class Closed(IterableDataset):
+        def __iter__(self):
+            raise ValueError("closed")
+
+    with pytest.raises(ValueError, match="closed"):
+        stream(Closed())
