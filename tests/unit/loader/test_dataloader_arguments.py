@@ -83,6 +83,7 @@ ARGUMENTS = {
     "reconnect_timeout": 7.0,
     "task_timeout": 60.0,
     "retry_on": OSError,
+    "check_num_batches": False,
     "max_in_flight_bytes": 1000,
 }
 
