@@ -143,8 +143,13 @@ class Client:
             node.close()
         for connection in connections:
             connection.join(None if connection.is_open else CONNECTING_JOIN_TIMEOUT)
-        for thread, stop in self._threads.items():
+        for stop in self._threads.values():
             stop.set()
+        for node in nodes:
+            # Also a session that one of the threads has begun meanwhile; and one that still connects does not tell.
+            node.close()
+            node.wake()
+        for thread in self._threads:
             thread.join()
         if self._local is not None:
             self._local.stop()
