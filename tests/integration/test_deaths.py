@@ -7,11 +7,15 @@ import os
 import select
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from rpcdataloader.client.pool import close_client, get_client
+from rpcdataloader.errors import ConnectionLostError
+from rpcdataloader.wire.address import Address
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 
 
@@ -116,16 +120,33 @@ def is_sending(pid):
     return bool(waiting & {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()})
 
 
-@pytest.mark.parametrize("how", ["sleep", "hold_gil", "send"])
-def test_nothing_is_left_of_a_trainer_that_is_killed_in_the_middle_of_a_batch(serve, start, gone, tmp_path, how):
+@pytest.mark.parametrize(
+    ("busy", "end"),
+    [
+        ("sleep", signal.SIGKILL),
+        ("hold_gil", signal.SIGKILL),
+        ("sending", signal.SIGKILL),
+        ("building", signal.SIGKILL),
+        ("hold_gil", signal.SIGINT),
+        ("sending", signal.SIGINT),
+        ("building", signal.SIGINT),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_nothing_is_left_of_a_trainer_that_ends_in_the_middle_of_a_batch(serve, start, gone, tmp_path, busy, end):
     server = serve("--num-workers", "2")
-    script, workers = start_trainer(start, server, gone, tmp_path, "answer" if how == "send" else how)
-    if how == "send":
+    how = {"sending": "answer", "building": "sleep"}.get(busy, busy)
+    building = str(tmp_path / "building") if busy == "building" else ""
+    script, workers = start_trainer(start, server, gone, tmp_path, how, building)
+    if busy == "sending":
         # It receives nothing any more, so its workers stand in the middle of a batch.
         os.kill(script.pid, signal.SIGSTOP)
         wait_until(lambda: all(map(is_sending, workers)))
     begun = time.monotonic()
-    script.kill()
+    if end == signal.SIGINT:  # which one that is stopped cannot handle
+        os.kill(script.pid, signal.SIGCONT)
+    os.kill(script.pid, end)
+    assert script.wait().status == -end
     wait_until(lambda: gone.nobody_has_it() and not server.processes(), 5)
     assert time.monotonic() - begun < TIMEOUT_SCALE
 
@@ -234,6 +255,26 @@ def test_trainer_ends_at_once_while_its_register_is_watched(serve, start, tmp_pa
     (tmp_path / "marker").touch()
     assert_ends_at_once(start(ENDING + WATCHING + END, f"@{folder}", tmp_path / "marker"))
     wait_until(lambda: not server.processes(), what="workers of a trainer that has ended")
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_end_does_not_wait_for_a_session_that_a_thread_begins_meanwhile():
+    client, stop, errors = get_client(), threading.Event(), []
+
+    def seek():
+        wait_until(lambda: client.is_closed)
+        try:
+            node.session().wait(lambda: not stop.is_set())
+        except ConnectionLostError as exc:
+            errors.append(str(exc))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        node = client.node(Address.parse(f"127.0.0.1:{listener.getsockname()[1]}"))
+        client.start_thread("rpcdl-seek", seek, stop)
+        begun = time.monotonic()
+        close_client()
+        assert time.monotonic() - begun < TIMEOUT_SCALE
+    assert len(errors) == 1
 
 
 # --- forks
