@@ -146,11 +146,21 @@ class Client:
             node.close()
         for connection in connections:
             connection.join(None if connection.is_open else CONNECTING_JOIN_TIMEOUT)
-        for thread, stop in self._threads.items():
-            stop.set()
-            thread.join()
+        self._end_threads(nodes)
         if self._local is not None:
             self._local.stop()
+
+    def _end_threads(self, nodes: list[Node]) -> None:
+        for stop in self._threads.values():
+            stop.set()
+        # They may have begun sessions meanwhile; and a session that still connects does not say that it has ended.
+        for node in nodes:
+            node.close()
+            node.wake()
+        for thread in self._threads:
+            thread.join()
+        for node in nodes:
+            node.close()
 
     def forget_in_child(self) -> None:
         """After a fork, in the child."""

@@ -18,12 +18,14 @@ from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_wo
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.loader.agreement import Agreement, distributed_sampler
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.local import LocalIterator
 from rpcdataloader.loader.passes import MAX_IN_FLIGHT_BYTES, PassSettings, Progress, check_state, end_pass, to_state
 from rpcdataloader.loader.placement import Placement, place, prepare
+from rpcdataloader.loader.ranks import errors_of_rank
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -61,6 +63,8 @@ class RPCDataloader(DataLoader[_T_co]):
             the batch, as torch does.
         max_skipped: More skipped samples than this in one pass are a
             :class:`~rpcdataloader.errors.BadSamplesError`.
+        check_num_batches: Compare the number of batches with that of other ranks of ``torch.distributed`` when an epoch
+            begins, where a ``DistributedSampler`` promises that they are equal. False where they may differ.
 
     Random numbers: before each sample, the global generators of python, numpy and torch are seeded from the
     position of the sample in the epoch, so batches do not depend on the number of workers. The seed of the epoch is
@@ -103,6 +107,7 @@ class RPCDataloader(DataLoader[_T_co]):
         retry_on: type[BaseException] | Iterable[type[BaseException]] = (),
         on_error: Literal["raise", "skip"] = "raise",
         max_skipped: int = 100,
+        check_num_batches: bool = True,
     ) -> None:
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
@@ -162,6 +167,8 @@ class RPCDataloader(DataLoader[_T_co]):
         self.retry_on = retry_on
         self.on_error = on_error
         self.max_skipped = max_skipped
+        self.check_num_batches = check_num_batches
+        self._agreement = None if self._is_iterable or distributed_sampler(self._index_sampler) is None else Agreement()
         if own:
             self.num_workers = num_workers or 1  # torch refuses a context without workers, and these are some
             self.multiprocessing_context = multiprocessing_context
@@ -176,15 +183,20 @@ class RPCDataloader(DataLoader[_T_co]):
         settings = self._settings()
         # A state of the beginning has nothing to go on with.
         saved = self._saved if self._saved is not None and "start" in self._saved else None
+        if self._agreement is not None:
+            # Ranks may go on at different places; what is left then is not compared.
+            self._agreement.begin_pass(self._index_sampler, compare=self.check_num_batches and saved is None)
         iterator: LocalIterator | RemoteIterator | InlineIterator
         if self._where is None:
             going_on = None if saved is None or saved["finished"] else saved
             iterator = LocalIterator(super().__iter__, settings, self.dataset, going_on)
         elif not self.persistent_workers:
-            iterator = self._begin(settings, None if saved is None or saved["finished"] else saved)
+            with errors_of_rank(settings.partition):
+                iterator = self._begin(settings, None if saved is None or saved["finished"] else saved)
         elif self._pass is None or not self._pass.is_usable or saved is not None:
             self._pass = None  # ends its workers, whose place is needed
-            iterator = self._pass = self._begin(settings, saved)
+            with errors_of_rank(settings.partition):
+                iterator = self._pass = self._begin(settings, saved)
         else:
             self._pass.reset(self._reported_length)
             iterator = self._pass

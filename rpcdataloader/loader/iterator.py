@@ -43,6 +43,7 @@ from rpcdataloader.loader.passes import (
     warn_if_longer,
 )
 from rpcdataloader.loader.placement import Placement
+from rpcdataloader.loader.ranks import label, of_rank
 from rpcdataloader.loader.remote import StreamState
 from rpcdataloader.loader.scheduler import Scheduler
 from rpcdataloader.loader.streams import StreamTable
@@ -250,7 +251,7 @@ class _Run:
         while True:
             if self._error is not None:
                 self.close()
-                raise self._error.with_traceback(None)
+                raise of_rank(self._error.with_traceback(None), self._settings.partition)
             number = self._table.pop_deliverable()
             if number is not None:
                 return number
@@ -266,7 +267,8 @@ class _Run:
             due = self._table.due(now)
             if deadline is not None and deadline <= now:
                 # torch's exception and text, which scripts may look for.
-                raise RuntimeError(f"DataLoader timed out after {self._settings.timeout} seconds")
+                rank = label(self._settings.partition)
+                raise RuntimeError(f"{rank}DataLoader timed out after {self._settings.timeout} seconds")
             without_workers = self.crew.time_left()
             if without_workers is not None and without_workers <= 0:
                 self._error = _with_batch(self.crew.verdict(), self._interrupted)
@@ -310,12 +312,12 @@ class _Run:
                 self._stacks[number] = stack
 
     def _explained(self, error: BaseException, number: int) -> BaseException:
-        """The same error; with the last stack, if it is that of a task that took too long."""
+        """The same error, naming the rank; with the last stack, if it is that of a task that took too long."""
         with self._condition:
             stack = self._stacks.pop(number, None)
-        if stack is None or not isinstance(error, ConnectionLostError):
-            return error
-        return RPCTimeoutError(f"{error}\n{stack}")
+        if stack is not None and isinstance(error, ConnectionLostError):
+            error = RPCTimeoutError(f"{error}\n{stack}")
+        return of_rank(error, self._settings.partition)
 
     def _draw(self) -> None:
         """Fill the window from the sampler, which is user code and so runs outside of the lock."""

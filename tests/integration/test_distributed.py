@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
+import signal
+import time
 from collections import Counter
 
 import pytest
@@ -11,6 +15,8 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.client import pool
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.loader import placement
 from tests.conftest import wait_until
 from tests.integration import datasets
@@ -161,3 +167,49 @@ def test_one_dataset_is_covered_by_the_ranks_together(shared_server, as_rank):
         sampler = DistributedSampler(dataset, 3, rank, shuffle=False)
         seen += torch.cat(list(RPCDataloader(dataset, 2, sampler=sampler))).tolist()
     assert sorted(seen) == list(range(21))
+
+
+class Kinds(Numbers):
+    """Each index goes wrong in another way."""
+
+    def __getitem__(self, index):
+        if index == 0:
+            os._exit(7)
+        if index == 1:
+            time.sleep(60)
+        raise ValueError(f"image {index} is broken")
+
+
+def test_errors_name_the_rank(serve, as_rank):
+    as_rank(3, 8)
+    server = serve("--num-workers", "2")
+    options = {"max_retries": 2, "task_timeout": 0.2, "reconnect_timeout": 0.3, "partition": None}
+    iterator = iter(RPCDataloader(Kinds(), workers=server.address, **options))
+    with pytest.raises(ConnectionLostError, match=r"^\[rank 3 of 8\] batch 0 .* exited with status 7"):
+        next(iterator)
+    with pytest.raises(RPCTimeoutError, match=r"^\[rank 3 of 8\] batch 1 .* took longer than 0\.2 s"):
+        next(iterator)
+    with pytest.raises(ValueError, match=r"^image 2 is broken$") as caught:
+        next(iterator)
+    assert re.match(r"\n\[rank 3 of 8\] worker \d \(pid ", str(caught.value.__cause__))
+    server.signal(signal.SIGKILL)
+    errors = []
+    while len(errors) < 3 or not isinstance(errors[-1], ConnectionLostError):  # after what was on its way
+        with pytest.raises((ConnectionLostError, ValueError)) as caught:
+            next(iterator)
+        errors.append(caught.value)
+    with pytest.raises(ConnectionLostError, match=r"^\[rank 3 of 8\] no worker is left"):
+        next(iterator)
+    assert str(errors[-1]).startswith("[rank 3 of 8] no worker is left")
+
+
+def test_timeout_and_a_node_that_is_not_there_name_the_rank(serve, as_rank, monkeypatch):
+    as_rank(3, 8)
+    server = serve("--num-workers", "1")
+    with pytest.raises(RuntimeError, match=r"^\[rank 3 of 8\] DataLoader timed out after 0\.2 seconds$"):
+        next(iter(RPCDataloader(Kinds(), workers=server.address, sampler=[1], timeout=0.2)))
+    server.stop()
+    pool.close_client()
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.1")
+    with pytest.raises(ConnectError, match=r"^\[rank 3 of 8\] cannot connect to "):
+        iter(RPCDataloader(Numbers(), workers=server.address))

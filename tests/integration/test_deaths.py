@@ -1,0 +1,324 @@
+"""Trainers and node servers that end at bad moments of an epoch: everything of theirs is gone at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rpcdataloader.client.pool import close_client, get_client
+from rpcdataloader.errors import ConnectionLostError
+from rpcdataloader.wire.address import Address
+from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
+
+
+class Gone:
+    """A named pipe that datasets hold open, to see when the last one is gone."""
+
+    def __init__(self, path):
+        os.mkfifo(path)
+        self.path = str(path)
+        self._reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        # Or there would be an end of file before the first one has come.
+        self._writer = os.open(path, os.O_WRONLY)
+
+    def nobody_has_it(self):
+        """Whether there is no dataset any more; from the first call on, this process does not count."""
+        if self._writer >= 0:
+            os.close(self._writer)
+            self._writer = -1
+        return bool(select.select([self._reader], [], [], 0)[0])
+
+    def close(self):
+        os.close(self._reader)
+        if self._writer >= 0:
+            os.close(self._writer)
+
+
+@pytest.fixture
+def gone(tmp_path):
+    found = Gone(tmp_path / "gone")
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def start(zygote):
+    """Start trainers, which end with the test."""
+    scripts = []
+
+    def start(source, *args):
+        scripts.append(zygote.start(source, *args))
+        return scripts[-1]
+
+    yield start
+    for script in scripts:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(script.pid, signal.SIGKILL)
+        script.wait()
+
+
+# --- a trainer or a server that is killed
+
+TRAINER = """
+import os, signal, sys, threading
+import torch
+from rpcdataloader import RPCDataloader, RPCDataset
+from tests.integration import tasks
+from tests.integration.datasets import Holder, note
+
+class Busy(Holder):
+    # 60 MB, so that a worker is in the middle of sending if nobody receives.
+    def __init__(self, gone, log, how):
+        super().__init__(gone)
+        self.log, self.how = log, how
+    def __getitem__(self, index):
+        note(self.log, os.getpid())
+        if index < 2 or self.how == "answer":
+            return torch.zeros(15_000_000)
+        tasks.busy_in(os.devnull, self.how)
+
+address, gone, log, how, building = sys.argv[1:]
+loader = RPCDataloader(RPCDataset([address], Busy, gone, log, how), prefetch_factor=4)
+iterator = iter(loader)
+next(iterator)
+if building:
+    threading.Thread(target=RPCDataset, args=([address], tasks.busy_in, building, "hold_gil"), daemon=True).start()
+print("running", flush=True)
+signal.pause()
+"""
+
+
+def start_trainer(start, server, gone, tmp_path, how, building=""):
+    """A trainer in the middle of an epoch; gives the workers, too."""
+    log = tmp_path / "log"
+    script = start(TRAINER, server.address, gone.path, log, how, building)
+    wait_until(lambda: "running" in script.output, 30, script.errors)
+    if building:
+        wait_until(lambda: os.path.exists(building), 30, "a session that builds")
+    wait_until(lambda: log.read_text().count("\n") >= 3)
+    assert not gone.nobody_has_it()
+    return script, {int(line) for line in log.read_text().split()}
+
+
+def states_of(pids):
+    """What the kernel says of processes: R runs, S sleeps, T is stopped."""
+    return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
+
+
+def is_sending(pid):
+    """Whether bytes of a process wait to be received: some of a batch that is larger than the kernel's buffers."""
+    table = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+    waiting = {f"socket:[{fields[9]}]" for fields in table[1:] if not fields[4].startswith("00000000")}
+    return bool(waiting & {os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()})
+
+
+@pytest.mark.parametrize(
+    ("busy", "end"),
+    [
+        ("sleep", signal.SIGKILL),
+        ("hold_gil", signal.SIGKILL),
+        ("sending", signal.SIGKILL),
+        ("building", signal.SIGKILL),
+        ("hold_gil", signal.SIGINT),
+        ("sending", signal.SIGINT),
+        ("building", signal.SIGINT),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_nothing_is_left_of_a_trainer_that_ends_in_the_middle_of_a_batch(serve, start, gone, tmp_path, busy, end):
+    server = serve("--num-workers", "2")
+    how = {"sending": "answer", "building": "sleep"}.get(busy, busy)
+    building = str(tmp_path / "building") if busy == "building" else ""
+    script, workers = start_trainer(start, server, gone, tmp_path, how, building)
+    if busy == "sending":
+        # It receives nothing any more, so its workers stand in the middle of a batch.
+        os.kill(script.pid, signal.SIGSTOP)
+        wait_until(lambda: all(map(is_sending, workers)))
+    begun = time.monotonic()
+    if end == signal.SIGINT:  # which one that is stopped cannot handle
+        os.kill(script.pid, signal.SIGCONT)
+    os.kill(script.pid, end)
+    assert script.wait().status == -end
+    wait_until(lambda: gone.nobody_has_it() and not server.processes(), 5)
+    assert time.monotonic() - begun < TIMEOUT_SCALE
+
+
+@pytest.mark.parametrize("state", ["busy", "stopped worker", "stopped session", "building", "twice interrupted"])
+def test_nothing_is_left_of_a_server_that_ends(serve, start, gone, tmp_path, state):
+    server = serve("--num-workers", "2")
+    building = str(tmp_path / "building") if state in ("building", "twice interrupted") else ""
+    _script, workers = start_trainer(start, server, gone, tmp_path, "hold_gil", building)
+    processes = server.processes()
+    assert len(processes) == 3
+    assert workers <= set(processes)
+    stopped = workers if state in ("stopped worker", "twice interrupted") else set()
+    if state == "stopped session":
+        stopped = set(processes) - workers
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: states_of(stopped) <= {"T"})
+    if state == "twice interrupted":
+        server.signal(signal.SIGINT)
+        wait_until(lambda: "draining" in server.log)
+        server.signal(signal.SIGINT)
+    else:
+        server.signal(signal.SIGKILL)
+    begun = time.monotonic()
+    server.wait()
+    wait_until(lambda: gone.nobody_has_it() and not any(map(is_running, processes)), 5)
+    assert time.monotonic() - begun < TIMEOUT_SCALE
+
+
+# --- a trainer that ends by itself, at a bad moment
+
+ENDING = """
+import atexit, os, signal, sys, threading, time
+import torch
+from rpcdataloader import RPCDataloader, RPCDataset
+from tests.integration.datasets import Numbers, Processes
+from tests.conftest import wait_until
+
+def sought():
+    return any(thread.name.startswith("rpcdl-seek") for thread in threading.enumerate())
+
+workers, marker = sys.argv[1:]
+loader = RPCDataloader(Processes(100_000), workers=workers, persistent_workers=True)
+iterator = iter(loader)
+seen = [next(iterator) for _ in range(20)]
+print(*{int(pid) for _, pid, _ in seen}, flush=True)
+wait_until(lambda: os.path.exists(marker), 30)
+"""
+SOUGHT = ENDING + "wait_until(lambda: next(iterator) and sought(), 30)\n"
+END = """
+print(time.monotonic(), flush=True)
+"""
+END_BY_INTERRUPT = END + "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)\n"
+
+
+def assert_ends_at_once(script, *, interrupted=False):
+    ended = script.wait(30 * TIMEOUT_SCALE)
+    assert ended.status == (-signal.SIGINT if interrupted else 0), ended.errors
+    assert "Exception" not in ended.errors.replace("KeyboardInterrupt", "")
+    assert "Traceback" not in ended.errors or interrupted
+    assert ended.time - float(ended.output.split()[-1]) < TIMEOUT_SCALE
+
+
+@pytest.mark.parametrize("end", [END, END_BY_INTERRUPT], ids=["ends", "is interrupted"])
+@pytest.mark.parametrize("how", ["refuses", "is silent"])
+def test_trainer_ends_at_once_while_a_node_is_sought(serve, start, tmp_path, how, end):
+    servers = [serve("--num-workers", "1") for _ in range(2)]
+    lost = servers[1]
+    script = start(SOUGHT + end, ",".join(server.address for server in servers), tmp_path / "marker")
+    wait_until(lambda: "\n" in script.output, 30, script.errors)
+    with contextlib.ExitStack() as stack:
+        lost.signal(signal.SIGKILL)
+        lost.wait()
+        if how == "is silent":
+            port = int(lost.address.rpartition(":")[2])
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+        (tmp_path / "marker").touch()
+        assert_ends_at_once(script, interrupted=end is END_BY_INTERRUPT)
+    wait_until(lambda: not servers[0].processes(), what="workers of a trainer that has ended")
+
+
+def test_trainer_ends_at_once_while_its_workers_are_stopped(serve, start, tmp_path):
+    server = serve("--num-workers", "2")
+    script = start(ENDING + END, server.address, tmp_path / "marker")
+    wait_until(lambda: "\n" in script.output, 30, script.errors)
+    for pid in script.output.split():
+        os.kill(int(pid), signal.SIGSTOP)
+    (tmp_path / "marker").touch()
+    assert_ends_at_once(script)
+    wait_until(lambda: not server.processes(), 1, what="workers of a trainer that has ended")
+
+
+WATCHING = """
+from rpcdataloader.client.discovery import Registered
+from rpcdataloader.client.pool import get_client
+changes = []
+watch = get_client().watch(Registered(workers[1:]), (), lambda *change: changes.append(change))
+wait_until(lambda: changes)
+"""
+
+
+def test_trainer_ends_at_once_while_its_register_is_watched(serve, start, tmp_path):
+    folder = tmp_path / "register"
+    server = serve("--num-workers", "2", "--register", str(folder))
+    (tmp_path / "marker").touch()
+    assert_ends_at_once(start(ENDING + WATCHING + END, f"@{folder}", tmp_path / "marker"))
+    wait_until(lambda: not server.processes(), what="workers of a trainer that has ended")
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_end_does_not_wait_for_a_session_that_a_thread_begins_meanwhile():
+    client, stop, errors = get_client(), threading.Event(), []
+
+    def seek():
+        wait_until(lambda: client.is_closed)
+        try:
+            node.session().wait(lambda: not stop.is_set())
+        except ConnectionLostError as exc:
+            errors.append(str(exc))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        node = client.node(Address.parse(f"127.0.0.1:{listener.getsockname()[1]}"))
+        client.start_thread("rpcdl-seek", seek, stop)
+        begun = time.monotonic()
+        close_client()
+        assert time.monotonic() - begun < TIMEOUT_SCALE
+    assert len(errors) == 1
+
+
+# --- forks
+
+FORKING = """
+import multiprocessing, subprocess, warnings
+from torch.utils.data import DataLoader
+warnings.simplefilter("ignore")  # of Python, about forks of processes with threads
+
+def child():
+    assert [int(number) for number in RPCDataloader(Numbers(), workers=workers.partition(",")[0])] == list(range(20))
+
+first = int(seen[-1][0])
+while not sought():
+    seen.append(next(iterator))
+subprocess.run([sys.executable, "-S", "-c", ""], check=True)
+seen += [next(iterator) for _ in range(5)]
+for target in (child, int, lambda: os._exit(4)):
+    process = multiprocessing.get_context("fork").Process(target=target)
+    process.start()
+    seen.append(next(iterator))
+    process.join()
+    assert process.exitcode == (0 if target in (child, int) else 4)
+beside = iter(DataLoader(Numbers(8), num_workers=2))
+assert int(next(beside)) == 0
+seen += [next(iterator) for _ in range(5)]
+assert [int(number) for number in beside] == list(range(1, 8))
+assert sought()
+print("forked", flush=True)
+while len({int(session) for _, _, session in seen[-20:]}) < 2:
+    seen.append(next(iterator))
+assert [int(index) for index, _, _ in seen] == list(range(len(seen)))
+"""
+
+
+def test_forks_disturb_nothing_while_a_node_is_sought(serve, start, tmp_path):
+    kept, lost = (serve("--num-workers", "1") for _ in range(2))
+    script = start(ENDING + FORKING + END, f"{kept.address},{lost.address}", tmp_path / "marker")
+    wait_until(lambda: "\n" in script.output, 30, script.errors)
+    lost.signal(signal.SIGKILL)
+    lost.wait()
+    (tmp_path / "marker").touch()
+    wait_until(lambda: "forked" in script.output or not is_running(script.pid), 30)
+    assert is_running(script.pid), script.errors
+    serve("--num-workers", "1", "--port", lost.address.rpartition(":")[2])
+    assert_ends_at_once(script)
+    wait_until(lambda: not kept.processes(), what="workers of a trainer that has ended")
