@@ -386,7 +386,7 @@ def is_cut_off(sock: socket.socket) -> bool:
     num_repeated, num_probes, *silent = _TCP_INFO.unpack(info)
     patience = KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES
     # In milliseconds, since data and since an acknowledgement came.
-    return num_repeated + num_probes >= KEEPALIVE_PROBES and min(silent) >= patience * 1000
+    return bool(num_repeated + num_probes >= KEEPALIVE_PROBES and min(silent) >= patience * 1000)
 
 
 @contextlib.contextmanager
