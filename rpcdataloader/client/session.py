@@ -246,10 +246,10 @@ class Session:
 
     def close(self) -> None:
         """End the session and its workers."""
-        self._deadline.cancel()
         for worker in list(self._workers):
             worker.close()
         self._connection.close()
+        self._deadline.cancel()
 
     def connections(self) -> list[Connection]:
         """Every connection of the session."""
@@ -281,7 +281,8 @@ class Session:
         with self._condition:
             self.welcome = self._welcome
             self._condition.notify_all()
-        self._look()
+        if not self.address.is_unix:
+            self._look()
 
     def _look(self) -> None:
         """End the session if its node has vanished, and otherwise look again later (also the alarm's thread)."""

@@ -288,7 +288,8 @@ class NodeServer:
             child.client = event["name"]
             child.connection = AcceptedConnection(event["peer"], Origin(**event["origin"]), child.counters.of(0))
             child.deadline = None
-            self._look_at = min(self._look_at, time.monotonic() + transport.LOOK_INTERVAL)
+            if child.sock.family != socket.AF_UNIX:
+                self._look_at = min(self._look_at, time.monotonic() + transport.LOOK_INTERVAL)
             self._add_output(descriptors[0], f"[{self._context.node} {child.client}]")
             # The session ends with its client, even while user code keeps it from looking.
             self._watch(child.sock.fileno(), lambda: self._on_client_gone(child), _CLIENT_GONE)
