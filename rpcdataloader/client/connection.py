@@ -165,6 +165,10 @@ class Connection:
         """Whether the server has answered; before that, nothing can end the wait of the receiver early."""
         return self._channel is not None
 
+    def is_cut_off(self) -> bool:
+        """Whether the server's host has vanished; see :func:`~rpcdataloader.wire.transport.is_cut_off`."""
+        return self._channel is not None and self._channel.stream.is_cut_off()
+
     @property
     def has_ended(self) -> bool:
         """Whether requests are refused. True before the first of the pending ones fails."""

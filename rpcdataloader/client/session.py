@@ -16,6 +16,7 @@ from rpcdataloader.client.exchange import Answer, ClientSettings, log_from_serve
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import Worker, WorkerOwner
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
+from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, open_channel
 from rpcdataloader.wire.deadline import Deadline
@@ -245,10 +246,10 @@ class Session:
 
     def close(self) -> None:
         """End the session and its workers."""
-        self._deadline.cancel()
         for worker in list(self._workers):
             worker.close()
         self._connection.close()
+        self._deadline.cancel()
 
     def connections(self) -> list[Connection]:
         """Every connection of the session."""
@@ -280,6 +281,19 @@ class Session:
         with self._condition:
             self.welcome = self._welcome
             self._condition.notify_all()
+        if not self.address.is_unix:
+            self._look()
+
+    def _look(self) -> None:
+        """End the session if its node has vanished, and otherwise look again later (also the alarm's thread)."""
+        if self._connection.has_ended:
+            return
+        if self._connection.is_cut_off():
+            self._connection.close(
+                ConnectionLostError(f"connection to {self.name} lost: nothing comes back from there")
+            )
+        else:
+            self._settings.alarm.call_after(transport.LOOK_INTERVAL, self._look)
 
     def _installed(self, reply: Message | RPCError) -> None:
         try:
@@ -308,4 +322,4 @@ class Session:
         # The node has ended these already, or will when it notices; a host that vanished never tells us.
         never_came = self.welcome is None
         for worker in list(self._workers):
-            worker.connection.close(error if never_came else ConnectionLostError(f"{self.name} is gone: {error}"))
+            worker.close(error if never_came else ConnectionLostError(f"{self.name} is gone: {error}"))

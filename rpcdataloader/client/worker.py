@@ -60,6 +60,9 @@ class Worker:
         self._keep_waiting = keep_waiting
         self._settings = settings
         self._deadline: Deadline | None = None  # of waiting for room, once the node is busy
+        # Of each try. Without a limit: the session answers when it has built what it builds, and when it ends, so does
+        # this.
+        self._try = Deadline(None)
         self.connection = Connection(session.name, self._open, self, settings.allocator)
 
     @property
@@ -120,6 +123,7 @@ class Worker:
         if self._deadline is not None:
             self._deadline.cancel()
         self.connection.close(error)
+        self._try.cancel()
 
     # --- its connection (receiver thread)
 
@@ -130,10 +134,8 @@ class Worker:
         tls = self._settings.tls_for(self.session.address)
         pause, reported = 0.05, False
         while True:
-            # Without a limit: the session answers when it has built what it builds, and its end is the end of this.
-            channel = open_channel(
-                self.session.address, credentials, identity, bytes.fromhex(welcome.session), Deadline(None), tls=tls
-            )
+            session_id = bytes.fromhex(welcome.session)
+            channel = open_channel(self.session.address, credentials, identity, session_id, self._try, tls=tls)
             try:
                 answer = read_welcome(channel)
             except BusyError as exc:

@@ -30,6 +30,7 @@ from rpcdataloader.server.gate import run_gate
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.output import OutputReader
 from rpcdataloader.server.processes import Process, fork, reap_orphans
+from rpcdataloader.wire import transport
 from rpcdataloader.wire.listening import accept, peer_name
 from rpcdataloader.wire.registration import RENEWAL_PERIOD
 
@@ -136,6 +137,7 @@ class NodeServer:
         self._stop_requests = 0
         self._drain_deadline: float | None = None
         self._listen_again: float | None = None
+        self._look_at = math.inf  # while there are sessions: when to look whether their clients have vanished
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         # A connection may go away between poll and accept.
         listener.setblocking(False)
@@ -286,6 +288,8 @@ class NodeServer:
             child.client = event["name"]
             child.connection = AcceptedConnection(event["peer"], Origin(**event["origin"]), child.counters.of(0))
             child.deadline = None
+            if child.sock.family != socket.AF_UNIX:
+                self._look_at = min(self._look_at, time.monotonic() + transport.LOOK_INTERVAL)
             self._add_output(descriptors[0], f"[{self._context.node} {child.client}]")
             # The session ends with its client, even while user code keeps it from looking.
             self._watch(child.sock.fileno(), lambda: self._on_client_gone(child), _CLIENT_GONE)
@@ -313,6 +317,14 @@ class NodeServer:
         self._unwatch(child.sock.fileno())
         child.client_gone = True
         child.end("its client has gone")
+
+    def _look_for_clients(self, now: float) -> None:
+        """End the sessions of clients whose host has vanished while something was under way to it."""
+        sessions = [child for child in self._children.values() if child.session_id is not None]
+        self._look_at = now + transport.LOOK_INTERVAL if sessions else math.inf
+        for child in sessions:
+            if not child.client_gone and transport.is_cut_off(child.sock):
+                self._on_client_gone(child)
 
     def _on_end(self, child: _Child) -> None:
         descriptor = child.process.fileno()
@@ -401,7 +413,7 @@ class NodeServer:
         """Milliseconds until something is due."""
         times = [child.deadline for child in self._children.values() if child.deadline is not None]
         times += [time for time in (self._drain_deadline, self._listen_again) if time is not None]
-        seconds = min([self._renew_at, *times]) - time.monotonic()
+        seconds = min([self._renew_at, self._look_at, *times]) - time.monotonic()
         if any(child.has_unsent for child in self._children.values()):
             seconds = min(seconds, RETRY_PAUSE)
         return max(0.0, min(seconds, _MAX_POLL_TIMEOUT)) * 1000 + 1
@@ -417,6 +429,8 @@ class NodeServer:
         if self._announcement is not None and now > self._renew_at:
             self._renew_at = now + RENEWAL_PERIOD
             self._announcement.renew()
+        if now > self._look_at:
+            self._look_for_clients(now)
         if self._listen_again is not None and now > self._listen_again:
             self._resume_listening()
         if self._drain_deadline is not None and now > self._drain_deadline and self._children:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class Deadline:
@@ -17,6 +22,7 @@ class Deadline:
         self.timeout = timeout
         self._at = None if timeout is None else time.monotonic() + timeout
         self._cancelled = threading.Event()
+        self._interrupt: Callable[[], None] = _do_nothing
 
     def remaining(self) -> float | None:
         """Seconds left, never negative; None when there is no limit."""
@@ -25,8 +31,19 @@ class Deadline:
         return None if self._at is None else max(0.0, self._at - time.monotonic())
 
     def cancel(self) -> None:
-        """Let the time be over now, and end pauses that others make; from any thread."""
+        """Let the time be over now, and end pauses and waits of others; from any thread, idempotent."""
         self._cancelled.set()
+        self._interrupt()
+
+    def when_cancelled(self, interrupt: Callable[[], None]) -> None:
+        """Have a wait of another kind ended by :meth:`cancel`, or now if that was called already.
+
+        Args:
+            interrupt: Replaces the one before. May be called twice.
+        """
+        self._interrupt = interrupt
+        if self._cancelled.is_set():
+            interrupt()
 
     def pause(self, seconds: float) -> bool:
         """Wait for ``seconds``; returns False at once if that would be beyond the limit, or when cancelled."""

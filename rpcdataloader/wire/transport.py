@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import math
 import os
@@ -37,8 +38,14 @@ KEEPALIVE_IDLE = 10
 KEEPALIVE_INTERVAL = 5
 KEEPALIVE_PROBES = 3
 
+# Seconds between two looks at a connection that may be cut off while keep-alive rests; see is_cut_off.
+LOOK_INTERVAL = 2.0
+
 # sockaddr_un holds 108 bytes, the final zero included.
 MAX_UNIX_PATH = 107
+
+# Of struct tcp_info (linux/tcp.h): tcpi_retransmits and tcpi_probes, tcpi_last_data_recv and tcpi_last_ack_recv.
+_TCP_INFO = struct.Struct("=2xBB48xII")
 
 # What the kernel reports when nobody listens there (yet): worth another try until the deadline.
 _NOT_YET = {
@@ -122,9 +129,9 @@ class Stream:
                 rest = memoryview(pieces[first]).cast("B")[sent:]
                 pieces = [rest, *pieces[first + 1 :]]
                 first = 0
-        except TimeoutError as exc:
-            raise RPCTimeoutError(f"{self.name} takes no data") from exc
         except OSError as exc:
+            if _is_limit(exc):
+                raise RPCTimeoutError(f"{self.name} takes no data") from exc
             raise ConnectionLostError(f"connection to {self.name} lost while sending: {exc.strerror or exc}") from exc
 
     def recv_into(self, views: Sequence[memoryview]) -> int:
@@ -178,9 +185,9 @@ class Stream:
                 size = self._sock.recvmsg_into(views[:MAX_PIECES], 0, flags)[0]
             self._traffic[0] += size
             return size
-        except TimeoutError as exc:
-            raise RPCTimeoutError(f"{self.name} does not answer") from exc
         except OSError as exc:
+            if _is_limit(exc):
+                raise RPCTimeoutError(f"{self.name} does not answer") from exc
             raise ConnectionLostError(f"connection to {self.name} lost: {exc.strerror or exc}") from exc
 
     def finish(self) -> None:
@@ -199,10 +206,13 @@ class Stream:
             while self._sock.recv_into(scrap):
                 pass
 
+    def is_cut_off(self) -> bool:
+        """Whether the peer's host has vanished, as far as that can be seen; see :func:`is_cut_off`."""
+        return is_cut_off(self._sock)
+
     def shutdown(self) -> None:
         """End the connection in both directions and wake whoever waits in a send or receive."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        _shut_down(self._sock)
 
     def close(self) -> None:
         """Give the descriptor back; idempotent. Does not end a connection that another process shares."""
@@ -222,6 +232,11 @@ class Stream:
                 f"{self.name} belongs to user id {peer.uid} and this process to {os.geteuid()}: "
                 "without a secret only the same user may connect"
             )
+
+
+def _is_limit(exc: OSError) -> bool:
+    """Whether a limit of ours was reached; what keep-alive says of a host that is gone is a TimeoutError, too."""
+    return isinstance(exc, TimeoutError) and exc.errno is None
 
 
 # A fork that user code makes (multiprocessing, on either side) must not keep a connection open when this process ends.
@@ -248,7 +263,7 @@ def connect(address: Address, deadline: Deadline, *, retry: bool = False) -> Str
 
     Args:
         deadline: Bounds name resolution's results taken together and all tries; resolution itself is the C
-            library's and takes what its own configuration says.
+            library's and takes what its own configuration says. Cancelled, it ends the wait, and the connection.
         retry: Try again, with growing pauses, while nobody listens there: the server may still be starting.
 
     Raises:
@@ -273,6 +288,12 @@ def connect(address: Address, deadline: Deadline, *, retry: bool = False) -> Str
                     _reason(exc),
                 )
         pause = min(2 * pause, 1.0)
+
+
+def _shut_down(sock: socket.socket) -> None:
+    """End a connection, or the wait for one."""
+    with contextlib.suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def _may_pass(exc: OSError) -> bool:
@@ -302,6 +323,7 @@ def _connect_socket(family: int, address: Any, deadline: Deadline, num_left: int
         remaining = deadline.remaining()
         # A timeout of 0 would mean non-blocking.
         sock.settimeout(None if remaining is None else max(remaining / num_left, 1e-3))
+        deadline.when_cancelled(functools.partial(_shut_down, sock))
         sock.connect(address)
         tune(sock)
         if family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
@@ -344,6 +366,27 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+
+
+def is_cut_off(sock: socket.socket) -> bool:
+    """Whether the peer's host leaves unanswered what it should answer, for as long as keep-alive would bear it.
+
+    The kernel sends no keep-alive probes while data is unacknowledged: it repeats the data, and gives up after a
+    quarter of an hour. So somebody has to look, every :data:`LOOK_INTERVAL`. It counts what the kernel sent in vain,
+    and so, unlike ``TCP_USER_TIMEOUT``, does not mean a host whose process is stopped: that still answers.
+
+    False where the system does not tell, for a Unix socket, and for one that is closed.
+    """
+    if sock.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
+        return False
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:
+        return False
+    num_repeated, num_probes, *silent = _TCP_INFO.unpack(info)
+    patience = KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES
+    # In milliseconds, since data and since an acknowledgement came.
+    return bool(num_repeated + num_probes >= KEEPALIVE_PROBES and min(silent) >= patience * 1000)
 
 
 @contextlib.contextmanager

@@ -37,3 +37,15 @@ def test_cancelling_ends_pauses_and_leaves_no_time():
         assert paused.result() is False
     assert deadline.remaining() == 0.0
     assert Deadline(None).remaining() is None
+
+
+def test_cancelling_ends_the_latest_wait_of_another_kind_also_when_it_comes_too_late():
+    deadline = Deadline(None)
+    ended = []
+    deadline.when_cancelled(lambda: ended.append("first"))
+    deadline.when_cancelled(lambda: ended.append("second"))
+    assert ended == []
+    deadline.cancel()
+    assert ended == ["second"]
+    deadline.when_cancelled(lambda: ended.append("third"))
+    assert ended == ["second", "third"]

@@ -6,6 +6,7 @@ Everything here is one process, over socket pairs, loopback ports of the kernel'
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -171,6 +172,61 @@ def test_limit_bounds_receives_and_sends(pair):
         ours.recv_into([memoryview(bytearray(10))])
     with pytest.raises(RPCTimeoutError, match="node07:6543 takes no data"):
         ours.send([bytes(50_000_000)])
+
+
+@pytest.mark.parametrize("name", ["recv_into", "sendmsg"])
+def test_host_that_keep_alive_finds_gone_is_a_lost_connection(pair, name):
+    """And not one that has taken too long, though Python calls both a TimeoutError."""
+    ours, _theirs = pair
+    ours._sock.close()
+    ours._sock = Mock(**{f"{name}.side_effect": OSError(errno.ETIMEDOUT, "Connection timed out")})
+    with pytest.raises(ConnectionLostError, match=r"connection to node07:6543 lost.*: Connection timed out"):
+        ours.recv_into([memoryview(bytearray(10))]) if name == "recv_into" else ours.send([b"x"])
+
+
+@pytest.mark.parametrize(
+    ("num_repeated", "num_probes", "since_data", "since_answer", "expected"),
+    [
+        (3, 0, 25_000, 25_000, True),
+        (0, 3, 25_000, 25_000, True),
+        (2, 1, 99_000, 25_000, True),  # data that came while probes were under way
+        (3, 0, 24_999, 99_000, False),
+        (3, 0, 99_000, 24_999, False),
+        (1, 1, 99_000, 99_000, False),  # a machine that has slept may have to repeat something
+        (0, 0, 99_000, 99_000, False),  # probes of a closed window are answered, but come in longer and longer pauses
+    ],
+)
+def test_cut_off_is_who_leaves_unanswered_what_was_repeated(
+    num_repeated, num_probes, since_data, since_answer, expected
+):
+    info = struct.pack("=2xBB48xII", num_repeated, num_probes, since_data, since_answer)
+    assert transport.is_cut_off(Mock(**{"getsockopt.return_value": info})) is expected
+
+
+def test_connection_that_is_local_or_closed_is_not_cut_off(pair, tcp_pair):
+    assert not pair[0].is_cut_off()
+    assert not tcp_pair[0].is_cut_off()
+    tcp_pair[0].close()
+    assert not tcp_pair[0].is_cut_off()
+
+
+def test_wait_for_a_connection_is_ended_by_cancelling_its_deadline():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        # The queue is full with one: the kernel answers nobody else.
+        with socket.create_connection(listener.getsockname()):
+            deadline = Deadline(None)
+            connecting = in_thread(lambda: connect(Address("127.0.0.1", listener.getsockname()[1]), deadline))
+            wait_until(lambda: is_connecting(listener.getsockname()[1]), what="a connection under way")
+            deadline.cancel()
+            with pytest.raises(ConnectError):
+                connecting.result(FOREVER)
+
+
+def is_connecting(port):
+    with open("/proc/net/tcp") as file:
+        return any(line.split()[2].endswith(f":{port:04X}") and line.split()[3] == "02" for line in file)
 
 
 def test_limit_that_has_passed_is_an_error_at_once(pair):

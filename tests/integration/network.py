@@ -1,0 +1,159 @@
+"""Hosts with a network of their own on this machine, and cables between them that can be cut without a word.
+
+A host is a network namespace without a name: it exists for as long as a process lives in it or a descriptor refers to
+it, so nothing is left of it, whatever ends the tests, and two runs cannot meet. Nothing outside is changed. It takes
+root, and the commands ``ip`` and ``tc``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+CLONE_NEWNET = 0x40000000  # of linux/sched.h
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Host:
+    """A network namespace with a loopback interface."""
+
+    def __init__(self) -> None:
+        before = _current()
+        try:
+            _check(_libc.unshare(CLONE_NEWNET))
+            self._descriptor = _current()
+        finally:
+            _enter(before)
+            os.close(before)
+        self.run("ip", "link", "set", "lo", "up")
+
+    @property
+    def path(self) -> str:
+        """A file that names it to other processes."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    @property
+    def move_in(self) -> str:
+        """Statements that bring the process there which executes them."""
+        return f"import ctypes, os; assert ctypes.CDLL(None).setns(os.open({self.path!r}, os.O_RDONLY), 0) == 0"
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """The calling thread, and the threads and processes that it starts, are on this host."""
+        before = _current()
+        _enter(self._descriptor)
+        try:
+            yield
+        finally:
+            _enter(before)
+            os.close(before)
+
+    def run(self, *words: str) -> None:
+        """Run a command on this host."""
+        with self.entered():
+            subprocess.run(words, check=True, capture_output=True)
+
+    def sockets(self) -> list[list[str]]:
+        """The fields of its TCP connections: see proc(5) on ``/proc/net/tcp``."""
+        with self.entered(), open("/proc/thread-self/net/tcp") as file:
+            return [line.split() for line in file][1:]
+
+    def close(self) -> None:
+        """Let go of it; it ends with the last process on it."""
+        os.close(self._descriptor)
+
+
+class Cable:
+    """Joins two hosts, as if there were routers between them: neither notices by itself when it is cut.
+
+    Attributes:
+        address: That of the far end.
+    """
+
+    def __init__(self, near: Host, far: Host, number: int) -> None:
+        self.address = f"10.0.{number}.2"
+        self._ends = ((near, f"near{number}", f"10.0.{number}.1"), (far, "far", self.address))
+        near.run("ip", "link", "add", f"near{number}", "type", "veth", "peer", "name", "far", "netns", far.path)
+        for place, ((host, interface, address), mac) in enumerate(zip(self._ends, self._macs, strict=True)):
+            host.run("ip", "link", "set", interface, "address", mac, "up")
+            host.run("ip", "address", "add", f"{address}/30", "dev", interface)
+            # A neighbour that is asked for and does not answer would be an error of its own.
+            other, other_mac = self._ends[1 - place], self._macs[1 - place]
+            host.run("ip", "neighbour", "add", other[2], "lladdr", other_mac, "dev", interface, "nud", "permanent")
+
+    _macs = ("02:00:00:00:00:01", "02:00:00:00:00:02")
+
+    def cut(self) -> None:
+        """From now on, nothing arrives at either end, and nobody is told."""
+        for host, interface, _address in self._ends:
+            host.run("tc", "qdisc", "add", "dev", interface, "root", "blackhole")
+
+    def mend(self) -> None:
+        """Undo the cut."""
+        for host, interface, _address in self._ends:
+            host.run("tc", "qdisc", "delete", "dev", interface, "root")
+
+    @property
+    def received_bytes(self) -> int:
+        """How much has come to the near end."""
+        near, interface, _address = self._ends[0]
+        with near.entered(), open("/proc/thread-self/net/dev") as file:
+            line = next(line for line in file if line.strip().startswith(f"{interface}:"))
+        return int(line.split(":")[1].split()[0])
+
+
+class Network:
+    """One host for the trainer, and others that it has cables to."""
+
+    def __init__(self) -> None:
+        self.trainer = Host()
+        self.others: list[Host] = []
+
+    def add(self) -> tuple[Host, Cable]:
+        """One more host."""
+        host = Host()
+        self.others.append(host)
+        return host, Cable(self.trainer, host, len(self.others))
+
+    def close(self) -> None:
+        """Let go of all hosts."""
+        for host in (self.trainer, *self.others):
+            host.close()
+
+
+def why_not() -> str | None:
+    """Why there can be no such hosts here; None if there can."""
+    for command in ("ip", "tc"):
+        if shutil.which(command) is None:
+            return f"the command {command} is not there"
+    network = None
+    try:
+        network = Network()
+        network.add()[1].cut()
+    except subprocess.CalledProcessError as exc:
+        return f"no networks of our own: {exc.stderr.decode().strip()}"
+    except OSError as exc:
+        return f"no networks of our own: {exc.strerror}"
+    finally:
+        if network is not None:
+            network.close()
+    return None
+
+
+def _current() -> int:
+    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _enter(descriptor: int) -> None:
+    _check(_libc.setns(descriptor, CLONE_NEWNET))
+
+
+def _check(result: int) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
