@@ -23,7 +23,8 @@ from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.local import LocalIterator
-from rpcdataloader.loader.passes import MAX_IN_FLIGHT_BYTES, PassSettings, Progress, check_state, end_pass, to_state
+from rpcdataloader.loader.memory import default_in_flight_bytes
+from rpcdataloader.loader.passes import PassSettings, Progress, check_state, end_pass, to_state
 from rpcdataloader.loader.placement import Placement, place, prepare
 from rpcdataloader.loader.ranks import errors_of_rank
 
@@ -47,7 +48,8 @@ class RPCDataloader(DataLoader[_T_co]):
         partition: ``(rank, world size)`` of this process among those that share the workers; None to use all of
             them, because the list was split by the caller. ``"auto"`` asks torch.distributed, or else the environment
             variables RANK and WORLD_SIZE.
-        max_in_flight_bytes: Limit on the bytes of batches that are on their way or wait to be consumed.
+        max_in_flight_bytes: Limit on the bytes of batches that are on their way or wait to be consumed. None for an
+            eighth of the memory of this machine or job as the epoch begins, divided by the ranks on the node.
         max_retries: What a worker that died was loading is given to another one. A batch at which so many in a row
             have died is an error, raised when its turn comes.
         reconnect_timeout: Seconds to wait for a worker when none is left, as when all nodes restart; 0 not to wait.
@@ -320,7 +322,7 @@ class RPCDataloader(DataLoader[_T_co]):
             timeout=self.timeout,
             prefetch_factor=self.prefetch_factor or 2,
             in_order=self.in_order,
-            max_in_flight_bytes=self.max_in_flight_bytes or MAX_IN_FLIGHT_BYTES,
+            max_in_flight_bytes=self.max_in_flight_bytes or default_in_flight_bytes(),
             pin_memory=self.pin_memory,
             persistent_workers=self.persistent_workers,
             max_retries=self.max_retries,

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import IterDataPipe
 
 from rpcdataloader.client.sharing import Partition, current_partition
+from rpcdataloader.loader.memory import default_in_flight_bytes
 from rpcdataloader.loader.remote import LoaderSpec, StreamState
 from rpcdataloader.loader.sampler import ResumableDistributedSampler
 from rpcdataloader.loader.seeding import generators_restored
@@ -27,9 +28,6 @@ from rpcdataloader.loader.tasks import TaskSource
 from rpcdataloader.wire.generators import get_states, set_states, states_from_plain, states_to_plain
 
 _VERSION = 1
-
-# Bytes of batches that are on their way or wait to be consumed; at least one batch is always allowed.
-MAX_IN_FLIGHT_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ class PassSettings:
     timeout: float = 0.0
     prefetch_factor: int = 2
     in_order: bool = True
-    max_in_flight_bytes: int = MAX_IN_FLIGHT_BYTES
+    max_in_flight_bytes: int = field(default_factory=default_in_flight_bytes)
     pin_memory: bool = False
     persistent_workers: bool = False
     max_retries: int = 3

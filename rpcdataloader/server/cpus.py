@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from rpcdataloader.wire.cgroups import cgroup_folders, read
+
 
 def available_cpus(environ: Mapping[str, str] = os.environ, cgroup_root: str = "/sys/fs/cgroup") -> int:
     """CPUs that this process may use, at least 1.
@@ -26,37 +28,14 @@ def available_cpus(environ: Mapping[str, str] = os.environ, cgroup_root: str = "
 def _cgroup_quota(root: str) -> float | None:
     """CPUs per period of the nearest limit above this process; None without one."""
     quotas = []
-    for folder in _cgroup_folders(root):
+    for folder in cgroup_folders("cpu", root):
         # Version 2 has "max 100000" or "200000 100000"; version 1 two files, -1 for no limit.
-        if text := _read(f"{folder}/cpu.max"):
+        if text := read(f"{folder}/cpu.max"):
             amount, _, period = text.partition(" ")
             if amount != "max":
                 quotas.append(int(amount) / int(period))
-        elif text := _read(f"{folder}/cpu.cfs_quota_us"):
-            period = _read(f"{folder}/cpu.cfs_period_us")
+        elif text := read(f"{folder}/cpu.cfs_quota_us"):
+            period = read(f"{folder}/cpu.cfs_period_us")
             if int(text) > 0 and period:
                 quotas.append(int(text) / int(period))
     return min(quotas, default=None)
-
-
-def _cgroup_folders(root: str) -> list[str]:
-    folders = []
-    for line in _read("/proc/self/cgroup").splitlines():
-        _number, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        base = f"{root}/{controllers}" if controllers else root
-        while True:
-            folders.append(base + path.rstrip("/"))
-            if path in ("/", ""):
-                break
-            path = os.path.dirname(path)
-    return folders
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read().strip()
-    except OSError:
-        return ""

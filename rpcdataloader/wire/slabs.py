@@ -28,6 +28,10 @@ _MIN_POOLED_BYTES = 1 << 20
 #: Free memory kept for reuse: a prefetch window of a few dozen image batches. Memory in use is not limited here.
 _MAX_KEPT_BYTES = 1 << 30
 
+#: Free memory that so many leases had no use for is unmapped: one giant batch must not stay with every worker of a node
+#: for ever. More than the blocks of a prefetch window, which come back all at once when a slow consumer goes on.
+_MAX_UNUSED_LEASES = 256
+
 #: One huge page; smaller mappings cannot have any.
 _HUGE_PAGE_BYTES = 1 << 21
 
@@ -70,8 +74,8 @@ class PageablePool:
     Thread-safe. In a forked child the pool starts empty.
 
     Args:
-        max_bytes: Most *free* memory to keep. Beyond it, what was returned first is unmapped, so that the pool
-            follows a change of batch size.
+        max_bytes: Most *free* memory to keep. Beyond it, what was returned first is unmapped, and so is what was not
+            needed for many leases: the pool follows a change of batch size.
     """
 
     def __init__(self, max_bytes: int = _MAX_KEPT_BYTES) -> None:
@@ -85,8 +89,10 @@ class PageablePool:
         self._lock = threading.Lock()
         # Finalizers run in any thread at any point, also inside our lock: all they do is append here.
         self._returned: deque[mmap.mmap] = deque()
-        self._free: list[mmap.mmap] = []  # oldest return first; guarded by _lock
-        self._mapped_bytes = 0  # leased and free; guarded by _lock
+        # Guarded by _lock:
+        self._free: list[tuple[mmap.mmap, int]] = []  # oldest return first, with the number of leases before it
+        self._num_leases = 0
+        self._mapped_bytes = 0  # leased and free
 
     def allocate(self, size_bytes: int) -> Block:
         """Lend a block of exactly ``size_bytes`` uninitialised bytes."""
@@ -102,28 +108,32 @@ class PageablePool:
 
     def _take(self, capacity: int) -> mmap.mmap | None:
         with self._lock:
+            self._num_leases += 1
             self._collect()
             for position in range(len(self._free) - 1, -1, -1):  # the last one returned is warm in the cache
-                if len(self._free[position]) == capacity:
-                    return self._free.pop(position)
+                if len(self._free[position][0]) == capacity:
+                    return self._free.pop(position)[0]
             self._mapped_bytes += capacity
             return None
 
     def _collect(self) -> None:
         """Take back what finalizers returned. Called with the lock held."""
         while self._returned:
-            self._free.append(self._returned.popleft())
-        kept_bytes = sum(map(len, self._free))
-        while kept_bytes > self._max_bytes:
-            size_bytes = len(self._free.pop(0))  # unmapped with its last reference
+            self._free.append((self._returned.popleft(), self._num_leases))
+        kept_bytes = self._kept_bytes()
+        while self._free and (kept_bytes > self._max_bytes or self._num_leases - self._free[0][1] > _MAX_UNUSED_LEASES):
+            size_bytes = len(self._free.pop(0)[0])  # unmapped with its last reference
             kept_bytes -= size_bytes
             self._mapped_bytes -= size_bytes
+
+    def _kept_bytes(self) -> int:
+        return sum(len(memory) for memory, _num_leases in self._free)
 
     def stats(self) -> PoolStats:
         """Count the bytes in use and the free ones."""
         with self._lock:
             self._collect()
-            kept_bytes = sum(map(len, self._free))
+            kept_bytes = self._kept_bytes()
             return PoolStats(leased_bytes=self._mapped_bytes - kept_bytes, kept_bytes=kept_bytes)
 
 

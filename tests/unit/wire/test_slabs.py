@@ -66,6 +66,18 @@ def test_memory_is_reused_after_the_last_tensor_is_gone_and_not_before():
     assert again.tensor.unique().tolist() == [7]  # uninitialised: what was left in it
 
 
+def test_memory_of_one_giant_batch_is_given_back():
+    """Not at once: blocks of other sizes that are used now and then are kept."""
+    pool = PageablePool()
+    pool.allocate(100 * MIB)
+    rare = address(pool.allocate(9 * MIB))
+    for number in range(2 * slabs._MAX_UNUSED_LEASES):
+        if number % 100 == 0:
+            assert address(pool.allocate(9 * MIB)) == rare
+        pool.allocate(LARGE)
+    assert pool.stats().kept_bytes < 20 * MIB
+
+
 def test_memory_is_not_reused_while_a_numpy_array_shows_it():
     pool = PageablePool()
     block = pool.allocate(LARGE)
