@@ -130,12 +130,12 @@ class Worker:
         tls = self._settings.tls_for(self.session.address)
         pause, reported = 0.05, False
         while True:
-            # Without a limit: the session answers when it has built what it builds, and its end is the end of this.
-            channel = open_channel(
-                self.session.address, credentials, identity, bytes.fromhex(welcome.session), Deadline(None), tls=tls
-            )
+            limit = Deadline(self._settings.connect_timeout)
             try:
-                answer = read_welcome(channel)
+                channel = open_channel(
+                    self.session.address, credentials, identity, bytes.fromhex(welcome.session), limit, tls=tls
+                )
+                answer = read_welcome(channel, limit)
             except BusyError as exc:
                 deadline = self._deadline = self._deadline or Deadline(self._settings.connect_timeout)
                 if self.connection.has_ended or not self._keep_waiting() or not deadline.pause(pause):
@@ -145,6 +145,11 @@ class Worker:
                     reported = True
                     logger.warning("waiting for %s, which is busy: %s", self.session.name, exc)
                 pause = min(2 * pause, 1.0)
+                continue
+            except ConnectError:
+                # The session answers when it has built what it builds. If it does nothing, its node is beyond reach.
+                if limit.remaining() or not self.session.is_busy or self.connection.has_ended:
+                    raise
                 continue
             self.number, self.pid = answer.worker, answer.pid
             self.name = f"worker {answer.worker} (pid {answer.pid}) on {self.session.name}"

@@ -455,3 +455,24 @@ def test_worker_that_is_lost_before_its_first_request_is_done_without(shared_ser
     loader = RPCDataloader(datasets.Numbers(), workers=shared_server.address)
     monkeypatch.setattr(RemoteDataset, "open_worker", lose_the_first)
     assert [int(number) for number in loader] == list(range(20))
+
+
+def test_node_server_that_does_not_answer_any_more_costs_no_batch(serve, monkeypatch):
+    frozen, other = [serve("--num-workers", "1") for _ in range(2)]
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.5")
+    addresses = [frozen.address, other.address]
+    undisturbed = [samples_of(batch) for batch in loader_of(Stream(), addresses)]
+    batches, victims = [], []
+    try:
+        for batch in loader_of(Stream(), addresses):
+            batches.append(samples_of(batch))
+            worker = int(batch[1][-1])
+            if not victims and worker in frozen.processes():
+                # Its session sees its worker die, and nobody takes the connection of another one.
+                frozen.signal(signal.SIGSTOP)
+                os.kill(worker, signal.SIGKILL)
+                victims.append(worker)
+    finally:
+        frozen.signal(signal.SIGCONT)
+    assert victims
+    assert batches == undisturbed
