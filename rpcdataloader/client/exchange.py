@@ -10,11 +10,12 @@ from typing import Any
 
 from rpcdataloader.client.alarm import Alarm
 from rpcdataloader.client.refs import DatasetRef
-from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.certificates import TlsCredentials
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import Credentials
+from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Busy, Log, Welcome
 from rpcdataloader.wire.pickling import loads, loads_exception
@@ -54,15 +55,20 @@ class BusyError(Exception):
     """The server answered BUSY."""
 
 
-def read_welcome(channel: Channel) -> Welcome:
-    """Read the first message of the server; closes the connection if that is no welcome."""
+def read_welcome(channel: Channel, deadline: Deadline | None = None) -> Welcome:
+    """Read the first message of the server; closes the connection if that is no welcome, or none in time."""
     try:
+        channel.stream.limit(deadline or Deadline(None))
         message = channel.recv()
         if message is None:
             raise ConnectionLostError(f"{channel.name} closed the connection instead of welcoming us")
         if message.type == MessageType.BUSY:
             raise BusyError(Busy.decode(message.payload).reason)
         welcome: Welcome = Welcome.decode(message.payload)
+        channel.stream.limit(Deadline(None))
+    except RPCTimeoutError as exc:
+        channel.stream.close()
+        raise ConnectError(f"{channel.name} took the connection and did not welcome us in time") from exc
     except BaseException:
         channel.stream.close()
         raise

@@ -76,6 +76,11 @@ class Session:
         return self.welcome is not None and self.is_usable
 
     @property
+    def is_busy(self) -> bool:
+        """Whether it has been asked for something, such as to build a dataset, and has not answered."""
+        return self._connection.num_pending > 0
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing is left of it."""
         return self._lost is not None and not self._workers
@@ -267,7 +272,7 @@ class Session:
             retry=self._settings.waits_for_servers,
             tls=self._settings.tls_for(self.address),
         )
-        self._welcome = read_welcome(channel)
+        self._welcome = read_welcome(channel, self._deadline)
         if channel.differences:
             logger.warning("%s differs from this client: %s", self.name, "; ".join(channel.differences))
         return channel

@@ -60,9 +60,7 @@ class Worker:
         self._keep_waiting = keep_waiting
         self._settings = settings
         self._deadline: Deadline | None = None  # of waiting for room, once the node is busy
-        # Of each try. Without a limit: the session answers when it has built what it builds, and when it ends, so does
-        # this.
-        self._try = Deadline(None)
+        self._try = Deadline(settings.connect_timeout)  # of connecting; ended when the session is
         self.connection = Connection(session.name, self._open, self, settings.allocator)
 
     @property
@@ -134,10 +132,14 @@ class Worker:
         tls = self._settings.tls_for(self.session.address)
         pause, reported = 0.05, False
         while True:
-            session_id = bytes.fromhex(welcome.session)
-            channel = open_channel(self.session.address, credentials, identity, session_id, self._try, tls=tls)
+            limit = self._try = Deadline(self._settings.connect_timeout)
+            if self.connection.has_ended:
+                limit.cancel()
             try:
-                answer = read_welcome(channel)
+                channel = open_channel(
+                    self.session.address, credentials, identity, bytes.fromhex(welcome.session), limit, tls=tls
+                )
+                answer = read_welcome(channel, limit)
             except BusyError as exc:
                 deadline = self._deadline = self._deadline or Deadline(self._settings.connect_timeout)
                 if self.connection.has_ended or not self._keep_waiting() or not deadline.pause(pause):
@@ -147,6 +149,11 @@ class Worker:
                     reported = True
                     logger.warning("waiting for %s, which is busy: %s", self.session.name, exc)
                 pause = min(2 * pause, 1.0)
+                continue
+            except ConnectError:
+                # The session answers when it has built what it builds. If it does nothing, its node is beyond reach.
+                if limit.remaining() or not self.session.is_busy or self.connection.has_ended:
+                    raise
                 continue
             self.number, self.pid = answer.worker, answer.pid
             self.name = f"worker {answer.worker} (pid {answer.pid}) on {self.session.name}"

@@ -466,3 +466,24 @@ def test_embedded_pool_that_is_killed_is_started_again(caplog):
     indices += take(iterator, 100)[0]
     assert indices == [*range(100)]
     assert "the embedded pool has ended (exit status -9), and is started again" in caplog.text
+
+
+def test_node_server_that_does_not_answer_any_more_costs_no_batch(serve, monkeypatch):
+    frozen, other = [serve("--num-workers", "1") for _ in range(2)]
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.5")
+    addresses = [frozen.address, other.address]
+    undisturbed = [samples_of(batch) for batch in loader_of(Stream(), addresses)]
+    batches, victims = [], []
+    try:
+        for batch in loader_of(Stream(), addresses):
+            batches.append(samples_of(batch))
+            worker = int(batch[1][-1])
+            if not victims and worker in frozen.processes():
+                # Its session sees its worker die, and nobody takes the connection of another one.
+                frozen.signal(signal.SIGSTOP)
+                os.kill(worker, signal.SIGKILL)
+                victims.append(worker)
+    finally:
+        frozen.signal(signal.SIGCONT)
+    assert victims
+    assert batches == undisturbed

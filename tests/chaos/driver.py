@@ -1,0 +1,290 @@
+"""A run: trainers over a pool of node servers, an adversary, and the same once more in peace to compare with."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tests.chaos import network, plan
+from tests.chaos.datasets import Traps
+from tests.chaos.plan import Event, Kind
+from tests.chaos.pool import Pool
+from tests.chaos.ranks import Comparison, Ranks, compare
+from tests.chaos.trainer import Job
+from tests.chaos.watch import Trend, Watch
+from tests.conftest import TIMEOUT_SCALE
+from tests.integration.zygote import Zygote
+
+# Seconds without a batch of any rank: nothing that the adversary does takes so long to get over.
+HANG_TIMEOUT = 60.0
+# Seconds that a network is cut or slow at most, as with a cut there may be no batch that the next event waits for.
+MAX_CUT = 3.0
+_USAGE_PERIOD = 2.0  # seconds between samples of memory and descriptors
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a run is about.
+
+    Attributes:
+        every: Batches, of all ranks together, from one event to the next.
+        num_events: Of the adversary; then the trainers end their epoch.
+        minutes: Instead of a number of events.
+        in_network: Nodes in networks of their own, which can be cut.
+        registered: Whether the map-style loader finds its servers in the register, and so uses those that are added.
+        soak: Watch memory and descriptors; the server of the first node is not ended.
+    """
+
+    seed: int
+    num_ranks: int = 1
+    num_places: int = 3
+    num_workers: int = 4
+    every: int = 25
+    num_events: int | None = None
+    minutes: float | None = None
+    in_network: bool = False
+    registered: bool = False
+    soak: bool = False
+    events: tuple[Event, ...] = ()  # instead of those of the plan
+    job: dict[str, float] = field(default_factory=dict)  # options of the trainers
+
+    def plan(self) -> Iterator[Event]:
+        """The events, one after the other."""
+        if self.events:
+            return iter(self.events)
+        events = plan.plan(self.seed, self.num_places, network=self.in_network, num_spared=int(self.soak))
+        return itertools.islice(events, self.num_events)
+
+
+@dataclass
+class Report:
+    """What was done, and what came of it."""
+
+    scenario: Scenario
+    events: Counter[Kind]
+    num_segfaults: int
+    num_hangs: int
+    num_batches: int
+    num_epochs: int
+    comparison: Comparison
+    stall: float
+    stalled_at: str
+    seconds: float
+    trends: list[Trend]
+
+    def __str__(self) -> str:
+        count = self.events
+        stops = count[Kind.STOP_WORKER] + count[Kind.STOP_SESSION] + count[Kind.STOP_SERVER]
+        lines = [
+            f"seed {self.scenario.seed}, {self.scenario.num_ranks} ranks, {self.seconds:.0f} s, "
+            f"{self.num_epochs} epochs, {self.num_batches} batches",
+            f"killed: {count[Kind.KILL_WORKER]} workers, {count[Kind.KILL_SESSION]} sessions, "
+            f"{count[Kind.KILL_SERVER]} node servers; crashed in __getitem__: {self.num_segfaults}",
+            f"hung: {self.num_hangs} in __getitem__, {stops} stopped processes "
+            f"({count[Kind.STOP_SESSION]} sessions, {count[Kind.STOP_SERVER]} node servers)",
+            f"network: {count[Kind.CUT]} times cut, {count[Kind.SLOW]} times slow",
+            f"node servers: {count[Kind.TERM_SERVER] + count[Kind.REMOVE_SERVER]} drained, "
+            f"{count[Kind.START_SERVER]} started again, {count[Kind.ADD_SERVER]} added",
+            f"lost {self.comparison.num_lost}, duplicated {self.comparison.num_duplicated}, "
+            f"different {len(self.comparison.different)}; longest stall {self.stall:.2f} s ({self.stalled_at})",
+            *map(str, self.trends),
+        ]
+        return "\n".join(lines)
+
+
+class ChaosError(AssertionError):
+    """The run has failed; the text has all that is needed to repeat it."""
+
+
+def run(scenario: Scenario, zygote: Zygote, tell: Callable[[str], None] | None = None) -> Report:
+    """Do it.
+
+    Args:
+        zygote: Starts the processes.
+        tell: Called for each event.
+
+    Raises:
+        ChaosError: A rank has failed or hangs, or the batches are not the same.
+    """
+    log: list[str] = []
+    begun = time.monotonic()
+
+    def note(line: str) -> None:
+        log.append(f"{time.monotonic() - begun:8.3f} {line}")
+        if tell is not None:
+            tell(log[-1])
+
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
+        ranks: list[Ranks] = []
+        try:
+            report = _run(scenario, zygote, folder, note, ranks)
+            if not report.comparison.is_same:
+                raise AssertionError("\n".join(["the batches are not the same", *report.comparison.different]))
+            return report
+        except Exception as exc:
+            text = f"{type(exc).__name__}: {exc}\n{scenario}\n" + "\n".join(log)
+            raise ChaosError(text) from exc
+        finally:
+            for some in ranks:
+                some.kill()
+
+
+def _run(
+    scenario: Scenario, zygote: Zygote, folder: Path, note: Callable[[str], None], all_ranks: list[Ranks]
+) -> Report:
+    traps = Traps(folder / "traps")
+    watch = Watch()
+    done: Counter[Kind] = Counter()
+    begun = time.monotonic()
+    with _pool(scenario, zygote, folder / "disturbed", traps) as (pool, before):
+        job = _job(scenario, folder / "disturbed", pool, traps)
+        ranks = Ranks(zygote, job, before)
+        all_ranks.append(ranks)
+        with _explained(ranks):
+            _disturb(scenario, ranks, pool, watch, done, note)
+            note("the trainers may end")
+            ranks.ask_to_stop()
+            _follow(ranks, lambda: ranks.are_running)
+            ranks.wait()
+    seconds = time.monotonic() - begun
+    all_ranks.remove(ranks)
+    num_epochs = len({note.batch.split()[1] for note in ranks.notes[0]})
+    note(f"once more in peace, {num_epochs} epochs")
+    quiet_scenario = replace(scenario, in_network=False)
+    with _pool(quiet_scenario, zygote, folder / "quiet", traps) as (pool, before):
+        job = replace(_job(quiet_scenario, folder / "quiet", pool, traps), num_epochs=num_epochs, seconds=0.0)
+        quiet = Ranks(zygote, job, before)
+        all_ranks.append(quiet)
+        with _explained(quiet):
+            _follow(quiet, lambda: quiet.are_running)
+            quiet.wait()
+    stall, at = ranks.longest_stall()
+    return Report(
+        scenario,
+        done,
+        traps.num_sprung("segfault"),
+        traps.num_sprung("hang"),
+        ranks.num_batches,
+        num_epochs,
+        compare(ranks.notes, quiet.notes),
+        stall,
+        f"before {at.batch}, {at.time - begun:.3f}" if at else "",
+        seconds,
+        watch.trends(),
+    )
+
+
+@contextlib.contextmanager
+def _explained(ranks: Ranks) -> Iterator[None]:
+    """Add to a failure what the ranks have logged, and what they do."""
+    try:
+        yield
+    except Exception as exc:
+        raise AssertionError(f"{type(exc).__name__}: {exc}\n{ranks.stacks()}") from exc
+
+
+@contextlib.contextmanager
+def _pool(scenario: Scenario, zygote: Zygote, folder: Path, traps: Traps) -> Iterator[tuple[Pool, str]]:
+    """The node servers, and the statements with which a script gets to where they can be reached."""
+    folder.mkdir()
+    traps.make()
+    net = network.Network(zygote) if scenario.in_network else None
+    try:
+        pool = Pool(zygote, folder, scenario.num_places, scenario.num_workers, net, traps)
+        try:
+            yield pool, net.enter_trainers() if net else ""
+        finally:
+            pool.close()
+    finally:
+        if net:
+            net.close()
+
+
+def _job(scenario: Scenario, folder: Path, pool: Pool, traps: Traps) -> Job:
+    addresses = ",".join(pool.addresses)
+    job = Job(
+        folder=str(folder),
+        traps=traps.folder,
+        workers=f"@{pool.register}" if scenario.registered else addresses,
+        stream_workers=addresses,
+        world_size=scenario.num_ranks,
+        seed=scenario.seed,
+        persistent_workers=scenario.seed % 2 == 1,
+        stateful=scenario.seed % 4 >= 2,
+    )
+    return replace(job, **scenario.job)  # type: ignore[arg-type]
+
+
+def _disturb(
+    scenario: Scenario, ranks: Ranks, pool: Pool, watch: Watch, done: Counter[Kind], note: Callable[[str], None]
+) -> None:
+    """One event after so many batches each, until the plan or the time is over."""
+    end = time.monotonic() + 60 * scenario.minutes if scenario.minutes else float("inf")
+    cuts: dict[int, float] = {}  # place, and when it is to be mended at the latest
+    events = scenario.plan()
+    next_at = scenario.every
+    usage_at = 0.0
+
+    def heal(now: float) -> None:
+        for place in [place for place, until in cuts.items() if until <= now]:
+            del cuts[place]
+            note(pool.do(Event(Kind.HEAL, place)))
+
+    def go_on() -> bool:
+        nonlocal usage_at
+        now = time.monotonic()
+        heal(now)
+        if scenario.soak and now >= usage_at:
+            usage_at = now + _USAGE_PERIOD
+            for rank, script in enumerate(ranks.scripts):
+                watch.look(f"rank {rank}", script.pid, now)
+            for place, server in pool.servers.items():
+                watch.look(f"node server {place}", server.pid, now)
+        return ranks.are_running and ranks.num_batches < next_at and now < end
+
+    while True:
+        _follow(ranks, go_on)
+        assert ranks.are_running, "a rank has ended by itself"
+        event = next(events, None)
+        if event is None or time.monotonic() >= end:
+            break
+        next_at = ranks.num_batches + scenario.every
+        if event.kind is Kind.HEAL:
+            if event.place in cuts:
+                heal(cuts[event.place])
+            continue
+        if event.kind in (Kind.CUT, Kind.SLOW):
+            cuts[event.place] = time.monotonic() + MAX_CUT
+        done[event.kind] += 1
+        note(f"batch {ranks.num_batches}: {pool.do(event)}")
+    heal(float("inf"))
+
+
+def _follow(ranks: Ranks, go_on: Callable[[], bool]) -> None:
+    """Read what the ranks note for as long as that."""
+    count, since = -1, 0.0
+    while True:
+        ranks.look()
+        now = time.monotonic()
+        if ranks.num_batches != count:
+            count, since = ranks.num_batches, now
+        assert now < since + HANG_TIMEOUT * TIMEOUT_SCALE, f"no batch for {HANG_TIMEOUT:g} s"
+        if not go_on():
+            return
+        time.sleep(0.005)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """What processes need that are not started by pytest: a secret of their own."""
+    token = folder / "token"
+    token.touch(0o600)
+    token.write_text(f"the secret of this run {os.urandom(16).hex()}\n")
+    return {"RPCDATALOADER_TOKEN_FILE": str(token)}
