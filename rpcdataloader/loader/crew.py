@@ -123,6 +123,7 @@ class Crew:
         self._reasons: dict[Node, BaseException] = {}  # why each node is of no use
         self._last_error: BaseException | None = None  # how the last worker ended
         self._sent_away: set[Worker] = set()
+        self._promised: set[int] = set()  # places whose worker has retired, so that there is room for the next
         self._joining: set[Node] = set()  # looked at, as it is not known yet what they offer
         self._num_wanted = len(placement.homes)
         self._num_offered = placement.num_offered  # by all nodes, those that have joined included
@@ -229,6 +230,7 @@ class Crew:
             if worker not in self._workers or self._closed.is_set():
                 return
             self._ready.add(worker)
+            self._promised.discard(self._workers[worker][0])
             worker_id, node = self._workers[worker]
             for other, (other_id, other_node) in list(self._workers.items()):
                 if other_id == worker_id and other_node is not node:
@@ -285,7 +287,9 @@ class Crew:
                 self._sent_away.discard(worker)
             elif not self._owner.needs(worker_id):
                 self._roster.close(worker_id)
-            elif not retired:
+            elif retired:
+                self._promised.add(worker_id)
+            else:
                 self._reasons[node] = self._last_error = error
                 if died or (never_came and is_up and not worker.was_refused):
                     self._count_death(worker_id)
@@ -398,13 +402,18 @@ class Crew:
             self._roster.node_down(node)
             self._roster.vacated(worker_id, node)
             return False
-        worker = self._dataset.open_worker(session, self, self._is_alone)
+        keep_waiting = self._is_open if worker_id in self._promised else self._is_alone
+        worker = self._dataset.open_worker(session, self, keep_waiting)
         self._workers[worker] = worker_id, node
         # Fails when it is lost already, which is about to be reported.
         with contextlib.suppress(RPCError):
             complete = functools.partial(self.opened, worker)
             worker.submit(opening.request.payload, opening.request.buffers, complete)
         return True
+
+    def _is_open(self) -> bool:
+        """Whether somebody waits for workers: the place of one that has retired will be free again."""
+        return not self._closed.is_set()
 
     def _is_alone(self) -> bool:
         """Whether no worker is there yet: then a busy node is worth waiting for."""

@@ -136,7 +136,7 @@ def test_worker_for_each_batch_is_no_death_and_a_death_is_still_one(serve, tmp_p
     assert (failed, seen) == ([3, 4], [0, 1, 2, *range(5, 20)])
     (message,) = [record.getMessage() for record in caplog.records if record.name == "rpcdataloader.loader"]
     assert "was killed by SIGKILL" in message
-    assert "another worker starts on" in message
+    assert "another worker starts there" in message
 
 
 def test_worker_that_serves_calls_does_not_retire(serve):
