@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
@@ -101,6 +102,31 @@ def test_nothing_grows_while_the_consumer_stops(server, pool, in_order):
     assert max(private_bytes(worker.pid) for worker in iterator._run._crew) < 200 * MIB
     iterator = None
     wait_until(lambda: pool.stats().leased_bytes == 0, what="memory of an iterator that is gone")
+
+
+class Giant(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.zeros(200 * MIB, dtype=torch.uint8)
+
+
+def test_half_of_a_batch_does_not_stay(server):
+    """Nor does it wait for the garbage collector, with which everything that refers to a connection would go."""
+    iterator = iter(RPCDataloader(Giant(), batch_size=None, workers=server.address, num_workers=1))
+    pool = get_client().allocator
+    wait_until(lambda: pool.stats().leased_bytes, what="the beginning of a batch")
+    (worker,) = iterator._run._crew
+    os.kill(worker.pid, signal.SIGSTOP)
+    gc.disable()
+    try:
+        iterator = None
+        wait_until(lambda: pool.stats().leased_bytes == 0, what="memory of a batch that was not received")
+    finally:
+        gc.enable()
+        with contextlib.suppress(ProcessLookupError):  # it ends with its connection
+            os.kill(worker.pid, signal.SIGCONT)
 
 
 class Late(Dataset):
