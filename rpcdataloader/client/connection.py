@@ -218,9 +218,10 @@ class Connection:
                 if self._sender.ident is not None:
                     self._sender.join()
                 channel.stream.close()
+                channel.abandon()
             error = ConnectionLostError(f"{self.name} closed the connection")
         except RPCError as exc:
-            error = exc
+            error = _without_frames(exc)
         except BaseException as exc:
             logger.exception("the receiver of %s failed", self.name)
             error = ConnectionLostError(f"connection to {self.name} ended by {type(exc).__name__}: {exc}")
@@ -318,3 +319,11 @@ class Connection:
                 channel.send(MessageType.RELEASE, payload=pack_handles(handles))
                 return item
             handles.append(item)
+
+
+def _without_frames(error: RPCError) -> RPCError:
+    """The error without tracebacks: variables of these frames refer to what was being received, and it is kept."""
+    for part in (error, error.__cause__, error.__context__):
+        if part is not None:
+            part.__traceback__ = None
+    return error

@@ -471,6 +471,12 @@ class _Run:
         if not isinstance(reply, Message):
             # The worker is lost, which is reported once for all of its requests.
             return
+        size_bytes = len(reply.payload) + sum(block.view.nbytes for block in reply.blocks)
+        # Not a variable here: the traceback of an exception refers to this frame, and would keep the whole pass.
+        self._take(worker, begun, number, size_bytes, *self._decode(reply))
+
+    def _decode(self, reply: Message) -> tuple[Any, float | None, StreamState | None]:
+        """The batch, or what stands in for it; how long the worker took; and how far its stream has come."""
         seconds: float | None = None
         stream: StreamState | None = None
         try:
@@ -484,8 +490,19 @@ class _Run:
                 # What came in band, and batch types with a pin_memory method of their own. What is pinned stays.
                 result = pin(result)
         except BaseException as exc:
-            result = _Failure(exc)
-        size_bytes = len(reply.payload) + sum(block.view.nbytes for block in reply.blocks)
+            return _Failure(exc), seconds, stream
+        return result, seconds, stream
+
+    def _take(
+        self,
+        worker: Worker,
+        begun: Pass,
+        number: int,
+        size_bytes: int,
+        result: Any,
+        seconds: float | None,
+        stream: StreamState | None,
+    ) -> None:
         cancelled: list[tuple[Worker, _Sent]] = []
         with self._condition:
             if begun is not self._pass or self._closed:

@@ -6,7 +6,9 @@ session, in the middle of a task. With ``parallel`` above 1, requests of ``rpc_a
 overtake each other.
 
 No thread only reads: between two tasks the main thread takes in all that has arrived, so a request that is cancelled
-in the meantime is not begun, and a small task costs no change of thread.
+in the meantime is not begun, and a small task costs no change of thread. While much waits to be sent, nothing more is
+computed, and while many large requests wait, nothing more is received: so a client that asks for more than it reads
+is the one that waits.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from rpcdataloader.server.handles import HandleTable
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.output import tell_client
 from rpcdataloader.server.processes import keep_freed_memory, prefer_for_oom
+from rpcdataloader.server.room import Room
 from rpcdataloader.wire.channel import Channel, accept_channel
 from rpcdataloader.wire.frames import Flag, Message, MessageType, Preamble
 from rpcdataloader.wire.identity import local_identity
@@ -43,6 +46,10 @@ logger = logging.getLogger("rpcdataloader.worker")
 # With requests at hand, new ones and cancellations are looked for this often (in seconds): a look is a system call,
 # which is a good part of a task of a hundred microseconds.
 LOOK_INTERVAL = 0.001
+
+# Bytes of requests that were received and of replies that are not sent, each: nothing against the memory of a node with
+# many workers, and more than a network needs to be kept busy.
+MAX_WAITING_BYTES = 64 << 20
 
 
 def run_worker_process(
@@ -112,6 +119,7 @@ class Worker:
         self._retires = False
         # Main and pool threads to sender: arguments of Channel.send, and None for the end.
         self._outbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._requests, self._replies = Room(MAX_WAITING_BYTES), Room(MAX_WAITING_BYTES)
         self._pool = ThreadPoolExecutor(context.parallel, "rpcdl-call") if context.parallel > 1 else None
         # Written by the watcher when the session says drain.
         self._drain_read, self._drain_write = os.pipe()
@@ -135,6 +143,8 @@ class Worker:
         watcher.start()
         try:
             while not self._draining or self._inbox:
+                # Before looking for what has come, so that a request that is cancelled meanwhile is not begun.
+                self._replies.wait()
                 self._receive()
                 if self._inbox:
                     self._serve(self._inbox.popleft())
@@ -161,6 +171,10 @@ class Worker:
     def _receive(self) -> None:
         """Take in what has arrived; wait only while there is nothing to do."""
         stream = self._channel.stream
+        if self._requests.is_full:
+            if not self._inbox:  # all of it is with the threads of the pool
+                self._requests.wait()
+            return
         if not stream.has_unread:
             now = time.monotonic()
             if self._inbox and now < self._next_look:
@@ -178,7 +192,8 @@ class Worker:
 
     def _begin_drain(self) -> None:
         """The client will be told the last request that it gets an answer to: take what has come this far."""
-        while self._channel.stream.has_unread or self._channel.stream.has_input():
+        stream = self._channel.stream
+        while not self._requests.is_full and (stream.has_unread or stream.has_input()):
             self._take()
         self._draining = True
         self._poll.unregister(self._drain_read)
@@ -194,6 +209,7 @@ class Worker:
             return
         if message.type == MessageType.CALL:
             self._last_request = message.request_id
+            self._requests.take(_size_of(message))
             with self._lock:
                 self._unanswered.add(message.request_id)
             self._inbox.append(message)
@@ -211,6 +227,8 @@ class Worker:
         try:
             while (item := self._outbox.get()) is not None:
                 self._channel.send(*item)
+                if item[0] in (MessageType.REPLY, MessageType.ERROR):
+                    self._replies.leave(Encoded(*item[2:4]).size_bytes)
                 del item
         except RPCError:
             # Gone while we wrote.
@@ -240,19 +258,21 @@ class Worker:
         if message.type == MessageType.RELEASE:
             self._handles.release(unpack_handles(message.payload))
             return
-        request_id = message.request_id
+        request_id, size_bytes = message.request_id, _size_of(message)
         try:
             call = Call.decode(loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))
         except BaseException as exc:
+            self._requests.leave(size_bytes)
             self._reply_error(request_id, exc)
             return
+        del message
         timer = self._limit(request_id) if call.limited and self._context.timeout > 0 else None
         if self._pool is None or call.ordered:
-            self._execute(request_id, call, timer)
+            self._execute(request_id, size_bytes, call, timer)
             if call.task:
                 self._count_task()
         else:
-            self._pool.submit(self._execute, request_id, call, timer)
+            self._pool.submit(self._execute, request_id, size_bytes, call, timer)
 
     def _count_task(self) -> None:
         self._num_tasks += 1
@@ -260,8 +280,9 @@ class Worker:
             self._retires = True
             self._begin_drain()
 
-    def _execute(self, request_id: int, call: Call, timer: threading.Timer | None) -> None:
+    def _execute(self, request_id: int, size_bytes: int, call: Call, timer: threading.Timer | None) -> None:
         handle = None
+        self._replies.wait()
         try:
             self._check_wanted(request_id)
             result = call.func(*call.args, **call.kwargs)
@@ -276,6 +297,7 @@ class Worker:
             if not self._reply(request_id, MessageType.REPLY, encoded) and handle is not None:
                 self._handles.release([handle])
         finally:
+            self._requests.leave(size_bytes)
             if timer is not None:
                 timer.cancel()
 
@@ -307,6 +329,7 @@ class Worker:
             self._unanswered.discard(request_id)
             self._cancelled.discard(request_id)
         if not self._outbox.empty() or not self._send_now(type, request_id, encoded):
+            self._replies.take(encoded.size_bytes)
             self._outbox.put((type, request_id, encoded.payload, encoded.buffers))
         return True
 
@@ -316,3 +339,8 @@ class Worker:
         except RPCError:
             # The main thread sees the same and ends this process.
             return True
+
+
+def _size_of(message: Message) -> int:
+    size_bytes: int = len(message.payload) + sum(block.view.nbytes for block in message.blocks)
+    return size_bytes

@@ -145,6 +145,13 @@ class Channel:
         """
         return _recv(self.stream, self._decoder)
 
+    def abandon(self) -> None:
+        """Let go of a message that was received in part; nothing can be received any more.
+
+        Whoever refers to a connection that has ended must not keep the memory of a batch.
+        """
+        self._decoder.abandon()
+
 
 def _recv(stream: Stream, decoder: Decoder, deadline: Deadline | None = None) -> Message | None:
     while True:

@@ -466,6 +466,11 @@ class Decoder:
             self._broken = str(error)
             raise
 
+    def abandon(self) -> None:
+        """Let go of a message that has come in part: nothing more will be received."""
+        self._reset()
+        self._broken = self._broken or "the connection has ended"
+
     def _check_usable(self) -> None:
         if self._broken is not None:
             raise RemoteProtocolError(f"nothing more can be read from this connection after: {self._broken}")

@@ -1,0 +1,289 @@
+"""Memory that does not grow: of a trainer whose consumer stops, of workers nobody listens to, over many epochs."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.client.pool import get_client
+from rpcdataloader.wire.slabs import PageablePool, PinnedAllocator, _round_up
+from tests.conftest import wait_until
+from tests.integration.datasets import note, notes, wait_for
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+MIB = 1 << 20
+
+
+def private_bytes(pid):
+    """Memory that a process has for itself; 0 if it has ended."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0
+    return 1024 * sum(int(kib) for kib in re.findall(r"^Private_\w+: +(\d+) kB", text, re.MULTILINE))
+
+
+def is_waiting(server, worker):
+    """Whether a worker waits for room."""
+    os.kill(worker, signal.SIGQUIT)  # its stacks go to the log
+    return "room.py" in server.log
+
+
+# --- a consumer that stops
+
+
+class Uneven(Dataset):
+    """Samples of all sizes, one of them giant and one that fails."""
+
+    sizes = tuple(48 * MIB if index == 5 else (7 * index % 5 + 1) * MIB + 1000 for index in range(24))
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def __getitem__(self, index):
+        if index == 1:
+            raise ValueError(index)
+        return torch.full((self.sizes[index],), index, dtype=torch.uint8)
+
+
+@pytest.fixture
+def pool(request, monkeypatch):
+    """What batches are received into: the pool of the client, or memory that stands for pinned memory."""
+    if request.param == "pageable":
+        yield get_client().allocator
+        return
+    pool = PageablePool()
+    allocator = PinnedAllocator(lambda size_bytes: pool.allocate(size_bytes).tensor)
+    monkeypatch.setattr("rpcdataloader.loader.iterator.pinned_allocator", lambda: allocator)
+    monkeypatch.setattr("rpcdataloader.loader.iterator.pin", lambda batch: batch)
+    yield pool
+
+
+def is_idle(iterator):
+    """Whether the workers of an iterator have nothing to do."""
+    workers = list(iterator._run._crew)
+    return len(workers) == 2 and not any(worker.connection.num_pending for worker in workers)
+
+
+@pytest.mark.parametrize("pool", ["pageable", "pinned"], indirect=True)
+@pytest.mark.parametrize("in_order", [True, False])
+def test_nothing_grows_while_the_consumer_stops(server, pool, in_order):
+    loader = RPCDataloader(
+        Uneven(),
+        batch_size=None,
+        workers=server.address,
+        num_workers=2,
+        in_order=in_order,
+        pin_memory=pool is not get_client().allocator,
+    )
+    iterator = iter(loader)
+    waiting = set(range(len(loader)))
+    for _ in range(4):
+        try:
+            waiting.remove(int(next(iterator)[0]))
+        except ValueError as error:
+            waiting.remove(*error.args)
+    # Nobody is asked for anything any more, so this is how it stays.
+    wait_until(lambda: is_idle(iterator), what="a full window")
+    window = sorted(waiting)[:4]
+    held_bytes = sum(_round_up(Uneven.sizes[index]) for index in window)
+    wait_until(lambda: pool.stats().leased_bytes == held_bytes, what="memory of the window, and no more")
+    assert max(private_bytes(worker.pid) for worker in iterator._run._crew) < 200 * MIB
+    iterator = None
+    wait_until(lambda: pool.stats().leased_bytes == 0, what="memory of an iterator that is gone")
+
+
+class Giant(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.zeros(200 * MIB, dtype=torch.uint8)
+
+
+def test_half_of_a_batch_does_not_stay(server):
+    """Nor does it wait for the garbage collector, with which everything that refers to a connection would go."""
+    iterator = iter(RPCDataloader(Giant(), batch_size=None, workers=server.address, num_workers=1))
+    pool = get_client().allocator
+    wait_until(lambda: pool.stats().leased_bytes, what="the beginning of a batch")
+    (worker,) = iterator._run._crew
+    os.kill(worker.pid, signal.SIGSTOP)
+    gc.disable()
+    try:
+        iterator = None
+        wait_until(lambda: pool.stats().leased_bytes == 0, what="memory of a batch that was not received")
+    finally:
+        gc.enable()
+        with contextlib.suppress(ProcessLookupError):  # it ends with its connection
+            os.kill(worker.pid, signal.SIGCONT)
+
+
+class Late(Dataset):
+    """One sample takes long for the first worker that loads it."""
+
+    def __init__(self, marker, fifo):
+        self.marker, self.fifo = marker, fifo
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 5:
+            note(self.marker, os.getpid())
+            if len(notes(self.marker)) == 1:
+                wait_for(self.fifo)
+        return torch.full((3 * MIB,), index, dtype=torch.uint8)
+
+
+def test_late_answer_of_a_second_copy_keeps_no_memory(server, monkeypatch, fifo, tmp_path):
+    monkeypatch.setattr("rpcdataloader.loader.pace._LATE_SECONDS", 0.05)
+    marker = str(tmp_path / "marker")
+    iterator = iter(RPCDataloader(Late(marker, fifo), batch_size=None, workers=server.address, num_workers=2))
+    assert [int(next(iterator)[0]) for _ in range(7)] == list(range(7))
+    assert len(notes(marker)) == 2
+    open(fifo, "w").close()
+    wait_until(lambda: is_idle(iterator), what="the late answer")
+    assert int(next(iterator)[0]) == 7
+    wait_until(lambda: get_client().allocator.stats().leased_bytes == 0)
+    assert iterator._run._table._budget.num_in_flight == 0
+
+
+# --- asked for more than is read
+
+CLIENT = """
+import sys, torch
+from rpcdataloader import rpc_async
+from tests.integration.test_memory import produce
+address, log, size_bytes, num_calls, timeout = *sys.argv[1:3], *map(int, sys.argv[3:])
+futures = [rpc_async(address, produce, (log, size_bytes), timeout=None) for _ in range(num_calls)]
+print("asked", flush=True)
+total = 0
+for future in futures:
+    total += len(future.wait())
+print(total)
+"""
+
+
+def produce(log, size_bytes):
+    note(log, os.getpid())
+    return torch.zeros(size_bytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_worker_whose_client_does_not_read_stops_computing(serve, zygote, tmp_path, parallel):
+    server, log = serve("--parallel", str(parallel)), str(tmp_path / "log")
+    script = zygote.start(CLIENT, server.address, log, 20 * MIB, 40, 0)
+    wait_until(lambda: notes(log), what="first call")
+    os.kill(script.pid, signal.SIGSTOP)
+    worker = int(notes(log)[0])
+    wait_until(lambda: is_waiting(server, worker), what="a worker that waits")
+    assert private_bytes(worker) < 300 * MIB
+    os.kill(script.pid, signal.SIGCONT)
+    ended = script.wait()
+    assert ended.output.split() == ["asked", str(40 * 20 * MIB)], ended.errors
+    assert len(notes(log)) == 40
+
+
+def consume(log, fifo, tensor):
+    note(log, os.getpid())
+    if len(notes(log)) <= 2:
+        wait_for(fifo)
+    return len(tensor)
+
+
+def test_worker_that_is_busy_takes_in_only_so_much(serve, fifo, tmp_path):
+    """With threads: one without takes in nothing before it has finished."""
+    server, log = serve("--parallel", "2"), str(tmp_path / "log")
+    tensor = torch.zeros(20 * MIB, dtype=torch.uint8)
+    futures = [rpc_async(server.address, consume, (log, fifo, tensor)) for _ in range(40)]
+    wait_until(lambda: len(notes(log)) == 2, what="two calls that wait")
+    worker = int(notes(log)[0])
+    wait_until(lambda: is_waiting(server, worker), what="a worker that waits")
+    assert private_bytes(worker) < 200 * MIB
+    open(fifo, "w").close()
+    assert [future.wait() for future in futures] == [20 * MIB] * 40
+
+
+# --- workers that leak
+
+_leaked: list[torch.Tensor] = []
+
+
+class Leaky(Dataset):
+    """Keeps a megabyte for each sample."""
+
+    def __len__(self):
+        return 240
+
+    def __getitem__(self, index):
+        _leaked.append(torch.ones(MIB, dtype=torch.uint8))
+        return index
+
+
+def test_node_with_leaking_workers_stays_as_it_is(serve):
+    server = serve("--num-workers", "2", "--max-tasks-per-worker", "5")
+    used = []
+    for batch in RPCDataloader(Leaky(), batch_size=4, workers=server.address):
+        if batch[0] >= 40:  # all workers are there
+            used.append(sum(map(private_bytes, server.processes())))
+    # Two workers keep 4 MiB for each of 7 batches, and one that ends may still be there.
+    assert max(used) - min(used) < 100 * MIB
+
+
+# --- many epochs
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.full((MIB,), index, dtype=torch.uint8)
+
+
+def usage(pid):
+    """Descriptors and threads."""
+    return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
+
+
+def test_fifty_epochs_leave_nothing_behind(serve):
+    server = serve("--num-workers", "2")
+    loaders = [
+        RPCDataloader(Samples(), batch_size=2, workers=server.address, shuffle=True, persistent_workers=persistent)
+        for persistent in (False, True)
+    ]
+
+    def run(num_rounds):
+        for _ in range(num_rounds):
+            for loader in loaders:
+                assert len(list(loader)) == 3
+                next(iter(loader))  # and no more of it
+            assert len(list(RPCDataloader(RPCDataset([server.address], Samples), batch_size=2, num_workers=1))) == 3
+        gc.collect()
+        # Server, session, and the workers that persist.
+        wait_until(lambda: len(server.processes()) == 3, what="only persistent workers")
+        return [os.getpid(), server.pid, *sorted(server.processes())]
+
+    pids = run(2)
+    memory = {pid: private_bytes(pid) for pid in pids}
+    wait_until(lambda: len([name for name in threads() if name.startswith("rpcdl-recv")]) == 3)
+    before = {pid: usage(pid) for pid in pids}
+    assert run(10) == pids
+    wait_until(lambda: {pid: usage(pid) for pid in pids} == before, what="descriptors and threads")
+    for pid in pids:
+        assert private_bytes(pid) < memory[pid] + 24 * MIB
+
+
+def threads():
+    return [thread.name for thread in threading.enumerate()]
