@@ -72,7 +72,7 @@ def pool(request, monkeypatch):
 
 def is_idle(iterator):
     """Whether the workers of an iterator have nothing to do."""
-    workers = list(iterator._run._crew)
+    workers = list(iterator._run.crew)
     return len(workers) == 2 and not any(worker.connection.num_pending for worker in workers)
 
 
@@ -99,7 +99,7 @@ def test_nothing_grows_while_the_consumer_stops(server, pool, in_order):
     window = sorted(waiting)[:4]
     held_bytes = sum(_round_up(Uneven.sizes[index]) for index in window)
     wait_until(lambda: pool.stats().leased_bytes == held_bytes, what="memory of the window, and no more")
-    assert max(private_bytes(worker.pid) for worker in iterator._run._crew) < 200 * MIB
+    assert max(private_bytes(worker.pid) for worker in iterator._run.crew) < 200 * MIB
     iterator = None
     wait_until(lambda: pool.stats().leased_bytes == 0, what="memory of an iterator that is gone")
 
@@ -117,7 +117,7 @@ def test_half_of_a_batch_does_not_stay(server):
     iterator = iter(RPCDataloader(Giant(), batch_size=None, workers=server.address, num_workers=1))
     pool = get_client().allocator
     wait_until(lambda: pool.stats().leased_bytes, what="the beginning of a batch")
-    (worker,) = iterator._run._crew
+    (worker,) = iterator._run.crew
     os.kill(worker.pid, signal.SIGSTOP)
     gc.disable()
     try:
