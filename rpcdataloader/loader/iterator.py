@@ -287,7 +287,8 @@ class _Run:
         limit = self._settings.task_timeout
         with self._condition:
             late = [
-                (worker, self._table.payload(number), number)
+                # Not the table's task: another worker may have answered it, and it may be delivered.
+                (worker, self._sent[worker, number].task, number)
                 for worker, number in self._table.timed_out(time.monotonic())
             ]
         endings = [

@@ -24,8 +24,6 @@ from tests.integration.zygote import Zygote
 
 # Seconds without a batch of any rank: nothing that the adversary does takes so long to get over.
 HANG_TIMEOUT = 60.0
-# Seconds that a network is cut or slow at most, as with a cut there may be no batch that the next event waits for.
-MAX_CUT = 3.0
 _USAGE_PERIOD = 2.0  # seconds between samples of memory and descriptors
 
 
@@ -35,9 +33,12 @@ class Scenario:
 
     Attributes:
         every: Batches, of all ranks together, from one event to the next.
+        at_once: Events that happen together.
         num_events: Of the adversary; then the trainers end their epoch.
         minutes: Instead of a number of events.
         in_network: Nodes in networks of their own, which can be cut.
+        cut_seconds: After which a network is mended at the latest: with a cut, there may be no batch for a while, which
+            the next event waits for.
         registered: Whether the map-style loader finds its servers in the register, and so uses those that are added.
         soak: Watch memory and descriptors; the server of the first node is not ended.
     """
@@ -47,9 +48,11 @@ class Scenario:
     num_places: int = 3
     num_workers: int = 4
     every: int = 25
+    at_once: int = 1
     num_events: int | None = None
     minutes: float | None = None
     in_network: bool = False
+    cut_seconds: float = 3.0
     registered: bool = False
     soak: bool = False
     events: tuple[Event, ...] = ()  # instead of those of the plan
@@ -229,8 +232,7 @@ def _disturb(
     """One event after so many batches each, until the plan or the time is over."""
     end = time.monotonic() + 60 * scenario.minutes if scenario.minutes else float("inf")
     cuts: dict[int, float] = {}  # place, and when it is to be mended at the latest
-    events = scenario.plan()
-    next_at = scenario.every
+    next_at = 0
     usage_at = 0.0
 
     def heal(now: float) -> None:
@@ -250,19 +252,19 @@ def _disturb(
                 watch.look(f"node server {place}", server.pid, now)
         return ranks.are_running and ranks.num_batches < next_at and now < end
 
-    while True:
-        _follow(ranks, go_on)
-        assert ranks.are_running, "a rank has ended by itself"
-        event = next(events, None)
-        if event is None or time.monotonic() >= end:
+    for number, event in enumerate(scenario.plan()):
+        if number % scenario.at_once == 0:
+            next_at = ranks.num_batches + scenario.every
+            _follow(ranks, go_on)
+            assert ranks.are_running, "a rank has ended by itself"
+        if time.monotonic() >= end:
             break
-        next_at = ranks.num_batches + scenario.every
         if event.kind is Kind.HEAL:
             if event.place in cuts:
                 heal(cuts[event.place])
             continue
         if event.kind in (Kind.CUT, Kind.SLOW):
-            cuts[event.place] = time.monotonic() + MAX_CUT
+            cuts[event.place] = time.monotonic() + scenario.cut_seconds
         done[event.kind] += 1
         note(f"batch {ranks.num_batches}: {pool.do(event)}")
     heal(float("inf"))

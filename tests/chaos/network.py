@@ -37,7 +37,7 @@ def why_not() -> str | None:
     for tool in ("ip", "tc", "unshare", "nsenter"):
         if shutil.which(tool) is None:
             return f"{tool} is missing"
-    script = "ip link add a type veth peer name b && ip link add c type bridge && tc qdisc add dev a root "
+    script = "ip link add one type veth peer name two && ip link add three type bridge && tc qdisc add dev one root "
     done = subprocess.run(["unshare", "--net", "sh", "-c", script + " ".join(SLOW)], capture_output=True, text=True)
     return done.stderr.strip() or "no network namespaces" if done.returncode else None
 

@@ -36,6 +36,7 @@ class Job:
         seconds: Time that a sample takes to load.
         num_epochs: Epochs at most.
         task_timeout: Seconds for each batch; for workers that hang.
+        max_retries: Of a batch; the adversary may well come across the same one three times.
     """
 
     folder: str
@@ -51,6 +52,7 @@ class Job:
     seconds: float = 0.005
     num_epochs: int = 10**9
     task_timeout: float = 2.0
+    max_retries: int = 20
     persistent_workers: bool = False
     stateful: bool = False
 
@@ -81,8 +83,7 @@ def make_loaders(job: Job) -> dict[str, RPCDataloader[Any]]:
         "batch_size": job.batch_size,
         "task_timeout": job.task_timeout,
         "persistent_workers": job.persistent_workers,
-        # The adversary may well come across the same batch three times.
-        "max_retries": 20,
+        "max_retries": job.max_retries,
         "reconnect_timeout": 60,
     }
     traps = Traps(Path(job.traps))

@@ -351,6 +351,13 @@ def test_worker_that_is_stopped_holds_nobody_up(workers, tmp_path):
     wait_until(lambda: not is_running(int(pid)), what="end of the stopped worker")
 
 
+def test_worker_that_hangs_at_a_batch_that_another_one_has_loaded_is_ended(workers, tmp_path, caplog):
+    # The second copy of batch 20 is sent after a second, and delivered before the time is over for the first one.
+    dataset = Hanging(str(tmp_path), hanging=[20, 39])
+    assert indices_of(RPCDataloader(dataset, workers=workers, num_workers=2, task_timeout=1.5)) == [*range(40)]
+    assert "batch 20 (indices [20]) took longer than 1.5 s (task_timeout) on worker" in caplog.text
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_worker_that_takes_too_long_is_ended_and_the_batch_given_to_another(workers, tmp_path, num_workers, caplog):
     dataset = Hanging(str(tmp_path), hanging=[3])
