@@ -485,8 +485,6 @@ class _Run:
             seconds = sum(timings)
             if self._settings.iterable:
                 result, stream = result
-            if type(result) is Reduced:
-                result.where = worker.name
             if self._pins:
                 # What came in band, and batch types with a pin_memory method of their own. What is pinned stays.
                 result = pin(result)
@@ -504,6 +502,8 @@ class _Run:
         seconds: float | None,
         stream: StreamState | None,
     ) -> None:
+        if type(result) is Reduced:
+            result.where = worker.name
         cancelled: list[tuple[Worker, _Sent]] = []
         with self._condition:
             if begun is not self._pass or self._closed:
