@@ -5,11 +5,12 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo test bench lint docs clean
+.PHONY: help demo test chaos bench lint docs clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
 	@echo "make test   run the tests, without the slow ones and the benchmarks"
+	@echo "make chaos  run the tests in which everything is killed, stopped and cut off"
 	@echo "make bench  print the table of benchmarks"
 	@echo "make lint   check format, style and types"
 	@echo "make docs   build the documentation in docs/_build"
@@ -19,7 +20,10 @@ demo: .venv/ready
 	$(BIN)/python examples/digits.py
 
 test: .venv/ready
-	$(BIN)/python -m pytest -m "not slow" --timeout 120
+	$(BIN)/python -m pytest -m "not slow and not chaos" --timeout 120
+
+chaos: .venv/ready
+	$(BIN)/python -m pytest -m chaos --timeout 120
 
 bench: .venv/ready
 	$(BIN)/python -m tests.benchmark

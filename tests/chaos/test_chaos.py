@@ -29,23 +29,27 @@ def survive(zygote, capsys):
     return survive
 
 
+@pytest.mark.chaos
 def test_one_rank_survives_everything(survive):
     report = survive(Scenario(seed=10, num_events=30, every=20, registered=True))
     assert report.num_batches >= 30 * 20
     assert sum(report.events.values()) == 30
 
 
+@pytest.mark.chaos
 def test_four_ranks_survive_everything(survive):
     report = survive(Scenario(seed=11, num_ranks=4, num_events=20, num_workers=3))
     assert sum(report.events.values()) == 20
 
 
+@pytest.mark.chaos
 @pytest.mark.skipif(NO_NETWORK is not None, reason=f"network namespaces cannot be made: {NO_NETWORK}")
 def test_two_ranks_survive_a_network_that_is_cut(survive):
     report = survive(Scenario(seed=12, num_ranks=2, num_events=15, num_workers=2, in_network=True))
     assert report.events[Kind.CUT]
 
 
+@pytest.mark.chaos
 def test_a_quarter_of_the_workers_is_killed_in_the_middle_of_an_epoch(survive):
     kills = tuple(Event(Kind.KILL_WORKER, place, pick) for place in range(2) for pick in (0.0, 0.99))
     # Two hundred of the four hundred batches of the epoch, and then four at once.

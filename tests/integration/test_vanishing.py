@@ -409,7 +409,7 @@ from rpcdataloader import RPCDataloader
 
 class Large(Dataset):
     def __len__(self):
-        return 12
+        return 60
 
     def __getitem__(self, index):
         return torch.full([2**25], index, dtype=torch.uint8)
@@ -438,7 +438,7 @@ def test_trainer_that_is_stopped_or_computes_for_long_loses_nothing(network, sta
             os.kill(trainer.pid, signal.SIGCONT)
     ended = trainer.wait()
     assert (ended.status, ended.errors) == (0, "")
-    assert ended.output.split() == [str(number) for number in range(12)]
+    assert ended.output.split() == [str(number) for number in range(60)]
     assert [int(index) for index, _pid in iterator] == [*range(1, 100)]
     assert not caplog.messages
 
