@@ -171,6 +171,7 @@ class _Run:
             self._begin_streams()
             self._table = self._new_table(batch_size_bytes=0.0)
             self._results: dict[int, Any] = {}
+            self._drawn: Task | None = None  # from the sampler, and not in the table yet; the consumer's own
             self._sent: dict[tuple[Worker, int], _Sent] = {}  # what was sent and not answered
             self._killers: dict[int, list[str]] = {}  # for a task, how each worker that was at work on it has ended
             self._stacks: dict[int, str] = {}  # for a task that took too long, where its worker was last
@@ -324,13 +325,13 @@ class _Run:
         """Fill the window from the sampler, which is user code and so runs outside of the lock."""
         drawing = True
         while drawing:
-            task = None
-            # Only this thread adds tasks, so the answer cannot become wrong in between.
-            if self._table.wants_input:
-                task = self._next_task()
+            if self._drawn is None and self._table.wants_input:
+                self._drawn = self._next_task()
             with self._condition:
-                if task is not None:
-                    self._table.add_task(task)
+                # A stream that has ended meanwhile may have left less room.
+                if self._drawn is not None and self._table.wants_input:
+                    self._table.add_task(self._drawn)
+                    self._drawn = None
                 drawing = self._table.wants_input
                 assignments = self._assign()
             self._send(assignments)
@@ -364,6 +365,7 @@ class _Run:
             for worker in self.crew:
                 worker.connection.cancel_all()
             self._results.clear()
+            self._drawn = None
             self._pass = begun
             self._begin_streams()
             for notes in (self._sent, self._killers, self._stacks, self._failures):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +35,18 @@ logger = logging.getLogger("rpcdataloader.loader")
 # Functions that the user has registered for more types may.
 _TORCH_COLLATE = (default_collate, default_convert)
 _NUM_TORCH_TYPES = len(default_collate_fn_map)
+
+
+_inline_lock = threading.RLock()
+
+
+def _forget_in_child() -> None:
+    global _inline_lock
+    _inline_lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class StreamState(NamedTuple):
@@ -499,6 +513,13 @@ def _trainer_restored(inline: bool) -> Iterator[None]:
     if not inline:
         yield
         return
+    # What is changed belongs to the process: two threads that load at the same time would restore it for each other.
+    with _inline_lock, _process_restored():
+        yield
+
+
+@contextmanager
+def _process_restored() -> Iterator[None]:
     worker_info = torch_worker._worker_info
     collate_tensors = default_collate_fn_map[torch.Tensor]
     with seeding.generators_restored():

@@ -280,7 +280,11 @@ def test_fifty_epochs_leave_nothing_behind(serve):
     wait_until(lambda: len([name for name in threads() if name.startswith("rpcdl-recv")]) == 3)
     before = {pid: usage(pid) for pid in pids}
     assert run(10) == pids
-    wait_until(lambda: {pid: usage(pid) for pid in pids} == before, what="descriptors and threads")
+    # Some of the first rounds may still have been closing when they were counted.
+    wait_until(
+        lambda: all(now <= then for pid in pids for now, then in zip(usage(pid), before[pid], strict=True)),
+        what="descriptors and threads",
+    )
     for pid in pids:
         assert private_bytes(pid) < memory[pid] + 24 * MIB
 

@@ -6,6 +6,7 @@ import pickle
 import random
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -896,3 +897,20 @@ def test_a_dataset_that_cannot_be_iterated_over_is_no_bad_sample():
 
     with pytest.raises(ValueError, match="closed"):
         stream(Closed())
+
+
+class Drawing:
+    def __getitem__(self, index):
+        time.sleep(0)
+        return index, random.random(), float(torch.rand(()))
+
+
+def test_loaders_inside_of_two_threads_do_not_disturb_each_other():
+    def run(seed):
+        loader = make_loader(Drawing(), inline=True, base_seed=seed, collate_fn=list)
+        return [loader.load([number], number, number)[1] for number in range(200)]
+
+    expected = [run(0), run(1)]
+    with ThreadPoolExecutor(2) as executor:
+        assert list(executor.map(run, [0, 1])) == expected
+    assert get_worker_info() is None
