@@ -176,7 +176,7 @@ class Crew:
         self._roster.reopen()
         # Who leaves has no part in this one.
         self._ready -= self._draining
-        for worker in self._sent_away:
+        for worker in list(self._sent_away):
             self._close_idle(worker)
         for worker in self._ready:
             self._owner.joined(worker, self._workers[worker][0])

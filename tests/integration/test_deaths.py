@@ -68,7 +68,7 @@ def start(zygote):
 # --- a trainer or a server that is killed
 
 TRAINER = """
-import os, signal, sys, threading
+import os, signal, sys, threading, time
 import torch
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.integration import tasks
@@ -92,7 +92,8 @@ next(iterator)
 if building:
     threading.Thread(target=RPCDataset, args=([address], tasks.busy_in, building, "hold_gil"), daemon=True).start()
 print("running", flush=True)
-signal.pause()
+while True:
+    time.sleep(0.05)  # not pause(2), for which a signal may come a moment too early
 """
 
 
