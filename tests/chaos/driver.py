@@ -56,7 +56,7 @@ class Scenario:
     registered: bool = False
     soak: bool = False
     events: tuple[Event, ...] = ()  # instead of those of the plan
-    job: dict[str, float] = field(default_factory=dict)  # options of the trainers
+    job: dict[str, float | None] = field(default_factory=dict)  # options of the trainers
 
     def plan(self) -> Iterator[Event]:
         """The events, one after the other."""

@@ -42,6 +42,17 @@ def why_not() -> str | None:
     return done.stderr.strip() or "no network namespaces" if done.returncode else None
 
 
+_TRAINERS = 254  # the number of their host; that of a node is one more than its place
+
+
+def _address(host: int) -> str:
+    return f"10.99.0.{host}"
+
+
+def _hardware(host: int) -> str:
+    return f"02:00:00:00:00:{host:02x}"
+
+
 class Network:
     """The trainers' namespace has the bridge; every node has a cable to it.
 
@@ -53,8 +64,8 @@ class Network:
         self._zygote = zygote
         self._bridge = self._hold()
         self._nodes: dict[int, Script] = {}
-        self._run("ip", "link", "add", "bridge", "type", "bridge")
-        self._run("ip", "address", "add", "10.99.0.254/24", "dev", "bridge")
+        self._run("ip", "link", "add", "bridge", "address", _hardware(_TRAINERS), "type", "bridge")
+        self._run("ip", "address", "add", f"{_address(_TRAINERS)}/24", "dev", "bridge")
         self._run("ip", "link", "set", "lo", "up")
         self._run("ip", "link", "set", "bridge", "up")
 
@@ -70,14 +81,19 @@ class Network:
 
     def add(self, place: int) -> str:
         """Connect a node, if it is not; returns its address."""
-        address = f"10.99.0.{place + 1}"
+        address, hardware = _address(place + 1), _hardware(place + 1)
         if place not in self._nodes:
             self._nodes[place] = node = self._hold()
-            self._run("ip", "link", "add", f"cable{place}", "type", "veth", "peer", "eth0", "netns", str(node.pid))
+            other_end = ("peer", "eth0", "address", hardware, "netns", str(node.pid))
+            self._run("ip", "link", "add", f"cable{place}", "type", "veth", *other_end)
             self._run("ip", "link", "set", f"cable{place}", "master", "bridge", "up")
-            for command in (("address", "add", f"{address}/24", "dev", "eth0"), ("link", "set", "eth0", "up")):
-                self._run("ip", *command, pid=node.pid)
-            self._run("ip", "link", "set", "lo", "up", pid=node.pid)
+            self._run("ip", "address", "add", f"{address}/24", "dev", "eth0", pid=node.pid)
+            for link in ("lo", "eth0"):
+                self._run("ip", "link", "set", link, "up", pid=node.pid)
+            # Or the kernel would soon tell that nobody is there.
+            self._run("ip", "neighbour", "add", address, "lladdr", hardware, "dev", "bridge")
+            others = (_address(_TRAINERS), "lladdr", _hardware(_TRAINERS), "dev", "eth0")
+            self._run("ip", "neighbour", "add", *others, pid=node.pid)
         return address
 
     def enter_trainers(self) -> str:
@@ -90,7 +106,7 @@ class Network:
 
     def cut(self, place: int) -> None:
         """Packets vanish, in both directions. Whoever sends them is not told."""
-        self._run("ip", "link", "set", f"cable{place}", "nomaster")
+        self._run("ip", "link", "set", f"cable{place}", "down")
 
     def slow(self, place: int) -> None:
         """Packets wait, and some are dropped, on their way to the trainers."""
@@ -98,7 +114,7 @@ class Network:
 
     def heal(self, place: int) -> None:
         """As if nothing had been."""
-        self._run("ip", "link", "set", f"cable{place}", "master", "bridge")
+        self._run("ip", "link", "set", f"cable{place}", "up")
         self._run("sh", "-c", "tc qdisc delete dev eth0 root 2>/dev/null || true", pid=self._nodes[place].pid)
 
     def close(self) -> None:

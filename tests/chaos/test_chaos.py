@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import os
 import re
 
 import pytest
 
 from tests.chaos import network
+from tests.chaos.datasets import Traps
 from tests.chaos.driver import ChaosError, Scenario, run
 from tests.chaos.plan import Event, Kind, plan
+from tests.chaos.pool import Pool
 from tests.chaos.ranks import Note, compare
+from tests.conftest import wait_until
 
 NO_NETWORK = network.why_not()
 
@@ -57,6 +62,48 @@ def test_a_quarter_of_the_workers_is_killed_in_the_middle_of_an_epoch(survive):
     report = survive(Scenario(1, num_places=2, num_workers=8, every=200, at_once=4, events=kills, job=rest))
     assert report.events == {Kind.KILL_WORKER: 4}
     assert report.stall < 2.0
+
+
+@pytest.mark.slow  # the half minute that it takes to tell a host that is gone from a network that is slow
+@pytest.mark.skipif(NO_NETWORK is not None, reason=f"network namespaces cannot be made: {NO_NETWORK}")
+def test_rank_whose_nodes_are_all_out_of_reach_goes_on_elsewhere(survive):
+    events = (Event(Kind.CUT, 0), Event(Kind.KILL_WORKER, 1))
+    scenario = Scenario(1, 2, num_places=2, num_workers=2, every=100, in_network=True, cut_seconds=90, events=events)
+    # Two ranks that wait for each other: one of them has lost all workers of its own.
+    report = survive(dataclasses.replace(scenario, job={"task_timeout": None, "records": 0}))
+    assert report.stall < 40
+
+
+ASK = """
+import sys
+from rpcdataloader import RPCDataset
+from tests.integration.datasets import State
+dataset = RPCDataset(sys.argv[1], State)
+print(dataset.epoch, flush=True)
+open(sys.argv[2]).read()
+dataset.epoch = 7
+"""
+
+
+@pytest.mark.slow  # as above
+@pytest.mark.skipif(NO_NETWORK is not None, reason=f"network namespaces cannot be made: {NO_NETWORK}")
+def test_question_to_a_node_that_is_out_of_reach_fails(zygote, tmp_path):
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    net = network.Network(zygote)
+    try:
+        pool = Pool(zygote, tmp_path, 1, 1, net, Traps(tmp_path))
+        try:
+            script = zygote.start(net.enter_trainers() + ASK, *pool.addresses, fifo)
+            wait_until(lambda: script.output, what="a first answer")
+            net.cut(0)
+            fifo.write_text("")
+            ended = script.wait(60)
+            assert f"{pool.addresses[0]} has not answered for 25 s" in ended.errors, ended.errors
+        finally:
+            pool.close()
+    finally:
+        net.close()
 
 
 def test_failure_tells_how_to_repeat_it(zygote):

@@ -51,7 +51,7 @@ class Job:
     batch_size: int = 4
     seconds: float = 0.005
     num_epochs: int = 10**9
-    task_timeout: float = 2.0
+    task_timeout: float | None = 2.0
     max_retries: int = 20
     persistent_workers: bool = False
     stateful: bool = False
