@@ -494,3 +494,21 @@ def test_node_server_that_does_not_answer_any_more_costs_no_batch(serve, monkeyp
         frozen.signal(signal.SIGCONT)
     assert victims
     assert batches == undisturbed
+
+
+@pytest.mark.parametrize("dataset", [Fields(), Stream()], ids=lambda dataset: type(dataset).__name__)
+def test_worker_that_drains_when_an_epoch_begins_is_replaced_when_it_ends(workers, dataset):
+    undisturbed = [samples_of(batch) for batch in loader_of(dataset, workers)]
+    loader = loader_of(dataset, workers, persistent_workers=True)
+    left = iter(loader)
+    next(left)
+    crew = left._run.crew
+    wait_for_crew(left, 2)
+    draining, _other = crew
+    crew.worker_draining(draining)
+    iterator = iter(loader)
+    os.kill(draining.pid, signal.SIGKILL)
+    wait_until(lambda: draining not in list(crew), what="the end of the worker")
+    wait_for_crew(iterator, 2)
+    # The order of another epoch is not that of the first one; but each has all samples.
+    assert len([samples_of(batch) for batch in iterator]) == len(undisturbed)
