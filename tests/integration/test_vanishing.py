@@ -128,6 +128,7 @@ def session_of(node):
 
 
 class Large(Dataset):
+    # More than the kernel keeps for a connection.
     """Batches that take a while to travel."""
 
     def __init__(self, size_bytes=2**28):
@@ -408,18 +409,20 @@ from torch.utils.data import Dataset
 from rpcdataloader import RPCDataloader
 
 class Large(Dataset):
+    # More than the kernel keeps for a connection.
     def __len__(self):
         return 60
 
     def __getitem__(self, index):
-        return torch.full([2**25], index, dtype=torch.uint8)
+        return torch.full([2**26], index, dtype=torch.uint8)
 
 for number, batch in enumerate(RPCDataloader(Large(), workers=sys.argv[1])):
-    assert batch.shape == (1, 2**25) and bool((batch == number).all())
+    assert batch.shape == (1, 2**26) and bool((batch == number).all())
     print(number, flush=True)
 """
 
 
+@pytest.mark.slow  # moves gigabytes, and has to meet the trainer in the middle of a batch
 def test_trainer_that_is_stopped_or_computes_for_long_loses_nothing(network, start_node, zygote, pace, caplog):
     node = start_node(num_workers=2)
     seconds = 4.0 if pace is FAST else 90.0
