@@ -46,7 +46,7 @@ class Opening:
 
 
 class CrewOwner(Protocol):
-    """The pass; all but the last two are called with the condition."""
+    """The pass; all but the last three are called with the condition."""
 
     def joined(self, worker: Worker, worker_id: int) -> None:
         """The worker takes requests."""
@@ -66,17 +66,17 @@ class CrewOwner(Protocol):
     def is_current(self, opening: Opening) -> bool:
         """Whether an opening is still the right one."""
 
-    def opened(self, reply: Message | RPCError) -> None:
-        """A worker has answered its opening."""
-
     def resized(self, num_workers: int) -> None:
         """There should be so many workers from now on."""
 
     def changed(self) -> None:
-        """After one of these, without the condition: there may be something to do."""
+        """After one of these: there may be something to do."""
 
     def opening(self, worker_id: int) -> Opening:
-        """The first request to a worker; without the condition, as it pickles what is the user's."""
+        """The first request to a worker, in which there is what is the user's to pickle."""
+
+    def opened(self, reply: Message | RPCError) -> None:
+        """A worker has answered its opening."""
 
 
 class Crew:
@@ -230,8 +230,8 @@ class Crew:
             if worker not in self._workers or self._closed.is_set():
                 return
             self._ready.add(worker)
-            self._promised.discard(self._workers[worker][0])
             worker_id, node = self._workers[worker]
+            self._promised.discard(worker_id)
             for other, (other_id, other_node) in list(self._workers.items()):
                 if other_id == worker_id and other_node is not node:
                     # It has stood in for this one.
@@ -318,7 +318,7 @@ class Crew:
         if self._closed.is_set():
             return []
         for node in self._roster.to_try():
-            seek = functools.partial(self._bring_back, node)
+            seek = functools.partial(self._seek, node, joins=False)
             self._client.start_thread(f"rpcdl-seek {node.address}", seek, self._closed)
         return self._roster.to_open()
 
@@ -336,7 +336,7 @@ class Crew:
                     self._roster.add(node, 0)
                 elif node not in self._joining:
                     self._joining.add(node)
-                    join = functools.partial(self._bring_in, node)
+                    join = functools.partial(self._seek, node, joins=True)
                     self._client.start_thread(f"rpcdl-join {node.address}", join, self._closed)
             self._resize()
             places = self._plan()
@@ -422,14 +422,19 @@ class Crew:
 
     # Threads that look for a node
 
-    def _bring_in(self, node: Node) -> None:
-        """Let a node join that is new."""
+    def _seek(self, node: Node, *, joins: bool) -> None:
+        """Try a node again and again until it can be used, or never will.
+
+        Args:
+            joins: It is new to this pass.
+        """
         pause = FIRST_PAUSE
-        while not self._try(node, joins=True):
-            if self._closed.wait(pause) or self._client.is_closed or node not in self._joining:
+        # With a pause before the first try: of a node that has just been lost, others may not know it yet.
+        while not self._closed.wait(pause):
+            if self._try(node, joins=joins):
+                self._tell_owner()
                 return
             pause = min(2 * pause, MAX_PAUSE)
-        self._tell_owner()
 
     def _join(self, node: Node) -> None:
         """Give a node that is new its places: this process's share of what it offers. With the condition."""
@@ -445,18 +450,7 @@ class Crew:
         self._resize()
         logger.info("%s joins with %d workers", node.address, share)
 
-    def _bring_back(self, node: Node) -> None:
-        pause = FIRST_PAUSE
-        if node.session().is_ready:
-            # As far as anybody knows: a worker could not be reached there.
-            self._closed.wait(pause)
-        while not self._try(node):
-            if self._closed.wait(pause) or self._client.is_closed:
-                return
-            pause = min(2 * pause, MAX_PAUSE)
-        self._tell_owner()
-
-    def _try(self, node: Node, *, joins: bool = False) -> bool:
+    def _try(self, node: Node, *, joins: bool) -> bool:
         """Connect, and build the dataset there; returns whether it is known now if the node can be used."""
         try:
             session = node.session()
@@ -465,6 +459,8 @@ class Crew:
             self._dataset.build_on([session])
         except (ConnectError, ConnectionLostError) as exc:
             with self._condition:
+                if joins and node not in self._joining:
+                    return True  # removed meanwhile
                 self._reasons[node] = exc
                 self._roster.node_failed(node)
                 places = self._plan()
@@ -473,6 +469,7 @@ class Crew:
         except BaseException as exc:
             logger.warning("%s is not used any more: %s", node.address, exc)
             with self._condition:
+                self._joining.discard(node)
                 self._reasons[node] = exc
                 self._roster.node_hopeless(node)
                 places = self._plan()

@@ -274,7 +274,7 @@ class _Run:
             if without_workers is not None and without_workers <= 0:
                 self._error = _with_batch(self.crew.verdict(), self._interrupted)
                 continue
-            times = [time for time in (due, deadline) if time is not None]
+            times = [moment for moment in (due, deadline) if moment is not None]
             if without_workers is not None:
                 times.append(now + without_workers)
             self._wakes_at = min(times, default=math.inf)

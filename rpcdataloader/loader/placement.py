@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Local, Registered, Remote
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.session import Session
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
 from rpcdataloader.errors import ConnectionLostError, RPCError
 
@@ -93,13 +95,22 @@ def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = Tru
     sessions = [node.session() for node in dict.fromkeys(nodes)]
     ready = [session for session in sessions if session.is_ready]
     if wait and not ready:
-        sessions[0].wait()
-        ready = sessions[:1]
+        ready = [_wait_for_one(sessions)]
     try:
         dataset.build_on(ready)
     except ConnectionLostError:
         if wait and not any(dataset.is_on(session) for session in ready):
             raise
+
+
+def _wait_for_one(sessions: Sequence[Session]) -> Session:
+    """The first of ``sessions``, which all connect already, that comes to be; the error of the last if none does."""
+    for session in sessions[:-1]:
+        with contextlib.suppress(RPCError):
+            session.wait()
+            return session
+    sessions[-1].wait()
+    return sessions[-1]
 
 
 def _those_that_answer(nodes: Sequence[Node]) -> list[Node]:

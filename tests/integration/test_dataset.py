@@ -659,3 +659,17 @@ def test_fork_of_this_process_cannot_use_the_dataset_but_may_make_its_own(shared
     child.close()
     assert dataset.session == session
     assert Path(f"/proc/{session}").exists()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_dataset_is_made_where_a_node_is_there_when_the_first_of_them_is_gone(serve):
+    gone, again = serve(), serve()
+    addresses = [gone.address, again.address]
+    first = RPCDataset(addresses, datasets.Numbers)
+    for server in gone, again:
+        server.signal(signal.SIGKILL)
+        server.wait()
+    sessions = list(first.__dict__["_access"]._sessions)
+    wait_until(lambda: not any(session.is_usable for session in sessions), what="news of the end of both sessions")
+    serve("--port", again.address.rpartition(":")[2])
+    assert len(RPCDataset(addresses, datasets.Numbers)) == len(datasets.Numbers())
