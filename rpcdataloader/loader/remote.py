@@ -148,6 +148,7 @@ class BatchLoader:
         self._last_try = False
         self._worker_info: Any = None
         self._initial_seed: int | None = None  # of torch's generator, if the user's init function has chosen one
+        self._begin()
         if not spec.num_workers:
             return
         # Arguments that all supported versions of torch have.
@@ -163,8 +164,12 @@ class BatchLoader:
                 self._initial_seed = seeding.users_torch_seed()
 
     def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
-        """Begin another pass: from now on, random numbers are those of ``epoch``."""
+        """Begin another pass: from the beginning of the dataset, and with the random numbers of ``epoch``."""
         self._spec = replace(self._spec, epoch=epoch, first_place=first_place, pipe_seed=pipe_seed, stream=None)
+        self._begin()
+
+    def _begin(self) -> None:
+        """What else there is to do when a pass begins."""
 
     def load(self, indices: Any, position: int, batch_number: int, last_try: bool = False) -> tuple[BatchMetrics, Any]:
         """Load one batch.
@@ -292,29 +297,12 @@ class StreamLoader(BatchLoader):
     The seeds come from rank, stream and place in the stream.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        spec: LoaderSpec,
-        allocator: Allocator | None = None,
-        *,
-        sends: bool = False,
-        inline: bool = False,
-    ) -> None:
-        super().__init__(dataset, spec, allocator, sends=sends, inline=inline)
-        self._begin()
-
     def _begin(self) -> None:
         self._iterator: Iterator[Any] | None = None
         self._ended = self._spec.stream is not None and self._spec.stream.ended
         self._num_samples = 0
         self._num_batches = 0
         self._failed_at = -1  # how many samples there were after the last one that was skipped
-
-    def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
-        """Begin another pass, from the beginning of the dataset."""
-        super().start_epoch(epoch, first_place, pipe_seed)
-        self._begin()
 
     def load(
         self,
