@@ -15,7 +15,6 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,6 +144,12 @@ class _Failure:
         self.error = error
 
 
+# Which stream a batch is of, and how far that has come with it; None instead of an exception's.
+_StreamAfter = tuple[int, StreamState | None]
+
+_Result = tuple[Any, Task, _StreamAfter | None]
+
+
 class _Run:
     """The state behind an iterator, referred to by its workers, so that the iterator itself can be collected."""
 
@@ -170,12 +175,9 @@ class _Run:
             self._streams: list[StreamState] = []  # after the last answer of each
             self._begin_streams()
             self._table = self._new_table(batch_size_bytes=0.0)
-            self._results: dict[int, Any] = {}
+            self._results: dict[int, _Result] = {}  # answered, and not delivered
             self._drawn: Task | None = None  # from the sampler, and not in the table yet; the consumer's own
             self._sent: dict[tuple[Worker, int], _Sent] = {}  # what was sent and not answered
-            self._killers: dict[int, list[str]] = {}  # for a task, how each worker that was at work on it has ended
-            self._stacks: dict[int, str] = {}  # for a task that took too long, where its worker was last
-            self._failures: Counter[int] = Counter()  # for a task, the exceptions after which it was tried again
             self._interrupted: list[Task] = []  # what the last one that was lost was at work on
             self._wakes_at = -math.inf  # when the consumer, if it waits, looks again without being told
             self._error: BaseException | None = None
@@ -234,15 +236,15 @@ class _Run:
             with self._condition:
                 number = self._wait(deadline)
                 if number is not None:
-                    result, record = self._results.pop(number)
+                    result, task, stream = self._results.pop(number)
                     break
             self._end_late_workers()
             self._draw()
-        record()
+        self._record(task, stream)
         self._draw()
         if isinstance(result, _Failure):
             try:
-                raise self._explained(result.error, number)
+                raise self._explained(result.error, task)
             finally:
                 del result  # the traceback refers to this frame
         return result
@@ -289,36 +291,27 @@ class _Run:
         with self._condition:
             late = [
                 # Not the table's task: another worker may have answered it, and it may be delivered.
-                (worker, self._sent[worker, number].task, number)
+                (worker, self._sent[worker, number].task)
                 for worker, number in self._table.timed_out(time.monotonic())
             ]
         endings = [
-            (
-                worker,
-                task,
-                number,
-                worker.session.end_worker(worker.number, f"{describe(task)} took longer than {limit:g} s"),
-            )
-            for worker, task, number in late
+            worker.session.end_worker(worker.number, f"{describe(task)} took longer than {limit:g} s")
+            for worker, task in late
         ]
-        for worker, task, number, wait in endings:
-            stack = wait()
+        for (worker, task), wait in zip(late, endings, strict=True):
+            task.stack = wait()
             logger.warning(
                 "%s took longer than %g s (task_timeout) on %s, which was here:\n%s",
                 describe(task),
                 limit,
                 worker.name,
-                stack,
+                task.stack,
             )
-            with self._condition:
-                self._stacks[number] = stack
 
-    def _explained(self, error: BaseException, number: int) -> BaseException:
+    def _explained(self, error: BaseException, task: Task) -> BaseException:
         """The same error, naming the rank; with the last stack, if it is that of a task that took too long."""
-        with self._condition:
-            stack = self._stacks.pop(number, None)
-        if stack is not None and isinstance(error, ConnectionLostError):
-            error = RPCTimeoutError(f"{error}\n{stack}")
+        if task.stack and isinstance(error, ConnectionLostError):
+            error = RPCTimeoutError(f"{error}\n{task.stack}")
         return of_rank(error, self._settings.partition)
 
     def _draw(self) -> None:
@@ -368,8 +361,7 @@ class _Run:
             self._drawn = None
             self._pass = begun
             self._begin_streams()
-            for notes in (self._sent, self._killers, self._stacks, self._failures):
-                notes.clear()
+            self._sent.clear()
             self._table = self._new_table(self._table.batch_size_bytes)
             args = self.progress.epoch, begun.order.first, begun.order.pipe_seed
             call = Call(remote.start_epoch, args, {}, ordered=True)
@@ -432,15 +424,11 @@ class _Run:
 
     def _blame(self, number: int, task: Task, error: RPCError) -> None:
         """The batch that a worker was loading when it died may be the reason; with the condition."""
-        killed = self._killers.setdefault(number, [])
-        killed.append(str(error))
+        task.killed.append(str(error))
         if self._table.blame(number):
-            ends = "; ".join(self._killers.pop(number))
-            failure = _Failure(
-                ConnectionLostError(f"{describe(task)} has ended {len(killed)} workers in a row: {ends}")
-            )
+            text = f"{describe(task)} has ended {len(task.killed)} workers in a row: {'; '.join(task.killed)}"
             stream = (self._table.stream_of(number), None) if isinstance(self._table, StreamTable) else None
-            self._results[number] = failure, functools.partial(self._record, task, stream)
+            self._results[number] = _Failure(ConnectionLostError(text)), task, stream
 
     # --- the crew, without the condition
 
@@ -537,12 +525,12 @@ class _Run:
             return False
         worker, number, task = sent.worker, sent.number, sent.task
         # A copy that was sent before the last try began is none.
-        if self._failures[number] >= self._settings.max_retries and sent.request is task.last_request:
+        if task.num_retries >= self._settings.max_retries and sent.request is task.last_request:
             return False
-        delay = min(RETRY_PAUSE * 2 ** self._failures[number], MAX_RETRY_PAUSE)
+        delay = min(RETRY_PAUSE * 2**task.num_retries, MAX_RETRY_PAUSE)
         if table.retry(worker, number, delay=delay, now=time.monotonic()):
-            self._failures[number] += 1
-            if self._failures[number] >= self._settings.max_retries:
+            task.num_retries += 1
+            if task.num_retries >= self._settings.max_retries:
                 task.request = task.last_request
             logger.warning(
                 "%s is tried again in %g s: %s: %s", describe(task), delay, type(result.error).__name__, result.error
@@ -561,8 +549,7 @@ class _Run:
         """Take the answer; returns the copies of the task that nobody waits for any more."""
         if not table.replied(worker, number, size_bytes=size_bytes, task_seconds=seconds, now=time.monotonic()):
             return []
-        task = table.payload(number)
-        self._results[number] = result, functools.partial(self._record, task, None)
+        self._results[number] = result, table.payload(number), None
         return [(other, sent) for other in table.losers(number) if (sent := self._sent.get((other, number)))]
 
     def _stream_replied(
@@ -579,10 +566,9 @@ class _Run:
         elif table.replied(worker, number, size_bytes=size_bytes, now=time.monotonic()):
             if state is not None:
                 self._streams[table.stream_of(number)] = state
-            task = self._table.payload(number)
-            self._results[number] = result, functools.partial(self._record, task, (table.stream_of(number), state))
+            self._results[number] = result, table.payload(number), (table.stream_of(number), state)
 
-    def _record(self, task: Task, stream: tuple[int, StreamState | None] | None) -> None:
+    def _record(self, task: Task, stream: _StreamAfter | None) -> None:
         """A batch was handed to the consumer, or an exception in its place."""
         if stream is None:
             self.progress.delivered(task.number, task.num_samples, task.sampler_state)

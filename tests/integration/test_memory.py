@@ -36,6 +36,10 @@ def private_bytes(pid):
 
 def is_waiting(server, worker):
     """Whether a worker waits for room."""
+    states = [Path(f"/proc/{worker}/task/{thread}/stat").read_text() for thread in os.listdir(f"/proc/{worker}/task")]
+    # While its threads run, their stacks cannot be read safely.
+    if any(state.rpartition(") ")[2][0] != "S" for state in states):
+        return False
     os.kill(worker, signal.SIGQUIT)  # its stacks go to the log
     return "room.py" in server.log
 
