@@ -25,8 +25,8 @@ from rpcdataloader.wire.diagnose import USER_ERRORS, find_culprit
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
 from rpcdataloader.wire.frames import BlockBytes
 from rpcdataloader.wire.picklers import PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler, UnresolvedError
-from rpcdataloader.wire.rebuild import rebuild
-from rpcdataloader.wire.slabs import Allocator, Block, PageablePool
+from rpcdataloader.wire.rebuild import rebuild, rebuild_inline
+from rpcdataloader.wire.slabs import Allocator, Block
 from rpcdataloader.wire.tensors import Index, Packer
 
 __all__ = ["Encoded", "dumps", "dumps_exception", "dumps_reply", "loads", "loads_exception"]
@@ -170,11 +170,10 @@ def loads(
             index_start = index_end - index_bytes
             index = Index(*pickle.loads(content[index_start:index_end]))
             if inline_bytes:
-                memory = [_inline_memory(content[index_start - inline_bytes : index_start], allocator)]
+                tensors = rebuild_inline(index, content[index_start - inline_bytes : index_start], allocator)
             else:
                 num_buffers -= len(index.blocks) + len(index.slabs)
-                memory = [block.tensor for block in blocks[num_buffers:]]
-            tensors = rebuild(index, memory, allocator)
+                tensors = rebuild(index, [block.tensor for block in blocks[num_buffers:]], allocator)
         buffers = [block.view for block in blocks[:num_buffers]]
         return Unpickler(io.BytesIO(payload), tensors, buffers, adopt_main, persistent_load).load()
     except RPCError:
@@ -188,14 +187,6 @@ def loads(
         ) from error
     except USER_ERRORS as error:
         raise SerializationError(f"a message cannot be rebuilt: {_describe(error)}") from error
-
-
-def _inline_memory(content: memoryview, allocator: Allocator | None) -> torch.Tensor:
-    memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    if allocator is None or isinstance(allocator, PageablePool):
-        # What is made over foreign memory cannot be resized.
-        return memory.clone()
-    return allocator.allocate(len(content)).tensor.copy_(memory)
 
 
 def _describe(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rpcdataloader.wire.frames import Buffer
 from rpcdataloader.wire.slabs import Allocator, PageablePool
 from rpcdataloader.wire.tensors import Index, Layout, Place, Region, Run, SlabIndex
 
@@ -46,6 +47,20 @@ def rebuild(index: Index, memory: Sequence[torch.Tensor], allocator: Allocator |
             rebuilder.share(block, slab)
     rebuilder.make_empty(index.empty)
     return rebuilder.tensors
+
+
+def rebuild_inline(index: Index, content: Buffer, allocator: Allocator | None) -> list[torch.Tensor]:
+    """The same for a message whose only slab has come in its payload."""
+    # What is made over foreign memory cannot be resized: so it is copied once more.
+    if allocator is not None and not isinstance(allocator, PageablePool):
+        memory = allocator.allocate(len(content)).tensor.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    elif index.num_tensors == 1 and index.slabs[0][1]:
+        # A batch so small costs little but this.
+        dtype, shape, _ = index.layouts[0]
+        return [torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)).view(shape).clone()]
+    else:
+        memory = torch.frombuffer(bytearray(content), dtype=torch.uint8).clone()
+    return rebuild(index, [memory], allocator)
 
 
 def _num_regions(slab: SlabIndex) -> int:
