@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import TIMEOUT_SCALE
 from tests.integration.zygote import Script, Zygote
 
 ROOT = Path(__file__).parents[2]
@@ -44,15 +45,15 @@ class Result(NamedTuple):
     accuracy: float
 
 
-def run_digits(*options: object, start: tuple[str, ...] = PYTHON, epochs: int = 20) -> Result:
+def run_digits(*options: object, start: tuple[str, ...] = PYTHON, epochs: int) -> Result:
     return read_digits(run(*start, EXAMPLES / "digits.py", "--epochs", epochs, "--digest", *options), epochs)
 
 
-def start_digits(zygote: Zygote, *options: object, epochs: int = 20, **env: object) -> Script:
+def start_digits(zygote: Zygote, *options: object, epochs: int, **env: object) -> Script:
     """Start it where torch has been imported."""
     path, changed = str(EXAMPLES / "digits.py"), {name: str(value) for name, value in env.items()}
     source = f"import os; os.environ.update({changed!r}); exec(compile(open({path!r}).read(), {path!r}, 'exec'))"
-    return zygote.start(source, "--epochs", epochs, "--digest", *options)
+    return zygote.start(source, "--epochs", epochs, "--digest", *options, ends_quickly=True)
 
 
 def output_of(script: Script) -> str:
@@ -78,13 +79,14 @@ def read_digits(output: str, epochs: int) -> Result:
 def test_digits_are_learnt_within_a_minute_and_from_the_same_batches_wherever_they_are_made(
     zygote, shared_server, second_server
 ):
+    # As good as after the 20 epochs of the default, but for some images.
     start = time.monotonic()
-    embedded = run_digits()
-    assert time.monotonic() - start < 60
+    embedded = run_digits(epochs=6)
+    assert time.monotonic() - start < 60 * TIMEOUT_SCALE
     assert embedded.accuracy >= 0.97
 
-    remote = start_digits(zygote, "--workers", shared_server.address, second_server.address)
-    assert read_digits(output_of(remote), 20) == embedded
+    remote = start_digits(zygote, "--workers", shared_server.address, second_server.address, epochs=6)
+    assert read_digits(output_of(remote), 6) == embedded
 
 
 def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are_made(
@@ -94,9 +96,9 @@ def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are
     # As torchrun does it: the processes meet at a store of their parent.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    remote = [start_digits(zygote, *workers, epochs=2, RANK=rank, **job) for rank in range(2)]
-    embedded = run_digits(start=TORCHRUN, epochs=2)
-    assert read_digits(output_of(remote[0]), 2) == embedded
+    remote = [start_digits(zygote, *workers, epochs=1, RANK=rank, **job) for rank in range(2)]
+    embedded = run_digits(start=TORCHRUN, epochs=1)
+    assert read_digits(output_of(remote[0]), 1) == embedded
     assert output_of(remote[1]) == ""
 
 
