@@ -649,8 +649,15 @@ def long_tmpdir(tmp_path):
 
 
 def test_embedded_pool_ends_with_its_trainer_however_that_ends_and_leaves_nothing(zygote, long_tmpdir):
-    # What a library has asked for before the fork is remembered.
-    start = f"import os, tempfile; os.environ['TMPDIR'] = {str(long_tmpdir)!r}; tempfile.tempdir = None\n" + EMBEDDED
+    # What a library has asked for before the fork is remembered. The pool does not wait for its interpreter's end.
+    end_of_pool = f"import atexit, os; atexit.register(os.mkdir, {str(long_tmpdir / 'the long way')!r}); "
+    start = f"""
+import os, tempfile
+from rpcdataloader.client import local
+os.environ["TMPDIR"] = {str(long_tmpdir)!r}
+tempfile.tempdir = None
+local._BOOT = {end_of_pool!r} + local._BOOT
+{EMBEDDED}"""
     scripts = {end: zygote.start(start + source) for end, source in ENDS.items()}
     for end, script in scripts.items():
         ended = script.wait(60)
