@@ -74,7 +74,9 @@ import atexit, time
 atexit.register(lambda: print(time.monotonic(), flush=True))
 """
 
-TRAINER = CLOCK + """
+TRAINER = (
+    CLOCK
+    + """
 import os, signal, sys, threading, time
 import torch
 from rpcdataloader import RPCDataloader, RPCDataset
@@ -102,6 +104,7 @@ print("running", flush=True)
 while True:
     time.sleep(0.05)  # not pause(2), for which a signal may come a moment too early
 """
+)
 
 
 def start_trainer(start, server, gone, tmp_path, how, building=""):
@@ -190,7 +193,9 @@ def test_nothing_is_left_of_a_server_that_ends(serve, start, gone, tmp_path, sta
 
 # --- a trainer that ends by itself, at a bad moment
 
-ENDING = CLOCK + """
+ENDING = (
+    CLOCK
+    + """
 import os, signal, sys, threading, time
 import torch
 from rpcdataloader import RPCDataloader, RPCDataset
@@ -207,6 +212,7 @@ seen = [next(iterator) for _ in range(20)]
 print(*{int(pid) for _, pid, _ in seen}, flush=True)
 wait_until(lambda: os.path.exists(marker), 30)
 """
+)
 SOUGHT = ENDING + "wait_until(lambda: next(iterator) and sought(), 30)\n"
 END = """
 print(time.monotonic(), flush=True)
