@@ -16,6 +16,7 @@ from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.loader import iterator as iterator_module
+from rpcdataloader.loader.crew import Crew
 from tests.conftest import is_running, wait_until
 from tests.integration import datasets
 
@@ -297,6 +298,24 @@ def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
     text = str(caught.value)
     assert "none came back within 0.5 s (reconnect_timeout)" in text
     assert all(f"{server.address}: " in text for server in servers)
+
+
+@pytest.mark.parametrize(("method", "what"), [("start", "it is not there"), ("_open", "it is not there any more")])
+def test_error_names_a_node_that_goes_before_its_first_worker(serve, monkeypatch, method, what):
+    server = serve("--num-workers", "1")
+    go_on = getattr(Crew, method)
+
+    def lose_the_node(crew, *args):
+        monkeypatch.undo()
+        (node,) = crew._nodes
+        server.signal(signal.SIGKILL)
+        wait_until(lambda: not node.session().is_ready)
+        return go_on(crew, *args)
+
+    monkeypatch.setattr(Crew, method, lose_the_node)
+    with pytest.raises(ConnectionLostError) as caught:
+        next(iter(RPCDataloader(datasets.Numbers(), workers=server.address, reconnect_timeout=0)))
+    assert str(caught.value).endswith(f"within 0 s (reconnect_timeout): {server.address}: {what}")
 
 
 def test_reconnect_timeout_is_checked(workers):
