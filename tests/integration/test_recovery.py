@@ -31,6 +31,12 @@ class DeadlyStream(IterableDataset):
             yield part * 10 + number
 
 
+@pytest.fixture(autouse=True)
+def short_searches(monkeypatch):
+    """Nodes that are gone are looked for more often than usual."""
+    monkeypatch.setattr("rpcdataloader.loader.crew.MAX_PAUSE", 0.2)
+
+
 @pytest.fixture
 def workers(shared_server):
     return shared_server.address

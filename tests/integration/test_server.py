@@ -509,7 +509,9 @@ def test_silent_strangers_do_not_keep_others_out(serve):
 
 
 def test_server_without_descriptors_waits_and_goes_on(serve):
-    server = serve(before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))")
+    server = serve(
+        before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30)); node.EXHAUSTED_PAUSE = 0.3"
+    )
     with contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(dial(server))
