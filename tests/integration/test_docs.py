@@ -195,7 +195,7 @@ class Desk:
         """Start a script whose first line is empty, so that the numbers of its lines stay what they are."""
         assert source.startswith("\n")
         change = f"os.chdir({str(self.folder)!r}); os.environ.update({ {**self._changed_env, **env}!r})"
-        return self._zygote.start(f"import os, tempfile; {change}; tempfile.tempdir = None{source}")
+        return self._zygote.start(f"import os, tempfile; {change}; tempfile.tempdir = None{source}", ends_quickly=True)
 
     def check_nothing_is_left(self) -> None:
         wait_until(lambda: not self._processes(), 5, "processes of a snippet are left")

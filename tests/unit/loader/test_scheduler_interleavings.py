@@ -231,8 +231,9 @@ class Interleavings(RuleBasedStateMachine):
         has_room = any(len(self.workers[w]) < self.prefetch_factor for w in set(self.workers) - self.draining)
         if has_room and self.waiting and self.may_send(min(self.waiting)):
             assert due is not None
-        if self.hedging and self.in_order and not self.hedged():
-            for worker in self.holders(len(self.delivered)):
+        awaited = len(self.delivered)
+        if self.hedging and self.in_order and not self.hedged() and self.is_open(awaited):
+            for worker in self.holders(awaited):
                 late_at = self.scheduler._workers[worker].since + self.scheduler._pace.late_seconds
                 assert late_at in (math.inf, due) or late_at <= self.now or (due is not None and due < late_at)
 
