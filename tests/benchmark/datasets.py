@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,46 @@ class Integers(Dataset):
 
     def __getitem__(self, index: int) -> int:
         return index
+
+
+class Paths(Dataset):
+    """A list of paths, as of a dataset of files; a sample is the length of one."""
+
+    def __init__(self, num_paths: int) -> None:
+        self.paths = [f"/data/train/class_{i % 1000:04d}/image_{i:09d}.jpg" for i in range(num_paths)]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> int:
+        return len(self.paths[index])
+
+
+class Naps(Dataset):
+    """Samples that take some time and no work: the index, after a sleep."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.seconds)
+        return index
+
+
+class Ready(Dataset):
+    """One tensor of so many bytes, always the same: samples that cost nothing but to be sent."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.tensor = torch.full((size_bytes,), 0xA5, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.tensor
 
 
 class Features(Dataset):

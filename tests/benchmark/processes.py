@@ -54,6 +54,10 @@ class Child:
                 preexec_fn=_die_with_parent,
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def read_line(self, start: str, timeout: float) -> str:
         """Return what follows ``start`` on the first line of output that starts so; ChildError after ``timeout`` s."""
         assert self._process.stdout is not None

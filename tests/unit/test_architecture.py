@@ -40,6 +40,7 @@ PURE = {
     "rpcdataloader.loader.roster",
     "rpcdataloader.loader.choosing",
     "rpcdataloader.loader.pace",
+    "rpcdataloader.loader.ranking",
     "rpcdataloader.loader.scheduler",
     "rpcdataloader.loader.streams",
     "rpcdataloader.loader.timeouts",

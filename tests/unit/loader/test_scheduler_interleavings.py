@@ -343,6 +343,13 @@ class Interleavings(RuleBasedStateMachine):
             self.end(worker, blamed=blamed)
 
     @invariant()
+    def workers_that_may_be_given_tasks_are_ranked(self):
+        taking = [record for record in self.scheduler._workers.values() if not record.draining]
+        for has_room, ranking in (True, self.scheduler._open), (False, self.scheduler._full):
+            expected = [one for one in taking if (len(one.in_flight) < self.prefetch_factor) == has_room]
+            assert list(ranking) == sorted(expected, key=lambda one: (one.expect_finish(), one.order))
+
+    @invariant()
     def nothing_is_forgotten(self):
         if not hasattr(self, "scheduler"):
             return
