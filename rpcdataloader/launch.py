@@ -27,7 +27,7 @@ os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 from rpcdataloader.errors import RPCError  # noqa: E402
 from rpcdataloader.server.run import run_server  # noqa: E402
 from rpcdataloader.server.settings import ServerSettings  # noqa: E402
-from rpcdataloader.wire.credentials import INSECURE, load_credentials  # noqa: E402
+from rpcdataloader.wire.credentials import INSECURE, load_credentials, receive_credentials  # noqa: E402
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -53,7 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--token-file",
         metavar="FILE",
-        help="read the secret from this file, which nobody else may read (default: none)",
+        help="read the secret from this file, which nobody else may read; - for the first line of standard input "
+        "(default: none)",
     )
     parser.add_argument(
         "--insecure",
@@ -65,6 +66,12 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="ask for no secret on TCP either: whoever reaches the port can run anything as you, other users of this "
         "machine included (default: off)",
+    )
+    parser.add_argument(
+        "--exit-with-stdin",
+        action="store_true",
+        help="drain when standard input ends, or when 60 seconds pass without another byte of it after the first one: "
+        "for a server that shall not outlive the ssh connection, or the program, that has started it (default: off)",
     )
     parser.add_argument(
         "--log-file",
@@ -84,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     token_file, log_file = options.pop("token_file"), options.pop("log_file")
     insecure, insecure_tcp = options.pop("insecure"), options.pop("insecure_tcp")
+    exit_with_stdin = options.pop("exit_with_stdin")
     try:
         settings = ServerSettings(**options)
         if (insecure or insecure_tcp) and token_file:
@@ -98,8 +106,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         log = open(log_file, "a", buffering=1) if log_file else sys.stderr  # noqa: SIM115  # open until the end
         _set_up_logging(log)
-        credentials = INSECURE if insecure or insecure_tcp else load_credentials(token_file=token_file)
-        run_server(settings, credentials, ready=_print_ready_line, write_output=lambda line: _write(log, line))
+        if insecure or insecure_tcp:
+            credentials = INSECURE
+        elif token_file == "-":
+            credentials = receive_credentials(sys.stdin.fileno())
+        else:
+            credentials = load_credentials(token_file=token_file)
+        run_server(
+            settings,
+            credentials,
+            ready=_print_ready_line,
+            write_output=lambda line: _write(log, line),
+            # Sessions and workers have an empty standard input of their own in that place.
+            lifeline=os.dup(sys.stdin.fileno()) if exit_with_stdin else None,
+        )
     except (RPCError, OSError, ImportError, ValueError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 1

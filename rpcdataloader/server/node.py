@@ -47,6 +47,10 @@ MAX_GATES = 128
 EXHAUSTED_PAUSE = 1.0
 RETRY_PAUSE = 0.05
 
+# Seconds after which an owner that has written to the lifeline must have written again: one whose machine has vanished
+# does not close it.
+LIFELINE_SILENCE = 60.0
+
 # poll(2) takes milliseconds in 32 bits.
 _MAX_POLL_TIMEOUT = 3600.0
 
@@ -106,7 +110,8 @@ class NodeServer:
         max_connections_per_client: Cap on the workers of one client; None for no cap.
         grace: Seconds that a drain may take before everything is ended.
         write_output: Takes the lines that sessions and workers print.
-        lifeline: A descriptor whose end of file means that the owner of this server is gone; None without one.
+        lifeline: A descriptor whose end of file means that the owner of this server is gone; None without one. So does
+            silence for ``LIFELINE_SILENCE`` seconds, once something has come from it.
         announcement: What lets clients find it, renewed here, and ended when the server drains; None without one.
     """
 
@@ -128,6 +133,7 @@ class NodeServer:
         self._grace = grace
         self._write_output = write_output
         self._lifeline = lifeline
+        self._owner_deadline = math.inf  # when the owner must have written again
         self._announcement = announcement
         self._renew_at = math.inf if announcement is None else time.monotonic() + RENEWAL_PERIOD
         self._children: dict[int, _Child] = {}
@@ -147,7 +153,7 @@ class NodeServer:
         self._watch(self._listener.fileno(), self._on_connection)
         self._watch(self._wake_read, self._on_wake)
         if self._lifeline is not None:
-            self._watch(self._lifeline, self._on_lifeline, select.POLLHUP)
+            self._watch(self._lifeline, self._on_lifeline)
         try:
             while self._drain_deadline is None or self._children:
                 for descriptor, _events in self._poll.poll(self._poll_timeout()):
@@ -384,9 +390,23 @@ class NodeServer:
 
     def _on_lifeline(self) -> None:
         assert self._lifeline is not None
+        try:
+            has_written = bool(os.read(self._lifeline, 4096))
+        except OSError:  # a terminal that was closed
+            has_written = False
+        if has_written:
+            self._owner_deadline = time.monotonic() + LIFELINE_SILENCE
+        else:
+            self._on_owner_gone()
+
+    def _on_owner_gone(self) -> None:
+        assert self._lifeline is not None
         self._unwatch(self._lifeline)
+        self._owner_deadline = math.inf
+        logger.info("the owner of this server has gone")
         self._drain()
-        self._end_all("the owner of the node server has gone")
+        if self._grace == 0:
+            self._end_all("the owner of the node server has gone")
 
     def _drain(self) -> None:
         if self._drain_deadline is not None:
@@ -413,7 +433,7 @@ class NodeServer:
         """Milliseconds until something is due."""
         times = [child.deadline for child in self._children.values() if child.deadline is not None]
         times += [time for time in (self._drain_deadline, self._listen_again) if time is not None]
-        seconds = min([self._renew_at, self._look_at, *times]) - time.monotonic()
+        seconds = min([self._renew_at, self._look_at, self._owner_deadline, *times]) - time.monotonic()
         if any(child.has_unsent for child in self._children.values()):
             seconds = min(seconds, RETRY_PAUSE)
         return max(0.0, min(seconds, _MAX_POLL_TIMEOUT)) * 1000 + 1
@@ -431,6 +451,8 @@ class NodeServer:
             self._announcement.renew()
         if now > self._look_at:
             self._look_for_clients(now)
+        if now > self._owner_deadline:
+            self._on_owner_gone()
         if self._listen_again is not None and now > self._listen_again:
             self._resume_listening()
         if self._drain_deadline is not None and now > self._drain_deadline and self._children:

@@ -108,6 +108,23 @@ def load_credentials(
     return credentials
 
 
+def receive_credentials(descriptor: int, environ: MutableMapping[str, str] = os.environ) -> Credentials:
+    """Read the secret from the first line of a pipe or socket, and nothing that comes after that line.
+
+    Args:
+        descriptor: Where the line comes from; standard input, for messages.
+        environ: ``RPCDATALOADER_TOKEN`` is removed from here, as by :func:`load_credentials`.
+
+    Raises:
+        AuthenticationError: The line is no secret.
+    """
+    _take_environment_token(environ)
+    line = b""
+    while not line.endswith(b"\n") and len(line) <= _MAX_TOKEN_BYTES and (byte := os.read(descriptor, 1)):
+        line += byte
+    return _credentials(line, "standard input")
+
+
 def client_credentials(address: Address, environ: MutableMapping[str, str] = os.environ) -> Credentials:
     """The secret for a connection to ``address``, or none where ``RPCDATALOADER_INSECURE`` allows that.
 

@@ -36,6 +36,19 @@ class Images(Dataset):
         return self.image.clone()
 
 
+class Files(Dataset):
+    """Copies of the bytes of one file that nobody has decoded."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.content = torch.randint(1, 255, (num_bytes,), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.content.clone()
+
+
 class Integers(Dataset):
     """The index itself."""
 

@@ -88,6 +88,12 @@ class Cable:
 
     _macs = ("02:00:00:00:00:01", "02:00:00:00:00:02")
 
+    @property
+    def interfaces(self) -> tuple[str, str]:
+        """The names of its near and its far end."""
+        (_near, near, _), (_far, far, _) = self._ends
+        return near, far
+
     def cut(self) -> None:
         """From now on, nothing arrives at either end, and nobody is told."""
         for host, interface, _address in self._ends:

@@ -84,7 +84,8 @@ def test_help_explains_every_option_with_unit_and_default(capsys):
         "--tls-cert FILE": "(default: none)",
         "--tls-key FILE": "(default: none)",
         "--tls-ca FILE": "(default: none)",
-        "--token-file FILE": "(default: none)",
+        "--token-file FILE": "- for the first line of standard input (default: none)",
+        "--exit-with-stdin": "60 seconds pass",
         "--insecure": "(default: off)",
         "--insecure-tcp": "(default: off)",
         "--log-file FILE": "(default: standard error)",
@@ -277,6 +278,67 @@ def test_without_a_secret_on_tcp(serve, monkeypatch):
     server = serve("--insecure-tcp")
     monkeypatch.setenv("RPCDATALOADER_INSECURE", "tcp")
     assert call(server, os.getpid) > 0
+
+
+# --- standard input
+
+
+@pytest.fixture
+def serve_with_stdin(serve, tmp_path):
+    """Start a server whose standard input is one end of a socket, as sshd may do it; gives the other end, too."""
+    ends = []
+
+    def serve_with_stdin(*options, before=""):
+        path = str(tmp_path / "stdin")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            connect = f"import socket; stdin = socket.socket(socket.AF_UNIX); stdin.connect({path!r})"
+            sent = b"" if "-" not in options else b"another secret of sixteen characters\nand more"
+            threading.Thread(target=lambda: (ends.append(listener.accept()[0]), ends[-1].sendall(sent))).start()
+            server = serve(*options, before=f"{connect}; os.dup2(stdin.fileno(), 0); {before}")
+        return server, ends[-1]
+
+    yield serve_with_stdin
+    for end in ends:
+        end.close()
+
+
+def test_server_drains_when_its_standard_input_ends(serve_with_stdin, fifo):
+    server, end = serve_with_stdin("--exit-with-stdin")
+    running = rpc_async(server.address, lambda path: Path(path).read_text(), (fifo,))
+    with open(fifo, "w") as file:  # the call has begun
+        end.shutdown(socket.SHUT_WR)
+        wait_until(lambda: "the owner of this server has gone" in server.log)
+        wait_until(lambda: "draining" in server.log)
+        file.write("done")
+    assert running.wait() == "done"
+    assert server.wait() == 0
+
+
+def test_server_drains_when_its_standard_input_falls_silent(serve_with_stdin):
+    server, end = serve_with_stdin("--exit-with-stdin", before="node.LIFELINE_SILENCE = 0.2")
+    assert call(server, os.getpid) > 0  # it waits for the first byte for ever
+    end.send(b"\n")
+    assert server.wait() == 0
+    assert "the owner of this server has gone" in server.log
+
+
+def test_server_leaves_its_standard_input_alone_unless_it_is_told_to_exit_with_it(serve_with_stdin):
+    server, end = serve_with_stdin()
+    end.shutdown(socket.SHUT_WR)
+    assert call(server, lambda: sys.stdin.read()) == ""
+
+
+def test_secret_in_the_first_line_of_standard_input(serve_with_stdin, tmp_path, monkeypatch):
+    server, end = serve_with_stdin("--token-file", "-", "--exit-with-stdin")
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("another secret of sixteen characters")
+    monkeypatch.setenv("RPCDATALOADER_TOKEN_FILE", str(token))
+    assert call(server, os.getpid) > 0
+    end.close()
+    assert server.wait() == 0
 
 
 # --- refusals

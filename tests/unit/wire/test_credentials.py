@@ -13,7 +13,13 @@ import pytest
 from rpcdataloader.errors import AuthenticationError
 from rpcdataloader.wire import credentials
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.credentials import INSECURE_SECRET, Credentials, client_credentials, load_credentials
+from rpcdataloader.wire.credentials import (
+    INSECURE_SECRET,
+    Credentials,
+    client_credentials,
+    load_credentials,
+    receive_credentials,
+)
 
 TOKEN = "a secret of 25 characters"
 TCP, UNIX = Address("node01", 6543), Address(path="/run/socket")
@@ -410,3 +416,38 @@ def test_other_values_of_the_insecure_variable_are_refused(value, environ):
     environ["RPCDATALOADER_INSECURE"] = value
     with pytest.raises(ValueError, match=f"RPCDATALOADER_INSECURE is '{value}'; set it to unix or tcp, or unset it"):
         client_credentials(UNIX, environ)
+
+
+# ------------------------------------------------------------------------------------------------------ standard input
+
+
+def receive(data, environ):
+    read_end, write_end = os.pipe()
+    try:
+        os.write(write_end, data)
+        os.close(write_end)
+        return receive_credentials(read_end, environ), os.read(read_end, 100)
+    finally:
+        os.close(read_end)
+
+
+def test_first_line_of_a_pipe_is_the_secret_and_the_rest_stays_there():
+    environ = {"RPCDATALOADER_TOKEN": "from the environment"}
+    found, rest = receive(f"{TOKEN}\nmore".encode(), environ)
+    assert (found, rest) == (Credentials(TOKEN.encode(), "standard input"), b"more")
+    assert environ == {}, "no child inherits the secret that was not used"
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"", "empty"),
+        (b"\n", "empty"),
+        (b"short\n" + b"x" * 40, "shorter than 16"),
+        (b"x" * 8000, "longer than 4096"),
+    ],
+)
+def test_line_that_is_no_secret_is_refused(data, problem):
+    with pytest.raises(AuthenticationError, match=problem) as caught:
+        receive(data, {})
+    assert "standard input" in str(caught.value)

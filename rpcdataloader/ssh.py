@@ -1,0 +1,332 @@
+"""``python -m rpcdataloader.ssh HOSTFILE``: node servers on machines that ssh leads to, for as long as this runs.
+
+Once all of them take connections, one line appears on standard output, for the environment of training processes::
+
+    RPCDATALOADER_WORKERS=node01:41235,node02:40117
+
+Nothing stays behind: each server watches its standard input (``launch --exit-with-stdin``), which comes from here
+through ssh. It ends when this process does, however that happens, and a line every few seconds says that it has not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rpcdataloader.errors import RPCError
+from rpcdataloader.wire.credentials import load_credentials
+
+# Never a question that nobody is there to answer; and a machine that has vanished is noticed within 45 s.
+SSH = ("ssh", "-T", *(f"-o{option}" for option in ("BatchMode=yes", "ServerAliveInterval=15", "ServerAliveCountMax=3")))
+
+# Seconds between two signs of life. Servers wait 60 s for one.
+HEARTBEAT = 10.0
+
+_READY = re.compile(rb"rpcdataloader ready (\S+) num_workers=(\d+) pid=\d+")
+
+# Options of launch that say where the server listens, and with which secret; without them, we do.
+_PLACES = ("--host", "--interface")
+_SECRETS = ("--token-file", "--insecure", "--insecure-tcp")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A line of the host file.
+
+    Attributes:
+        name: What ssh takes: a name, ``user@name``, or an alias of its configuration.
+        options: Of ``launch``, for this host.
+    """
+
+    name: str
+    options: tuple[str, ...] = ()
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Read a host file: a host per line, with options of ``launch`` behind it if it needs some; ``#`` begins a comment.
+
+    Raises:
+        ValueError: A line cannot be read, a host is named twice, or there is none.
+    """
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as exc:
+            raise ValueError(f"line {number} cannot be read: {exc}") from None
+        if not words:
+            continue
+        name, *options = words
+        if name.startswith("-"):
+            raise ValueError(f"line {number} must begin with a host, but begins with {name}")
+        if options and not options[0].startswith("-"):
+            raise ValueError(f"line {number} has {options[0]!r} after the host: write one host per line")
+        if name in hosts:
+            raise ValueError(f"line {number} names {name} again: a node server uses all CPUs of its host")
+        hosts[name] = Host(name, tuple(options))
+    if not hosts:
+        raise ValueError("it names no host")
+    return list(hosts.values())
+
+
+def uses_own_secret(options: Sequence[str]) -> bool:
+    """Whether options of ``launch`` say where the secret is, so that none is to be sent."""
+    return _has(options, _SECRETS)
+
+
+def remote_command(python: str, folder: str, options: Sequence[str]) -> str:
+    """The command line for the shell of a host, whichever that is.
+
+    Args:
+        python: Interpreter there.
+        folder: Where the server runs, if there is one of that path: relative paths mean the same as here.
+        options: Of ``launch``.
+    """
+    own = ["--exit-with-stdin"]
+    if not _has(options, _PLACES):
+        own += ["--host", "0.0.0.0"]
+    if not _has(options, ("--port",)) and not any("unix:" in option for option in options):
+        own += ["--port", "0"]
+    if not uses_own_secret(options):
+        own += ["--token-file", "-"]
+    script = 'cd "$0" 2>/dev/null; exec "$@"'
+    return "exec " + shlex.join(["sh", "-c", script, folder, python, "-m", "rpcdataloader.launch", *own, *options])
+
+
+def _has(options: Sequence[str], names: Sequence[str]) -> bool:
+    return any(option.partition("=")[0] in names for option in options)
+
+
+class _Server:
+    """A node server at the other end of an ssh process.
+
+    Attributes:
+        address: Where clients connect to; None until it says so.
+    """
+
+    def __init__(self, host: str, command: str, secret: bytes | None) -> None:
+        self.host = host
+        self.address: str | None = None
+        # In a session of its own: Ctrl-C and a closed terminal reach this process alone, which tells the server.
+        self.process = subprocess.Popen(
+            [*SSH, host, command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+            bufsize=0,
+        )
+        self._partial: dict[int, bytes] = {}
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+        self.outputs = [pipe.fileno() for pipe in (self.process.stdout, self.process.stderr) if pipe is not None]
+        if secret is not None:
+            self._write(secret + b"\n")
+        self.beat()  # from the first one on, the server waits for the next
+
+    def beat(self) -> None:
+        """Tell the server that we are there."""
+        self._write(b"\n")
+
+    def _write(self, data: bytes) -> None:
+        # It may have ended, or its connection hang: both are seen elsewhere.
+        if self.process.stdin is not None and not self.process.stdin.closed:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                os.write(self.process.stdin.fileno(), data)
+
+    def drain(self) -> None:
+        """Tell the server to finish what it is at, and to end."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+    def read_lines(self, descriptor: int) -> list[bytes] | None:
+        """The lines that have come since; None at the end of file.
+
+        Raises:
+            BlockingIOError: Nothing has come.
+        """
+        data = os.read(descriptor, 65536)
+        *lines, rest = (self._partial.pop(descriptor, b"") + data).split(b"\n")
+        if not data:
+            return [rest] if rest else None
+        self._partial[descriptor] = rest
+        return lines
+
+    def close(self) -> None:
+        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+class _Pool:
+    """All servers, from their start to their end, in one thread."""
+
+    def __init__(self) -> None:
+        self._servers: list[_Server] = []
+        self._selector = selectors.DefaultSelector()
+        self._is_ending = False
+        self._status = 0
+
+    def run(self, orders: Sequence[tuple[str, str, bytes | None]]) -> int:
+        """Start a server for each host, command and secret; returns the exit status when the last one has ended."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs, self._selector:
+            theirs.setblocking(False)
+            signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup says
+                    signal.signal(number, lambda *_: None)  # which interrupts nothing: the loop reads of it
+            self._selector.register(ours, selectors.EVENT_READ)
+            for order in orders:
+                server = _Server(*order)
+                self._servers.append(server)
+                for descriptor in server.outputs:
+                    self._selector.register(descriptor, selectors.EVENT_READ, server)
+            beat_at = time.monotonic() + HEARTBEAT
+            while self._servers:
+                events = self._selector.select(max(0.0, beat_at - time.monotonic()))
+                # Signals last: they close what others are about.
+                for key, _mask in sorted(events, key=lambda event: event[0].data is None):
+                    if key.data is None:
+                        self._on_signals(set(ours.recv(4096)))
+                    else:
+                        self._on_output(key.data, key.fd)
+                if time.monotonic() > beat_at:
+                    beat_at = time.monotonic() + HEARTBEAT
+                    for server in self._servers:
+                        server.beat()
+            signal.set_wakeup_fd(-1)
+        return self._status
+
+    def _on_signals(self, numbers: set[int]) -> None:
+        # A connection that is shared (ControlPersist) keeps the pipes open when an ssh process has ended.
+        for server in [server for server in self._servers if server.process.poll() is not None]:
+            self._on_end(server)
+        if numbers - {signal.SIGCHLD} and self._servers:
+            if self._is_ending:
+                _say("not waiting any longer: the node servers end by themselves, within the --grace of each")
+                for server in self._servers:
+                    server.process.kill()
+            else:
+                _say(f"ending {len(self._servers)} node servers; once more not to wait for them")
+                self._end()
+
+    def _end(self) -> None:
+        self._is_ending = True
+        for server in self._servers:
+            server.drain()
+
+    def _on_output(self, server: _Server, descriptor: int) -> bool:
+        """Pass on what a server says; whether there may be more."""
+        try:
+            lines = server.read_lines(descriptor)
+        except BlockingIOError:
+            return False
+        if lines is None:
+            self._selector.unregister(descriptor)
+            return False
+        for line in lines:
+            if match := _READY.fullmatch(line):
+                self._on_ready(server, match[1].decode(), match[2].decode())
+            else:
+                _say(f"[{server.host}] {line.decode(errors='replace')}")
+        return True
+
+    def _on_ready(self, server: _Server, address: str, num_workers: str) -> None:
+        server.address = address
+        _say(f"[{server.host}] ready: {address}, {num_workers} workers")
+        addresses = [server.address for server in self._servers if server.address is not None]
+        if len(addresses) == len(self._servers) and not self._is_ending:
+            with contextlib.suppress(OSError):
+                sys.stdout.write(f"RPCDATALOADER_WORKERS={','.join(addresses)}\n")
+                sys.stdout.flush()
+
+    def _on_end(self, server: _Server) -> None:
+        for descriptor in server.outputs:
+            if descriptor in self._selector.get_map():
+                while self._on_output(server, descriptor):
+                    pass
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(descriptor)
+        server.close()
+        self._servers.remove(server)
+        if self._is_ending:
+            return
+        status = server.process.returncode
+        if server.address is None:
+            self._status = 1
+            _say(f"error: the node server on {server.host} did not start (exit status {status} of ssh)")
+            self._end()
+        else:
+            _say(f"[{server.host}] the node server has ended, or its connection (exit status {status} of ssh)")
+            if not self._servers:
+                self._status = 1
+                _say("error: no node server is left")
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # a terminal that was closed
+        print(text, file=sys.stderr, flush=True)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line, but for what follows ``--``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rpcdataloader.ssh",
+        usage="python -m rpcdataloader.ssh [-h] [--python PATH] HOSTFILE [-- LAUNCH OPTION ...]",
+        allow_abbrev=False,
+        description="Start a node server on each host of a file by ssh, print the value of RPCDATALOADER_WORKERS for "
+        "training processes, and end all of them with this process.",
+        epilog="What follows -- are options of python -m rpcdataloader.launch, for all hosts; what follows a host in "
+        "its line of the file, for that one. Servers listen on any free port of every interface, unless options say "
+        "otherwise. The secret is that of training processes on this machine, and goes through ssh; with --token-file, "
+        "it is read from that file on each host.",
+    )
+    parser.add_argument("hostfile", metavar="HOSTFILE", help="text file with the name of one host per line, as for ssh")
+    parser.add_argument(
+        "--python", metavar="PATH", default=sys.executable, help="interpreter on the hosts (default: %(default)s)"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the servers; returns the exit status: 0 when told to end, 1 if a server did not start or none is left, 2 for
+    wrong arguments.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if "--" in words else len(words)
+    parser = make_parser()
+    args, common = parser.parse_args(words[:end]), words[end + 1 :]
+    try:
+        hosts = parse_hosts(Path(args.hostfile).read_text())
+    except OSError as exc:
+        parser.error(f"the host file {args.hostfile} cannot be read: {exc.strerror}")
+    except ValueError as exc:
+        parser.error(f"the host file {args.hostfile}: {exc}")
+    try:
+        orders = []
+        for host in hosts:
+            options = [*common, *host.options]
+            secret = None if uses_own_secret(options) else load_credentials().secret
+            orders.append((host.name, remote_command(args.python, os.getcwd(), options), secret))
+        return _Pool().run(orders)
+    except (RPCError, OSError) as exc:
+        _say(f"error: {exc}")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The systemd unit in examples/systemd: understood by systemd where there is one, and its command runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rpcdataloader import rpc_async
+from tests.conftest import READY_LINE, TIMEOUT_SCALE, descendants, is_running, wait_until
+
+FOLDER = Path(__file__).parents[2] / "examples/systemd"
+UNIT = FOLDER / "rpcdataloader@.service"
+
+# Of systemd.unit(5), systemd.service(5), systemd.exec(5), systemd.kill(5) and systemd.resource-control(5).
+DIRECTIVES = {
+    "Unit": {"After", "Description", "StartLimitIntervalSec", "Wants"},
+    "Service": {
+        *("AmbientCapabilities", "CPUQuota", "CapabilityBoundingSet", "EnvironmentFile", "ExecStart", "KillMode"),
+        *("LockPersonality", "MemoryMax", "MemorySwapMax", "NoNewPrivileges", "OOMPolicy", "ProtectClock"),
+        *("ProtectControlGroups", "ProtectHostname", "ProtectKernelLogs", "ProtectKernelModules"),
+        *("ProtectKernelTunables", "ProtectSystem", "Restart", "RestartPreventExitStatus", "RestartSec"),
+        *("RestrictAddressFamilies", "RestrictNamespaces", "RestrictRealtime", "RestrictSUIDSGID"),
+        *("SystemCallArchitectures", "TasksMax", "TimeoutStopSec", "Type", "UMask", "User"),
+    },
+    "Install": {"WantedBy"},
+}
+
+
+def read_unit() -> dict[str, dict[str, str]]:
+    sections: dict[str, dict[str, str]] = {}
+    for line in UNIT.read_text().splitlines():
+        if line.startswith("["):
+            section = sections.setdefault(line.strip("[]"), {})
+        elif line and not line.startswith("#"):
+            name, _, value = line.partition("=")
+            assert name not in section
+            section[name] = value
+    return sections
+
+
+def read_environment() -> dict[str, str]:
+    lines = (FOLDER / "example.env").read_text().splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def test_every_directive_is_known_and_in_its_section():
+    for section, directives in read_unit().items():
+        assert directives.keys() <= DIRECTIVES[section]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
+def test_systemd_understands_the_unit(tmp_path):
+    def complaints(text):
+        (tmp_path / UNIT.name).write_text(text)
+        verify = ["systemd-analyze", "verify", "--man=no", str(tmp_path / UNIT.name)]
+        done = subprocess.run(verify, capture_output=True, text=True, check=False, timeout=60)
+        return [line for line in (done.stdout + done.stderr).splitlines() if UNIT.name in line]
+
+    assert complaints(UNIT.read_text()) == []
+    assert "Unknown key" in complaints(UNIT.read_text().replace("KillMode=", "KillMood="))[0]
+
+
+def test_node_server_has_time_to_drain_before_what_is_left_is_killed():
+    service = read_unit()["Service"]
+    (grace,) = re.findall(r"--grace (\d+)", service["ExecStart"])
+    assert int(grace) + 10 <= int(service["TimeoutStopSec"])
+    assert service["KillMode"] == "mixed"
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_its_command_serves_and_drains(tmp_path):
+    """Words are split as systemd does it: ``${NAME}`` is one, ``$NAME`` is as many as there are."""
+    environment = read_environment()
+    assert environment == {"PYTHON": "/usr/bin/python3", "OPTIONS": "--host 0.0.0.0 --port 6543"}
+    environment |= {"PYTHON": sys.executable, "OPTIONS": "--host 127.0.0.1 --port 0 --num-workers 2"}
+    words = []
+    for word in shlex.split(read_unit()["Service"]["ExecStart"]):
+        words += environment[word[1:]].split() if re.fullmatch(r"\$\w+", word) else [word]
+    words = [re.sub(r"\$\{(\w+)\}", lambda match: environment[match[1]], word) for word in words]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=log, text=True, env={**os.environ, **environment}
+        )
+    with process.stdout:
+        try:
+            match = READY_LINE.fullmatch(process.stdout.readline())
+            assert match, (tmp_path / "log").read_text()
+            assert int(match[2]) == 2
+            assert int(match[3]) == process.pid, "SIGTERM reaches the node server itself"
+            assert rpc_async(match[1], os.getpid).wait() in descendants(process.pid)
+            below = descendants(process.pid)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20 * TIMEOUT_SCALE) == 0
+            wait_until(lambda: not any(map(is_running, below)), 5)
+        finally:
+            process.kill()
+            process.wait()
