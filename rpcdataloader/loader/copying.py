@@ -60,7 +60,7 @@ class StreamCopier:
         module = self._module
         # The device first: a stream of another one than the current would make a context on both.
         with module.device(self.device), module.stream(self._stream):
-            memory = [torch.empty_like(block, device=self.device) for block in blocks]
+            memory = [torch.empty(block.numel(), dtype=torch.uint8, device=self.device) for block in blocks]
             for copy, block in zip(memory, blocks, strict=True):
                 copy.copy_(block, non_blocking=True)
             event = module.Event()

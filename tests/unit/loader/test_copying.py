@@ -28,6 +28,7 @@ class FakeModule:
         self.num_streams = 0
 
     def Stream(self, device):
+        assert device == CPU
         self.num_streams += 1
         return FakeStream(self, f"side {self.num_streams}")
 
@@ -44,6 +45,7 @@ class FakeModule:
         self.log.append(("device", "before"))
 
     def current_stream(self, device):
+        assert device == CPU
         return FakeStream(self, self.current)
 
     def Event(self):

@@ -184,7 +184,9 @@ def test_arrays_stay():
     assert elsewhere.batch["array"].sum() == elsewhere.batch["tensor"].double().sum()
 
 
-@pytest.mark.parametrize("batch", [[], {"a": "b"}, 3, [torch.rand(0, 2)]], ids=["empty", "text", "number", "no element"])
+@pytest.mark.parametrize(
+    "batch", [[], {"a": "b"}, 3, [torch.rand(0, 2)]], ids=["empty", "text", "number", "no element"]
+)
 def test_without_tensors_there_is_nothing_to_copy(batch):
     elsewhere = Elsewhere(batch)
     assert elsewhere.memory == []
