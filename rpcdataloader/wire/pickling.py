@@ -24,8 +24,9 @@ from rpcdataloader.errors import RPCError, SerializationError
 from rpcdataloader.wire.diagnose import USER_ERRORS, find_culprit
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
 from rpcdataloader.wire.frames import BlockBytes
+from rpcdataloader.wire.movable import Movable, MovableUnpickler
 from rpcdataloader.wire.picklers import PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler, UnresolvedError
-from rpcdataloader.wire.rebuild import rebuild, rebuild_inline
+from rpcdataloader.wire.rebuild import inline_memory, rebuild, rebuild_inline
 from rpcdataloader.wire.slabs import Allocator, Block
 from rpcdataloader.wire.tensors import Index, Packer
 
@@ -145,6 +146,7 @@ def loads(
     allocator: Allocator | None = None,
     persistent_load: Callable[[Any], Any] | None = None,
     adopt_main: bool = False,
+    movable: Movable | None = None,
 ) -> Any:
     """Decode what :func:`dumps` or :func:`dumps_reply` encoded. Runs code that the sender chose.
 
@@ -155,6 +157,7 @@ def loads(
         persistent_load: Returns the object for what ``persistent_id`` returned.
         adopt_main: Functions and classes of the sender's ``__main__`` become attributes of ours. For workers, which
             have no ``__main__`` of their own to protect.
+        movable: An empty one, to move the tensors afterwards; None if they stay.
 
     Raises:
         SerializationError: Something is missing here, or fails to rebuild.
@@ -169,13 +172,18 @@ def loads(
         if index_bytes:
             index_start = index_end - index_bytes
             index = Index(*pickle.loads(content[index_start:index_end]))
-            if inline_bytes:
-                tensors = rebuild_inline(index, content[index_start - inline_bytes : index_start], allocator)
+            inline = content[index_start - inline_bytes : index_start]
+            if inline and movable is None:
+                tensors = rebuild_inline(index, inline, allocator)
+            elif inline and movable is not None:
+                tensors = movable.rebuild(index, [inline_memory(inline, allocator)])
             else:
                 num_buffers -= len(index.blocks) + len(index.slabs)
-                tensors = rebuild(index, [block.tensor for block in blocks[num_buffers:]], allocator)
+                memory = [block.tensor for block in blocks[num_buffers:]]
+                tensors = rebuild(index, memory, allocator) if movable is None else movable.rebuild(index, memory)
         buffers = [block.view for block in blocks[:num_buffers]]
-        return Unpickler(io.BytesIO(payload), tensors, buffers, adopt_main, persistent_load).load()
+        parts = io.BytesIO(payload), tensors, buffers, adopt_main, persistent_load
+        return (Unpickler(*parts) if movable is None else MovableUnpickler(movable, *parts)).load()
     except RPCError:
         raise
     except UnresolvedError as unresolved:
