@@ -30,24 +30,24 @@ class Places:
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._addresses: list[Address] = []
-        self._registers: list[Register] = []
+        self._places: list[Register | tuple[Address, ...]] = []
         for where in map(find_workers, texts) if texts else [find_workers(None)]:
             if where is None:
                 raise ValueError("no node server is named, and RPCDATALOADER_WORKERS is not set")
             if isinstance(where, (Inline, Local)):
                 raise ValueError(f"{where} belongs to one training process, and nobody else can ask it; name addresses")
-            if isinstance(where, Registered):
-                self._registers.append(Register(where.directory))
-            else:
-                self._addresses += where.addresses
+            self._places.append(Register(where.directory) if isinstance(where, Registered) else where.addresses)
 
     def find(self) -> list[Address]:
         """Addresses that are named, and of those that are registered now; each once, in this order."""
-        found = list(self._addresses)
-        for register in self._registers:
-            found += [registration.address for registration in register.look()]
+        found: list[Address] = []
+        for place in self._places:
+            found += [one.address for one in place.look()] if isinstance(place, Register) else place
         return list(dict.fromkeys(found))
+
+    @property
+    def _registers(self) -> list[Register]:
+        return [place for place in self._places if isinstance(place, Register)]
 
     def problems(self) -> dict[str, str]:
         """Why files of the directories, or these themselves, were not used at the last look, by path."""
@@ -80,9 +80,14 @@ class Asker:
     def ask(self, addresses: Sequence[Address], *, stacks: bool) -> list[Answer]:
         """Ask all of them, and wait for the slowest.
 
+        One that was asked before and is not among them any more, because it drains and has left its register, is asked
+        for as long as it answers.
+
         Args:
             stacks: With the stacks of the workers.
         """
+        leaving = [address for address in self._channels if address not in addresses]
+        num_wanted, addresses = len(addresses), [*addresses, *leaving]
         answers = [Answer(str(address), error=_late(address, self._timeout)) for address in addresses]
 
         def ask(position: int, address: Address) -> None:
@@ -98,9 +103,7 @@ class Asker:
             thread.start()
         for thread in threads:
             thread.join(deadline.remaining())
-        for address in self._channels.keys() - set(addresses):
-            self._channels.pop(address).stream.close()
-        return list(answers)
+        return [answer for position, answer in enumerate(answers) if position < num_wanted or answer.status is not None]
 
     def _ask(self, address: Address, stacks: bool) -> Answer:
         name = str(address)
@@ -116,7 +119,7 @@ class Asker:
             return Answer(name, self._question(address, self._open(address, deadline), stacks, deadline))
         except RPCTimeoutError:
             return Answer(name, error=_late(address, self._timeout))
-        except AuthenticationError as exc:
+        except (AuthenticationError, ValueError) as exc:  # a ValueError is of a variable that makes no sense
             return Answer(name, error=str(exc), is_refused=True)
         except RPCError as exc:
             return Answer(name, error=str(exc))

@@ -242,7 +242,7 @@ def _describe_work(work: Work, rates: Rates) -> str:
 
 
 _HEADER = ("worker", "pid", "state", "queue", "batches", "/s", "MB/s", "CPU %", "memory", "errors")
-_COLUMNS = "    {:>6} {:>8}  {:<24} {:>5} {:>10} {:>7} {:>7} {:>6} {:>8} {:>6}"
+_COLUMNS = "    {:>6} {:>8}  {:<24} {:>5} {:>11} {:>6} {:>6} {:>5} {:>8} {:>6}"
 
 
 def _describe_client(client: ClientStatus, comparison: Comparison) -> list[str]:
@@ -278,13 +278,14 @@ def _describe_client(client: ClientStatus, comparison: Comparison) -> list[str]:
 
 
 def _describe_state(worker: WorkerStatus) -> str:
-    state = f"{worker.state} {in_time(worker.state_seconds)}"
-    if worker.draining:
-        state += ", draining"
-    # Nobody who is idle is interesting here.
-    return state + {"T": ", stopped", "t": ", traced", "D": ", in kernel", "": ", gone", "Z": ", gone"}.get(
-        worker.process_state, ""
-    )
+    state = "draining" if worker.draining else worker.state
+    # The first of the units is enough here.
+    since = " ".join(in_time(worker.state_seconds).split()[:2])
+    return f"{state} {since}{_PROCESS_STATES.get(worker.process_state, '')}"
+
+
+# What matters of what the kernel says: D is a thread that waits for a disk or a file server.
+_PROCESS_STATES = {"T": ", stopped", "t": ", traced", "D": ", blocked", "Z": ", gone", "": ", gone"}
 
 
 def _count(number: int, one: str, many: str = "") -> str:
@@ -322,7 +323,10 @@ def in_time(seconds: float) -> str:
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
-    for name, size, below, unit in (("min", 60, 1, "s"), ("h", 3600, 60, "min"), ("d", 86400, 3600, "h")):
-        if whole < size * (60 if name == "min" else 24 if name == "h" else whole):
-            return f"{whole // size} {name} {whole % size // below} {unit}" if whole >= 60 else f"{whole} s"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400:,} d {whole % 86400 // 3600} h"
