@@ -73,27 +73,26 @@ class Row:
         """One that nobody sees, for a process that has got none."""
         return cls(memoryview(bytearray(8 * _NUM_CELLS)).cast("Q"))
 
-    def received(self, num_unanswered: int) -> None:
-        """A request has arrived."""
-        self._cells[_UNANSWERED] = num_unanswered
-
-    def began(self, now: int) -> None:
-        """A request is being run from now on."""
+    def runs(self, now: int, num_running: int = 1, num_unanswered: int = 1) -> None:
+        """So many requests are being run from now on, of those that have arrived."""
         cells = self._cells
         cells[_SINCE] = now
-        cells[_RUNNING] += 1
+        cells[_RUNNING] = num_running
+        cells[_UNANSWERED] = num_unanswered
 
-    def ended(self, now: int) -> None:
-        """It is not any more."""
+    def rests(self, now: int) -> None:
+        """There is nothing to do from now on."""
         cells = self._cells
         cells[_SINCE] = now
-        cells[_RUNNING] -= 1
+        cells[_RUNNING] = 0
+        cells[_UNANSWERED] = 0
 
     def answered(self, what: int | None, num_unanswered: int) -> None:
         """A request was answered.
 
         Args:
-            what: One of ``TASKS``, ``CALLS`` and ``ERRORS``; None if nobody wanted the answer any more.
+            what: One of ``TASKS``, ``CALLS`` and ``ERRORS``; None for nothing that counts.
+            num_unanswered: Requests that have arrived and are left.
         """
         cells = self._cells
         cells[_UNANSWERED] = num_unanswered

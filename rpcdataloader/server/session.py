@@ -201,7 +201,7 @@ class Session:
 
     def _answer(self, message: Message, serve: Callable[[Message], Any]) -> None:
         """One reply per request, whatever happens in it."""
-        self._row.began(time.monotonic_ns())
+        self._row.runs(time.monotonic_ns())
         try:
             encoded = dumps_reply(serve(message))
         except BaseException as exc:
@@ -210,7 +210,7 @@ class Session:
         else:
             self._channel.send(MessageType.REPLY, message.request_id, encoded.payload, encoded.buffers)
         finally:
-            self._row.ended(time.monotonic_ns())
+            self._row.rests(time.monotonic_ns())
 
     def _build(self, message: Message) -> dict[str, Any]:
         build = Build.decode(message.payload)

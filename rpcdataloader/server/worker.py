@@ -133,6 +133,7 @@ class Worker:
         # Guarded by the lock:
         self._unanswered: set[int] = set()
         self._cancelled: set[int] = set()
+        self._num_running = 0  # where there is a pool
         self._row = row
 
     def run(self) -> None:
@@ -184,6 +185,8 @@ class Worker:
             if self._inbox and now < self._next_look:
                 return
             self._next_look = now + LOOK_INTERVAL
+            if not self._inbox and self._pool is None:
+                self._row.rests(time.monotonic_ns())
             ready = [descriptor for descriptor, _events in self._poll.poll(0 if self._inbox else None)]
             if self._drain_read in ready:
                 self._begin_drain()
@@ -217,7 +220,6 @@ class Worker:
             self._requests.take(_size_of(message))
             with self._lock:
                 self._unanswered.add(message.request_id)
-                self._row.received(len(self._unanswered))
             self._inbox.append(message)
         elif message.type == MessageType.RELEASE:
             # In the order of the requests: destructors run in this thread, too.
@@ -279,6 +281,8 @@ class Worker:
                 self._count_task()
         else:
             self._pool.submit(self._execute, request_id, size_bytes, call, timer)
+            with self._lock:
+                self._row.answered(None, len(self._unanswered))
 
     def _count_task(self) -> None:
         self._num_tasks += 1
@@ -289,8 +293,11 @@ class Worker:
     def _execute(self, request_id: int, size_bytes: int, call: Call, timer: threading.Timer | None) -> None:
         handle = None
         self._replies.wait()
-        with self._lock:
-            self._row.began(time.monotonic_ns())
+        if self._pool is None:
+            # It rests when nothing more is there, which costs less than to say so after each request.
+            self._row.runs(time.monotonic_ns(), 1, len(self._unanswered))
+        else:
+            self._count_running(1)
         try:
             self._check_wanted(request_id)
             result = call.func(*call.args, **call.kwargs)
@@ -305,11 +312,17 @@ class Worker:
             if not self._reply(request_id, MessageType.REPLY, encoded, call.task) and handle is not None:
                 self._handles.release([handle])
         finally:
-            with self._lock:
-                self._row.ended(time.monotonic_ns())
+            if self._pool is not None:
+                self._count_running(-1)
             self._requests.leave(size_bytes)
             if timer is not None:
                 timer.cancel()
+
+    def _count_running(self, change: int) -> None:
+        """One request more, or one less, is being run in some thread."""
+        with self._lock:
+            self._num_running += change
+            self._row.runs(time.monotonic_ns(), self._num_running, len(self._unanswered))
 
     def _check_wanted(self, request_id: int) -> None:
         with self._lock:

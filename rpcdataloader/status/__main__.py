@@ -102,7 +102,10 @@ def _show(look: Look, before: Look | None, *, as_json: bool, redraw: bool) -> No
         text = json.dumps(as_data(look, before)) + "\n"
     else:
         text = as_text(look, before, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(look.time)))
-        text = _CLEAR + text if redraw else text + "\n"
+        if redraw:
+            text = _CLEAR + text
+        elif before is not None:
+            text = "\n" + text
     sys.stdout.write(text)
     sys.stdout.flush()
 

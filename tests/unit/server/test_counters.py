@@ -52,8 +52,7 @@ def test_session_and_worker_are_seen_with_what_they_do():
     session = table.open_session(200, 2 * SECOND, "gpu01:2304", 3, "4711")
     worker = table.open_worker(session, 7, 300, 3 * SECOND)
     row = table.row(worker)
-    row.received(3)
-    row.began(4 * SECOND)
+    row.runs(4 * SECOND, 1, 3)
     row.traffic[0] += 10
     row.traffic[1] += 20
     view = table.look()
@@ -64,11 +63,13 @@ def test_session_and_worker_are_seen_with_what_they_do():
     assert (seen.running, seen.unanswered, seen.since, seen.draining) == (1, 3, 4 * SECOND, False)
     assert seen.counts == Counts(0, 0, 0, 10, 20)
     row.answered(TASKS, 2)
-    row.ended(5 * SECOND)
     row.drain()
     (seen,) = table.look().workers
-    assert (seen.running, seen.unanswered, seen.since, seen.draining) == (0, 2, 5 * SECOND, True)
+    assert (seen.running, seen.unanswered, seen.since, seen.draining) == (1, 2, 4 * SECOND, True)
     assert seen.counts == Counts(1, 0, 0, 10, 20)
+    row.rests(5 * SECOND)
+    (seen,) = table.look().workers
+    assert (seen.running, seen.unanswered, seen.since) == (0, 0, 5 * SECOND)
 
 
 def test_each_kind_of_answer_has_its_counter():
@@ -137,8 +138,7 @@ def test_rows_are_used_again_and_begin_at_zero():
     for number in range(1, 20):
         place = table.open_worker(session, number, 100 + number, 0)
         row = table.row(place)
-        row.received(9)
-        row.began(1)
+        row.runs(1, 1, 9)
         row.answered(TASKS, 9)
         row.drain()
         assert table.look().workers[0].counts.tasks == 1
@@ -178,10 +178,9 @@ def test_full_table_gives_none_and_a_private_row_works():
     assert table.open_session(4, 0, "a:2", None, "") is None
     assert table.open_worker(None, 1, 5, 0) is None
     for row in table.row(None), Row.private():
-        row.received(1)
-        row.began(5)
+        row.runs(5)
         row.answered(TASKS, 0)
-        row.ended(6)
+        row.rests(6)
         row.drain()
         row.traffic[1] += 7
     table.close_worker(None)

@@ -34,8 +34,7 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     table.close_worker(rows[0])
     row = table.row(rows[1])
     row.traffic[1] = 50
-    row.received(3)
-    row.began(4 * SECOND)
+    row.runs(4 * SECOND, 1, 3)
     use = ProcessUse("R", 1.5, 4096)
     node = describe(table.look(), 6 * SECOND, context, lambda pid: {302: use}.get(pid, ProcessUse()), None)
     assert (node.host, node.pid, node.uptime_seconds, node.num_workers, node.max_connections) == (
