@@ -7,7 +7,8 @@ A connection starts with a preamble from the client, in clear, 32 bytes::
          8     2  version        of the protocol; judged in the handshake, where both sides can be named
         10     2  flags          bit 0: TLS follows at once; others zero, ignored when received
         12     4  reserved       zero; ignored when received
-        16    16  session id     zero: start a session; else: start a worker of that session
+        16    16  session id     zero: start a session; 1: tell the status of the node; else: start a worker of that
+                                 session
 
 then messages in both directions, each a header, a body and blocks::
 
@@ -58,6 +59,9 @@ _PREAMBLE_TLS = 1
 PREAMBLE_SIZE = _PREAMBLE.size
 SESSION_ID_SIZE = 16
 
+# Where a session id would be, it asks for a status connection. Ids of sessions are random.
+STATUS_ID = bytes([1]).ljust(SESSION_ID_SIZE, b"\0")
+
 _HEADER = struct.Struct("<4sBBHQQII32s16s")
 _SEALED_PART = struct.Struct("<4sBBHQQII32s")
 _MAGIC = b"RPDL"
@@ -89,6 +93,7 @@ class MessageType(IntEnum):
     EXITED = 23
     BUILD = 24
     STACK = 25
+    STATS = 26
 
 
 class Flag(IntFlag):
@@ -110,7 +115,7 @@ class Preamble:
     """The first bytes of a connection, from the client.
 
     Attributes:
-        session_id: 16 bytes; zero to start a new session.
+        session_id: 16 bytes; zero to start a new session, ``STATUS_ID`` for a status connection.
         version: Version of the protocol that the client speaks.
         tls: Whether the client speaks TLS from here on. A server that does not, or that wants it, can then say so.
     """

@@ -105,6 +105,11 @@ class Stream:
         """The descriptor, for polling."""
         return self._sock.fileno()
 
+    def count_in(self, traffic: memoryview) -> None:
+        """From now on, count the traffic there, beginning with what was counted until now."""
+        traffic[0], traffic[1] = self._traffic[0], self._traffic[1]
+        self._traffic = traffic
+
     def limit(self, deadline: Deadline) -> None:
         """Bound the sends and receives that follow; a deadline without limit makes them block again."""
         remaining = deadline.remaining()

@@ -48,13 +48,21 @@ PAGES = {
 NOT_RUN = {
     "README.md": ["$ pip install .", "$ make demo"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
-    "debugging.md": ["$ kill -QUIT 4712", "$ py-spy dump --pid 4712"],
+    "debugging.md": [
+        "$ python -m rpcdataloader.status node01:6543 --stacks",
+        "$ kill -QUIT 4712",
+        "$ py-spy dump --pid 4712",
+    ],
     "security.md": [
         "$ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 \\",
         '$ openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=rpcdataloader" \\',
         "$ grep event=refused log",
     ],
     "performance.md": ["$ python -m tests.benchmark --quick"],
+    "status.md": [
+        "$ python -m rpcdataloader.status node01:6543",
+        "$ until python -m rpcdataloader.status @pool > /dev/null; do [ $? -eq 1 ] || break; sleep 2; done",
+    ],
 }
 
 

@@ -154,6 +154,7 @@ GOLDEN_MACS = {
     MessageType.EXITED: "538d7120f0d9090e546c9771eb9ad29d",
     MessageType.BUILD: "9eae6c6624fdf8ba876228be53b00956",
     MessageType.STACK: "0a649a8c9affc3d1038c4376d9c29013",
+    MessageType.STATS: "d5ffa82b44f8c88b3f8fec2234baafb2",
 }
 
 
