@@ -10,7 +10,6 @@ import contextlib
 import os
 import secrets
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
