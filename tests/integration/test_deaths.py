@@ -84,14 +84,15 @@ from tests.integration import tasks
 from tests.integration.datasets import Holder, note
 
 class Busy(Holder):
-    # 60 MB, so that a worker is in the middle of sending if nobody receives.
+    # 24 MB, so that a worker is in the middle of sending if nobody receives; not more, as a trainer that ends has to
+    # give all of it back.
     def __init__(self, gone, log, how):
         super().__init__(gone)
         self.log, self.how = log, how
     def __getitem__(self, index):
         note(self.log, os.getpid())
         if index < 2 or self.how == "answer":
-            return torch.zeros(15_000_000)
+            return torch.zeros(6_000_000)
         tasks.busy_in(os.devnull, self.how)
 
 address, gone, log, how, building = sys.argv[1:]
