@@ -139,11 +139,13 @@ def main() -> None:
     # So that the context managers stop what was started.
     for end in (signal.SIGINT, signal.SIGTERM):
         signal.signal(end, _stop)
+    goals = {name: claim.goal for name, claim in CLAIMS.items()}
+    if args.check and not recorded.find_known(goals):
+        sys.exit(2)
     machine = describe_machine()
     measurements = _run_rounds(args)
     report = Report(measurements)
     ratios = measure_claims(CLAIMS, report.get)
-    goals = {name: claim.goal for name, claim in CLAIMS.items()}
     print(f"A trainer that only takes batches:\n\n{report.make_idle_table()}")
     print(f"\nA trainer that computes {_STEP_SECONDS * 1e3:g} ms per batch:\n\n{report.make_busy_table()}")
     if ratios:

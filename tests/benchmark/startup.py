@@ -9,7 +9,7 @@
 **Rows.** Each is a fresh training process, in interleaved rounds. Ours has a node server that is up, as they are, and
 has served nobody before: its session, imports and datasets are made by the measurement.
 
-- ``small``: a dataset of integers and 2 workers, against torch's with fork: what a pass costs before it begins.
+- ``small``: a list of 100,000 paths and 2 workers, against torch's with fork: what a pass costs before it begins.
 - ``paths``: a dataset that holds a list of a million paths and 32 workers, against torch's with spawn, which is what
   a training process with a GPU and threads has to use. With fork, for comparison.
 - ``imports``: a dataset whose module imports 1,000 modules from a slow mount (see ``slow_modules.py``) and 8 workers.
@@ -19,8 +19,8 @@ has served nobody before: its session, imports and datasets are made by the meas
 ``ours`` is given an ordinary dataset, as torch's loader is, and sends it to the node; ``ours-built`` is an
 ``RPCDataset`` that the node builds.
 
-**Columns.** *build*: dataset and loader are made. *first*: from ``iter()`` to the first batch. *all*: until as many
-batches as workers are delivered. *second*: from ``iter()`` to the first batch of the second epoch. *memory*: the
+**Columns.** *build*: dataset and loader are made. *first*: from ``iter()`` to the first batch. *all*: until every
+worker has delivered one. *second*: from ``iter()`` to the first batch of the second epoch. *memory*: the
 proportional set size of all processes but the trainer while they have nothing to do: workers, and node server
 and session, or torch's helpers.
 """
@@ -60,8 +60,8 @@ class Row:
 
 
 ROWS = {
-    "small": Row("small", "integers", 2, ("ours", "ours-built", "torch-fork")),
-    "paths": Row("paths", "a list of paths", 32, ("ours", "ours-built", "torch-fork", "torch-spawn")),
+    "small": Row("small", "a short list of paths", 2, ("ours", "ours-built", "torch-fork")),
+    "paths": Row("paths", "a list of a million paths", 32, ("ours", "ours-built", "torch-fork", "torch-spawn")),
     "imports": Row("imports", "imports from a slow mount", 8, ("ours", "ours-built", "torch-fork", "torch-spawn")),
 }
 
@@ -200,6 +200,9 @@ def main() -> None:
     args = _parse_args()
     divisor = _QUICK_DIVISOR if args.quick else 1
     rows = [replace(ROWS[name], num_workers=max(2, ROWS[name].num_workers // divisor)) for name in args.rows]
+    goals = {name: claim.goal for name, claim in CLAIMS.items()}
+    if args.check and not recorded.find_known(goals):
+        sys.exit(2)
     machine = describe_machine()
     found: dict[tuple[str, str], dict[int, Start]] = {}
     for row in rows:
@@ -218,7 +221,6 @@ def main() -> None:
                     continue
                 print(f"{start.first_seconds * 1e3:.0f} ms", file=sys.stderr)
                 found.setdefault((row.dataset, loader), {})[number] = start
-    goals = {name: claim.goal for name, claim in CLAIMS.items()}
     ratios = measure_claims(found)
     print(make_table(rows, found))
     if args.quick:

@@ -16,7 +16,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from . import proc
+from .everybody import wait_for_workers
 from .slow_modules import NAME
+
+# Enough for all workers to be seen.
+_NUM_SMALL = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,9 @@ class Start:
     Attributes:
         build_seconds: Import of the dataset's module, and construction of dataset and loader.
         first_seconds: From ``iter`` to the first batch.
-        all_seconds: From ``iter`` until each worker had the time to deliver: as many batches as workers.
+        all_seconds: From ``iter`` until every worker has delivered a batch.
         second_seconds: As ``first_seconds``, of the second epoch.
-        idle_bytes: Memory of all processes but this one, once the first batches of the first epoch are delivered.
+        idle_bytes: Memory of all processes but this one, after that.
         num_processes: How many these are.
     """
 
@@ -64,9 +68,9 @@ class Start:
 def _get_factory(task: Task) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the class of the dataset and its arguments."""
     if task.dataset == "imports":
-        return importlib.import_module(f"{NAME}.dataset").Slow, ()
-    datasets = importlib.import_module("benchmark.datasets")
-    return (datasets.Paths, (task.num_paths,)) if task.dataset == "paths" else (datasets.Integers, ())
+        return importlib.import_module(f"{NAME}.dataset").Slow, (_NUM_SMALL,)
+    paths = importlib.import_module("benchmark.datasets").Paths
+    return paths, (task.num_paths if task.dataset == "paths" else _NUM_SMALL,)
 
 
 def _build(task: Task) -> Any:
@@ -94,8 +98,7 @@ def measure(task: Task) -> Start:
     batches = iter(loader)
     next(batches)
     first = time.perf_counter()
-    for _ in range(task.num_workers - 1):
-        next(batches)
+    wait_for_workers(batches, task.num_workers, lambda batch: batch[1])
     everybody = time.perf_counter()
     time.sleep(1.0)  # what was prefetched is there, and nobody is at work
     processes = [*task.servers, *proc.find_descendants([os.getpid(), *task.servers])]
