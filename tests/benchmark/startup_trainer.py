@@ -32,6 +32,7 @@ class Task:
         dataset: ``small``, ``paths`` or ``imports``.
         num_workers: So many.
         num_paths: Of the dataset ``paths``.
+        second: Whether to begin a second epoch.
         addresses: Of the node server, for ours.
         servers: Its process ids.
     """
@@ -40,6 +41,7 @@ class Task:
     dataset: str
     num_workers: int
     num_paths: int
+    second: bool
     addresses: list[str]
     servers: list[int]
 
@@ -52,7 +54,7 @@ class Start:
         build_seconds: Import of the dataset's module, and construction of dataset and loader.
         first_seconds: From ``iter`` to the first batch.
         all_seconds: From ``iter`` until every worker has delivered a batch.
-        second_seconds: As ``first_seconds``, of the second epoch.
+        second_seconds: As ``first_seconds``, of the second epoch; None without one.
         idle_bytes: Memory of all processes but this one, after that.
         num_processes: How many these are.
     """
@@ -60,7 +62,7 @@ class Start:
     build_seconds: float
     first_seconds: float
     all_seconds: float
-    second_seconds: float
+    second_seconds: float | None
     idle_bytes: int
     num_processes: int
 
@@ -103,12 +105,14 @@ def measure(task: Task) -> Start:
     time.sleep(1.0)  # what was prefetched is there, and nobody is at work
     processes = [*task.servers, *proc.find_descendants([os.getpid(), *task.servers])]
     idle_bytes = proc.sum_memory(processes)
-    del batches
-    second_start = time.perf_counter()
-    batches = iter(loader)
-    next(batches)
-    second = time.perf_counter()
-    return Start(built - start, first - built, everybody - built, second - second_start, idle_bytes, len(processes))
+    second_seconds = None
+    if task.second:
+        del batches
+        begun = time.perf_counter()
+        batches = iter(loader)
+        next(batches)
+        second_seconds = time.perf_counter() - begun
+    return Start(built - start, first - built, everybody - built, second_seconds, idle_bytes, len(processes))
 
 
 def _stop(_signal: int, _frame: object) -> NoReturn:

@@ -13,12 +13,13 @@ START = Start(0.1, 0.2, 0.3, 0.05, 80_000_000, 4)
 
 
 def test_table_and_claims_of_starts():
-    slow = replace(START, first_seconds=4.0, idle_bytes=400_000_000)
+    slow = replace(START, first_seconds=4.0, second_seconds=None, idle_bytes=400_000_000)
     found = {("paths", "ours"): {0: START, 1: START}, ("paths", "torch-spawn"): {0: slow}}
     lines = startup.make_table([startup.ROWS["paths"]], found).splitlines()
     cells = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines]
     assert cells[2][2:] == ["ours", "100", "200", "300", "50.0", "80.0", "4"]
     assert cells[3][3] == "failed"
+    assert cells[5][4:7] == ["4,000", "300", "-"]
     assert startup.measure_claims(found) == {
         "first-batch-paths": pytest.approx(0.05),
         "idle-memory": pytest.approx(0.2),
