@@ -7,19 +7,18 @@ import importlib.metadata
 import json
 import os
 import platform
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from . import recorded
 from .claims import CLAIMS, format_claims, measure_claims, plan
 from .loaders import LOADERS, NUM_WORKERS, PACKAGE
-from .processes import ChildError, running
+from .processes import ChildError, running, stop_by_signals
 from .report import Measurement, Report
 from .trainer import Figures, Phase, Task, count_loops
 from .workloads import WORKLOADS
@@ -110,10 +109,6 @@ def describe_machine() -> dict[str, Any]:
     return found
 
 
-def _stop(_signal: int, _frame: object) -> NoReturn:
-    sys.exit("stopped by a signal")
-
-
 def _run_rounds(args: argparse.Namespace) -> list[Measurement]:
     planned = plan(CLAIMS, list(LOADERS)) if args.claims else dict.fromkeys(args.workloads, args.loaders)
     # Once for all, so that the steps of a busy trainer are the same work for everybody.
@@ -136,14 +131,14 @@ def _run_rounds(args: argparse.Namespace) -> list[Measurement]:
 
 def main() -> None:
     args = _parse_args()
-    # So that the context managers stop what was started.
-    for end in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(end, _stop)
+    stop_by_signals()
+    goals = {name: claim.goal for name, claim in CLAIMS.items()}
+    if args.check and not recorded.find_known(goals):
+        sys.exit(2)
     machine = describe_machine()
     measurements = _run_rounds(args)
     report = Report(measurements)
     ratios = measure_claims(CLAIMS, report.get)
-    goals = {name: claim.goal for name, claim in CLAIMS.items()}
     print(f"A trainer that only takes batches:\n\n{report.make_idle_table()}")
     print(f"\nA trainer that computes {_STEP_SECONDS * 1e3:g} ms per batch:\n\n{report.make_busy_table()}")
     if ratios:

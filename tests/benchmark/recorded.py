@@ -41,18 +41,25 @@ def record(ratios: Mapping[str, float], machine: Mapping[str, Any], file: Path =
     file.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
 
 
+def find_known(goals: Mapping[str, Goal], file: Path = FILE) -> list[str]:
+    """Return those of these claims that are recorded; says on standard error if there is none."""
+    recorded = load(file)
+    known = [name for name in goals if name in recorded]
+    if not known:
+        print(f"nothing is recorded yet in {file.name}: run this with --record, on a quiet machine", file=sys.stderr)
+    return known
+
+
 def check(goals: Mapping[str, Goal], ratios: Mapping[str, float], file: Path = FILE) -> int:
     """Compare with what was recorded; says the result on standard error.
 
     Returns:
         The exit status: 0 if enough is left of each ratio, 1 if not, 2 if none of them was ever recorded.
     """
-    recorded = load(file)
-    known = [name for name in goals if name in recorded]
+    known = find_known(goals, file)
     if not known:
-        print(f"nothing is recorded yet in {file.name}: run this with --record, on a quiet machine", file=sys.stderr)
         return 2
-    losses = find_losses(goals, ratios, recorded, LEAST_LEFT)
+    losses = find_losses(goals, ratios, load(file), LEAST_LEFT)
     for line in losses:
         print(f"slower than recorded: {line}", file=sys.stderr)
     if not losses:

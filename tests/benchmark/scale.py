@@ -38,7 +38,7 @@ from rpcdataloader.loader.scheduler import Scheduler
 
 from .__main__ import describe_machine
 from .loaders import LOADERS, PACKAGE
-from .processes import running
+from .processes import running, stop_by_signals
 from .scale_trainer import Flow, Forks, Task
 from .table import format_number, format_table
 
@@ -222,6 +222,7 @@ def main() -> None:
     for name in args.parts.split(","):
         if name not in PARTS:
             parser.error(f"{name!r} is none of {', '.join(PARTS)}")
+    stop_by_signals()
     machine = describe_machine()
     for name in args.parts.split(","):
         print(f"{name}:\n\n{PARTS[name](args.quick)}\n", flush=True)

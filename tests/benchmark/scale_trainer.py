@@ -16,6 +16,7 @@ from typing import Any
 from rpcdataloader import RPCDataloader, RPCDataset
 
 from . import datasets, proc
+from .everybody import wait_for_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Forks:
     Attributes:
         build_seconds: Until the index was built.
         first_seconds: From ``iter`` to the first batch.
-        all_seconds: From ``iter`` to as many batches as workers.
+        all_seconds: From ``iter`` until every worker has delivered a batch.
         session_bytes: Memory of node server and session before, proportional set size.
         all_bytes: The same, and that of the workers, afterwards.
     """
@@ -90,9 +91,7 @@ def _get_cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _flow(batches: Iterator[Any], num_warmup: int, seconds: float) -> Flow:
-    for _ in range(num_warmup):
-        next(batches)
+def _flow(batches: Iterator[Any], seconds: float) -> Flow:
     switches = proc.count_switches()
     cpu, thread = _get_cpu_seconds(), time.thread_time()
     start = time.perf_counter()
@@ -111,14 +110,22 @@ def _measure_naps(task: Task) -> Flow:
     """Workers that sleep for ``amount`` seconds per sample."""
     dataset = RPCDataset(task.address, datasets.Naps, task.amount)
     loader = RPCDataloader(dataset, task.batch_size, num_workers=task.num_workers)
-    return _flow(iter(loader), 3 * task.num_workers, task.seconds)
+    batches = iter(loader)
+    wait_for_workers(batches, task.num_workers, lambda batch: batch)
+    for _ in range(2 * task.num_workers):  # what has waited meanwhile comes at once
+        next(batches)
+    return _flow(batches, task.seconds)
 
 
 def _measure_bytes(task: Task) -> Flow:
     """Workers that send ``amount`` bytes, always the same, as fast as they can."""
     dataset = RPCDataset(task.address, datasets.Ready, int(task.amount))
     loader = RPCDataloader(dataset, batch_size=None, num_workers=task.num_workers)
-    return _flow(iter(loader), 4 * task.num_workers, task.seconds)
+    batches = iter(loader)
+    end = time.perf_counter() + task.seconds / 4
+    while time.perf_counter() < end:
+        next(batches)
+    return _flow(batches, task.seconds)
 
 
 def _measure_forks(task: Task) -> Forks:
@@ -132,8 +139,7 @@ def _measure_forks(task: Task) -> Forks:
     batches = iter(RPCDataloader(dataset, task.batch_size, num_workers=task.num_workers))
     next(batches)
     first = time.perf_counter()
-    for _ in range(task.num_workers - 1):
-        next(batches)
+    wait_for_workers(batches, task.num_workers, lambda batch: batch[1])
     everybody = time.perf_counter()
     all_bytes = proc.sum_memory([task.server, *proc.find_descendants([task.server])])
     return Forks(built - start, first - begun, everybody - begun, session_bytes, all_bytes)

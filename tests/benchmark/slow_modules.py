@@ -14,7 +14,6 @@ caches of attributes.
 from __future__ import annotations
 
 import importlib.machinery
-import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -34,15 +33,13 @@ for folder in __path__:
 _DATASET = """
 import importlib
 
-import torch
-
-from benchmark.datasets import Integers
+from benchmark.datasets import Paths
 
 for number in range({count}):
     importlib.import_module(f"slowly_mounted.module_{{number}}")
 
 
-class Slow(Integers):
+class Slow(Paths):
     pass
 """
 
@@ -88,8 +85,3 @@ def write(folder: Path, count: int) -> None:
 
     if not compileall.compile_dir(package, quiet=1):
         raise OSError(f"cannot compile {package}")
-
-
-def count_imported() -> int:
-    """Return how many of the modules this process has imported."""
-    return sum(name.startswith(f"{NAME}.module_") for name in sys.modules)

@@ -16,7 +16,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from . import proc
+from .everybody import wait_for_workers
 from .slow_modules import NAME
+
+# Enough for all workers to be seen.
+_NUM_SMALL = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class Task:
         dataset: ``small``, ``paths`` or ``imports``.
         num_workers: So many.
         num_paths: Of the dataset ``paths``.
+        second: Whether to begin a second epoch.
         addresses: Of the node server, for ours.
         servers: Its process ids.
     """
@@ -36,6 +41,7 @@ class Task:
     dataset: str
     num_workers: int
     num_paths: int
+    second: bool
     addresses: list[str]
     servers: list[int]
 
@@ -47,16 +53,16 @@ class Start:
     Attributes:
         build_seconds: Import of the dataset's module, and construction of dataset and loader.
         first_seconds: From ``iter`` to the first batch.
-        all_seconds: From ``iter`` until each worker had the time to deliver: as many batches as workers.
-        second_seconds: As ``first_seconds``, of the second epoch.
-        idle_bytes: Memory of all processes but this one, once the first batches of the first epoch are delivered.
+        all_seconds: From ``iter`` until every worker has delivered a batch.
+        second_seconds: As ``first_seconds``, of the second epoch; None without one.
+        idle_bytes: Memory of all processes but this one, after that.
         num_processes: How many these are.
     """
 
     build_seconds: float
     first_seconds: float
     all_seconds: float
-    second_seconds: float
+    second_seconds: float | None
     idle_bytes: int
     num_processes: int
 
@@ -64,9 +70,9 @@ class Start:
 def _get_factory(task: Task) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the class of the dataset and its arguments."""
     if task.dataset == "imports":
-        return importlib.import_module(f"{NAME}.dataset").Slow, ()
-    datasets = importlib.import_module("benchmark.datasets")
-    return (datasets.Paths, (task.num_paths,)) if task.dataset == "paths" else (datasets.Integers, ())
+        return importlib.import_module(f"{NAME}.dataset").Slow, (_NUM_SMALL,)
+    paths = importlib.import_module("benchmark.datasets").Paths
+    return paths, (task.num_paths if task.dataset == "paths" else _NUM_SMALL,)
 
 
 def _build(task: Task) -> Any:
@@ -94,18 +100,19 @@ def measure(task: Task) -> Start:
     batches = iter(loader)
     next(batches)
     first = time.perf_counter()
-    for _ in range(task.num_workers - 1):
-        next(batches)
+    wait_for_workers(batches, task.num_workers, lambda batch: batch[1])
     everybody = time.perf_counter()
     time.sleep(1.0)  # what was prefetched is there, and nobody is at work
     processes = [*task.servers, *proc.find_descendants([os.getpid(), *task.servers])]
     idle_bytes = proc.sum_memory(processes)
-    del batches
-    second_start = time.perf_counter()
-    batches = iter(loader)
-    next(batches)
-    second = time.perf_counter()
-    return Start(built - start, first - built, everybody - built, second - second_start, idle_bytes, len(processes))
+    second_seconds = None
+    if task.second:
+        del batches
+        begun = time.perf_counter()
+        batches = iter(loader)
+        next(batches)
+        second_seconds = time.perf_counter() - begun
+    return Start(built - start, first - built, everybody - built, second_seconds, idle_bytes, len(processes))
 
 
 def _stop(_signal: int, _frame: object) -> NoReturn:
