@@ -19,15 +19,15 @@ SOURCES = {
     for path in PACKAGE.rglob("*.py")
 }
 
-# What each part of the package may import besides itself. Nothing imports launch, ssh, check and integrations.
+# What each part of the package may import besides itself. Nothing imports launch, check and integrations.
 BELOW = {
     "errors": set(),
     "wire": {"errors"},
     "client": {"wire", "errors"},
     "server": {"wire", "errors"},
+    "ssh": {"wire", "errors"},
     "loader": {"client", "wire", "errors"},
     "launch": {"server", "wire", "errors"},
-    "ssh": {"wire", "errors"},
     "integrations": {"loader"},
     "check": {"loader", "client", "server", "wire", "errors"},
 }
