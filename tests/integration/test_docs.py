@@ -47,6 +47,14 @@ PAGES = {
 # What no test can run. A block that is added to these is a change here, too.
 NOT_RUN = {
     "README.md": ["$ pip install .", "$ make demo"],
+    "launchers.md": [
+        "$ python -m rpcdataloader.ssh hosts",
+        "$ python -m rpcdataloader.ssh hosts -- --register pool --preload torchvision &",
+        '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > examples/kubernetes/token)',
+        "$ cp examples/systemd/rpcdataloader@.service /etc/systemd/system/",
+    ],
+    "how-many-workers.md": ["$ python -m tests.benchmark.link"],
+    "shared-clusters.md": ["$ grep event=refused log"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
     "debugging.md": [
         "$ python -m rpcdataloader.status node01:6543 --stacks",

@@ -56,7 +56,7 @@ read secret
 echo $$ "$secret" > {folder}/server-$$
 case "$*" in *bad*) echo "cannot listen" >&2; exit 3;; esac
 echo "rpcdataloader ready 127.0.0.1:$$ num_workers=2 pid=$$"
-cat > /dev/null
+cat > {folder}/beats-$$
 echo "draining" >&2
 case "$*" in *slow*) cat {folder}/fifo;; esac
 """
@@ -65,18 +65,16 @@ case "$*" in *slow*) cat {folder}/fifo;; esac
 class Starter:
     """``python -m rpcdataloader.ssh`` at a terminal."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, before: str = "pass") -> None:
         self._folder = folder
         self._output = folder / "output"
         self._errors = folder / "errors"
         self.terminal, terminal = pty.openpty()
-        take_terminal = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
-        become = (
-            f"{take_terminal}; os.execv(sys.executable, [sys.executable, '-m', 'rpcdataloader.ssh', *sys.argv[1:]])"
-        )
+        take_terminal = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+        run = f"{take_terminal}; from rpcdataloader import ssh; {before}; sys.exit(ssh.main())"
         with self._output.open("w") as output, self._errors.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", become, str(folder / "hosts"), *options],
+                [sys.executable, "-c", run, str(folder / "hosts"), *options],
                 stdin=terminal,
                 stdout=output,
                 stderr=errors,
@@ -141,9 +139,9 @@ def start(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     with contextlib.ExitStack() as stack:
 
-        def start(*hosts, python=str(tmp_path / "bin" / "python"), options=()):
+        def start(*hosts, python=str(tmp_path / "bin" / "python"), options=(), before="pass"):
             (tmp_path / "hosts").write_text("\n".join(hosts))
-            starter = Starter(tmp_path, "--python", python, *options)
+            starter = Starter(tmp_path, "--python", python, *options, before=before)
             stack.callback(starter.process.wait)
             stack.callback(starter.process.kill)
             stack.callback(starter.close_terminal)
@@ -203,6 +201,13 @@ def test_secret_goes_through_the_connection_and_is_in_no_command_line(start, tmp
         assert secret not in Path(f"/proc/{pid}/environ").read_text()
 
 
+def test_servers_are_told_that_the_starter_is_there_from_the_beginning_and_again(start, tmp_path):
+    starter = start("node1", "node2", before="ssh.HEARTBEAT = 0.05")
+    starter.workers()
+    for server in starter.servers():
+        wait_until(lambda path=tmp_path / f"beats-{server}": path.exists() and len(path.read_bytes()) > 3)
+
+
 def test_secret_in_a_file_of_the_hosts_is_not_sent(start):
     starter = start("node1", options=("--", "--token-file", "/shared/token"))
     starter.workers()
@@ -230,6 +235,19 @@ def test_nothing_is_left_when_the_starter_ends(start, end):
         assert "ending 2 node servers" in starter.errors
         assert starter.errors.count("draining") == 2
     assert not any(map(is_running, servers)), "it has waited for them"
+
+
+def test_started_with_nohup_it_goes_on_without_its_terminal(start):
+    starter = start("node1", "node2", before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    starter.workers()
+    starter.close_terminal()
+    starter.process.send_signal(signal.SIGHUP)
+    os.kill(next(iter(starter.servers())), signal.SIGKILL)
+    # While it ends them, it does not complain of servers that end.
+    wait_until(lambda: "the node server has ended, or its connection" in starter.errors)
+    starter.process.send_signal(signal.SIGTERM)
+    assert starter.wait() == 0
+    assert "ending 1 node servers" in starter.errors
 
 
 def test_second_signal_does_not_wait_for_servers_that_are_busy(start, tmp_path):
