@@ -48,6 +48,7 @@ PAGES = {
 NOT_RUN = {
     "README.md": ["$ pip install .", "$ make demo"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
+    "gpu.md": ["$ python -m tests.benchmark.gpu"],
     "debugging.md": ["$ kill -QUIT 4712", "$ py-spy dump --pid 4712"],
     "security.md": [
         "$ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 \\",
