@@ -93,7 +93,7 @@ def evaluate(network: nn.Module, loader: RPCDataloader, device: torch.device) ->
     counts = torch.zeros(2, device=device)
     with torch.inference_mode():
         for images, labels in loader:
-            correct = network(images.to(device)).argmax(dim=1) == labels.to(device)
+            correct = network(images).argmax(dim=1) == labels
             counts[0] += correct.sum()
             counts[1] += len(labels)
     num_correct, num_images = sum_over_ranks(counts)
@@ -140,12 +140,11 @@ def main() -> None:
     train_set = RPCDataset(workers, Digits, train=True)
     test_set = RPCDataset(workers, Digits, train=False)
 
-    pin_memory = device.type == "cuda"
     sampler: DistributedSampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
-    train_loader = RPCDataloader(train_set, args.batch_size, sampler=sampler, pin_memory=pin_memory)
+    train_loader = RPCDataloader(train_set, args.batch_size, sampler=sampler, device=device)
     # A DistributedSampler would test some images twice, to give each rank the same number of them.
     share = range(rank, len(test_set), world_size)
-    test_loader = RPCDataloader(test_set, args.batch_size, sampler=share, pin_memory=pin_memory)
+    test_loader = RPCDataloader(test_set, args.batch_size, sampler=share, device=device)
 
     network = build_network().to(device)
     model = DistributedDataParallel(network) if dist.is_initialized() else network
@@ -164,9 +163,8 @@ def main() -> None:
         ):
             waited += time.perf_counter() - asked
             if args.digest:
-                digest.update(images.numpy())
-                digest.update(labels.numpy())
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+                digest.update(images.cpu().numpy())
+                digest.update(labels.cpu().numpy())
             output = model(images)
             loss = F.cross_entropy(output, labels)
             optimizer.zero_grad()

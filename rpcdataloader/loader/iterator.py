@@ -245,6 +245,7 @@ class _Run:
                 taken = self._wait(deadline)
                 if taken is not None:
                     result, task, stream, copies = taken
+                    del taken
                     break
             self._end_late_workers()
             self._draw()
@@ -256,7 +257,7 @@ class _Run:
             try:
                 raise self._explained(result.error, task)
             finally:
-                del result  # the traceback refers to this frame
+                del result  # the traceback refers to this frame, and so must nothing else in it refer to the error
         return result
 
     def _wait(self, deadline: float | None) -> _Ahead | None:

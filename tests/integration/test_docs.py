@@ -56,6 +56,7 @@ NOT_RUN = {
     "how-many-workers.md": ["$ python -m tests.benchmark.link"],
     "shared-clusters.md": ["$ grep event=refused log"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
+    "gpu.md": ["$ python -m tests.benchmark.gpu"],
     "debugging.md": [
         "$ python -m rpcdataloader.status node01:6543 --stacks",
         "$ kill -QUIT 4712",
