@@ -661,7 +661,7 @@ def test_stranger_gets_nothing(serve):
         open_channel(Address.parse(server.address), wrong, local_identity("client"), STATUS_ID, Deadline(PROMPTLY))
 
 
-@pytest.mark.parametrize("kind", ["call", "nonsense"])
+@pytest.mark.parametrize("kind", ["call", "call that looks like a question", "nonsense"])
 def test_status_connection_runs_nothing(serve, tmp_path, kind):
     """Who knows the secret may run everything, but not here, where nothing keeps it from the node server's memory."""
     server = serve()
@@ -673,8 +673,10 @@ def test_status_connection_runs_nothing(serve, tmp_path, kind):
             marker = tmp_path / "was here"
             payload = dumps(Call(marker.touch, (), {}).fields()).payload
             channel.send(MessageType.CALL, 1, payload)
-        else:
+        elif kind == "nonsense":
             channel.send(MessageType.STATS, 1, b"nonsense")
+        else:
+            channel.send(MessageType.CALL, 1, b"{}")
         channel.stream.limit(Deadline(PROMPTLY))
         with contextlib.suppress(ConnectionLostError):
             assert channel.recv() is None
