@@ -26,7 +26,7 @@ _PID = 1
 _STARTED = 2  # CLOCK_MONOTONIC in nanoseconds, as all times here; it is the same for all processes of a machine
 _SINCE = 3  # owner: of the last change of _RUNNING
 _RUNNING = 4  # owner: requests under way
-_UNANSWERED = 5  # owner: requests that have arrived, those under way included
+_UNANSWERED = 5  # owner: requests that were received, those under way included
 _DRAINING = 6  # owner
 _NUMBER = 7  # of a worker in its session
 _SESSION = 8  # row of a worker's session
@@ -38,6 +38,7 @@ ERRORS = 12
 _RECEIVED = 13
 _SENT = 14
 _ENDED = 15  # workers
+_SOCKET = 21  # owner: inode of its connection
 # Of the server only:
 _GENERATION = 16  # odd while rows are moved about
 _NUM_USED = 17  # rows up to the last one that was ever used
@@ -73,8 +74,12 @@ class Row:
         """One that nobody sees, for a process that has got none."""
         return cls(memoryview(bytearray(8 * _NUM_CELLS)).cast("Q"))
 
+    def connected(self, inode: int) -> None:
+        """Its connection is the socket of that inode."""
+        self._cells[_SOCKET] = inode
+
     def runs(self, now: int, num_running: int = 1, num_unanswered: int = 1) -> None:
-        """So many requests are being run from now on, of those that have arrived."""
+        """So many requests are being run from now on, of those that were received."""
         cells = self._cells
         cells[_SINCE] = now
         cells[_RUNNING] = num_running
@@ -92,7 +97,7 @@ class Row:
 
         Args:
             what: One of ``TASKS``, ``CALLS`` and ``ERRORS``; None for nothing that counts.
-            num_unanswered: Requests that have arrived and are left.
+            num_unanswered: Requests that were received and are left.
         """
         cells = self._cells
         cells[_UNANSWERED] = num_unanswered
@@ -139,6 +144,7 @@ class Seen:
     running: int
     unanswered: int
     draining: bool
+    socket: int
     number: int
     session: int
     rank: int | None
@@ -345,6 +351,7 @@ def _see(place: int, cells: memoryview, row: bytes) -> Seen:
         running=cells[_RUNNING],
         unanswered=cells[_UNANSWERED],
         draining=bool(cells[_DRAINING]),
+        socket=cells[_SOCKET],
         number=cells[_NUMBER],
         session=cells[_SESSION],
         rank=None if cells[_RANK] == _NONE else cells[_RANK],

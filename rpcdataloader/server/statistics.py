@@ -47,7 +47,7 @@ def serve_status(channel: Channel, node: Link, context: ServerContext) -> None:
         request = StatusRequest.decode(message.payload)
         stacks = ask_for_stacks(node) if request.stacks else None
         view = context.counters.look()
-        status = describe(view, time.monotonic_ns(), context, see_process, stacks)
+        status = describe(view, time.monotonic_ns(), context, see_process, see_unread() if view.workers else {}, stacks)
         channel.send(MessageType.STATS, message.request_id, status.encode())
 
 
@@ -71,8 +71,23 @@ def see_process(pid: int) -> ProcessUse:
     return ProcessUse(fields[0], ticks / os.sysconf("SC_CLK_TCK"), int(fields[21]) * os.sysconf("SC_PAGE_SIZE"))
 
 
+def see_unread() -> dict[int, int]:
+    """Bytes that the kernel holds for the processes that own TCP sockets, by inode."""
+    unread = {}
+    for name in "tcp", "tcp6":
+        for line in read(f"/proc/net/{name}").splitlines()[1:]:
+            fields = line.split()
+            unread[int(fields[9])] = int(fields[4].partition(":")[2], 16)
+    return unread
+
+
 def describe(
-    view: View, now: int, context: ServerContext, see: Callable[[int], ProcessUse], stacks: dict[int, str] | None
+    view: View,
+    now: int,
+    context: ServerContext,
+    see: Callable[[int], ProcessUse],
+    unread: dict[int, int],
+    stacks: dict[int, str] | None,
 ) -> NodeStatus:
     """What is told of the node.
 
@@ -80,6 +95,7 @@ def describe(
         view: Of the counters.
         now: CLOCK_MONOTONIC in nanoseconds.
         see: What the kernel says of a process.
+        unread: Bytes that it holds for sockets, by inode.
         stacks: By process id of a worker; None if they were not asked for.
     """
     node = view.node
@@ -91,7 +107,7 @@ def describe(
         for worker in view.workers:
             if worker.session == session.place:
                 own += worker.counts
-                workers.append(_describe_worker(worker, now, see(worker.pid), stacks))
+                workers.append(_describe_worker(worker, now, see(worker.pid), unread, stacks))
         host, _, pid = session.client.rpartition(":")
         clients[session.place] = ClientStatus(
             host=host,
@@ -124,7 +140,9 @@ def describe(
     )
 
 
-def _describe_worker(worker: Seen, now: int, use: ProcessUse, stacks: dict[int, str] | None) -> WorkerStatus:
+def _describe_worker(
+    worker: Seen, now: int, use: ProcessUse, unread: dict[int, int], stacks: dict[int, str] | None
+) -> WorkerStatus:
     return WorkerStatus(
         number=worker.number,
         pid=worker.pid,
@@ -134,6 +152,7 @@ def _describe_worker(worker: Seen, now: int, use: ProcessUse, stacks: dict[int, 
         process_state=use.state,
         age_seconds=_seconds(now, worker.started),
         queued=max(0, worker.unanswered - worker.running),
+        unread_bytes=unread.get(worker.socket),
         cpu_seconds=use.cpu_seconds,
         memory_bytes=use.memory_bytes,
         stack=None if stacks is None else stacks.get(worker.pid, _NO_STACK),

@@ -94,6 +94,7 @@ def run_worker_process(
         # A pass that was over before its last worker was there.
         return
     row = context.counters.row(event["row"])
+    row.connected(os.fstat(channel.fileno()).st_ino)
     channel.stream.count_in(row.traffic)
     Worker(channel, session, datasets, number, context, row).run()
 

@@ -263,7 +263,8 @@ def _describe_client(client: ClientStatus, comparison: Comparison) -> list[str]:
                 worker.number,
                 worker.pid,
                 _cut(_describe_state(worker), 24),
-                worker.queued,
+                # A byte that was not received belongs to one request at least.
+                f"{worker.queued + 1}+" if worker.unread_bytes else worker.queued,
                 f"{worker.tasks:,}",
                 in_digits(rates.tasks),
                 in_digits(rates.sent_bytes / 1e6),

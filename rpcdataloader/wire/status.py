@@ -70,7 +70,9 @@ class WorkerStatus(Work):
         process_state: The letter by which Linux names the state of its main thread: ``"T"`` is stopped, ``"D"`` waits
             in the kernel; empty when it has gone.
         age_seconds: Since it was admitted.
-        queued: Requests that have arrived and were not begun.
+        queued: Requests that it has received and not begun.
+        unread_bytes: Of requests that have arrived and that it has not received, as it does so between two of them;
+            None on a Unix socket, where the kernel does not tell.
         cpu_seconds: CPU time that it has used.
         memory_bytes: Its resident memory, that which it shares with others included.
         stack: Its Python stack, or why there is none; None if nobody has asked for it.
@@ -84,6 +86,7 @@ class WorkerStatus(Work):
     process_state: str
     age_seconds: float
     queued: int
+    unread_bytes: int | None
     cpu_seconds: float
     memory_bytes: int
     stack: str | None = None

@@ -189,23 +189,34 @@ def test_clients_are_named_with_host_process_rank_and_job(serve, zygote, look_at
 def test_what_runs_and_what_waits_is_told(serve, look_at, fifo):
     server = serve()
     pid = rpc_async(server.address, os.getpid).wait()
-    calls = [rpc_async(server.address, read_text, (fifo,)) for _ in range(3)]
+    calls = [rpc_async(server.address, read_text, (fifo,))]
 
     def worker():
         (worker,) = workers_of(look_at(server))
         return worker
 
-    with open(fifo, "w"):  # the first one has begun
-        wait_until(lambda: worker()["queued"] == 2)
+    with open(fifo, "w"):  # it has begun
         before = worker()
         assert (before["pid"], before["state"], before["process_state"]) == (pid, "running", "S")
+        assert (before["queued"], before["unread_bytes"]) == (0, 0)
         assert worker()["state_seconds"] > before["state_seconds"]
-    for call in calls:
-        with open(fifo, "w"):
-            pass
-        call.wait()
+        calls += [rpc_async(server.address, read_text, (fifo,)) for _ in range(2)]
+        wait_until(lambda: worker()["unread_bytes"] > 200)
+    calls[0].wait()
+    with open(fifo, "w"):  # the next one has begun, and the last one was received together with it, or not
+        wait_until(lambda: worker()["queued"] == 1 or worker()["unread_bytes"] > 0)
+    calls[1].wait()
+    with open(fifo, "w"):
+        pass
+    calls[2].wait()
     wait_until(lambda: worker()["state"] == "idle")
-    assert (worker()["queued"], worker()["calls"]) == (0, 4)
+    assert (worker()["queued"], worker()["unread_bytes"], worker()["calls"]) == (0, 0, 4)
+
+
+def test_requests_that_were_not_received_are_not_known_on_a_unix_socket(serve, tmp_path, look_at):
+    server = serve("--host", f"unix:{tmp_path}/socket")
+    rpc_async(server.address, os.getpid).wait()
+    assert workers_of(look_at(server))[0]["unread_bytes"] is None
 
 
 def test_threads_of_a_worker_are_counted_together(serve, look_at, fifo):
@@ -650,7 +661,7 @@ def test_stranger_gets_nothing(serve):
         open_channel(Address.parse(server.address), wrong, local_identity("client"), STATUS_ID, Deadline(PROMPTLY))
 
 
-@pytest.mark.parametrize("kind", ["call", "nonsense"])
+@pytest.mark.parametrize("kind", ["call", "call that looks like a question", "nonsense"])
 def test_status_connection_runs_nothing(serve, tmp_path, kind):
     """Who knows the secret may run everything, but not here, where nothing keeps it from the node server's memory."""
     server = serve()
@@ -662,8 +673,10 @@ def test_status_connection_runs_nothing(serve, tmp_path, kind):
             marker = tmp_path / "was here"
             payload = dumps(Call(marker.touch, (), {}).fields()).payload
             channel.send(MessageType.CALL, 1, payload)
-        else:
+        elif kind == "nonsense":
             channel.send(MessageType.STATS, 1, b"nonsense")
+        else:
+            channel.send(MessageType.CALL, 1, b"{}")
         channel.stream.limit(Deadline(PROMPTLY))
         with contextlib.suppress(ConnectionLostError):
             assert channel.recv() is None

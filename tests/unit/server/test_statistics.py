@@ -11,8 +11,9 @@ from rpcdataloader.server import statistics
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import ERRORS, TASKS
 from rpcdataloader.server.link import Link
-from rpcdataloader.server.statistics import ProcessUse, StacksAsked, ask_for_stacks, describe, see_process
+from rpcdataloader.server.statistics import ProcessUse, StacksAsked, ask_for_stacks, describe, see_process, see_unread
 from rpcdataloader.wire.credentials import INSECURE
+from tests.conftest import wait_until
 
 SECOND = 10**9
 
@@ -35,8 +36,9 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     row = table.row(rows[1])
     row.traffic[1] = 50
     row.runs(4 * SECOND, 1, 3)
+    row.connected(77)
     use = ProcessUse("R", 1.5, 4096)
-    node = describe(table.look(), 6 * SECOND, context, lambda pid: {302: use}.get(pid, ProcessUse()), None)
+    node = describe(table.look(), 6 * SECOND, context, lambda pid: {302: use}.get(pid, ProcessUse()), {77: 9}, None)
     assert (node.host, node.pid, node.uptime_seconds, node.num_workers, node.max_connections) == (
         "node01",
         100,
@@ -54,10 +56,11 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     (worker,) = first.workers
     assert (worker.number, worker.pid, worker.tasks, worker.age_seconds) == (2, 302, 1, 4)
     assert (worker.state, worker.state_seconds, worker.queued) == ("running", 2, 2)
+    assert (worker.unread_bytes, second.workers[0].unread_bytes) == (9, None)
     assert (worker.process_state, worker.cpu_seconds, worker.memory_bytes) == ("R", 1.5, 4096)
     assert worker.stack is None
     # The clock of the copy may be a little ahead of the one who looks.
-    assert describe(table.look(), 3 * SECOND, context, see_process, None).clients[0].workers[0].state_seconds == 0
+    assert describe(table.look(), 3 * SECOND, context, see_process, {}, None).clients[0].workers[0].state_seconds == 0
 
 
 def test_stack_that_has_not_come_is_explained(context):
@@ -65,7 +68,7 @@ def test_stack_that_has_not_come_is_explained(context):
     session = table.open_session(200, 0, "gpu01:2304", None, "")
     for number in (1, 2):
         table.open_worker(session, number, 300 + number, 0)
-    node = describe(table.look(), 0, context, see_process, {301: "it sleeps"})
+    node = describe(table.look(), 0, context, see_process, {}, {301: "it sleeps"})
     assert [worker.stack for worker in node.workers] == [
         "it sleeps",
         "no stack: its session did not answer within 2 s, perhaps as it is busy building",
@@ -78,6 +81,18 @@ def test_kernel_is_asked_about_a_process():
     assert use.cpu_seconds > 0
     assert use.memory_bytes > 10**6
     assert see_process(2**22 + 1) == ProcessUse()
+
+
+def test_kernel_is_asked_what_was_not_received():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as ours,
+        listener.accept()[0] as theirs,
+    ):
+        inode = os.fstat(theirs.fileno()).st_ino
+        assert see_unread()[inode] == 0
+        ours.sendall(b"x" * 100)
+        wait_until(lambda: see_unread()[inode] == 100)
 
 
 class FakeNode:

@@ -18,6 +18,7 @@ from rpcdataloader.wire.frames import (
     HEADER_SIZE,
     MAC_SIZE,
     PREAMBLE_SIZE,
+    STATUS_ID,
     Decoder,
     Flag,
     Limits,
@@ -114,6 +115,12 @@ def test_golden_preamble():
     golden = golden[:10] + b"\x01" + golden[11:]
     assert Preamble(session_id, tls=True).encode() == golden
     assert Preamble.decode(golden) == Preamble(session_id, version=1, tls=True)
+
+
+def test_golden_preamble_of_a_status_connection():
+    golden = bytes.fromhex("525043444c445201010000000000000001000000000000000000000000000000")
+    assert Preamble(STATUS_ID).encode() == golden
+    assert Preamble.decode(golden).session_id == STATUS_ID
 
 
 def test_flags_of_a_later_preamble_are_ignored():
