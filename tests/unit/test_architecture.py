@@ -36,6 +36,7 @@ PURE = {
     "rpcdataloader.wire.handshake",
     "rpcdataloader.server.tracebacks",
     "rpcdataloader.wire.registration",
+    "rpcdataloader.client.slurm",
     "rpcdataloader.loader.budget",
     "rpcdataloader.loader.roster",
     "rpcdataloader.loader.choosing",
