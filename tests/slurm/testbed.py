@@ -17,8 +17,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.conftest import descendants, wait_until
@@ -57,13 +57,12 @@ class Testbed:
     """The cluster. It is there once built.
 
     Args:
-        folder: For the files of jobs.
+        home: Home directory of jobs.
     """
 
     __test__ = False  # no test, whatever pytest thinks of the name
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, home: Path) -> None:
         # A short path: Unix sockets are in it.
         self.state = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         self.bridge = f"sl{secrets.token_hex(3)}"
@@ -82,12 +81,11 @@ class Testbed:
         )
         self.env: dict[str, str] = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "HOME": str(folder / "home"),
+            "HOME": str(home),
             "PYTHONPATH": str(ROOT),
             "SLURM_CONF": str(self.state / "slurm.conf"),
             "OMP_NUM_THREADS": "1",
         }
-        (folder / "home").mkdir()
         try:
             self._bring_up(env)
         except BaseException:
@@ -96,9 +94,9 @@ class Testbed:
 
     def _bring_up(self, env: dict[str, str]) -> None:
         up = [str(SCRIPTS / "up.sh"), "--state", str(self.state), "--mode", "netns", "--gpus", "8", "--cpus", "32"]
-        # A requeued job may start at once (two minutes otherwise), and a node is lost after 10 s of silence (60).
         done = subprocess.run(up, env=env, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        # A node is lost after 10 s of silence.
         conf = self.state / "slurm.conf"
         text = conf.read_text().replace("SlurmdTimeout=60", "SlurmdTimeout=10").replace("KillWait=5", "KillWait=2")
         conf.write_text(text)
@@ -110,29 +108,27 @@ class Testbed:
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout.strip()
 
-    def submit(self, name: str, script: str, **env: str) -> Job:
-        """Submit a job whose folder is ``name``."""
-        folder = self._folder / name
+    def submit(self, folder: Path, script: str, user: int = 0, **env: str) -> Job:
+        """Submit a job that runs in ``folder``."""
         folder.mkdir(exist_ok=True)
-        path = folder / f"{secrets.token_hex(3)}.sbatch"
-        path.write_text(script)
-        command = ["sbatch", "--parsable", path.name]
-        done = subprocess.run(
-            command, cwd=folder, env={**self.env, **env}, capture_output=True, text=True, timeout=60
-        )
+        command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "sbatch", "--parsable"]
+        env = {**self.env, **env}
+        done = subprocess.run(command, input=script, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         return Job(self, int(done.stdout), folder)
 
-    def processes_of_node(self, node: str) -> list[int]:
-        """Everything that runs on a node: its daemon, and what the daemon has started."""
+    def kill_node(self, node: str) -> None:
+        """End everything on a node at once: its daemon, and what the daemon has started."""
         daemon = int((self.state / f"run/slurmd.{node}.pid").read_text())
         space = os.readlink(f"/proc/{daemon}/ns/uts")
-        found = []
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/{pid}/ns/uts") == space:
-                    found.append(int(pid))
-        return found
+                    os.kill(int(pid), signal.SIGKILL)
+
+    def state_of_node(self, node: str) -> str:
+        """Such as ``idle``, or ``down*`` if it does not answer."""
+        return self.run("sinfo", "--noheader", "--Node", "--nodes", node, "--format", "%T").splitlines()[0]
 
     def close(self) -> None:
         """Take everything down; nothing may be left."""
@@ -159,6 +155,18 @@ class Testbed:
         return found
 
 
+def state_of(pid: int) -> str:
+    """The letter of a process's state; that of a zombie if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def has_stopped(pid: int) -> bool:
+    return state_of(pid) in "TZ"
+
+
 @dataclass
 class Job:
     """A job that was submitted."""
@@ -169,7 +177,11 @@ class Job:
 
     @property
     def output(self) -> str:
-        path = self.folder / f"slurm-{self.id}.out"
+        return self.read(f"slurm-{self.id}.out")
+
+    def read(self, name: str) -> str:
+        """The text of a file in its folder; empty if there is none yet."""
+        path = self.folder / name
         return path.read_text() if path.exists() else ""
 
     def show(self) -> str:
@@ -187,8 +199,10 @@ class Job:
         """Wait until it has printed something."""
 
         def has_come() -> bool:
-            assert not re.match("COMPLETED|FAILED|CANCELLED", self.state) or text in self.output, self.output
-            return text in self.output
+            if text in self.output:
+                return True
+            assert not re.match("COMPLETED|FAILED|CANCELLED", self.state), self.output
+            return False
 
         wait_until(has_come, seconds, f"job {self.id} prints {text!r}")
 
@@ -197,22 +211,41 @@ class Job:
         wait_until(lambda: not re.match("PENDING|RUNNING|COMPLETING|CONFIGURING", self.state), seconds, str(self))
         return self.state
 
-    def processes(self, word: str) -> list[int]:
-        """Its processes that were started with ``word`` in their command line."""
+    def processes(self, word: str = "") -> list[int]:
+        """Its processes; only those of Python with ``word`` in their command line, if there is one."""
         mark, found = f"SLURM_JOB_ID={self.id}".encode(), []
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if word.encode() in words and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                chosen = not word or (b"python" in words[0] and word.encode() in words)
+                if chosen and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                     found.append(int(pid))
         return found
 
     def servers(self) -> list[int]:
-        """Process ids of its node servers, by what they have registered."""
-        return [int(json.loads(path.read_text())["pid"]) for path in self.folder.glob(".pool-*/*.server.json")]
+        """Process ids of the node servers that have registered in its folder."""
+        return [int(json.loads(path.read_text())["pid"]) for path in self.folder.glob("**/*.server.json")]
 
-    def workers(self) -> Iterator[int]:
-        """Workers, which are children of sessions, which are children of node servers."""
-        for server in self.servers():
-            for session in descendants(server):
-                yield from descendants(session)
+    def kill_worker(self) -> None:
+        """Kill a worker for certain. They come and go with every epoch, so it is stopped before."""
+
+        def kill() -> bool:
+            for server in self.servers():
+                for session in descendants(server):
+                    for worker in descendants(session):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(worker, signal.SIGSTOP)
+                            wait_until(partial(has_stopped, worker), what="a worker to stop")
+                            if state_of(worker) == "T":
+                                os.kill(worker, signal.SIGKILL)
+                                return True
+            return False
+
+        wait_until(kill, 20, "a worker to kill")
+
+    def pause(self, word: str) -> list[int]:
+        """Stop its processes, so that others can do what takes time; returns them."""
+        pids = self.processes(word)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        return pids
