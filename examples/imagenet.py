@@ -116,7 +116,7 @@ def main() -> None:
     args = parse_arguments()
     # torchrun sets the first name of each, srun the second.
     rank = read_environment("RANK", "SLURM_PROCID", default=0)
-    world_size = read_environment("WORLD_SIZE", "SLURM_NTASKS", default=1)
+    world_size = read_environment("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", default=1)
     local_rank = read_environment("LOCAL_RANK", "SLURM_LOCALID", default=0)
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -127,7 +127,7 @@ def test_every_block_is_of_a_kind_that_is_run_or_only_looked_at():
         for block in blocks_of(page):
             directive = block.language.startswith("{")
             assert directive or block.language in ("python", "console", "text"), f"{page}:{block.line}"
-            assert not set(block.marks) - {"", "file", "output", "not run", "not-yet", "end"}, f"{page}:{block.line}"
+            assert not set(block.marks) - {"", "file", "output", "not run", "non-goals", "end"}, f"{page}:{block.line}"
 
 
 def test_only_the_listed_snippets_are_not_run_and_each_says_why():

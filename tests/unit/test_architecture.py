@@ -40,6 +40,7 @@ PURE = {
     "rpcdataloader.wire.registration",
     "rpcdataloader.wire.status",
     "rpcdataloader.status.report",
+    "rpcdataloader.client.slurm",
     "rpcdataloader.loader.budget",
     "rpcdataloader.loader.roster",
     "rpcdataloader.loader.choosing",
