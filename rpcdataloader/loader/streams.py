@@ -12,6 +12,7 @@ streams never changes, either, because the order of the batches depends on it.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import deque
 from collections.abc import Hashable
@@ -77,6 +78,7 @@ class StreamTable(Generic[W]):
         self._workers: dict[W, int] = {}
         self._owners: dict[int, W] = {}
         self._tasks: dict[int, _Task] = {}  # undelivered, in the order of delivery
+        self._waiting: list[int] = []  # those of them to be sent; sorted
         self._num_added = 0
         self._answered: deque[int] = deque()  # in the order of the answers; unused when in_order
 
@@ -97,6 +99,7 @@ class StreamTable(Generic[W]):
         lost = [number for number, task in self._tasks.items() if self._is_in_flight(task, stream)]
         for number in lost:
             self._tasks[number].is_sent = False
+            bisect.insort(self._waiting, number)
             self._budget.num_in_flight -= 1
         return lost
 
@@ -113,6 +116,7 @@ class StreamTable(Generic[W]):
             return False
         self._drop_from(task.stream, number + 1)
         task.size_bytes = 0
+        self._waiting.remove(number)
         if not self._in_order:
             self._answered.append(number)
         return True
@@ -153,6 +157,7 @@ class StreamTable(Generic[W]):
         number = self._num_added
         self._num_added += 1
         self._tasks[number] = _Task(payload, self._turn[0])
+        self._waiting.append(number)
         self._turn.rotate(-1)
         return number
 
@@ -166,17 +171,23 @@ class StreamTable(Generic[W]):
 
     def assign(self, now: float) -> tuple[W, int] | None:
         """Send the lowest task that can be sent; returns the worker and the number, None if there is none."""
-        for place, (number, task) in enumerate(self._tasks.items()):
-            if task.is_sent or task.stream not in self._owners:
+        for place, number in enumerate(self._waiting):
+            task = self._tasks[number]
+            if task.stream not in self._owners:
                 continue
             # What the consumer waits for must never be held back, or nothing would ever free a byte.
-            needed_next = place == 0 if self._in_order else not (self._budget.num_in_flight or self._answered)
+            needed_next = (
+                number == next(iter(self._tasks))
+                if self._in_order
+                else not (self._budget.num_in_flight or self._answered)
+            )
             if not (needed_next or self._budget.has_room):
                 return None
             worker = self._owners[task.stream]
             if self._timeouts.is_used and self._first_in_flight(task.stream) is None:
                 self._timeouts.begin(worker, now)
             task.is_sent = True
+            del self._waiting[place]
             self._budget.num_in_flight += 1
             return worker, number
         return None
@@ -252,7 +263,10 @@ class StreamTable(Generic[W]):
     def _drop_from(self, stream: int, first: int) -> None:
         """The stream has ended before task ``first``."""
         for number in [number for number, task in self._tasks.items() if task.stream == stream and number >= first]:
-            self._budget.num_in_flight -= self._tasks.pop(number).is_sent
+            if self._tasks.pop(number).is_sent:
+                self._budget.num_in_flight -= 1
+            else:
+                self._waiting.remove(number)
         self._turn.remove(stream)
 
     def _begin_next(self, worker: W, now: float) -> None:
