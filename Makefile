@@ -5,13 +5,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo test chaos bench lint docs clean
+.PHONY: help demo test chaos slurm bench bench-check lint docs clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
 	@echo "make test   run the tests, without the slow ones and the benchmarks"
 	@echo "make chaos  run the tests in which everything is killed, stopped and cut off"
-	@echo "make bench  print the table of benchmarks"
+	@echo "make slurm  run the job scripts on a Slurm of its own, as root on Debian"
+	@echo "make bench  print the tables of benchmarks"
+	@echo "make bench-check  measure what is claimed, and fail below 80 % of what was recorded"
 	@echo "make lint   check format, style and types"
 	@echo "make docs   build the documentation in docs/_build"
 	@echo "make clean  remove all of the above, and .venv"
@@ -20,13 +22,21 @@ demo: .venv/ready
 	$(BIN)/python examples/digits.py
 
 test: .venv/ready
-	$(BIN)/python -m pytest -m "not slow and not chaos" --timeout 120
+	$(BIN)/python -m pytest -m "not slow and not chaos and not slurm" --timeout 120
 
 chaos: .venv/ready
 	$(BIN)/python -m pytest -m chaos --timeout 120
 
+# RPCDATALOADER_SLURM_TESTBED names the folder whose up.sh brings a Slurm up; skipped without.
+slurm: .venv/ready
+	$(BIN)/python -m pytest -m slurm --timeout 300
+
 bench: .venv/ready
 	$(BIN)/python -m tests.benchmark
+
+bench-check: .venv/ready
+	$(BIN)/python -m tests.benchmark --check
+	$(BIN)/python -m tests.benchmark.startup --check
 
 lint: .venv/ready
 	$(BIN)/ruff format --check

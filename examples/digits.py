@@ -18,6 +18,9 @@ Both together; the training processes share the workers among themselves::
     torchrun --nproc-per-node 2 examples/digits.py --workers node01:6543 node02:6543
 
 Wherever the batches are made, they are the same: ``--digest`` prints a checksum of all of them.
+
+With ``--checkpoint FILE``, training goes on where it was. The file is written after each epoch. On SIGUSR1 or SIGTERM
+it is written after the batch that is under way, and the script ends with exit code 75: it wants to be started again.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ import hashlib
 import math
 import os
 import random
+import signal
+import sys
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,6 +90,37 @@ def sum_over_ranks(values: Tensor) -> list[float]:
     return values.tolist()
 
 
+class StopRequest:
+    """Whether somebody wants this to end, and to go on another time: SIGUSR1 or SIGTERM has come."""
+
+    def __init__(self) -> None:
+        self._has_come = False
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, self._take)
+
+    def _take(self, _number: int, _frame: object) -> None:
+        self._has_come = True
+
+    def is_known_to_a_rank(self) -> bool:
+        """To be asked after each batch: the signal finds ranks at different ones, and all must stop at the same."""
+        return sum_over_ranks(torch.tensor([float(self._has_come)]))[0] > 0
+
+
+def save_checkpoint(path: str, parts: dict[str, Any], **progress: Any) -> None:
+    """Save the states of all parts. If it is killed meanwhile, the checkpoint before is still there."""
+    states = {name: part.state_dict() for name, part in parts.items()}
+    torch.save({**states, "generator": torch.get_rng_state(), **progress}, f"{path}.new")
+    os.replace(f"{path}.new", path)
+
+
+def load_checkpoint(path: str, parts: dict[str, Any]) -> dict[str, Any]:
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    torch.set_rng_state(state["generator"])
+    return state
+
+
 def evaluate(network: nn.Module, loader: RPCDataloader, device: torch.device) -> float:
     """Return the share of right answers on the test images of all ranks."""
     if dist.is_initialized():
@@ -93,7 +130,7 @@ def evaluate(network: nn.Module, loader: RPCDataloader, device: torch.device) ->
     counts = torch.zeros(2, device=device)
     with torch.inference_mode():
         for images, labels in loader:
-            correct = network(images.to(device)).argmax(dim=1) == labels.to(device)
+            correct = network(images).argmax(dim=1) == labels
             counts[0] += correct.sum()
             counts[1] += len(labels)
     num_correct, num_images = sum_over_ranks(counts)
@@ -105,7 +142,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training images (default: 20)")
     parser.add_argument("--batch-size", type=int, default=64, help="images per batch and process (default: 64)")
     parser.add_argument("--seed", type=int, default=0, help="for weights, order and augmentation (default: 0)")
-    parser.add_argument("--digest", action="store_true", help="print a SHA-256 of all training batches (of rank 0)")
+    parser.add_argument("--digest", action="store_true", help="print a checksum of all training batches (of rank 0)")
+    parser.add_argument("--checkpoint", metavar="FILE", help="save there, and go on from there (default: none)")
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--workers",
@@ -130,7 +168,7 @@ def main() -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     torch.set_num_threads(1)  # leave the other cores to the workers
     torch.manual_seed(args.seed)
 
@@ -140,20 +178,24 @@ def main() -> None:
     train_set = RPCDataset(workers, Digits, train=True)
     test_set = RPCDataset(workers, Digits, train=False)
 
-    pin_memory = device.type == "cuda"
     sampler: DistributedSampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
-    train_loader = RPCDataloader(train_set, args.batch_size, sampler=sampler, pin_memory=pin_memory)
+    train_loader = RPCDataloader(train_set, args.batch_size, sampler=sampler, device=device)
     # A DistributedSampler would test some images twice, to give each rank the same number of them.
     share = range(rank, len(test_set), world_size)
-    test_loader = RPCDataloader(test_set, args.batch_size, sampler=share, pin_memory=pin_memory)
+    test_loader = RPCDataloader(test_set, args.batch_size, sampler=share, device=device)
 
     network = build_network().to(device)
     model = DistributedDataParallel(network) if dist.is_initialized() else network
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=args.epochs * len(train_loader))
-    digest = hashlib.sha256()
+    parts = {"network": network, "optimizer": optimizer, "schedule": schedule, "loader": train_loader}
+    first_epoch, digest = 0, ""
+    stop = StopRequest() if args.checkpoint else None
+    if args.checkpoint and os.path.exists(args.checkpoint):
+        progress = load_checkpoint(args.checkpoint, parts)  # by all ranks: they were at the same batch
+        first_epoch, digest = progress["epoch"], progress["digest"]
 
-    for epoch in range(args.epochs):
+    for epoch in range(first_epoch, args.epochs):
         sampler.set_epoch(epoch)
         model.train()
         sums = torch.zeros(4, device=device)
@@ -164,9 +206,9 @@ def main() -> None:
         ):
             waited += time.perf_counter() - asked
             if args.digest:
-                digest.update(images.numpy())
-                digest.update(labels.numpy())
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+                digest = hashlib.sha256(
+                    digest.encode() + images.cpu().numpy().tobytes() + labels.cpu().numpy().tobytes()
+                ).hexdigest()
             output = model(images)
             loss = F.cross_entropy(output, labels)
             optimizer.zero_grad()
@@ -176,6 +218,10 @@ def main() -> None:
             sums[0] += loss.detach() * len(labels)
             sums[1] += (output.argmax(dim=1) == labels).sum()
             sums[2] += len(labels)
+            if stop and stop.is_known_to_a_rank():
+                if rank == 0:
+                    save_checkpoint(args.checkpoint, parts, epoch=epoch, digest=digest)
+                sys.exit(os.EX_TEMPFAIL)
             asked = time.perf_counter()
         sums[3] += waited
         loss_sum, num_correct, num_images, waited = sum_over_ranks(sums)
@@ -186,11 +232,13 @@ def main() -> None:
                 f"{num_images / seconds:6.0f} samples/s  waiting for data {waited / world_size / seconds:4.0%}",
                 flush=True,
             )
+            if args.checkpoint:
+                save_checkpoint(args.checkpoint, parts, epoch=epoch + 1, digest=digest)
 
     accuracy = evaluate(network, test_loader, device)
     if rank == 0:
         if args.digest:
-            print(f"digest of the training batches: {digest.hexdigest()}")
+            print(f"digest of the training batches: {digest}")
         print(f"test accuracy: {accuracy:.4f}")
     if dist.is_initialized():
         dist.destroy_process_group()

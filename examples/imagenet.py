@@ -11,7 +11,8 @@ Under Slurm, export ``MASTER_ADDR`` and ``MASTER_PORT`` in the job script, and s
 
     srun python examples/imagenet.py DATA --workers node01:6543 node02:6543
 
-Workers decode, crop and flip. Images travel as uint8, a quarter of the bytes of float32, and are normalised on the GPU.
+Workers decode, crop and flip. Images travel as uint8, a quarter of the bytes of float32, arrive on the GPU, and are
+normalised there.
 """
 
 from __future__ import annotations
@@ -78,7 +79,6 @@ def evaluate(network: nn.Module, loader: RPCDataloader, precision: dict[str, Any
     counts = torch.zeros(3, device=device)
     with torch.inference_mode():
         for images, labels in loader:
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             with torch.autocast(**precision):
                 output = network(normalise(images))
             correct = output.topk(min(5, output.shape[1])).indices == labels[:, None]
@@ -116,7 +116,7 @@ def main() -> None:
     args = parse_arguments()
     # torchrun sets the first name of each, srun the second.
     rank = read_environment("RANK", "SLURM_PROCID", default=0)
-    world_size = read_environment("WORLD_SIZE", "SLURM_NTASKS", default=1)
+    world_size = read_environment("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", default=1)
     local_rank = read_environment("LOCAL_RANK", "SLURM_LOCALID", default=0)
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -129,11 +129,10 @@ def main() -> None:
 
     train_set, val_set = build_datasets(args.data, args.image_size, args.workers)
     sampler: DistributedSampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
-    pin_memory = device.type == "cuda"
-    train_loader = RPCDataloader(train_set, args.batch_size, sampler=sampler, pin_memory=pin_memory)
+    train_loader = RPCDataloader(train_set, args.batch_size, sampler=sampler, device=device)
     # A DistributedSampler would count some images twice, to give each rank the same number of them.
     share = range(rank, len(val_set), world_size)
-    val_loader = RPCDataloader(val_set, args.batch_size, sampler=share, pin_memory=pin_memory)
+    val_loader = RPCDataloader(val_set, args.batch_size, sampler=share, device=device)
 
     network = build_network(len(train_set.classes)).to(device)
     model = DistributedDataParallel(network) if world_size > 1 else network
@@ -166,7 +165,6 @@ def main() -> None:
             train_loader, f"epoch {epoch + 1}", leave=False, disable=None if rank == 0 else True
         ):
             waited += time.perf_counter() - asked
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             with torch.autocast(**precision):
                 loss = F.cross_entropy(model(normalise(images)), labels)
             optimizer.zero_grad()

@@ -18,6 +18,7 @@ from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Busy, Log, Welcome
+from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import loads, loads_exception
 from rpcdataloader.wire.slabs import Allocator
 
@@ -108,8 +109,8 @@ class Answer:
         return result_of(self._reply, self._allocator)
 
 
-def result_of(message: Message | RPCError, allocator: Allocator) -> Any:
-    """The result that a reply carries.
+def result_of(message: Message | RPCError, allocator: Allocator, movable: Movable | None = None) -> Any:
+    """The result that a reply carries; ``movable`` as for ``loads``.
 
     Raises:
         Exception: What the request raised, or why there is no reply.
@@ -118,7 +119,7 @@ def result_of(message: Message | RPCError, allocator: Allocator) -> Any:
         raise message
     if message.type == MessageType.ERROR:
         raise loads_exception(message.payload)
-    return loads(message.payload, message.blocks, allocator=allocator)
+    return loads(message.payload, message.blocks, allocator=allocator, movable=movable)
 
 
 def log_from_server(name: str, message: Message) -> None:

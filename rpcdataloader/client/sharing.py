@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch.distributed
 
+from rpcdataloader.client.slurm import rank_of_step
+
 
 @dataclass(frozen=True, slots=True)
 class Partition:
@@ -27,10 +29,11 @@ class Partition:
 
 
 def current_partition(environ: Mapping[str, str] = os.environ) -> Partition:
-    """The rank of this process: from torch.distributed if initialised, else from RANK and WORLD_SIZE.
+    """The rank of this process: from torch.distributed if initialised, else from RANK and WORLD_SIZE, which torchrun
+    sets, else its place in the step of Slurm that it belongs to.
 
     Raises:
-        ValueError: The two variables are set, and make no sense.
+        ValueError: The variables are set, and make no sense.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return Partition(torch.distributed.get_rank(), torch.distributed.get_world_size())
@@ -39,7 +42,10 @@ def current_partition(environ: Mapping[str, str] = os.environ) -> Partition:
             return Partition(int(environ["RANK"]), int(environ["WORLD_SIZE"]))
         except ValueError as exc:
             raise ValueError(f"environment variables RANK and WORLD_SIZE: {exc}") from None
-    return Partition()
+    try:
+        return Partition(*(rank_of_step(environ, os.isatty(0)) or (0, 1)))
+    except ValueError as exc:
+        raise ValueError(f"environment variables of a Slurm step, such as SLURM_PROCID: {exc}") from None
 
 
 def share_of(num_workers: Sequence[int], partition: Partition, *, by_node: bool = False) -> list[int]:

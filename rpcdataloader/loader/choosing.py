@@ -7,7 +7,7 @@ A worker whose running task is overdue comes last, whatever else is known of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from typing import NamedTuple, TypeVar
 
 from rpcdataloader.loader.pace import WorkerPace
@@ -29,10 +29,17 @@ class _Rank(NamedTuple):
 
 
 def choose(candidates: Collection[WorkerPace[W]], failed_at: WorkerPace[W] | None, now: float) -> WorkerPace[W]:
-    """The best of the workers that have room, for a task that has failed at this worker, or at none."""
-    if len(candidates) == 1:
-        (only,) = candidates
-        return only
+    """The best of the workers that have room, for a task that has failed at this worker, or at none.
+
+    Args:
+        candidates: At least one; the one expected to be finished soonest first, if the task has not failed: this is
+            asked for each task, and must not look at all of hundreds of workers.
+    """
+    if failed_at is None:
+        for worker in candidates:
+            if now < worker.overdue_at():
+                return worker
+        return next(iter(candidates))
     return min(candidates, key=lambda worker: _rank(worker, failed_at, now))
 
 
@@ -48,12 +55,15 @@ def choose_second(workers: Collection[WorkerPace[W]], first: WorkerPace[W], now:
 
 
 def keep_until(
-    best: WorkerPace[W], workers: Collection[WorkerPace[W]], failed_at: WorkerPace[W] | None, now: float
+    best: WorkerPace[W], workers: Iterable[WorkerPace[W]], failed_at: WorkerPace[W] | None, now: float
 ) -> float:
     """Until when a task for the best worker that has room is better kept for one of the others, which are full.
 
     That is until the other one is overdue, as far as can be said now, so a task cannot be kept for ever. It is not
     later than ``now`` if the worker may have it.
+
+    Args:
+        workers: The others; the one expected to be finished soonest first, if the task has not failed.
     """
     nearness = _nearness(best, failed_at)
     stale_at = best.stale_at()
@@ -65,6 +75,8 @@ def keep_until(
         limit = best.expect_finish() / _PATIENCE
     for other in workers:
         is_better = other.expect_finish() < limit
+        if failed_at is None and not is_better:
+            break
         if failed_at is not None:
             other_nearness = _nearness(other, failed_at)
             is_better = other_nearness < nearness or (is_better and other_nearness == nearness)
@@ -73,7 +85,7 @@ def keep_until(
     return now
 
 
-def _rank(worker: WorkerPace[W], avoided: WorkerPace[W] | None, now: float) -> _Rank:
+def _rank(worker: WorkerPace[W], avoided: WorkerPace[W], now: float) -> _Rank:
     return _Rank(worker.overdue_at() <= now, _nearness(worker, avoided), worker.expect_finish(), worker.order)
 
 

@@ -156,6 +156,8 @@ class Crew:
             session = node.session()
             if session.is_ready and self._dataset.is_on(session):
                 self._roster.node_up(node)
+            else:
+                self._reasons[node] = ConnectionLostError("it is not there")
 
     # With the condition
 
@@ -399,6 +401,7 @@ class Crew:
         session = node.session()
         if not session.is_ready or not self._dataset.is_on(session):
             # Lost in between.
+            self._reasons[node] = ConnectionLostError("it is not there any more")
             self._roster.node_down(node)
             self._roster.vacated(worker_id, node)
             return False

@@ -19,6 +19,7 @@ from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.loader.agreement import Agreement, distributed_sampler
+from rpcdataloader.loader.copying import find_device
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
@@ -65,6 +66,10 @@ class RPCDataloader(DataLoader[_T_co]):
             the batch, as torch does.
         max_skipped: More skipped samples than this in one pass are a
             :class:`~rpcdataloader.errors.BadSamplesError`.
+        device: Where the tensors of a batch are when it is delivered, such as ``"cuda:0"``; ``"cuda"`` is the current
+            one of the thread that begins a pass. The next batch is copied while this one is used, in few large
+            pieces, out of pinned memory. Arrays, and tensors that are more than a dtype, a shape and strides (sparse
+            and nested ones, subclasses), stay where they are. None or ``"cpu"`` for no device.
         check_num_batches: Compare the number of batches with that of other ranks of ``torch.distributed`` when an epoch
             begins, where a ``DistributedSampler`` promises that they are equal. False where they may differ.
 
@@ -76,8 +81,8 @@ class RPCDataloader(DataLoader[_T_co]):
     which part is its own, and their batches are taken in turn.
 
     Raises:
-        ValueError: Arguments contradict each other or are out of range.
-        TypeError: The dataset is neither iterable-style nor has a ``__getitem__``.
+        ValueError: Arguments contradict each other or are out of range, or there is no such ``device``.
+        TypeError: The dataset is neither iterable-style nor has a ``__getitem__``; or an argument has a wrong type.
     """
 
     def __init__(
@@ -109,6 +114,7 @@ class RPCDataloader(DataLoader[_T_co]):
         retry_on: type[BaseException] | Iterable[type[BaseException]] = (),
         on_error: Literal["raise", "skip"] = "raise",
         max_skipped: int = 100,
+        device: torch.device | str | int | None = None,
         check_num_batches: bool = True,
     ) -> None:
         if num_workers < 0:
@@ -132,6 +138,7 @@ class RPCDataloader(DataLoader[_T_co]):
             raise ValueError(f"max_skipped must be 0 or more, but is {max_skipped}")
         if where is None and on_error == "skip":
             raise ValueError("on_error='skip' needs workers: give workers or num_workers")
+        find_device(device)
         # torch refuses these three without workers of its own; those that we have are not its business.
         own = where is not None
         super().__init__(
@@ -169,6 +176,7 @@ class RPCDataloader(DataLoader[_T_co]):
         self.retry_on = retry_on
         self.on_error = on_error
         self.max_skipped = max_skipped
+        self.device = device
         self.check_num_batches = check_num_batches
         self._agreement = None if self._is_iterable or distributed_sampler(self._index_sampler) is None else Agreement()
         if own:
@@ -324,6 +332,7 @@ class RPCDataloader(DataLoader[_T_co]):
             in_order=self.in_order,
             max_in_flight_bytes=self.max_in_flight_bytes or default_in_flight_bytes(),
             pin_memory=self.pin_memory,
+            device=find_device(self.device),
             persistent_workers=self.persistent_workers,
             max_retries=self.max_retries,
             reconnect_timeout=self.reconnect_timeout,

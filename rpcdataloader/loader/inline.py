@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rpcdataloader.loader.bad_samples import Reduced, account
+from rpcdataloader.loader.copying import make_carrier
 from rpcdataloader.loader.iterator import pin
 from rpcdataloader.loader.passes import (
     PassSettings,
@@ -21,7 +22,7 @@ from rpcdataloader.loader.passes import (
     warn_if_longer,
 )
 from rpcdataloader.loader.remote import BatchLoader, StreamLoader, StreamState
-from rpcdataloader.wire.slabs import pinned_allocator
+from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 
 
 class InlineIterator:
@@ -43,6 +44,7 @@ class InlineIterator:
         self._name = type(dataset).__name__
         self._reported_length = reported_length
         self._pins = settings.pin_memory and pinned_allocator() is not None
+        self._carrier = None if settings.device is None else make_carrier(settings.device, PageablePool())
         if saved is not None:
             check_one_stream(saved, "workers='inline'")
         with undone_afterwards(saved):
@@ -66,7 +68,9 @@ class InlineIterator:
                 batch = batch.batch
                 break
         warn_if_longer(self.progress.num_yielded, self._reported_length, self._name)
-        return pin(batch) if self._pins else batch
+        if self._pins:
+            batch = pin(batch)
+        return batch if self._carrier is None else self._carrier.send(batch)
 
     def _load_next(self) -> Any:
         source = self._pass.source

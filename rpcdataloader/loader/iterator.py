@@ -30,6 +30,7 @@ from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCError, RPCTimeoutError
 from rpcdataloader.loader import remote
 from rpcdataloader.loader.bad_samples import Reduced, account
+from rpcdataloader.loader.copying import Copies, make_carrier
 from rpcdataloader.loader.crew import Crew, Opening
 from rpcdataloader.loader.passes import (
     Pass,
@@ -49,6 +50,7 @@ from rpcdataloader.loader.streams import StreamTable
 from rpcdataloader.loader.tasks import Task, describe, load_request
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call
+from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.slabs import Allocator, pinned_allocator
 
@@ -147,7 +149,9 @@ class _Failure:
 # Which stream a batch is of, and how far that has come with it; None instead of an exception's.
 _StreamAfter = tuple[int, StreamState | None]
 
-_Result = tuple[Any, Task, _StreamAfter | None]
+# With what is copied to the device, if there is one; or, of the batch that comes next, with the copies.
+_Answered = tuple[Any, Task, _StreamAfter | None, Movable | None]
+_Ahead = tuple[Any, Task, _StreamAfter | None, Copies | None]
 
 
 class _Run:
@@ -168,6 +172,9 @@ class _Run:
         pinned = pinned_allocator() if settings.pin_memory else None
         self._pins = pinned is not None
         self._allocator: Allocator = pinned or self._client.allocator
+        self._carrier = None if settings.device is None else make_carrier(settings.device, self._allocator)
+        if self._carrier is not None:
+            self._allocator = self._carrier.allocator
         with undone_afterwards(saved):
             self._pass = begin_pass(settings, saved)
             self._condition = threading.Condition()
@@ -175,7 +182,8 @@ class _Run:
             self._streams: list[StreamState] = []  # after the last answer of each
             self._begin_streams()
             self._table = self._new_table(batch_size_bytes=0.0)
-            self._results: dict[int, _Result] = {}  # answered, and not delivered
+            self._results: dict[int, _Answered] = {}  # answered, and not delivered
+            self._ahead: _Ahead | None = None  # what is delivered next, on its way to the device
             self._drawn: Task | None = None  # from the sampler, and not in the table yet; the consumer's own
             self._sent: dict[tuple[Worker, int], _Sent] = {}  # what was sent and not answered
             self._interrupted: list[Task] = []  # what the last one that was lost was at work on
@@ -234,30 +242,33 @@ class _Run:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._condition:
-                number = self._wait(deadline)
-                if number is not None:
-                    result, task, stream = self._results.pop(number)
+                taken = self._wait(deadline)
+                if taken is not None:
+                    result, task, stream, copies = taken
+                    del taken
                     break
             self._end_late_workers()
             self._draw()
         self._record(task, stream)
         self._draw()
+        if copies is not None:
+            copies.wait()
         if isinstance(result, _Failure):
             try:
                 raise self._explained(result.error, task)
             finally:
-                del result  # the traceback refers to this frame
+                del result  # the traceback refers to this frame, and so must nothing else in it refer to the error
         return result
 
-    def _wait(self, deadline: float | None) -> int | None:
-        """Wait for the next batch and return its number; None when there is something else to do."""
+    def _wait(self, deadline: float | None) -> _Ahead | None:
+        """Wait for the next batch; None when there is something else to do."""
         while True:
             if self._error is not None:
                 self.close()
                 raise of_rank(self._error.with_traceback(None), self._settings.partition)
-            number = self._table.pop_deliverable()
-            if number is not None:
-                return number
+            taken = self._pop() if self._carrier is None else self._pop_ahead()
+            if taken is not None:
+                return taken
             if self._table.finished:
                 self.progress.finished = True
                 if not self._settings.persistent_workers:
@@ -284,6 +295,19 @@ class _Run:
             self._wakes_at = -math.inf
             if due is not None and due <= time.monotonic():
                 return None
+
+    def _pop(self) -> Any:
+        """What is delivered next, if it is there; with the condition."""
+        number = self._table.pop_deliverable()
+        return None if number is None else self._results.pop(number)
+
+    def _pop_ahead(self) -> _Ahead | None:
+        """The same, on its way to the device; what comes after it follows."""
+        self._copy_ahead()
+        taken, self._ahead = self._ahead, None
+        if taken is not None:
+            self._copy_ahead()
+        return taken
 
     def _end_late_workers(self) -> None:
         """End the workers that are at a task for too long; it is given to others."""
@@ -358,7 +382,7 @@ class _Run:
             for worker in self.crew:
                 worker.connection.cancel_all()
             self._results.clear()
-            self._drawn = None
+            self._drawn = self._ahead = None
             self._pass = begun
             self._begin_streams()
             self._sent.clear()
@@ -380,6 +404,7 @@ class _Run:
         with self._condition:
             self._closed = True
             self._results.clear()
+            self._ahead = None
             workers = self.crew.close()
         for worker in workers:
             worker.close()
@@ -428,7 +453,7 @@ class _Run:
         if self._table.blame(number):
             text = f"{describe(task)} has ended {len(task.killed)} workers in a row: {'; '.join(task.killed)}"
             stream = (self._table.stream_of(number), None) if isinstance(self._table, StreamTable) else None
-            self._results[number] = _Failure(ConnectionLostError(text)), task, stream
+            self._results[number] = _Failure(ConnectionLostError(text)), task, stream, None
 
     # --- the crew, without the condition
 
@@ -466,12 +491,13 @@ class _Run:
         # Not a variable here: the traceback of an exception refers to this frame, and would keep the whole pass.
         self._take(worker, begun, number, size_bytes, *self._decode(reply))
 
-    def _decode(self, reply: Message) -> tuple[Any, float | None, StreamState | None]:
-        """The batch, or what stands in for it; how long the worker took; and how far its stream has come."""
+    def _decode(self, reply: Message) -> tuple[Any, float | None, StreamState | None, Movable | None]:
+        """The batch, or what stands in for it; how long the worker took; how far its stream has come; what moves."""
         seconds: float | None = None
         stream: StreamState | None = None
+        movable = None if self._carrier is None else Movable()
         try:
-            timings, result = result_of(reply, self._allocator)
+            timings, result = result_of(reply, self._allocator, movable)
             seconds = sum(timings)
             if self._settings.iterable:
                 result, stream = result
@@ -479,8 +505,8 @@ class _Run:
                 # What came in band, and batch types with a pin_memory method of their own. What is pinned stays.
                 result = pin(result)
         except BaseException as exc:
-            return _Failure(exc), seconds, stream
-        return result, seconds, stream
+            return _Failure(exc), seconds, stream, None
+        return result, seconds, stream, movable
 
     def _take(
         self,
@@ -491,6 +517,7 @@ class _Run:
         result: Any,
         seconds: float | None,
         stream: StreamState | None,
+        movable: Movable | None,
     ) -> None:
         if type(result) is Reduced:
             result.where = worker.name
@@ -500,13 +527,16 @@ class _Run:
                 return
             sent = self._sent.pop((worker, number), None)
             if isinstance(self._table, StreamTable):
-                self._stream_replied(self._table, worker, number, result, stream, size_bytes)
+                self._stream_replied(self._table, worker, number, result, stream, movable, size_bytes)
             elif not self._retried(self._table, sent, result):
-                cancelled = self._task_replied(self._table, worker, number, result, seconds, size_bytes)
+                cancelled = self._task_replied(self._table, worker, number, result, seconds, movable, size_bytes)
+            if self._carrier is not None:
+                self._copy_ahead()
             self.crew.answered(worker)
             assignments = self._assign()
             # Waking the consumer for a batch that is not its turn costs two changes of thread.
-            if self._table.has_deliverable or self._table.finished or self._table.wants_input or self._is_due_earlier():
+            is_news = self._table.has_deliverable or self._ahead is not None
+            if is_news or self._table.finished or self._table.wants_input or self._is_due_earlier():
                 self._condition.notify()
         self._send(assignments)
         for other, sent in cancelled:
@@ -544,12 +574,13 @@ class _Run:
         number: int,
         result: Any,
         seconds: float | None,
+        movable: Movable | None,
         size_bytes: int,
     ) -> list[tuple[Worker, _Sent]]:
         """Take the answer; returns the copies of the task that nobody waits for any more."""
         if not table.replied(worker, number, size_bytes=size_bytes, task_seconds=seconds, now=time.monotonic()):
             return []
-        self._results[number] = result, table.payload(number), None
+        self._results[number] = result, table.payload(number), None, movable
         return [(other, sent) for other in table.losers(number) if (sent := self._sent.get((other, number)))]
 
     def _stream_replied(
@@ -559,6 +590,7 @@ class _Run:
         number: int,
         result: Any,
         state: StreamState | None,
+        movable: Movable | None,
         size_bytes: int,
     ) -> None:
         if state is None and not isinstance(result, _Failure):
@@ -566,7 +598,7 @@ class _Run:
         elif table.replied(worker, number, size_bytes=size_bytes, now=time.monotonic()):
             if state is not None:
                 self._streams[table.stream_of(number)] = state
-            self._results[number] = result, table.payload(number), (table.stream_of(number), state)
+            self._results[number] = result, table.payload(number), (table.stream_of(number), state), movable
 
     def _record(self, task: Task, stream: _StreamAfter | None) -> None:
         """A batch was handed to the consumer, or an exception in its place."""
@@ -576,6 +608,21 @@ class _Run:
             self.progress.stream_delivered(*stream)
 
     # --- any thread
+
+    def _copy_ahead(self) -> None:
+        """Send the batch that is delivered next to the device, if it has come and none is on its way; with the
+        condition, so that they go in order."""
+        if self._ahead is not None or (answered := self._pop()) is None:
+            return
+        result, task, stream, movable = answered
+        copies = None
+        if movable is not None and self._carrier is not None:
+            try:
+                copies = self._carrier.carry(movable)
+            except BaseException as exc:
+                # What the frames refer to is a batch.
+                result = _Failure(exc.with_traceback(None))
+        self._ahead = result, task, stream, copies
 
     def _assign(self) -> list[_Sent]:
         """Give waiting tasks to the workers that may take one; with the condition."""

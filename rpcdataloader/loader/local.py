@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from rpcdataloader.loader.copying import make_carrier
 from rpcdataloader.loader.passes import (
     PassSettings,
     Progress,
@@ -18,6 +19,7 @@ from rpcdataloader.loader.passes import (
 )
 from rpcdataloader.loader.remote import StreamState, load_dataset_state, load_iterator_state, skip_sample, state_of
 from rpcdataloader.loader.seeding import generators_restored
+from rpcdataloader.wire.slabs import PageablePool
 
 
 class LocalIterator:
@@ -41,6 +43,7 @@ class LocalIterator:
     ) -> None:
         self._settings = settings
         self._dataset = dataset
+        self._carrier = None if settings.device is None else make_carrier(settings.device, PageablePool())
         self._iterator: Any
         if saved is None:
             start = capture_start(settings)
@@ -107,7 +110,7 @@ class LocalIterator:
                 self._delivered(failed=True)
             raise
         self._delivered()
-        return batch
+        return batch if self._carrier is None else self._carrier.send(batch)
 
     def __len__(self) -> int:
         return len(self._iterator)

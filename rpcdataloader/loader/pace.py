@@ -117,6 +117,11 @@ class WorkerPace(Generic[W]):
             self.since = now
         return was_running
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether it has said how long a task took; otherwise it is expected to be like the others."""
+        return self._task_seconds is not None
+
     def expect_finish(self) -> float:
         """Seconds until the worker would answer one more task; in units of a task while nothing is known."""
         expected = self._expect_seconds()

@@ -44,6 +44,7 @@ class PassSettings:
         reconnect_timeout: Seconds to wait for a worker when none is left.
         task_timeout: Seconds that a worker may take for a batch; None for any time.
         retry_on: Exceptions of the dataset after which a batch is tried again.
+        device: Where batches are brought; None for the memory of this process.
         skips: Samples whose dataset raises an exception are left out.
         max_skipped: More of them in a pass are an error.
         partition: This process among the trainers, for the seeds.
@@ -62,6 +63,7 @@ class PassSettings:
     in_order: bool = True
     max_in_flight_bytes: int = field(default_factory=default_in_flight_bytes)
     pin_memory: bool = False
+    device: torch.device | None = None
     persistent_workers: bool = False
     max_retries: int = 3
     reconnect_timeout: float = 300.0

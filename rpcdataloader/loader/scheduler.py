@@ -40,6 +40,7 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.loader.budget import ByteBudget
 from rpcdataloader.loader.choosing import choose, choose_second, keep_until
 from rpcdataloader.loader.pace import Pace, WorkerPace
+from rpcdataloader.loader.ranking import Ranking
 from rpcdataloader.loader.timeouts import Timeouts
 
 W = TypeVar("W", bound=Hashable)
@@ -118,9 +119,9 @@ class Scheduler(Generic[W]):
         self._next_delivery = 0  # used when in_order
 
         self._workers: dict[W, WorkerPace[W]] = {}
-        # Those that may be given a task. While the consumer keeps up all others are full, and when it does not the
-        # window is: choosing looks at few workers however many there are.
-        self._open: dict[W, WorkerPace[W]] = {}
+        # Those that are not draining: the ones that may be given a task, and the ones that are full.
+        self._open: Ranking[W] = Ranking()
+        self._full: Ranking[W] = Ranking()
         self._num_joined = 0
         self._kept_until = math.inf  # until when a task is kept for a worker that is full, though another has room
 
@@ -137,13 +138,15 @@ class Scheduler(Generic[W]):
         if worker in self._workers:
             raise LocalProtocolError(f"{worker!r} has joined already")
         record = WorkerPace(worker, host, self._num_joined, self._pace, since=now)
-        self._workers[worker] = self._open[worker] = record
+        self._workers[worker] = record
         self._num_joined += 1
+        self._rank(record)
 
     def worker_draining(self, worker: W) -> None:
         """A worker gets no new tasks; it still answers those that it has."""
-        self._get(worker).draining = True
-        self._open.pop(worker, None)
+        record = self._get(worker)
+        record.draining = True
+        self._unrank(record)
 
     def worker_left(self, worker: W, now: float) -> list[int]:  # noqa: ARG002  every event carries its time
         """A worker is gone; returns the numbers of the tasks that wait for another one now, oldest first.
@@ -152,7 +155,7 @@ class Scheduler(Generic[W]):
         """
         record = self._get(worker)
         del self._workers[worker]
-        self._open.pop(worker, None)
+        self._unrank(record)
         self._timeouts.end(worker)
         self._budget.num_in_flight -= len(record.in_flight)
         lost = []
@@ -268,8 +271,9 @@ class Scheduler(Generic[W]):
             if not self._may_send(number):
                 break
             failed_at = self._tasks[number].failed_at
-            record = choose(self._open.values(), failed_at, now)
-            kept_until = keep_until(record, self._workers.values(), failed_at, now)
+            record = choose(self._open, failed_at, now)
+            others = self._full if failed_at is None else self._workers.values()
+            kept_until = keep_until(record, others, failed_at, now)
             if kept_until <= now:
                 self._waiting.remove(number)
                 self._send(record, number, now)
@@ -366,6 +370,21 @@ class Scheduler(Generic[W]):
         """Estimated size of a batch, 0 before the first answer."""
         return self._budget.batch_size_bytes
 
+    # Helpers: workers
+
+    def _rank(self, record: WorkerPace[W]) -> None:
+        """A worker has joined, or what it has in flight or takes for it has changed."""
+        if len(record.in_flight) < self._prefetch_factor:
+            self._full.discard(record)
+            self._open.put(record)
+        else:
+            self._open.discard(record)
+            self._full.put(record)
+
+    def _unrank(self, record: WorkerPace[W]) -> None:
+        self._open.discard(record)
+        self._full.discard(record)
+
     # Helpers: copies
 
     def _get(self, worker: W) -> WorkerPace[W]:
@@ -387,8 +406,7 @@ class Scheduler(Generic[W]):
         record.sent(number, now)
         self._tasks[number].holders.append(record)
         self._budget.num_in_flight += 1
-        if len(record.in_flight) >= self._prefetch_factor:
-            self._open.pop(record.id, None)
+        self._rank(record)
 
     def _drop_copy(self, record: WorkerPace[W], number: int) -> _Task[W] | None:
         """A copy is in flight no more; returns its task, None if another worker has answered that."""
@@ -412,8 +430,8 @@ class Scheduler(Generic[W]):
                 self._timeouts.begin(worker, now)
             else:
                 self._timeouts.end(worker)
-        if not record.draining and len(record.in_flight) < self._prefetch_factor:
-            self._open[worker] = record
+        if not record.draining:
+            self._rank(record)
         self._budget.num_in_flight -= 1
         return self._drop_copy(record, number)
 

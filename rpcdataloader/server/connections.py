@@ -18,7 +18,7 @@ from rpcdataloader.wire.handshake import Identity
 logger = logging.getLogger("rpcdataloader.connections")
 
 Event = Literal["accepted", "refused", "closed"]
-Kind = Literal["control", "worker"]
+Kind = Literal["control", "worker", "status"]
 
 # Names of hosts have at most 253 characters.
 MAX_VALUE_CHARS = 255
@@ -76,7 +76,7 @@ class AcceptedConnection:
 
     def __init__(self, peer: str, origin: Origin, traffic: memoryview, worker: int = 0) -> None:
         self._peer = peer
-        self._origin = origin
+        self.origin = origin
         self._traffic = traffic
         self._worker = worker
         self._start = time.monotonic()
@@ -90,7 +90,7 @@ class AcceptedConnection:
 
     def _log(self, event: Event, **fields: Any) -> None:
         kind: Kind = "worker" if self._worker else "control"
-        logger.info("%s", describe(event, kind, self._peer, self._origin, worker=self._worker or None, **fields))
+        logger.info("%s", describe(event, kind, self._peer, self.origin, worker=self._worker or None, **fields))
 
 
 def describe(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rpcdataloader.errors import AuthenticationError, RPCError
 from rpcdataloader.server.connections import Kind, Origin, describe
 from rpcdataloader.server.connections import logger as connection_logger
+from rpcdataloader.server.counters import CounterTable
 from rpcdataloader.server.output import SharedLimit
 from rpcdataloader.wire.certificates import TlsFiles
 from rpcdataloader.wire.credentials import Credentials
@@ -35,6 +36,7 @@ class ServerContext:
         tls: Files for TLS, read anew for every connection; None to do without.
         tells_clients: Whether warnings go to the client, too; not when the log is the client's terminal.
         refusals: Counts the lines of :meth:`log_refusal`.
+        counters: What all processes of the node server are doing.
     """
 
     node: str
@@ -46,17 +48,19 @@ class ServerContext:
     tls: TlsFiles | None = None
     tells_clients: bool = True
     refusals: SharedLimit = field(default_factory=lambda: SharedLimit(MAX_REFUSALS, REFUSALS_PERIOD))
+    counters: CounterTable = field(default_factory=CounterTable)
 
     def log_refusal(
         self, peer: str, reason: RPCError | str, kind: Kind | None = None, origin: Origin | None = None
     ) -> None:
-        """Log, within limits, that a connection was refused: a warning where somebody got the secret wrong.
+        """Count and log, within limits, that a connection was refused: a warning where somebody got the secret wrong.
 
         Args:
             peer: Address at the other end.
             kind: If it is known already.
             origin: If it was proved.
         """
+        self.counters.refused()
         num_left_out = self.refusals.take()
         if num_left_out is None:
             return

@@ -1,4 +1,5 @@
-"""One new connection, in a fork of its own: read the preamble, become a session or hand the socket to one.
+"""One new connection, in a fork of its own: read the preamble, become a session, hand the socket to one, or tell the
+status of the node.
 
 Whatever arrives before the secret was proved is read here and never in the node server. The node server ends a gate
 that takes too long, so nothing here has a clock.
@@ -7,6 +8,7 @@ that takes too long, so nothing here has a clock.
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from collections.abc import Mapping
 
@@ -15,10 +17,13 @@ from rpcdataloader.server.connections import Kind, TrafficCounters
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.session import run_session
-from rpcdataloader.wire.channel import accept_channel, recv_preamble
-from rpcdataloader.wire.frames import MessageType, Preamble, encode
+from rpcdataloader.server.statistics import serve_status
+from rpcdataloader.wire.channel import Channel, accept_channel, recv_preamble
+from rpcdataloader.wire.frames import STATUS_ID, MessageType, Preamble, encode
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.transport import Stream
+
+logger = logging.getLogger("rpcdataloader.server")
 
 
 def run_gate(
@@ -44,19 +49,29 @@ def run_gate(
         preamble = recv_preamble(stream)
         if preamble is None:
             return
-        if any(preamble.session_id):
+        if any(preamble.session_id) and preamble.session_id != STATUS_ID:
             _hand_over(stream, preamble, sessions.get(preamble.session_id), context)
             return
         for session in sessions.values():
             session.close()
-        kind = "control"
+        kind = "status" if preamble.session_id == STATUS_ID else "control"
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
     except RPCError as exc:
         context.log_refusal(source, exc, kind)
     else:
-        run_session(channel, node, context, source, counters)
+        if kind == "status":
+            _serve_status(channel, node, context)
+        else:
+            run_session(channel, node, context, source, counters)
         return
     stream.linger()
+
+
+def _serve_status(channel: Channel, node: Link, context: ServerContext) -> None:
+    try:
+        serve_status(channel, node, context)
+    except RPCError as exc:
+        logger.info("a status connection of %s ends: %s", channel.name, exc)
 
 
 def _hand_over(stream: Stream, preamble: Preamble, session: Link | None, context: ServerContext) -> None:

@@ -75,6 +75,10 @@ class _Child:
         deadline: When a gate must have become something else; None for a session, or when it is being ended.
         has_unsent: Whether something was posted to it that had no room.
         client_gone: Whether its client has closed the connection.
+        row: Of a session, among the counters; None without one.
+        worker_rows: The same of its admitted workers, by number.
+        is_status: Whether it tells somebody the status of this node, and is nobody to wait for.
+        is_asked: Whether the session was asked for stacks, and has not looked at that yet.
     """
 
     process: Process
@@ -90,6 +94,10 @@ class _Child:
     admitted: dict[int, AcceptedConnection] = field(default_factory=dict)
     has_unsent: bool = False
     client_gone: bool = False
+    row: int | None = None
+    worker_rows: dict[int, int | None] = field(default_factory=dict)
+    is_status: bool = False
+    is_asked: bool = False
 
     def post(self, event: str, **fields: Any) -> None:
         self.link.post(event, **fields)
@@ -129,6 +137,7 @@ class NodeServer:
     ) -> None:
         self._listener = listener
         self._context = context
+        self._counters = context.counters
         self._admission = Admission(max_connections, max_connections_per_client)
         self._grace = grace
         self._write_output = write_output
@@ -155,7 +164,7 @@ class NodeServer:
         if self._lifeline is not None:
             self._watch(self._lifeline, self._on_lifeline)
         try:
-            while self._drain_deadline is None or self._children:
+            while self._drain_deadline is None or self._busy():
                 for descriptor, _events in self._poll.poll(self._poll_timeout()):
                     # An earlier handler of this round may have dropped it, or even used its number again: no handler
                     # believes that there is something to read.
@@ -196,6 +205,10 @@ class NodeServer:
         """Give the descriptors back, once nothing can call :meth:`stop` any more."""
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+    def _busy(self) -> list[_Child]:
+        """Those whose end a drain waits for."""
+        return [child for child in self._children.values() if not child.is_status]
 
     # --- gates and sessions
 
@@ -294,12 +307,14 @@ class NodeServer:
             child.client = event["name"]
             child.connection = AcceptedConnection(event["peer"], Origin(**event["origin"]), child.counters.of(0))
             child.deadline = None
+            now, origin = time.monotonic_ns(), child.connection.origin
+            child.row = self._counters.open_session(child.process.pid, now, origin.client, origin.rank, origin.job)
             if child.sock.family != socket.AF_UNIX:
                 self._look_at = min(self._look_at, time.monotonic() + transport.LOOK_INTERVAL)
             self._add_output(descriptors[0], f"[{self._context.node} {child.client}]")
             # The session ends with its client, even while user code keeps it from looking.
             self._watch(child.sock.fileno(), lambda: self._on_client_gone(child), _CLIENT_GONE)
-            child.post("welcome")
+            child.post("welcome", row=child.row)
             if self._drain_deadline is not None:
                 child.post("drain")
         elif kind == "worker":
@@ -307,17 +322,39 @@ class NodeServer:
         elif kind == "admit":
             number, origin = event["worker"], Origin(**event["origin"])
             reason = self._admission.admit(child.session_id)
+            row = None
             if reason is None:
-                traffic = child.counters.of(number)
+                row = self._counters.open_worker(child.row, number, event["pid"], time.monotonic_ns())
+                child.worker_rows[number] = row
+                traffic = child.counters.of(number) if row is None else self._counters.row(row).traffic
                 child.admitted[number] = AcceptedConnection(event["peer"], origin, traffic, number)
             else:
                 self._context.log_refusal(event["peer"], f"busy: {reason}", "worker", origin)
-            child.post("admitted", worker=number, reason=reason)
+            child.post("admitted", worker=number, reason=reason, row=row)
         elif kind == "ended" and event["worker"] in child.admitted:
             child.admitted.pop(event["worker"]).closed(event["reason"])
+            self._counters.close_worker(child.worker_rows.pop(event["worker"]))
             self._admission.release(child.session_id)
             if event["reason"] != "exited with status 0":
                 logger.warning("worker %d of %s %s", event["worker"], child.client, event["reason"])
+        elif kind == "status":
+            child.is_status = True
+            child.deadline = None
+        elif kind == "stacks":
+            self._ask_for_stacks(descriptors)
+        elif kind == "looked":
+            child.is_asked = False
+
+    def _ask_for_stacks(self, descriptors: list[int]) -> None:
+        """Let every session write the stacks of its workers to the one descriptor."""
+        try:
+            for child in self._children.values():
+                # One that is busy would pile them up.
+                if child.session_id is not None and not child.is_asked:
+                    child.is_asked = child.link.offer("stacks", descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _on_client_gone(self, child: _Child) -> None:
         self._unwatch(child.sock.fileno())
@@ -358,6 +395,7 @@ class NodeServer:
                 connection.closed(f"its session has ended: {reason}")
             if child.connection is not None:
                 child.connection.closed(reason)
+            self._counters.close_session(child.row)
         if os.getpid() == 1:
             reap_orphans(self._children)
 
@@ -411,14 +449,15 @@ class NodeServer:
     def _drain(self) -> None:
         if self._drain_deadline is not None:
             return
-        logger.info("draining: %d sessions, at most %g s", len(self._children), self._grace)
+        logger.info("draining: %d sessions, at most %g s", len(self._busy()), self._grace)
+        self._counters.drain()
         self._drain_deadline = time.monotonic() + self._grace
         if self._announcement is not None:
             self._renew_at = math.inf
             self._announcement.end()
         self._unwatch(self._listener.fileno())
         self._listener.close()
-        for child in self._children.values():
+        for child in self._busy():
             if child.session_id is None:
                 child.end("the node server is draining")
             else:
@@ -455,8 +494,8 @@ class NodeServer:
             self._on_owner_gone()
         if self._listen_again is not None and now > self._listen_again:
             self._resume_listening()
-        if self._drain_deadline is not None and now > self._drain_deadline and self._children:
-            logger.warning("ended %d sessions that were still busy after %g s", len(self._children), self._grace)
+        if self._drain_deadline is not None and now > self._drain_deadline and (busy := self._busy()):
+            logger.warning("ended %d sessions that were still busy after %g s", len(busy), self._grace)
             self._end_all(f"still busy {self._grace:g} s after it was told to drain")
 
 

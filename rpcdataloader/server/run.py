@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import socket
+import time
 from collections.abc import Callable, Sequence
 
 from rpcdataloader.server.announcement import Announcement
@@ -95,6 +96,9 @@ def run_server(
             tells_clients=not embedded,
         )
         announcement = _announcement(settings, context, address)
+        context.counters.begin(
+            os.getpid(), time.monotonic_ns(), settings.workers, None if embedded else settings.connections
+        )
         server = NodeServer(
             listener,
             context,

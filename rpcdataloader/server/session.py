@@ -22,11 +22,13 @@ from typing import Any
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.server.connections import Origin, TrafficCounters
 from rpcdataloader.server.context import ServerContext
+from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable, Recipe, kind_of, length_of
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.output import redirect_output, tell_client, tell_nobody
 from rpcdataloader.server.processes import Process, fork
 from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackPipe, StackReader, dump_stacks_on_signal
+from rpcdataloader.server.statistics import StacksAsked
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
@@ -43,6 +45,9 @@ logger = logging.getLogger("rpcdataloader.server")
 # that a client asks for at once: the oldest has to go.
 HANDSHAKE_TIMEOUT = 10.0
 MAX_UNAUTHENTICATED = 256
+
+# Seconds until another try when somebody who wants stacks has not read those before.
+STACK_RETRY_PAUSE = 0.05
 
 
 @dataclass(slots=True)
@@ -86,12 +91,13 @@ def run_session(channel: Channel, node: Link, context: ServerContext, peer: str,
     # Into the log: a constructor of a dataset may hang as well.
     dump_stacks_on_signal(2)
     # The node server knows the session before the client does, so that no worker connection can come too early.
-    if node.recv() is None:
+    received = node.recv()
+    if received is None:
         return
     welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers)
     try:
         channel.send(MessageType.WELCOME, payload=welcome.encode())
-        Session(channel, node, context, counters).serve()
+        Session(channel, node, context, counters, context.counters.row(received[0]["row"])).serve()
     except ConnectionLostError as exc:
         logger.info("the session ends: %s", exc)
     except RPCError as exc:
@@ -108,8 +114,11 @@ def _has_hung_up(sock: socket.socket) -> bool:
 class Session:
     """The single-threaded loop of a session."""
 
-    def __init__(self, channel: Channel, node: Link, context: ServerContext, counters: TrafficCounters) -> None:
+    def __init__(
+        self, channel: Channel, node: Link, context: ServerContext, counters: TrafficCounters, row: Row
+    ) -> None:
         self._counters = counters
+        self._row = row
         self._channel = channel
         self._node = node
         self._context = context
@@ -126,6 +135,8 @@ class Session:
         self._logs: deque[dict[str, Any]] = deque()
         # Requests for stacks that are under way, by request id.
         self._stack_requests: dict[int, Stack] = {}
+        # Those who want the stacks of all workers.
+        self._stacks_asked: list[StacksAsked] = []
 
     def serve(self) -> None:
         """Run until the client has gone, or until a drain is over.
@@ -190,6 +201,7 @@ class Session:
 
     def _answer(self, message: Message, serve: Callable[[Message], Any]) -> None:
         """One reply per request, whatever happens in it."""
+        self._row.runs(time.monotonic_ns())
         try:
             encoded = dumps_reply(serve(message))
         except BaseException as exc:
@@ -197,6 +209,8 @@ class Session:
             self._channel.send(MessageType.ERROR, message.request_id, error)
         else:
             self._channel.send(MessageType.REPLY, message.request_id, encoded.payload, encoded.buffers)
+        finally:
+            self._row.rests(time.monotonic_ns())
 
     def _build(self, message: Message) -> dict[str, Any]:
         build = Build.decode(message.payload)
@@ -241,7 +255,9 @@ class Session:
             self._fork_worker(descriptors[0], event["source"], bytes.fromhex(event["preamble"]))
         elif event["event"] == "admitted":
             if worker := self._workers.get(event["worker"]):
-                worker.link.send("admitted", reason=event["reason"])
+                worker.link.send("admitted", reason=event["reason"], row=event["row"])
+        elif event["event"] == "stacks":
+            self._begin_stacks(descriptors[0])
         elif event["event"] == "drain":
             self._draining = True
             self._channel.send(MessageType.GOAWAY)
@@ -308,6 +324,8 @@ class Session:
         tell_nobody()
         self._channel.stream.close()
         self._node.close()
+        for asked in self._stacks_asked:
+            asked.close()
         for worker in self._workers.values():
             worker.link.close()
             worker.stack.close()
@@ -326,7 +344,9 @@ class Session:
         if event["event"] == "authenticated":
             worker.authenticated = True
             worker.deadline = None
-            self._node.send("admit", worker=worker.number, peer=worker.peer, origin=event["origin"])
+            self._node.send(
+                "admit", worker=worker.number, pid=worker.process.pid, peer=worker.peer, origin=event["origin"]
+            )
             if self._draining:
                 worker.link.send("drain")
         elif event["event"] == "failed":
@@ -347,6 +367,9 @@ class Session:
             self._unwatch(worker.link.fileno())
             worker.link.close()
         self._forget_stack(worker)
+        for asked in self._stacks_asked:
+            if asked.waits_for(worker.number):
+                asked.tell(worker.number, worker.process.pid, "it has ended")
         del self._workers[worker.number]
         self._node.send("ended", worker=worker.number, reason=reason, admitted=worker.authenticated)
         if worker.authenticated:
@@ -360,6 +383,14 @@ class Session:
         request = Stack.decode(message.payload)
         self._stack_requests[message.request_id] = request
         if worker := self._workers.get(request.worker):
+            worker.stack.ask()
+
+    def _begin_stacks(self, descriptor: int) -> None:
+        """Somebody looks at the whole node."""
+        self._node.send("looked")
+        asked = StacksAsked(Link(socket.socket(fileno=descriptor)), set(self._workers))
+        self._stacks_asked.append(asked)
+        for worker in self._workers.values():
             worker.stack.ask()
 
     def _on_stack(self, worker: _Forked) -> None:
@@ -379,10 +410,18 @@ class Session:
         for number in {request.worker for request in self._stack_requests.values()} - self._workers.keys():
             ended = 0 < number <= self._next_number
             self._tell_stack(number, f"worker {number} has ended" if ended else f"there is no worker {number}")
+        for asked in self._stacks_asked:
+            asked.flush()
+            if asked.is_over:
+                asked.close()
+        self._stacks_asked = [asked for asked in self._stacks_asked if not asked.is_over]
 
     def _tell_stack(self, number: int, text: str) -> None:
         requests = {id: request for id, request in self._stack_requests.items() if request.worker == number}
-        if not requests:
+        looks = [asked for asked in self._stacks_asked if asked.waits_for(number)]
+        for asked in looks:
+            asked.tell(number, self._workers[number].process.pid, text)
+        if not requests and not looks:
             # Somebody on this node wanted to know: into its log.
             os.write(1, f"{text}\n".encode())
         for id, request in requests.items():
@@ -400,6 +439,8 @@ class Session:
     def _poll_timeout(self) -> float | None:
         if any(worker.stack.is_asked for worker in self._workers.values()):
             return STACK_LOOK_INTERVAL * 1000
+        if self._stacks_asked:  # somebody is slow to read them
+            return STACK_RETRY_PAUSE * 1000
         deadlines = [worker.deadline for worker in self._workers.values() if worker.deadline is not None]
         if not deadlines:
             return None

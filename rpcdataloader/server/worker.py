@@ -27,6 +27,7 @@ from typing import Any
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.server.connections import Origin
 from rpcdataloader.server.context import ServerContext
+from rpcdataloader.server.counters import CALLS, ERRORS, TASKS, Row
 from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.handles import HandleTable
 from rpcdataloader.server.link import Link
@@ -92,14 +93,17 @@ def run_worker_process(
     except ConnectionLostError:
         # A pass that was over before its last worker was there.
         return
-    Worker(channel, session, datasets, number, context).run()
+    row = context.counters.row(event["row"])
+    row.connected(os.fstat(channel.fileno()).st_ino)
+    channel.stream.count_in(row.traffic)
+    Worker(channel, session, datasets, number, context, row).run()
 
 
 class Worker:
     """The threads of one worker, and what they share."""
 
     def __init__(
-        self, channel: Channel, session: Link, datasets: DatasetTable, number: int, context: ServerContext
+        self, channel: Channel, session: Link, datasets: DatasetTable, number: int, context: ServerContext, row: Row
     ) -> None:
         self._channel = channel
         self._session = session
@@ -130,6 +134,8 @@ class Worker:
         # Guarded by the lock:
         self._unanswered: set[int] = set()
         self._cancelled: set[int] = set()
+        self._num_running = 0  # where there is a pool
+        self._row = row
 
     def run(self) -> None:
         """Serve; returns after a drain or a retirement. The process ends here and there when the client goes."""
@@ -180,6 +186,8 @@ class Worker:
             if self._inbox and now < self._next_look:
                 return
             self._next_look = now + LOOK_INTERVAL
+            if not self._inbox and self._pool is None:
+                self._row.rests(time.monotonic_ns())
             ready = [descriptor for descriptor, _events in self._poll.poll(0 if self._inbox else None)]
             if self._drain_read in ready:
                 self._begin_drain()
@@ -196,6 +204,7 @@ class Worker:
         while not self._requests.is_full and (stream.has_unread or stream.has_input()):
             self._take()
         self._draining = True
+        self._row.drain()
         self._poll.unregister(self._drain_read)
 
     def _take(self) -> None:
@@ -273,6 +282,8 @@ class Worker:
                 self._count_task()
         else:
             self._pool.submit(self._execute, request_id, size_bytes, call, timer)
+            with self._lock:
+                self._row.answered(None, len(self._unanswered))
 
     def _count_task(self) -> None:
         self._num_tasks += 1
@@ -283,6 +294,11 @@ class Worker:
     def _execute(self, request_id: int, size_bytes: int, call: Call, timer: threading.Timer | None) -> None:
         handle = None
         self._replies.wait()
+        if self._pool is None:
+            # It rests when nothing more is there, which costs less than to say so after each request.
+            self._row.runs(time.monotonic_ns(), 1, len(self._unanswered))
+        else:
+            self._count_running(1)
         try:
             self._check_wanted(request_id)
             result = call.func(*call.args, **call.kwargs)
@@ -294,12 +310,20 @@ class Worker:
             # Also SystemExit and KeyboardInterrupt: a request that gets no reply is a client that waits for ever.
             self._reply_error(request_id, exc)
         else:
-            if not self._reply(request_id, MessageType.REPLY, encoded) and handle is not None:
+            if not self._reply(request_id, MessageType.REPLY, encoded, call.task) and handle is not None:
                 self._handles.release([handle])
         finally:
+            if self._pool is not None:
+                self._count_running(-1)
             self._requests.leave(size_bytes)
             if timer is not None:
                 timer.cancel()
+
+    def _count_running(self, change: int) -> None:
+        """One request more, or one less, is being run in some thread."""
+        with self._lock:
+            self._num_running += change
+            self._row.runs(time.monotonic_ns(), self._num_running, len(self._unanswered))
 
     def _check_wanted(self, request_id: int) -> None:
         with self._lock:
@@ -321,12 +345,15 @@ class Worker:
     def _reply_error(self, request_id: int, error: BaseException) -> None:
         self._reply(request_id, MessageType.ERROR, Encoded(dumps_exception(error, self._where), []))
 
-    def _reply(self, request_id: int, type: MessageType, encoded: Encoded) -> bool:
+    def _reply(self, request_id: int, type: MessageType, encoded: Encoded, task: bool = False) -> bool:
         """Answer a request, once; returns False if it was answered before, by the time limit."""
         with self._lock:
             if request_id not in self._unanswered:
                 return False
             self._unanswered.discard(request_id)
+            # Before the client has the answer, so that it finds it counted.
+            what = ERRORS if type == MessageType.ERROR else TASKS if task else CALLS
+            self._row.answered(None if request_id in self._cancelled else what, len(self._unanswered))
             self._cancelled.discard(request_id)
         if not self._outbox.empty() or not self._send_now(type, request_id, encoded):
             self._replies.take(encoded.size_bytes)

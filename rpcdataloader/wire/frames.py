@@ -7,7 +7,8 @@ A connection starts with a preamble from the client, in clear, 32 bytes::
          8     2  version        of the protocol; judged in the handshake, where both sides can be named
         10     2  flags          bit 0: TLS follows at once; others zero, ignored when received
         12     4  reserved       zero; ignored when received
-        16    16  session id     zero: start a session; else: start a worker of that session
+        16    16  session id     zero: start a session; 1: tell the status of the node; else: start a worker of that
+                                 session
 
 then messages in both directions, each a header, a body and blocks::
 
@@ -58,6 +59,9 @@ _PREAMBLE_TLS = 1
 PREAMBLE_SIZE = _PREAMBLE.size
 SESSION_ID_SIZE = 16
 
+# Where a session id would be, it asks for a status connection. Ids of sessions are random.
+STATUS_ID = bytes([1]).ljust(SESSION_ID_SIZE, b"\0")
+
 _HEADER = struct.Struct("<4sBBHQQII32s16s")
 _SEALED_PART = struct.Struct("<4sBBHQQII32s")
 _MAGIC = b"RPDL"
@@ -65,6 +69,7 @@ HEADER_SIZE = _HEADER.size
 MAC_SIZE = 16
 _NO_MAC = bytes(MAC_SIZE)
 _COUNTER = struct.Struct("<Q")
+_HASH_BLOCK_SIZE = 64  # of SHA-256
 
 # Below this, one more copy of the payload is cheaper than one more element for sendmsg to gather.
 _JOIN_BELOW_BYTES = 16 * 1024
@@ -88,6 +93,7 @@ class MessageType(IntEnum):
     EXITED = 23
     BUILD = 24
     STACK = 25
+    STATS = 26
 
 
 class Flag(IntFlag):
@@ -109,7 +115,7 @@ class Preamble:
     """The first bytes of a connection, from the client.
 
     Attributes:
-        session_id: 16 bytes; zero to start a new session.
+        session_id: 16 bytes; zero to start a new session, ``STATUS_ID`` for a status connection.
         version: Version of the protocol that the client speaks.
         tls: Whether the client speaks TLS from here on. A server that does not, or that wants it, can then say so.
     """
@@ -233,17 +239,25 @@ class Sealer:
     the connection's send lock.
     """
 
-    __slots__ = ("_counter", "_key")
+    __slots__ = ("_counter", "_inner", "_outer")
 
     def __init__(self, key: bytes) -> None:
-        self._key = key
+        # HMAC (RFC 2104) hashes the padded key first, twice for each message: both hashes are kept at that point.
+        # hmac.digest takes three times as long.
+        if len(key) > _HASH_BLOCK_SIZE:
+            key = hashlib.sha256(key).digest()
+        padded = key.ljust(_HASH_BLOCK_SIZE, b"\0")
+        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
+        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
         self._counter = 0
 
     def seal(self, header_without_mac: Buffer) -> bytes:
         """The MAC of the next message."""
-        mac = hmac.digest(self._key, _COUNTER.pack(self._counter) + header_without_mac, "sha256")
+        inner, outer = self._inner.copy(), self._outer.copy()
+        inner.update(_COUNTER.pack(self._counter) + header_without_mac)
+        outer.update(inner.digest())
         self._counter += 1
-        return mac[:MAC_SIZE]
+        return outer.digest()[:MAC_SIZE]
 
     def verify(self, header_without_mac: Buffer, mac: bytes) -> None:
         """Check the MAC of the next message, in constant time.

@@ -17,6 +17,7 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from rpcdataloader.errors import SerializationError
 from rpcdataloader.wire import definitions
@@ -38,6 +39,11 @@ def take_tensor(number: int) -> torch.Tensor:
 def require_grad(tensor: torch.Tensor) -> torch.Tensor:
     """Make a leaf of autograd of a received tensor."""
     return tensor.requires_grad_()
+
+
+def make_packed_sequence(*fields: torch.Tensor | None) -> PackedSequence:
+    """Call a class that is otherwise made without a call, so that an unpickler can see what it is made of."""
+    return PackedSequence(*fields)  # type: ignore[arg-type]
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -78,6 +84,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif kind is Stack:
             if self._packer is not None:
                 return take_tensor, (self._packer.add_stack(obj),)
+        elif kind is PackedSequence:
+            return make_packed_sequence, tuple(obj)
         elif kind in _CLOUDPICKLE_TABLE:
             return _CLOUDPICKLE_TABLE[kind](obj)
         elif definitions.is_definition(obj) and obj is not take_tensor:
@@ -173,9 +181,10 @@ class Unpickler(pickle.Unpickler):
         if module.startswith("rpcdataloader.wire.") and name in self._meanings:
             return self._meanings[name]
         try:
-            return super().find_class(module, name)
+            found = super().find_class(module, name)
         except AttributeError as error:
             raise SerializationError(f"module {module!r} has no {name!r} here: {error}") from error
+        return _rebuild_nested_tensor if found is torch._utils._rebuild_nested_tensor else found
 
     def persistent_load(self, pid: Any) -> Any:
         """Return what was replaced on the wire."""
@@ -211,6 +220,12 @@ def _reduce_array(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
 
 def _in_order_of_memory(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.transpose(sorted(range(array.ndim), key=array.strides.__getitem__, reverse=True))
+
+
+def _rebuild_nested_tensor(buffer: torch.Tensor, *layout: torch.Tensor) -> Any:
+    """In place of torch's function, which takes the beginning of the storage for that of the buffer."""
+    whole: Any = buffer.clone() if buffer.storage_offset() else buffer
+    return torch._utils._rebuild_nested_tensor(whole, *layout)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def _reduce_lru_cache(cached: Any) -> tuple[Any, ...]:

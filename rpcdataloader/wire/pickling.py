@@ -24,9 +24,10 @@ from rpcdataloader.errors import RPCError, SerializationError
 from rpcdataloader.wire.diagnose import USER_ERRORS, find_culprit
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
 from rpcdataloader.wire.frames import BlockBytes
+from rpcdataloader.wire.movable import Movable, MovableUnpickler
 from rpcdataloader.wire.picklers import PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler, UnresolvedError
-from rpcdataloader.wire.rebuild import rebuild
-from rpcdataloader.wire.slabs import Allocator, Block, PageablePool
+from rpcdataloader.wire.rebuild import inline_memory, rebuild, rebuild_inline
+from rpcdataloader.wire.slabs import Allocator, Block
 from rpcdataloader.wire.tensors import Index, Packer
 
 __all__ = ["Encoded", "dumps", "dumps_exception", "dumps_reply", "loads", "loads_exception"]
@@ -145,6 +146,7 @@ def loads(
     allocator: Allocator | None = None,
     persistent_load: Callable[[Any], Any] | None = None,
     adopt_main: bool = False,
+    movable: Movable | None = None,
 ) -> Any:
     """Decode what :func:`dumps` or :func:`dumps_reply` encoded. Runs code that the sender chose.
 
@@ -155,6 +157,7 @@ def loads(
         persistent_load: Returns the object for what ``persistent_id`` returned.
         adopt_main: Functions and classes of the sender's ``__main__`` become attributes of ours. For workers, which
             have no ``__main__`` of their own to protect.
+        movable: An empty one, to move the tensors afterwards; None if they stay.
 
     Raises:
         SerializationError: Something is missing here, or fails to rebuild.
@@ -169,14 +172,18 @@ def loads(
         if index_bytes:
             index_start = index_end - index_bytes
             index = Index(*pickle.loads(content[index_start:index_end]))
-            if inline_bytes:
-                memory = [_inline_memory(content[index_start - inline_bytes : index_start], allocator)]
+            inline = content[index_start - inline_bytes : index_start]
+            if inline and movable is None:
+                tensors = rebuild_inline(index, inline, allocator)
+            elif inline and movable is not None:
+                tensors = movable.rebuild(index, [inline_memory(inline, allocator)])
             else:
                 num_buffers -= len(index.blocks) + len(index.slabs)
                 memory = [block.tensor for block in blocks[num_buffers:]]
-            tensors = rebuild(index, memory, allocator)
+                tensors = rebuild(index, memory, allocator) if movable is None else movable.rebuild(index, memory)
         buffers = [block.view for block in blocks[:num_buffers]]
-        return Unpickler(io.BytesIO(payload), tensors, buffers, adopt_main, persistent_load).load()
+        parts = io.BytesIO(payload), tensors, buffers, adopt_main, persistent_load
+        return (Unpickler(*parts) if movable is None else MovableUnpickler(movable, *parts)).load()
     except RPCError:
         raise
     except UnresolvedError as unresolved:
@@ -188,14 +195,6 @@ def loads(
         ) from error
     except USER_ERRORS as error:
         raise SerializationError(f"a message cannot be rebuilt: {_describe(error)}") from error
-
-
-def _inline_memory(content: memoryview, allocator: Allocator | None) -> torch.Tensor:
-    memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    if allocator is None or isinstance(allocator, PageablePool):
-        # What is made over foreign memory cannot be resized.
-        return memory.clone()
-    return allocator.allocate(len(content)).tensor.copy_(memory)
 
 
 def _describe(error: BaseException) -> str:

@@ -1,9 +1,9 @@
 """Out-of-band bytes as tensors; ``tensors.py`` is the way there.
 
 Tensors that did not share memory get a storage each, so that keeping, saving or resizing one does not touch another;
-only more than 64 small ones in pinned memory share their slab. Tensors are made on the storage of their block with
-``set_``, never as views of one base: views share a version counter, and changing one in place would make autograd
-refuse another.
+only more than 64 small ones in pinned memory share their slab, and those that go to a device. Tensors are made on the
+storage of their block with ``set_``, never as views of one base: views share a version counter, and changing one in
+place would make autograd refuse another.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from rpcdataloader.wire.frames import Buffer
 from rpcdataloader.wire.slabs import Allocator, PageablePool
 from rpcdataloader.wire.tensors import Index, Layout, Place, Region, Run, SlabIndex
 
@@ -44,8 +45,45 @@ def rebuild(index: Index, memory: Sequence[torch.Tensor], allocator: Allocator |
             rebuilder.copy_to(allocator, block, slab)
         else:
             rebuilder.share(block, slab)
-    rebuilder.make_empty(index.empty)
+    rebuilder.make_empty(index.empty, torch.device("cpu"))
     return rebuilder.tensors
+
+
+def rebuild_in_place(index: Index, memory: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Make the tensors of a message on its blocks, small ones too, which then share their slab.
+
+    Args:
+        index: As for :func:`rebuild`.
+        memory: Its blocks, on any device.
+        device: Of tensors without elements.
+    """
+    rebuilder = _Rebuilder(index.layouts, index.num_tensors)
+    num_large = len(index.blocks)
+    for block, places in zip(memory[:num_large], index.blocks, strict=True):
+        rebuilder.place(block, 0, places)
+    for block, slab in zip(memory[num_large:], index.slabs, strict=True):
+        rebuilder.share(block, slab)
+    rebuilder.make_empty(index.empty, device)
+    return rebuilder.tensors
+
+
+def rebuild_inline(index: Index, content: Buffer, allocator: Allocator | None) -> list[torch.Tensor]:
+    """The same for a message whose only slab has come in its payload."""
+    is_plain = allocator is None or isinstance(allocator, PageablePool)
+    if is_plain and index.num_tensors == 1 and index.slabs[0][1]:
+        # A batch so small costs little but this.
+        dtype, shape, _ = index.layouts[0]
+        return [torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)).view(shape).clone()]
+    return rebuild(index, [inline_memory(content, allocator)], allocator)
+
+
+def inline_memory(content: Buffer, allocator: Allocator | None) -> torch.Tensor:
+    """What has come in the payload, in memory that tensors may be made over."""
+    memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    if allocator is None or isinstance(allocator, PageablePool):
+        # What is made over foreign memory cannot be resized.
+        return memory.clone()
+    return allocator.allocate(len(content)).tensor.copy_(memory)
 
 
 def _num_regions(slab: SlabIndex) -> int:
@@ -60,10 +98,10 @@ class _Rebuilder:
 
     def place(self, memory: torch.Tensor, offset_bytes: int, places: list[Place]) -> None:
         """Make tensors on the storage of some memory."""
-        storage = memory.untyped_storage()
+        storage, device = memory.untyped_storage(), memory.device
         for number, layout, offset in places:
             dtype, shape, strides = self._layouts[layout]
-            tensor = torch.empty(0, dtype=dtype, device="cpu")  # torch.set_default_device may say otherwise
+            tensor = torch.empty(0, dtype=dtype, device=device)  # torch.set_default_device may say otherwise
             self.tensors[number] = tensor.set_(storage, offset_bytes // dtype.itemsize + offset, shape, strides)
 
     def share(self, memory: torch.Tensor, slab: SlabIndex) -> None:
@@ -92,11 +130,11 @@ class _Rebuilder:
             for number, tensor in zip(numbers, copies, strict=True):
                 self.tensors[number] = tensor
 
-    def make_empty(self, empty: list[tuple[int, int]]) -> None:
+    def make_empty(self, empty: list[tuple[int, int]], device: torch.device) -> None:
         """Make the tensors without elements."""
         for number, layout in empty:
             dtype, shape, strides = self._layouts[layout]
-            self.tensors[number] = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+            self.tensors[number] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
     def _all_regions(self, slab: SlabIndex) -> list[Region]:
         regions, runs = slab

@@ -145,10 +145,11 @@ class PinnedAllocator:
     Args:
         empty: Makes an uninitialised 1-D ``uint8`` tensor of so many bytes. By default pinned, for the device that is
             the current one of the thread which makes this allocator.
+        device_index: Of that device, if it is to be another one.
     """
 
-    def __init__(self, empty: Callable[[int], torch.Tensor] | None = None) -> None:
-        self._empty = empty or _pinned_empty()
+    def __init__(self, empty: Callable[[int], torch.Tensor] | None = None, device_index: int | None = None) -> None:
+        self._empty = empty or _pinned_empty(device_index)
 
     def allocate(self, size_bytes: int) -> Block:
         """Return a pinned block of exactly ``size_bytes`` uninitialised bytes."""
@@ -164,6 +165,11 @@ def pinned_allocator() -> PinnedAllocator | None:
     return None
 
 
+def pinned_allocator_for(device: torch.device) -> PinnedAllocator | None:
+    """The allocator of memory that is copied to ``device``; None if torch cannot pin any for it."""
+    return PinnedAllocator(device_index=device.index) if _why_not_pinned() is None else None
+
+
 def _depth_of_caller() -> int:
     """The ``stacklevel`` with which a warning of the calling function names the line that called this package."""
     depth, frame = 1, sys._getframe(1)
@@ -172,12 +178,14 @@ def _depth_of_caller() -> int:
     return depth
 
 
-def _pinned_empty() -> Callable[[int], torch.Tensor]:
+def _pinned_empty(device_index: int | None) -> Callable[[int], torch.Tensor]:
     # Pinning may create the context of the thread's current device. In a receiver thread that is device 0, on which
     # every rank of a node would then occupy some hundred MB.
     accelerator = getattr(torch, "accelerator", None)  # whose functions have these names from torch 2.8 on
     set_device = getattr(accelerator, "set_device_index", torch.cuda.set_device)
-    device = getattr(accelerator, "current_device_index", torch.cuda.current_device)()
+    device = device_index
+    if device is None:
+        device = getattr(accelerator, "current_device_index", torch.cuda.current_device)()
     thread = threading.local()
     thread.has_device = True  # this one; the user may give it another later
 

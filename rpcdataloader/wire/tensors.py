@@ -120,6 +120,10 @@ def _measure(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) ->
     return itemsize, data_bytes, span_bytes, span_bytes > 2 * data_bytes, in_bulk
 
 
+def _layout(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> Layout:
+    return str(dtype).removeprefix("torch."), tuple(shape), strides
+
+
 # One tensor in its storage: address of its first byte and behind its last, number.
 _Member = tuple[int, int, int, _Geometry]
 
@@ -183,6 +187,10 @@ class Packer:
         """Return what describes the tensors, None if there are none, and the blocks. These keep what they show."""
         if not self._num_tensors:
             return None, []
+        if self._num_tensors == len(self._tensors) == 1:
+            small = self._pack_only(self._tensors[0])
+            if small is not None:
+                return small
         storages: dict[int, list[_Member]] = {}  # by the address of their first byte
         for number, tensor in self._tensors.items():
             geometry = self._geometry(tensor.dtype, tensor.shape, tensor.stride())
@@ -203,12 +211,21 @@ class Packer:
         slabs = self._fill_slabs()
         return Index(self._num_tensors, self._layouts, self._blocks, slabs, self._empty), self._buffers
 
+    def _pack_only(self, tensor: torch.Tensor) -> tuple[Index, list[BlockBytes]] | None:
+        """The same for the only tensor of a message, if it is small: all that such a batch costs is this."""
+        _, data_bytes, _, _, in_bulk = _measure(tensor.dtype, tensor.shape, tensor.stride())
+        if not in_bulk or not 0 < data_bytes < MIN_BLOCK_BYTES:
+            return None
+        layout = _layout(tensor.dtype, tensor.shape, tensor.stride())
+        content = memoryview(ctypes.string_at(tensor.data_ptr(), data_bytes))
+        return Index(1, [layout], [], [([], [(0, 0, [0])])], []), [content]
+
     def _geometry(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> _Geometry:
         geometry = self._geometries.get((dtype, shape, strides))
         if geometry is None:
             geometry = _Geometry(len(self._layouts), *_measure(dtype, shape, strides))
             self._geometries[dtype, shape, strides] = geometry
-            self._layouts.append((str(dtype).removeprefix("torch."), tuple(shape), strides))
+            self._layouts.append(_layout(dtype, shape, strides))
         return geometry
 
     def _pack_alone(self, member: _Member) -> None:

@@ -32,6 +32,11 @@ MAX_PIECES = 1024
 # A short piece is received into a buffer of this size, with what follows it; larger ones go where they belong.
 READ_AHEAD_BYTES = 16384
 
+# While several times as much is to come over TCP, the kernel wakes the receiver once per so many bytes (SO_RCVLOWAT)
+# and not for every segment: half of the CPU time, and over loopback 1.5 times the throughput. Larger marks gain more
+# there, but then a 10 Gb/s link stands still while the receiver copies what fills the window.
+LOW_WATER_BYTES = 1 << 20
+
 # A dead peer is found after 10 + 3 * 5 = 25 seconds without a word, whether or not anything was asked of it. A peer
 # that is merely stopped still answers the probes, since its kernel does: TCP_USER_TIMEOUT would cut it off.
 KEEPALIVE_IDLE = 10
@@ -86,6 +91,8 @@ class Stream:
         self.name = name
         self._traffic: Any = [0, 0] if traffic is None else traffic
         self._sock = sock
+        self._is_tcp = sock.family != socket.AF_UNIX
+        self._is_wide = False  # its window holds several times LOW_WATER_BYTES
         self._ahead: memoryview | None = None
         self._unread = memoryview(b"")  # the part of it that nobody has taken
         self._readable = select.poll()
@@ -97,6 +104,11 @@ class Stream:
     def fileno(self) -> int:
         """The descriptor, for polling."""
         return self._sock.fileno()
+
+    def count_in(self, traffic: memoryview) -> None:
+        """From now on, count the traffic there, beginning with what was counted until now."""
+        traffic[0], traffic[1] = self._traffic[0], self._traffic[1]
+        self._traffic = traffic
 
     def limit(self, deadline: Deadline) -> None:
         """Bound the sends and receives that follow; a deadline without limit makes them block again."""
@@ -178,17 +190,34 @@ class Stream:
         self._ahead = memoryview(bytearray(READ_AHEAD_BYTES))
 
     def _recv(self, views: Sequence[memoryview], flags: int = socket.MSG_WAITALL) -> int:
+        views = views[:MAX_PIECES]
         try:
-            if len(views) == 1:
-                size = self._sock.recv_into(views[0], 0, flags)
+            if self._is_tcp and sum(map(len, views)) >= 4 * LOW_WATER_BYTES:
+                size = self._recv_large(views, flags)
             else:
-                size = self._sock.recvmsg_into(views[:MAX_PIECES], 0, flags)[0]
+                size = _recv(self._sock, views, flags)
             self._traffic[0] += size
             return size
         except OSError as exc:
             if _is_limit(exc):
                 raise RPCTimeoutError(f"{self.name} does not answer") from exc
             raise ConnectionLostError(f"connection to {self.name} lost: {exc.strerror or exc}") from exc
+
+    def _recv_large(self, views: Sequence[memoryview], flags: int) -> int:
+        # The kernel would wake nobody for an end that is shorter than the mark: that is received next.
+        views = _without_end(views, LOW_WATER_BYTES)
+        self._set_low_water(LOW_WATER_BYTES)
+        try:
+            return _recv(self._sock, views, flags)
+        finally:
+            self._set_low_water(1)
+
+    def _set_low_water(self, size_bytes: int) -> None:
+        if not self._is_wide:
+            # The kernel makes room for what it is to wait for, and keeps it.
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 4 * LOW_WATER_BYTES)
+            self._is_wide = True
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
 
     def finish(self) -> None:
         """Tell the peer that nothing more will be sent; receiving goes on."""
@@ -232,6 +261,22 @@ class Stream:
                 f"{self.name} belongs to user id {peer.uid} and this process to {os.geteuid()}: "
                 "without a secret only the same user may connect"
             )
+
+
+def _recv(sock: socket.socket, views: Sequence[memoryview], flags: int) -> int:
+    if len(views) == 1:
+        return sock.recv_into(views[0], 0, flags)
+    return sock.recvmsg_into(views, 0, flags)[0]
+
+
+def _without_end(views: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
+    """All but the last ``size_bytes`` of what ``views`` hold, which is more."""
+    rest = list(views)
+    while len(rest[-1]) <= size_bytes:
+        size_bytes -= len(rest.pop())
+    if size_bytes:
+        rest[-1] = rest[-1][:-size_bytes]
+    return rest
 
 
 def _is_limit(exc: OSError) -> bool:

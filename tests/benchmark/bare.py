@@ -1,4 +1,14 @@
-"""The receiving side of bare sockets: one thread per sender, exact receives into buffers that are used again."""
+"""The receiving side of bare sockets: one thread per sender, exact receives into buffers that are used again.
+
+What it does: move the same collated bytes as the loaders, from two processes over two TCP connections on loopback, with
+``MSG_WAITALL`` into huge pages that are used again, and hand each batch to the consumer, from the connections in turn.
+The senders (``bare_sender.py``) send from memory that is used again.
+
+What it does not do: ask for batches, frame them, pickle, authenticate, tell what is inside, build tensors, keep a batch
+for longer than until the next one, replace a sender that died. ``bare`` computes nothing either: its senders have
+their batches ready, so on cores that all share, it has the time that a loader's workers need for the samples. In
+``bare-made``, the senders make each batch as workers do: that is the same work, and what sockets can do for it.
+"""
 
 from __future__ import annotations
 

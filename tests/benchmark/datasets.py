@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import io
 import random
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 # More than any measurement takes, so that it never meets the end of an epoch.
 NUM_SAMPLES = 10**9
@@ -56,6 +57,53 @@ class Integers(Dataset):
 
     def __getitem__(self, index: int) -> int:
         return index
+
+
+class Paths(Dataset):
+    """A list of paths, as of a dataset of files; a sample is the length of one, and the worker that has read it."""
+
+    def __init__(self, num_paths: int) -> None:
+        self.paths = [f"/data/train/class_{i % 1000:04d}/image_{i:09d}.jpg" for i in range(num_paths)]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return len(self.paths[index]), _get_worker_id()
+
+
+class Naps(Dataset):
+    """Samples that take some time and no work; each is the number of the worker that has slept."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.seconds)
+        return _get_worker_id()
+
+
+def _get_worker_id() -> int:
+    info = get_worker_info()
+    if info is None:
+        raise RuntimeError("this sample is read in the training process")
+    return info.id
+
+
+class Ready(Dataset):
+    """One tensor of so many bytes, always the same: samples that cost nothing but to be sent."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.tensor = torch.full((size_bytes,), 0xA5, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.tensor
 
 
 class Features(Dataset):

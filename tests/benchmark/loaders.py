@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,9 +17,10 @@ from typing import Any
 
 from .original import install
 from .processes import running
-from .workloads import Workload
+from .workloads import WORKLOADS, Workload
 
 NUM_WORKERS = 2
+_NUM_READY = 4
 _START_TIMEOUT = 60.0
 _TESTS = Path(__file__).resolve().parent.parent
 _REPOSITORY = _TESTS.parent
@@ -26,6 +28,8 @@ _REPOSITORY = _TESTS.parent
 # What this package is called in the processes that it starts. The repository is not on the path of all of them,
 # because it holds the package of the same name as the original's.
 PACKAGE = "benchmark"
+
+_TLS_FILES = {"CERT": "node.pem", "KEY": "node.key", "CA": "ca.pem"}
 
 Servers = contextlib.AbstractContextManager[list[str]]
 
@@ -39,12 +43,16 @@ class Loader:
         path: Folders to put on the path of its processes, found or filled on first use.
         serve: Starts its servers; entered, gives their addresses. Takes workload, environment, folder for files.
         build: Called in the trainer with workload and addresses; returns what the trainer iterates over.
+        tls: Whether clients and servers talk TLS, with the certificates of the tests.
+        loads: Whether it loads anything; otherwise its rate means nothing, and only its busy trainer is shown.
     """
 
     title: str
     path: Callable[[], list[Path]]
     serve: Callable[[Workload, dict[str, str], Path], Servers]
     build: Callable[[Workload, list[str]], Iterable[Any]]
+    tls: bool = False
+    loads: bool = True
 
     def make_environment(self, folder: Path) -> dict[str, str]:
         """Return the environment of its servers and its trainer; ``folder`` holds the secret."""
@@ -56,6 +64,12 @@ class Loader:
             token.touch(mode=0o600)
             token.write_text(secrets.token_urlsafe(32))
         env["RPCDATALOADER_TOKEN_FILE"] = str(token)
+        if self.tls:
+            for name, file in _TLS_FILES.items():
+                # Copied, because git does not keep modes, and a key must be readable by its owner only.
+                (folder / file).touch(mode=0o600)
+                (folder / file).write_bytes((_TESTS / "certificates" / file).read_bytes())
+                env[f"RPCDATALOADER_TLS_{name}"] = str(folder / file)
         return env
 
 
@@ -79,10 +93,11 @@ def _get_workload(workload: Workload) -> tuple[Callable[..., Any], dict[str, Any
     return getattr(datasets, workload.dataset), arguments
 
 
-def _serve_ours(host: str) -> Callable[[Workload, dict[str, str], Path], Servers]:
+def _serve_ours(host: str, *, tls: bool = False) -> Callable[[Workload, dict[str, str], Path], Servers]:
     def serve(_workload: Workload, env: dict[str, str], folder: Path) -> Servers:
         listen = ["--host", f"unix:{folder}/ours"] if host == "unix" else ["--host", host, "--port", "0"]
-        args = [*listen, "--num-workers", str(NUM_WORKERS)]
+        files = [f"--tls-{name.lower()}={folder / file}" for name, file in _TLS_FILES.items()] if tls else []
+        args = [*listen, "--num-workers", str(NUM_WORKERS), *files]
         return _serve("rpcdataloader.launch", args, "rpcdataloader ready ", 1, env, folder)
 
     return serve
@@ -121,14 +136,27 @@ def _build_original(workload: Workload, addresses: list[str]) -> Iterable[Any]:
     return rpcdataloader.RPCDataloader(dataset, **arguments)
 
 
-def _serve_bare(workload: Workload, env: dict[str, str], folder: Path) -> Servers:
-    return _serve(f"{PACKAGE}.bare_sender", [str(workload.batch_bytes)], "ready ", NUM_WORKERS, env, folder)
+def _serve_bare(mode: str) -> Callable[[Workload, dict[str, str], Path], Servers]:
+    def serve(workload: Workload, env: dict[str, str], folder: Path) -> Servers:
+        (name,) = (name for name, known in WORKLOADS.items() if known is workload)
+        return _serve(f"{PACKAGE}.bare_sender", [name, mode], "ready ", NUM_WORKERS, env, folder)
+
+    return serve
 
 
 def _build_bare(workload: Workload, addresses: list[str]) -> Iterable[Any]:
     from .bare import BareLoader
 
     return BareLoader(addresses, workload.batch_bytes)
+
+
+def _build_ready(workload: Workload, _addresses: list[str]) -> Iterable[Any]:
+    """Batches that were made beforehand, each handed out again and again: a loader that costs nothing."""
+    from torch.utils.data import DataLoader, Subset
+
+    factory, arguments = _get_workload(workload)
+    dataset = Subset(factory(*workload.args), range(_NUM_READY * workload.batch_size))
+    return itertools.cycle(list(DataLoader(dataset, **arguments)))
 
 
 def _find_ours() -> list[Path]:
@@ -143,7 +171,10 @@ def _find_original() -> list[Path]:
 LOADERS = {
     "ours-tcp": Loader("ours, TCP", _find_ours, _serve_ours("127.0.0.1"), _build_ours),
     "ours-unix": Loader("ours, Unix socket", _find_ours, _serve_ours("unix"), _build_ours),
+    "ours-tls": Loader("ours, TLS", _find_ours, _serve_ours("127.0.0.1", tls=True), _build_ours, tls=True),
     "torch": Loader("torch DataLoader", list, _serve_nobody, _build_torch),
     "original": Loader("original 0.2.1", _find_original, _serve_original, _build_original),
-    "bare": Loader("bare sockets", list, _serve_bare, _build_bare),
+    "bare": Loader("bare sockets", list, _serve_bare("ready"), _build_bare),
+    "bare-made": Loader("bare sockets, batches made", list, _serve_bare("made"), _build_bare),
+    "ready": Loader("list of ready batches", list, _serve_nobody, _build_ready, loads=False),
 }

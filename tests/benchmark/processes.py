@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
 _STOP_TIMEOUT = 10.0
@@ -53,6 +54,10 @@ class Child:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def read_line(self, start: str, timeout: float) -> str:
         """Return what follows ``start`` on the first line of output that starts so; ChildError after ``timeout`` s."""
@@ -111,6 +116,16 @@ class Child:
         print(f"{self.module} left processes behind: killing its group", file=sys.stderr)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
+
+
+def stop_by_signals() -> None:
+    """Let SIGINT and SIGTERM raise SystemExit, so that the context managers stop what was started."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _exit)
+
+
+def _exit(_signal: int, _frame: object) -> NoReturn:
+    sys.exit("stopped by a signal")
 
 
 @contextlib.contextmanager

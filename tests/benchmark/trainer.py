@@ -15,34 +15,53 @@ from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from .loaders import LOADERS
+from .proc import Switches, count_switches, switches_between
 from .workloads import WORKLOADS
 
 # What the loaders prefetch (2 per worker) is made at the same time and arrives in a bunch.
 _MIN_WARMUP_BATCHES = 4
-_BUSY_SECONDS = 0.010
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to measure: names of loader and workload, addresses of the servers, seconds per phase."""
+    """What to measure.
+
+    Attributes:
+        loader: Name of a contestant.
+        workload: Name of a workload.
+        addresses: Of the servers.
+        seconds: Per phase.
+        copy: Copy each batch once.
+        step_loops: Rounds of an empty loop per batch that make a busy trainer: see :func:`spin`.
+    """
 
     loader: str
     workload: str
     addresses: list[str]
     seconds: float
     copy: bool
+    step_loops: int
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Batches taken in a row: how many, in how many seconds, for how much CPU time of this process.
+    """Batches taken in a row: how many, in how many seconds, and what they cost this process.
 
-    The CPU time is without that which a busy trainer spends on purpose.
+    Attributes:
+        num_batches: So many.
+        seconds: On the clock.
+        cpu_seconds: Of all threads, without the steps that a busy trainer computes.
+        thread_seconds: CPU time of the thread that takes the batches, steps included.
+        voluntary: How often threads of this process gave up the processor because they waited.
+        involuntary: How often because others were given it.
     """
 
     num_batches: int
     seconds: float
     cpu_seconds: float
+    thread_seconds: float
+    voluntary: int
+    involuntary: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +95,27 @@ def _get_tensors(batch: Any) -> list[Any]:
     return list(batch.values())
 
 
-def _spin(seconds: float) -> None:
-    """Hold the interpreter lock for some CPU time.
+def spin(loops: int) -> None:
+    """A step of training as the interpreter lock sees it: a fixed amount of work in pure Python.
 
-    CPU time and not time on the clock: a step of training is a fixed amount of work, which takes longer when
-    threads of the loader take the lock or the processor meanwhile.
+    The lock is given up when other threads ask for it, and never otherwise. Fixed work and not a time, on whatever
+    clock: what other threads cost this one, in time and in CPU time, shall show.
     """
-    deadline = time.thread_time() + seconds
-    while time.thread_time() < deadline:
-        for _ in range(200):
-            pass
+    for _ in range(loops):
+        pass
+
+
+def count_loops(seconds: float) -> int:
+    """Return how many loops of :func:`spin` take so much CPU time here and now, at best."""
+    loops = 100_000
+    best = min(_time_loops(loops) for _ in range(10))
+    return max(1, round(loops * seconds / best))
+
+
+def _time_loops(loops: int) -> float:
+    start = time.thread_time()
+    spin(loops)
+    return time.thread_time() - start
 
 
 def _get_cpu_seconds() -> float:
@@ -93,24 +123,29 @@ def _get_cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _take(
-    batches: Iterator[Any], copier: _Copier | None, busy_seconds: float, seconds: float, min_batches: int
-) -> Phase:
+def _take(batches: Iterator[Any], copier: _Copier | None, loops: int, seconds: float, min_batches: int) -> Phase:
     """Take batches for as long and as many as said, whichever is more."""
     num_batches = 0
-    cpu_start = _get_cpu_seconds()
+    spun = 0.0
+    switches: Switches | None = None
+    switches_before = count_switches()
+    cpu_start, thread_start = _get_cpu_seconds(), time.thread_time()
     start = time.perf_counter()
-    while True:
+    while switches is None:
         batch = next(batches)
         if copier is not None:
             copier(batch)
-        if busy_seconds:
-            _spin(busy_seconds)
+        if loops:
+            spin_start = time.thread_time()
+            spin(loops)
+            spun += time.thread_time() - spin_start
         num_batches += 1
         elapsed = time.perf_counter() - start
         if elapsed >= seconds and num_batches >= min_batches:
-            cpu_seconds = _get_cpu_seconds() - cpu_start - num_batches * busy_seconds
-            return Phase(num_batches, elapsed, max(0.0, cpu_seconds))
+            thread_seconds = time.thread_time() - thread_start
+            cpu_seconds = _get_cpu_seconds() - cpu_start - spun
+            switches = switches_between(switches_before, count_switches())
+    return Phase(num_batches, elapsed, max(0.0, cpu_seconds), thread_seconds, *switches)
 
 
 def measure(task: Task) -> Figures:
@@ -133,9 +168,9 @@ def measure(task: Task) -> Figures:
     copier = _Copier(batch) if task.copy else None
     del batch
     phases = []
-    for busy_seconds in (0.0, _BUSY_SECONDS):
-        _take(batches, copier, busy_seconds, task.seconds / 4, _MIN_WARMUP_BATCHES)
-        phases.append(_take(batches, copier, busy_seconds, task.seconds, workload.min_batches))
+    for loops in (0, task.step_loops):
+        _take(batches, copier, loops, task.seconds / 4, _MIN_WARMUP_BATCHES)
+        phases.append(_take(batches, copier, loops, task.seconds, workload.min_batches))
     return Figures(built - start, first - built, *phases)
 
 

@@ -278,6 +278,57 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
+def draw() -> list[float]:
+    """A number from each generator that there is."""
+    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+class Fields(Numbers):
+    """What a sample is, and which process made it."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([index, *draw()], dtype=torch.float64), os.getpid()
+
+
+class FieldStream(IterableDataset[Any]):
+    """The same, iterable-style: ``size`` samples for worker 0, and ``more`` for each one after it."""
+
+    def __init__(self, size: int = 30, more: int = 1) -> None:
+        self.size = size
+        self.more = more
+
+    def part(self) -> tuple[int, int]:
+        """Which one this worker has, and how many samples there are in it."""
+        info: Any = get_worker_info()
+        return info.id, self.size + self.more * info.id
+
+    def __iter__(self) -> Any:
+        part, length = self.part()
+        for number in range(length):
+            yield torch.tensor([number, part, *draw()], dtype=torch.float64), os.getpid()
+
+
+class StatefulFieldStream(FieldStream):
+    """Remembers its place, and tells where it was iterated over from."""
+
+    def __init__(self, size: int = 30, more: int = 1) -> None:
+        super().__init__(size, more)
+        self.number = 0
+
+    def __iter__(self) -> Any:
+        part, length = self.part()
+        first = self.number
+        for self.number in range(first + 1, length + 1):
+            yield torch.tensor([self.number - 1, part, *draw()], dtype=torch.float64), os.getpid(), first
+        self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
 def fail_to_build(error: BaseException) -> None:
     raise error
 

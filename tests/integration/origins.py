@@ -78,7 +78,7 @@ def run_ranks(zygote: Zygote, function: Any, world_size: int, *args: object) -> 
         What it returned in each, by way of JSON.
     """
     source = _RANK.format(imports=f"from {function.__module__} import {function.__name__}", call=function.__name__)
-    scripts = [zygote.start(source, rank, world_size, *args) for rank in range(world_size)]
+    scripts = [zygote.start(source, rank, world_size, *args, ends_quickly=True) for rank in range(world_size)]
     ended = [script.wait(60) for script in scripts]
     for one in ended:
         assert one.status == 0, one.errors

@@ -44,7 +44,7 @@ def run_ranks(zygote, tmp_path):
 
     def run(source):
         script = BEGIN + WITH_FILE + source + END
-        ranks = [zygote.start(script, rank, tmp_path / "rendezvous") for rank in range(2)]
+        ranks = [zygote.start(script, rank, tmp_path / "rendezvous", ends_quickly=True) for rank in range(2)]
         ended = [rank.wait(60) for rank in ranks]
         for one in ended:
             assert (one.status, one.errors) == (0, "")

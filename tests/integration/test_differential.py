@@ -131,7 +131,7 @@ def test_interrupt_while_waiting_leaves_a_loader_that_works(addresses, zygote, t
     for how in ("torch", "local", "workers", "RPCDataset"):
         fifo = tmp_path / how
         os.mkfifo(fifo)
-        scripts.append(zygote.start(SCRIPT, how, addresses[2], fifo, persistent))
+        scripts.append(zygote.start(SCRIPT, how, addresses[2], fifo, persistent, ends_quickly=True))
     expected, *ended = [script.wait(50) for script in scripts]
     assert expected.output == "0 1\n" + "interrupted\n" * 2 + "2 3 4 5 6 7\n" + "0 1 2 3 4 5 6 7\n" * 2
     for end in ended:

@@ -143,7 +143,10 @@ print(json.dumps([indices, draws]))
 def test_two_processes_of_a_distributed_job(zygote, shared_server, second_server, tmp_path):
     addresses = [shared_server.address, second_server.address]
     logs = [str(tmp_path / f"log{rank}") for rank in range(2)]
-    ranks = [zygote.start(RANK_SCRIPT, rank, tmp_path / "rendezvous", logs[rank], *addresses) for rank in range(2)]
+    ranks = [
+        zygote.start(RANK_SCRIPT, rank, tmp_path / "rendezvous", logs[rank], *addresses, ends_quickly=True)
+        for rank in range(2)
+    ]
     ended = [script.wait(60) for script in ranks]
     for one in ended:
         assert one.status == 0, one.errors

@@ -56,13 +56,22 @@ NOT_RUN = {
     "how-many-workers.md": ["$ python -m tests.benchmark.link"],
     "shared-clusters.md": ["$ grep event=refused log"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
-    "debugging.md": ["$ kill -QUIT 4712", "$ py-spy dump --pid 4712"],
+    "gpu.md": ["$ python -m tests.benchmark.gpu"],
+    "debugging.md": [
+        "$ python -m rpcdataloader.status node01:6543 --stacks",
+        "$ kill -QUIT 4712",
+        "$ py-spy dump --pid 4712",
+    ],
     "security.md": [
         "$ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 \\",
         '$ openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=rpcdataloader" \\',
         "$ grep event=refused log",
     ],
     "performance.md": ["$ python -m tests.benchmark --quick"],
+    "status.md": [
+        "$ python -m rpcdataloader.status node01:6543",
+        "$ until python -m rpcdataloader.status @pool > /dev/null; do [ $? -eq 1 ] || break; sleep 2; done",
+    ],
 }
 
 
@@ -118,7 +127,7 @@ def test_every_block_is_of_a_kind_that_is_run_or_only_looked_at():
         for block in blocks_of(page):
             directive = block.language.startswith("{")
             assert directive or block.language in ("python", "console", "text"), f"{page}:{block.line}"
-            assert not set(block.marks) - {"", "file", "output", "not run", "not-yet", "end"}, f"{page}:{block.line}"
+            assert not set(block.marks) - {"", "file", "output", "not run", "non-goals", "end"}, f"{page}:{block.line}"
 
 
 def test_only_the_listed_snippets_are_not_run_and_each_says_why():
@@ -203,7 +212,7 @@ class Desk:
         """Start a script whose first line is empty, so that the numbers of its lines stay what they are."""
         assert source.startswith("\n")
         change = f"os.chdir({str(self.folder)!r}); os.environ.update({ {**self._changed_env, **env}!r})"
-        return self._zygote.start(f"import os, tempfile; {change}; tempfile.tempdir = None{source}")
+        return self._zygote.start(f"import os, tempfile; {change}; tempfile.tempdir = None{source}", ends_quickly=True)
 
     def check_nothing_is_left(self) -> None:
         wait_until(lambda: not self._processes(), 5, "processes of a snippet are left")

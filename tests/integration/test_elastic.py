@@ -10,12 +10,14 @@ from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import ConnectError
 from tests.conftest import wait_until
 from tests.integration import datasets
-from tests.integration.test_recovery import Hosted, Stream, loader_of, samples_of, take, wait_for_crew
+from tests.integration.datasets import FieldStream
+from tests.integration.test_recovery import Hosted, loader_of, samples_of, take, wait_for_crew
 
 
 @pytest.fixture
-def register(serve, tmp_path):
-    """Start a server that registers."""
+def register(serve, tmp_path, monkeypatch):
+    """Start a server that registers; clients look for those more often than usual."""
+    monkeypatch.setattr("rpcdataloader.client.watcher.PAUSE", 0.05)
     directory = str(tmp_path / "register")
 
     def start(*options):
@@ -88,9 +90,9 @@ def test_number_of_workers_stays_what_was_asked_for(register):
 
 def test_streams_of_a_server_that_leaves_go_on_elsewhere(register):
     first = register()
-    undisturbed = [samples_of(batch) for batch in loader_of(Stream(), register.workers, num_workers=2)]
+    undisturbed = [samples_of(batch) for batch in loader_of(FieldStream(), register.workers, num_workers=2)]
     batches = []
-    for number, batch in enumerate(loader_of(Stream(), register.workers, num_workers=2)):
+    for number, batch in enumerate(loader_of(FieldStream(), register.workers, num_workers=2)):
         batches.append(samples_of(batch))
         if number == 3:
             register()

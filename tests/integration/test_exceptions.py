@@ -183,7 +183,7 @@ raise Required("uncaught", code=7) from first.__cause__
 
 
 def test_classes_of_the_training_script_and_what_its_user_sees(zygote, workers):
-    ended = zygote.start(CLASSES_OF_A_SCRIPT, workers).wait(60)
+    ended = zygote.start(CLASSES_OF_A_SCRIPT, workers, ends_quickly=True).wait(60)
     assert ended.errors.endswith("__main__.Required: uncaught: 7\n") or ended.errors.endswith(
         "\nRequired: uncaught: 7\n"
     )

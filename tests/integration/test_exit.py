@@ -12,8 +12,6 @@ import pytest
 
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
-NUM_EXITS = 20
-
 # The first thing at the end of the program, and the last: between them, the package closes everything.
 CLOCK = """
 import atexit, sys, time
@@ -56,6 +54,7 @@ os.kill(pid, signal.SIGKILL)
 """
 
 
+@pytest.mark.parametrize("num_exits", [10, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "bodies",
     [
@@ -63,8 +62,8 @@ os.kill(pid, signal.SIGKILL)
         pytest.param([IN_CALLS, IN_CALLS_TO_A_WORKER_THAT_WAS_KILLED], id="calls"),
     ],
 )
-def test_twenty_exits_in_the_middle_of_things_are_quick_and_silent(zygote, shared_server, bodies):
-    for _ in range(NUM_EXITS // len(bodies)):
+def test_exits_in_the_middle_of_things_are_quick_and_silent(zygote, shared_server, bodies, num_exits):
+    for _ in range(num_exits // len(bodies)):
         scripts = [zygote.start(CLOCK + body + STOP_CLOCK, shared_server.address) for body in bodies]
         for script in scripts:
             ended = script.wait(30 * TIMEOUT_SCALE)

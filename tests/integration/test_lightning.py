@@ -20,6 +20,8 @@ pytestmark = [
     pytest.mark.usefixtures("clean_client"),
     # Its advice (more workers, a validation loader), and deprecated names that it uses.
     pytest.mark.filterwarnings(r"ignore::Warning:pytorch_lightning\..*"),
+    # On a machine of a cluster.
+    pytest.mark.filterwarnings("ignore:The `srun` command is available"),
 ]
 logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 

@@ -127,6 +127,15 @@ def test_sampler_is_consumed_as_far_ahead_as_by_torch(workers, prefetch_factor):
     assert expected[0] == 2 * prefetch_factor
 
 
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_sampler_of_a_hundred_million_indices_is_not_listed(workers, batch_size):
+    sampler = Counting(10**8)
+    iterator = iter(RPCDataloader(Numbers(100), batch_size, sampler=sampler, workers=workers))
+    for number in range(5):
+        next(iterator)
+        assert sampler.consumed == (number + 1 + 2 * 2) * (batch_size or 1)
+
+
 def test_batches_come_in_any_order_when_asked(workers, fifo):
     dataset = datasets.Gated(8, 0, fifo)
     batches = iter(RPCDataloader(dataset, workers=workers, in_order=False))

@@ -130,6 +130,6 @@ print("as expected")
 
 
 def test_classes_and_functions_of_the_training_script(zygote, shared_server):
-    ended = zygote.start(SCRIPT, shared_server.address).wait(60)
+    ended = zygote.start(SCRIPT, shared_server.address, ends_quickly=True).wait(60)
     assert ended.status == 0, ended.errors
     assert ended.output == "as expected\n"

@@ -261,7 +261,8 @@ def usage(pid):
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 
-def test_fifty_epochs_leave_nothing_behind(serve):
+@pytest.mark.parametrize("num_rounds", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_many_epochs_leave_nothing_behind(serve, num_rounds):
     server = serve("--num-workers", "2")
     loaders = [
         RPCDataloader(Samples(), batch_size=2, workers=server.address, shuffle=True, persistent_workers=persistent)
@@ -283,7 +284,7 @@ def test_fifty_epochs_leave_nothing_behind(serve):
     memory = {pid: private_bytes(pid) for pid in pids}
     wait_until(lambda: len([name for name in threads() if name.startswith("rpcdl-recv")]) == 3)
     before = {pid: usage(pid) for pid in pids}
-    assert run(10) == pids
+    assert run(num_rounds) == pids
     # Some of the first rounds may still have been closing when they were counted.
     wait_until(
         lambda: all(now <= then for pid in pids for now, then in zip(usage(pid), before[pid], strict=True)),

@@ -4,60 +4,20 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import signal
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.loader import iterator as iterator_module
+from rpcdataloader.loader.crew import Crew
 from tests.conftest import is_running, wait_until
 from tests.integration import datasets
-
-
-def draw():
-    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
-
-
-class Fields(Dataset):
-    """What a sample is, and which process made it."""
-
-    def __len__(self):
-        return 60
-
-    def __getitem__(self, index):
-        return torch.tensor([index, *draw()], dtype=torch.float64), os.getpid()
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        part = get_worker_info().id
-        for number in range(30 + part):
-            yield torch.tensor([number, part, *draw()], dtype=torch.float64), os.getpid()
-
-
-class StatefulStream(Stream):
-    """Remembers its place, and where it was iterated over from."""
-
-    def __init__(self):
-        self.number = 0
-
-    def __iter__(self):
-        part = get_worker_info().id
-        first = self.number
-        for self.number in range(first + 1, 31 + part):
-            yield torch.tensor([self.number - 1, part, *draw()], dtype=torch.float64), os.getpid(), first
-
-    def state_dict(self):
-        return {"number": self.number}
-
-    def load_state_dict(self, state):
-        self.number = state["number"]
+from tests.integration.datasets import Fields, FieldStream, StatefulFieldStream, draw
 
 
 class DeadlyStream(IterableDataset):
@@ -69,6 +29,12 @@ class DeadlyStream(IterableDataset):
             if part == 1 and number == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield part * 10 + number
+
+
+@pytest.fixture(autouse=True)
+def short_searches(monkeypatch):
+    """Nodes that are gone are looked for more often than usual."""
+    monkeypatch.setattr("rpcdataloader.loader.crew.MAX_PAUSE", 0.2)
 
 
 @pytest.fixture
@@ -86,7 +52,9 @@ def samples_of(batch):
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])
-@pytest.mark.parametrize("dataset", [Fields(), Stream(), StatefulStream()], ids=lambda dataset: type(dataset).__name__)
+@pytest.mark.parametrize(
+    "dataset", [Fields(60), FieldStream(), StatefulFieldStream()], ids=lambda dataset: type(dataset).__name__
+)
 def test_batches_are_the_same_when_workers_are_killed(workers, caplog, dataset, persistent_workers):
     undisturbed = [samples_of(batch) for batch in loader_of(dataset, workers, num_workers=2)]
     loader = loader_of(dataset, workers, num_workers=2, persistent_workers=persistent_workers)
@@ -105,7 +73,7 @@ def test_batches_are_the_same_when_workers_are_killed(workers, caplog, dataset, 
 
 def test_stream_with_a_state_goes_on_and_is_not_read_again(workers):
     firsts = []
-    for number, (_fields, pids, first) in enumerate(loader_of(StatefulStream(), workers, num_workers=1)):
+    for number, (_fields, pids, first) in enumerate(loader_of(StatefulFieldStream(), workers, num_workers=1)):
         firsts += first.tolist()
         if number == 3:
             os.kill(int(pids[0]), signal.SIGKILL)
@@ -163,7 +131,7 @@ def test_stream_that_kills_every_worker_ends_with_an_error_and_the_others_go_on(
     assert [num_samples for num_samples, *_ in state["streams"]] == [6, 2]
 
 
-@pytest.mark.parametrize("dataset", [Fields(), Stream()], ids=lambda dataset: type(dataset).__name__)
+@pytest.mark.parametrize("dataset", [Fields(60), FieldStream()], ids=lambda dataset: type(dataset).__name__)
 def test_node_that_is_lost_costs_no_batch(serve, shared_server, dataset):
     lost = serve("--num-workers", "2")
     addresses = [lost.address, shared_server.address]
@@ -187,7 +155,7 @@ def test_workers_that_die_before_they_answer_end_the_pass(workers):
 def test_nothing_is_left_of_workers_that_were_replaced(serve):
     server = serve("--num-workers", "2")
     victims = set()
-    for batch in loader_of(Fields(), server.address):
+    for batch in loader_of(Fields(60), server.address):
         pid = int(batch[1][0])
         if len(victims) < 2 and pid not in victims:
             os.kill(pid, signal.SIGKILL)
@@ -212,7 +180,7 @@ def port_of(server):
     return server.address.rpartition(":")[2]
 
 
-@pytest.mark.parametrize("dataset", [Fields(), Stream()], ids=lambda dataset: type(dataset).__name__)
+@pytest.mark.parametrize("dataset", [Fields(60), FieldStream()], ids=lambda dataset: type(dataset).__name__)
 def test_node_that_is_started_again_goes_on_where_it_was(serve, dataset):
     server = serve("--num-workers", "2")
     undisturbed = [samples_of(batch) for batch in loader_of(dataset, server.address, num_workers=2)]
@@ -288,7 +256,7 @@ def test_rank_whose_nodes_are_gone_takes_workers_elsewhere_and_gives_them_back(s
 
 def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
     servers = [serve("--num-workers", "1") for _ in range(2)]
-    iterator = iter(loader_of(Fields(), [server.address for server in servers], reconnect_timeout=0.5))
+    iterator = iter(loader_of(Fields(60), [server.address for server in servers], reconnect_timeout=0.5))
     next(iterator)
     for server in servers:
         server.signal(signal.SIGKILL)
@@ -297,6 +265,24 @@ def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
     text = str(caught.value)
     assert "none came back within 0.5 s (reconnect_timeout)" in text
     assert all(f"{server.address}: " in text for server in servers)
+
+
+@pytest.mark.parametrize(("method", "what"), [("start", "it is not there"), ("_open", "it is not there any more")])
+def test_error_names_a_node_that_goes_before_its_first_worker(serve, monkeypatch, method, what):
+    server = serve("--num-workers", "1")
+    go_on = getattr(Crew, method)
+
+    def lose_the_node(crew, *args):
+        monkeypatch.undo()
+        (node,) = crew._nodes
+        server.signal(signal.SIGKILL)
+        wait_until(lambda: not node.session().is_ready)
+        return go_on(crew, *args)
+
+    monkeypatch.setattr(Crew, method, lose_the_node)
+    with pytest.raises(ConnectionLostError) as caught:
+        next(iter(RPCDataloader(datasets.Numbers(), workers=server.address, reconnect_timeout=0)))
+    assert str(caught.value).endswith(f"within 0 s (reconnect_timeout): {server.address}: {what}")
 
 
 def test_reconnect_timeout_is_checked(workers):
@@ -336,11 +322,19 @@ def indices_of(loader):
     return [int(index) for index, _pid in loader]
 
 
+@pytest.fixture
+def soon_late(monkeypatch):
+    """A batch is late by far after a tenth of a second."""
+    monkeypatch.setattr("rpcdataloader.loader.pace._LATE_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("soon_late")
 def test_batch_that_hangs_is_loaded_by_another_worker(workers, tmp_path):
     loader = RPCDataloader(Hanging(str(tmp_path), hanging=[20]), workers=workers, num_workers=2)
     assert indices_of(loader) == [*range(40)]
 
 
+@pytest.mark.usefixtures("soon_late")
 def test_worker_that_is_stopped_holds_nobody_up(workers, tmp_path):
     samples = []
     for index, pid in RPCDataloader(Hanging(str(tmp_path)), workers=workers, num_workers=2):
@@ -351,11 +345,12 @@ def test_worker_that_is_stopped_holds_nobody_up(workers, tmp_path):
     wait_until(lambda: not is_running(int(pid)), what="end of the stopped worker")
 
 
+@pytest.mark.usefixtures("soon_late")
 def test_worker_that_hangs_at_a_batch_that_another_one_has_loaded_is_ended(workers, tmp_path, caplog):
-    # The second copy of batch 20 is sent after a second, and delivered before the time is over for the first one.
+    # The second copy of batch 20 is sent after 0.1 s, and delivered before the time is over for the first one.
     dataset = Hanging(str(tmp_path), hanging=[20, 39])
-    assert indices_of(RPCDataloader(dataset, workers=workers, num_workers=2, task_timeout=1.5)) == [*range(40)]
-    assert "batch 20 (indices [20]) took longer than 1.5 s (task_timeout) on worker" in caplog.text
+    assert indices_of(RPCDataloader(dataset, workers=workers, num_workers=2, task_timeout=0.8)) == [*range(40)]
+    assert "batch 20 (indices [20]) took longer than 0.8 s (task_timeout) on worker" in caplog.text
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -479,10 +474,10 @@ def test_node_server_that_does_not_answer_any_more_costs_no_batch(serve, monkeyp
     frozen, other = [serve("--num-workers", "1") for _ in range(2)]
     monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.5")
     addresses = [frozen.address, other.address]
-    undisturbed = [samples_of(batch) for batch in loader_of(Stream(), addresses)]
+    undisturbed = [samples_of(batch) for batch in loader_of(FieldStream(), addresses)]
     batches, victims = [], []
     try:
-        for batch in loader_of(Stream(), addresses):
+        for batch in loader_of(FieldStream(), addresses):
             batches.append(samples_of(batch))
             worker = int(batch[1][-1])
             if not victims and worker in frozen.processes():
@@ -496,7 +491,7 @@ def test_node_server_that_does_not_answer_any_more_costs_no_batch(serve, monkeyp
     assert batches == undisturbed
 
 
-@pytest.mark.parametrize("dataset", [Fields(), Stream()], ids=lambda dataset: type(dataset).__name__)
+@pytest.mark.parametrize("dataset", [Fields(60), FieldStream()], ids=lambda dataset: type(dataset).__name__)
 def test_worker_that_drains_when_an_epoch_begins_is_replaced_when_it_ends(workers, dataset):
     undisturbed = [samples_of(batch) for batch in loader_of(dataset, workers)]
     loader = loader_of(dataset, workers, persistent_workers=True)

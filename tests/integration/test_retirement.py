@@ -5,65 +5,23 @@ from __future__ import annotations
 import collections
 import logging
 import os
-import random
 import signal
 import time
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, rpc_async
 from rpcdataloader.errors import ConnectionLostError
 from tests.integration import tasks
+from tests.integration.datasets import Fields, FieldStream, StatefulFieldStream
 from tests.integration.quick import quick_server
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
 MAX_TASKS = 3
 PREFETCH = 2  # the default of loaders
-
-
-def draw():
-    return [random.random(), float(np.random.rand()), float(torch.rand(()))]
-
-
-class Fields(Dataset):
-    """What a sample is, and which process made it."""
-
-    def __len__(self):
-        return 48
-
-    def __getitem__(self, index):
-        return torch.tensor([index, *draw()], dtype=torch.float64), os.getpid()
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        part = get_worker_info().id
-        for number in range(18 + 3 * part):
-            yield torch.tensor([number, part, *draw()], dtype=torch.float64), os.getpid()
-
-
-class StatefulStream(Stream):
-    """Remembers its place."""
-
-    def __init__(self):
-        self.number = 0
-
-    def __iter__(self):
-        part = get_worker_info().id
-        first = self.number + 1
-        for self.number in range(first, 19 + 3 * part):
-            yield torch.tensor([self.number, part, *draw()], dtype=torch.float64), os.getpid()
-        self.number = 0
-
-    def state_dict(self):
-        return {"number": self.number}
-
-    def load_state_dict(self, state):
-        self.number = state["number"]
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +41,7 @@ def loader_of(dataset, workers, **options):
 
 @pytest.mark.parametrize(
     ("dataset", "persistent_workers"),
-    [(Fields(), True), (Stream(), False), (StatefulStream(), True)],
+    [(Fields(48), True), (FieldStream(18, 3), False), (StatefulFieldStream(18, 3), True)],
     ids=lambda value: type(value).__name__,
 )
 def test_batches_are_the_same_when_workers_retire(server, shared_server, caplog, dataset, persistent_workers):
@@ -164,8 +122,8 @@ worker.Worker._count_task = count_first
 def test_place_that_somebody_else_has_taken_is_waited_for(serve, shared_server, caplog):
     """Also while others are at work: a stream could not go on without it."""
     server = serve("--num-workers", "2", "--max-tasks-per-worker", "4", before=ONE_RETIRES_AND_ITS_PLACE_IS_TAKEN)
-    undisturbed = [batch[0].tolist() for batch in loader_of(Stream(), shared_server.address)]
-    assert [batch[0].tolist() for batch in loader_of(Stream(), server.address)] == undisturbed
+    undisturbed = [batch[0].tolist() for batch in loader_of(FieldStream(18, 3), shared_server.address)]
+    assert [batch[0].tolist() for batch in loader_of(FieldStream(18, 3), server.address)] == undisturbed
     assert 'reason="busy: taken by somebody else"' in server.log
     busy = f"waiting for {server.address}, which is busy: taken by somebody else"
     assert set(caplog.messages) == {busy}

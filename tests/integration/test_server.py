@@ -509,7 +509,9 @@ def test_silent_strangers_do_not_keep_others_out(serve):
 
 
 def test_server_without_descriptors_waits_and_goes_on(serve):
-    server = serve(before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30))")
+    server = serve(
+        before="import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (30, 30)); node.EXHAUSTED_PAUSE = 0.3"
+    )
     with contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(dial(server))
@@ -649,8 +651,15 @@ def long_tmpdir(tmp_path):
 
 
 def test_embedded_pool_ends_with_its_trainer_however_that_ends_and_leaves_nothing(zygote, long_tmpdir):
-    # What a library has asked for before the fork is remembered.
-    start = f"import os, tempfile; os.environ['TMPDIR'] = {str(long_tmpdir)!r}; tempfile.tempdir = None\n" + EMBEDDED
+    # What a library has asked for before the fork is remembered. The pool does not wait for its interpreter's end.
+    end_of_pool = f"import atexit, os; atexit.register(os.mkdir, {str(long_tmpdir / 'the long way')!r}); "
+    start = f"""
+import os, tempfile
+from rpcdataloader.client import local
+os.environ["TMPDIR"] = {str(long_tmpdir)!r}
+tempfile.tempdir = None
+local._BOOT = {end_of_pool!r} + local._BOOT
+{EMBEDDED}"""
     scripts = {end: zygote.start(start + source) for end, source in ENDS.items()}
     for end, script in scripts.items():
         ended = script.wait(60)

@@ -41,7 +41,7 @@ class OnFileSystem(Dataset):
 @pytest.mark.parametrize("cached", [0, 9], ids=["nothing cached", "most cached"])
 @pytest.mark.parametrize(
     ("seconds", "late_seconds"),
-    [(2.5, 0.1), pytest.param(120.0, 1.0, marks=pytest.mark.slow)],
+    [(1.2, 0.1), pytest.param(120.0, 1.0, marks=pytest.mark.slow)],
     ids=["short", "real"],
 )
 def test_file_system_that_stalls_is_waited_for(serve, tmp_path, monkeypatch, caplog, cached, seconds, late_seconds):

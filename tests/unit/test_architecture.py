@@ -19,7 +19,7 @@ SOURCES = {
     for path in PACKAGE.rglob("*.py")
 }
 
-# What each part of the package may import besides itself. Nothing imports launch, check and integrations.
+# What each part of the package may import besides itself. Nothing imports launch, ssh, check, status, integrations.
 BELOW = {
     "errors": set(),
     "wire": {"errors"},
@@ -30,6 +30,7 @@ BELOW = {
     "launch": {"server", "wire", "errors"},
     "integrations": {"loader"},
     "check": {"loader", "client", "server", "wire", "errors"},
+    "status": {"client", "wire", "errors"},
 }
 PURE = {
     "rpcdataloader.wire.address",
@@ -37,10 +38,14 @@ PURE = {
     "rpcdataloader.wire.handshake",
     "rpcdataloader.server.tracebacks",
     "rpcdataloader.wire.registration",
+    "rpcdataloader.wire.status",
+    "rpcdataloader.status.report",
+    "rpcdataloader.client.slurm",
     "rpcdataloader.loader.budget",
     "rpcdataloader.loader.roster",
     "rpcdataloader.loader.choosing",
     "rpcdataloader.loader.pace",
+    "rpcdataloader.loader.ranking",
     "rpcdataloader.loader.scheduler",
     "rpcdataloader.loader.streams",
     "rpcdataloader.loader.timeouts",

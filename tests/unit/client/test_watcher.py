@@ -226,7 +226,7 @@ def test_close_ends_watches_and_the_thread(tmp_path, watcher, changes):
     assert changes.none()
 
 
-def test_watch_can_be_closed_in_a_fork(watcher, changes):
+def test_watch_can_be_closed_in_a_fork(watcher, changes, monkeypatch):
     """Though the lock may have been taken by a thread that is not there."""
     watch = watcher.watch((), changes)
     held, enough = threading.Event(), threading.Event()
@@ -239,6 +239,7 @@ def test_watch_can_be_closed_in_a_fork(watcher, changes):
     thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(LIMIT)
+    monkeypatch.setattr("rpcdataloader.client.watcher.JOIN_TIMEOUT", 0.1)  # for the thread, which there is here
     watcher.forget_in_child()
     watch.close()
     watcher.close()

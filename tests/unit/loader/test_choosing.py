@@ -17,13 +17,19 @@ def workers(*task_seconds, hosts=(None,) * 9) -> list[WorkerPace[int]]:
     return records
 
 
+def soonest_first(*records) -> list[WorkerPace[int]]:
+    return sorted(records, key=WorkerPace.expect_finish)
+
+
 def test_earliest_expected_finish_is_chosen_and_who_is_overdue_comes_last():
     fast, slow, new = workers(1.0, 3.0, 1.0)
-    assert choose([slow, fast, new], None, 0.0) is fast
+    assert choose(soonest_first(slow, fast, new), None, 0.0) is fast
     fast.sent(10, 0.0)
-    assert choose([slow, fast, new], None, 0.0) is new
-    assert choose([slow, fast], None, 0.0) is fast
-    assert choose([slow, fast], None, 4.0) is slow
+    assert choose(soonest_first(slow, fast, new), None, 0.0) is new
+    assert choose(soonest_first(slow, fast), None, 0.0) is fast
+    assert choose(soonest_first(slow, fast), None, 4.0) is slow
+    slow.sent(11, 0.0)
+    assert choose(soonest_first(slow, fast), None, 12.0) is fast  # both are
 
 
 def test_place_where_a_task_has_failed_is_chosen_last():
@@ -46,11 +52,11 @@ def test_task_is_kept_for_a_faster_worker_until_that_is_overdue_or_the_slow_one_
     slow, fast = workers(20.0, 1.0)
     fast.sent(10, 0.0)
     fast.sent(11, 0.0)
-    assert keep_until(slow, [slow, fast], None, 1.0) == 4.0
-    assert keep_until(slow, [slow, fast], None, 4.0) <= 4.0  # now it may have it
+    assert keep_until(slow, soonest_first(slow, fast), None, 1.0) == 4.0
+    assert keep_until(slow, soonest_first(slow, fast), None, 4.0) <= 4.0  # now it may have it
     fast.since = 319.0
-    assert keep_until(slow, [slow, fast], None, 319.5) == 320.0  # 16 times 20
-    assert keep_until(slow, [slow, fast], None, 320.0) <= 320.0
+    assert keep_until(slow, soonest_first(slow, fast), None, 319.5) == 320.0  # 16 times 20
+    assert keep_until(slow, soonest_first(slow, fast), None, 320.0) <= 320.0
 
 
 def test_task_is_not_kept_for_a_worker_of_which_nothing_is_known():

@@ -85,6 +85,7 @@ ARGUMENTS = {
     "retry_on": OSError,
     "on_error": "skip",
     "max_skipped": 7,
+    "device": "cpu",
     "check_num_batches": False,
     "max_in_flight_bytes": 1000,
 }

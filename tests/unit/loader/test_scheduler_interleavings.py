@@ -231,8 +231,9 @@ class Interleavings(RuleBasedStateMachine):
         has_room = any(len(self.workers[w]) < self.prefetch_factor for w in set(self.workers) - self.draining)
         if has_room and self.waiting and self.may_send(min(self.waiting)):
             assert due is not None
-        if self.hedging and self.in_order and not self.hedged():
-            for worker in self.holders(len(self.delivered)):
+        awaited = len(self.delivered)
+        if self.hedging and self.in_order and not self.hedged() and self.is_open(awaited):
+            for worker in self.holders(awaited):
                 late_at = self.scheduler._workers[worker].since + self.scheduler._pace.late_seconds
                 assert late_at in (math.inf, due) or late_at <= self.now or (due is not None and due < late_at)
 
@@ -340,6 +341,13 @@ class Interleavings(RuleBasedStateMachine):
         for worker, number in named:
             assert number == self.workers[worker][0]
             self.end(worker, blamed=blamed)
+
+    @invariant()
+    def workers_that_may_be_given_tasks_are_ranked(self):
+        taking = [record for record in self.scheduler._workers.values() if not record.draining]
+        for has_room, ranking in (True, self.scheduler._open), (False, self.scheduler._full):
+            expected = [one for one in taking if (len(one.in_flight) < self.prefetch_factor) == has_room]
+            assert list(ranking) == sorted(expected, key=lambda one: (one.expect_finish(), one.order))
 
     @invariant()
     def nothing_is_forgotten(self):

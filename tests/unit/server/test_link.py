@@ -105,6 +105,32 @@ def test_post_never_waits_and_loses_nothing(pair):
     assert ours.flush()
 
 
+def test_offer_passes_descriptors_on_or_says_that_there_is_no_room(pair):
+    ours, theirs = pair
+    read_end, write_end = os.pipe()
+    os.close(write_end)
+    assert ours.offer("stacks", [read_end])
+    event, (descriptor,) = theirs.recv()
+    assert event == {"event": "stacks"}
+    assert os.read(descriptor, 1) == b""
+    os.close(descriptor)
+    fill(ours)
+    assert not ours.offer("stacks", [read_end])
+    ours.post("drain")
+    # What was posted goes first.
+    received = []
+    while not ours.offer("stacks", [read_end]):
+        received.append(theirs.recv()[0]["event"])
+    while not received or received[-1] != "stacks":
+        event, descriptors = theirs.recv()
+        received.append(event["event"])
+    os.close(descriptors[0])
+    assert received[-2:] == ["drain", "stacks"]
+    theirs.close()
+    assert not ours.offer("stacks", [read_end])
+    os.close(read_end)
+
+
 def test_room_is_reported_to_whoever_polls(pair):
     ours, theirs = pair
     fill(ours)

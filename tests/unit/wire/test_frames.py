@@ -18,6 +18,7 @@ from rpcdataloader.wire.frames import (
     HEADER_SIZE,
     MAC_SIZE,
     PREAMBLE_SIZE,
+    STATUS_ID,
     Decoder,
     Flag,
     Limits,
@@ -116,6 +117,12 @@ def test_golden_preamble():
     assert Preamble.decode(golden) == Preamble(session_id, version=1, tls=True)
 
 
+def test_golden_preamble_of_a_status_connection():
+    golden = bytes.fromhex("525043444c445201010000000000000001000000000000000000000000000000")
+    assert Preamble(STATUS_ID).encode() == golden
+    assert Preamble.decode(golden).session_id == STATUS_ID
+
+
 def test_flags_of_a_later_preamble_are_ignored():
     assert Preamble.decode(Preamble().encode()[:10] + b"\xfe\xff\x01\x02\x03\x04" + bytes(16)) == Preamble()
 
@@ -154,6 +161,7 @@ GOLDEN_MACS = {
     MessageType.EXITED: "538d7120f0d9090e546c9771eb9ad29d",
     MessageType.BUILD: "9eae6c6624fdf8ba876228be53b00956",
     MessageType.STACK: "0a649a8c9affc3d1038c4376d9c29013",
+    MessageType.STATS: "d5ffa82b44f8c88b3f8fec2234baafb2",
 }
 
 

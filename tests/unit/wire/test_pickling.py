@@ -170,6 +170,13 @@ class TestTensors:
             for there, here in zip(flat, torch.utils._pytree.tree_flatten(sent)[0], strict=True):
                 assert there.equal(here)
 
+    def test_nested_tensor_in_pinned_memory_that_it_shares_arrives_right(self):
+        sent = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)])
+        others = [torch.rand(3) for _ in range(100)]
+        allocator = PinnedAllocator(lambda size_bytes: torch.empty(size_bytes, dtype=torch.uint8))
+        *_, received = transfer([*others, sent], dumps_reply, allocator)
+        assert [part.tolist() for part in received.unbind()] == [part.tolist() for part in sent.unbind()]
+
 
 class TestArrays:
     LARGE = np.random.default_rng(0).integers(0, 100, (100, 200, 7))

@@ -139,6 +139,51 @@ def test_read_ahead_gives_the_same_bytes(pair):
     sending.result(FOREVER)
 
 
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[4 * MIB], [9 * MIB + 1], [5 * MIB, MIB // 2, 0, MIB // 2], [5 * MIB, MIB // 2, MIB], [100_000] * 100],
+    ids=lambda sizes: f"{len(sizes)} of {sum(sizes)}",
+)
+def test_large_blocks_over_tcp_arrive_whole_with_nothing_after_them(tcp_pair, sizes):
+    ours, theirs = tcp_pair
+    size = sum(sizes)
+    data = os.urandom(size)
+    sending = in_thread(ours.send, [data])
+    memory = memoryview(bytearray(size))
+    filled = 0
+    while filled < size:
+        views, end = [], 0
+        for length in sizes:  # what is left of each
+            end += length
+            views.append(memory[max(filled, end - length) : max(filled, end)])
+        filled += theirs.recv_into(list(filter(None, views)))
+    assert memory == data
+    sending.result(FOREVER)
+    ours.send([b"x"])
+    assert read(theirs, 1) == b"x"
+
+
+def low_water(stream):
+    return stream._sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+
+
+def test_receiver_of_a_large_block_sleeps_until_much_has_come(tcp_pair):
+    ours, theirs = tcp_pair
+    memory = memoryview(bytearray(9 * MIB))
+    receiving = in_thread(theirs.recv_into, [memory])
+    wait_until(lambda: low_water(theirs) == transport.LOW_WATER_BYTES)
+    ours.send([bytes(8 * MIB)])
+    assert receiving.result(FOREVER) == 8 * MIB
+    assert low_water(theirs) == 1
+    receiving = in_thread(theirs.recv_into, [memory])
+    wait_until(lambda: low_water(theirs) > 1)
+    ours.shutdown()
+    assert receiving.result(FOREVER) == 0
+
+
 def test_shutdown_wakes_a_receiver_and_a_sender(pair):
     ours, _theirs = pair
     receiving = in_thread(ours.recv_into, [memoryview(bytearray(10))])
@@ -369,8 +414,8 @@ def test_every_address_of_a_name_is_tried_within_the_one_deadline(monkeypatch):
         known = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in (silent, listener.getsockname())]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: known)
         start = time.monotonic()
-        connect(Address("node07", 6543), Deadline(2.0)).close()
-        assert time.monotonic() - start < 1.9
+        connect(Address("node07", 6543), Deadline(1.0)).close()
+        assert time.monotonic() - start < 0.9
         known.reverse()
         connect(Address("node07", 6543), Deadline(2.0)).close()
         known[:] = [known[1], known[1]]

@@ -1,0 +1,1 @@
+"""``python -m rpcdataloader.status``: what node servers are doing."""

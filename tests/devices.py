@@ -1,0 +1,77 @@
+"""A device for tests that have none: its memory is that of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from rpcdataloader.loader.copying import Carrier
+from rpcdataloader.wire.slabs import PinnedAllocator
+
+
+class FakePinned(PinnedAllocator):
+    """Pinned memory; remembers what it gave out.
+
+    Attributes:
+        blocks: All of it.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[torch.Tensor] = []
+        super().__init__(self._remember)
+
+    def _remember(self, size_bytes: int) -> torch.Tensor:
+        self.blocks.append(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
+        return self.blocks[-1]
+
+
+class FakeDevice:
+    """A device whose copies are as late as they may be: each is made when somebody waits for it.
+
+    Attributes:
+        device: What its tensors say.
+        pinned: Where batches are received.
+        copied: For each copy, the blocks.
+        waits: For each wait, the number of the copy and the thread.
+        error: Raised by the copies with these numbers.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.pinned = FakePinned()
+        self.carrier = Carrier(self, self.pinned)
+        self.copied: list[list[torch.Tensor]] = []
+        self.waits: list[tuple[int, threading.Thread]] = []
+        self.errors: dict[int, Exception] = {}
+        self._memory: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def copy(self, blocks: Sequence[torch.Tensor]) -> _LateCopies:
+        with self._lock:
+            number = len(self.copied)
+            self.copied.append(list(blocks))
+            if number in self.errors:
+                raise self.errors[number]
+            memory = [torch.full_like(block, 0xEE) for block in blocks]
+            self._memory += memory
+            return _LateCopies(self, number, memory)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is in its memory."""
+        storage = tensor.untyped_storage()._cdata
+        return any(memory.untyped_storage()._cdata == storage for memory in self._memory)
+
+
+class _LateCopies:
+    def __init__(self, device: FakeDevice, number: int, memory: list[torch.Tensor]) -> None:
+        self.memory = memory
+        self._device = device
+        self._number = number
+
+    def wait(self) -> None:
+        self._device.waits.append((self._number, threading.current_thread()))
+        for copy, block in zip(self.memory, self._device.copied[self._number], strict=True):
+            copy.copy_(block)

@@ -1,0 +1,684 @@
+"""What node servers are doing, asked from outside: ``python -m rpcdataloader.status``."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.client.pool import close_client, get_client
+from rpcdataloader.errors import AuthenticationError, ConnectionLostError
+from rpcdataloader.status.__main__ import main
+from rpcdataloader.status.asking import Asker
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
+from rpcdataloader.wire.channel import open_channel
+from rpcdataloader.wire.credentials import Credentials, load_credentials
+from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.frames import STATUS_ID, MessageType, Preamble, Sealer, encode
+from rpcdataloader.wire.identity import local_identity
+from rpcdataloader.wire.messages import Call
+from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.registration import MAX_SILENCE
+from rpcdataloader.wire.status import StatusRequest
+from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+PROMPTLY = 20 * TIMEOUT_SCALE
+NUM_SAMPLES, BATCH_SIZE, BAD = 96, 4, 50
+
+
+class Samples(Dataset):
+    def __len__(self):
+        return NUM_SAMPLES
+
+    def __getitem__(self, index):
+        if index == BAD:
+            raise LookupError("a damaged file")
+        return torch.zeros(1000)
+
+
+def read_text(path):
+    return Path(path).read_text()
+
+
+def sleep():
+    time.sleep(600)
+
+
+# --- helpers
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """On a machine that is busy with other tests, an answer takes its time."""
+    defaults = main.__globals__["make_parser"]
+
+    def make_parser():
+        parser = defaults()
+        parser.set_defaults(timeout=PROMPTLY)
+        return parser
+
+    monkeypatch.setitem(main.__globals__, "make_parser", make_parser)
+
+
+@pytest.fixture
+def look(capsys):
+    """Look once; gives the exit status and the JSON document."""
+
+    def look(*arguments):
+        status = main([*arguments, "--json"])
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return status, json.loads(captured.out)
+
+    return look
+
+
+@pytest.fixture
+def look_at(look):
+    """The one node server at an address that is ready."""
+
+    def look_at(server, *arguments):
+        status, document = look(server.address, *arguments)
+        (node,) = document["nodes"]
+        assert (status, node["state"]) == (0, "ready"), node
+        return node
+
+    return look_at
+
+
+@pytest.fixture
+def asker():
+    with contextlib.closing(Asker(None, PROMPTLY)) as asker:
+        yield asker
+
+
+def ask(asker, server):
+    (answer,) = asker.ask([Address.parse(server.address)], stacks=False)
+    return answer
+
+
+def workers_of(node):
+    return [worker for client in node["clients"] for worker in client["workers"]]
+
+
+def session_on(server):
+    return get_client().node(Address.parse(server.address)).session()
+
+
+# --- what is told
+
+
+def test_counts_after_an_epoch_are_exact(serve, look_at):
+    server = serve("--num-workers", "2")
+    loader = RPCDataloader(
+        RPCDataset([server.address], Samples), batch_size=BATCH_SIZE, persistent_workers=True, on_error="skip"
+    )
+    assert sum(len(batch) for batch in loader) == NUM_SAMPLES - 1
+    node = look_at(server)
+    assert (node["tasks"], node["errors"]) == (NUM_SAMPLES // BATCH_SIZE, 0)
+    assert node["sent_bytes"] > NUM_SAMPLES * 4000 - 4000
+    (client,) = node["clients"]
+    workers = workers_of(node)
+    for name in "tasks", "calls", "errors", "sent_bytes", "received_bytes":
+        assert node[name] == client[name] == sum(worker[name] for worker in workers)
+    assert {worker["pid"] for worker in workers} <= set(server.processes())
+    assert [worker["number"] for worker in workers] == sorted(worker["number"] for worker in workers)
+    assert client["session_pid"] in server.processes()
+    assert all(worker["memory_bytes"] > 10**6 and worker["cpu_seconds"] >= 0 for worker in workers)
+    for _ in loader:
+        pass
+    assert look_at(server)["tasks"] == 2 * (NUM_SAMPLES // BATCH_SIZE)
+
+
+def test_exceptions_are_counted_as_errors(serve, look_at):
+    server = serve()
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            rpc_async(server.address, divmod, (1, 0)).wait()
+    rpc_async(server.address, divmod, (1, 1)).wait()
+    node = look_at(server)
+    assert (node["errors"], node["calls"], node["tasks"]) == (3, 1, 0)
+
+
+CLIENT = """
+import os, sys, time
+os.environ.update(RANK="3", WORLD_SIZE="4", SLURM_JOB_ID="4711")
+from rpcdataloader import rpc_async
+rpc_async(sys.argv[1], os.getpid).wait()
+print(os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_clients_are_named_with_host_process_rank_and_job(serve, zygote, look_at):
+    server = serve()
+    rpc_async(server.address, os.getpid).wait()
+    script = zygote.start(CLIENT, server.address)
+    try:
+        wait_until(lambda: len(look_at(server)["clients"]) == 2 and len(workers_of(look_at(server))) == 2, 20)
+        ours, other = look_at(server)["clients"]
+    finally:
+        script.kill()
+        script.wait()
+    host = socket.gethostname()
+    assert (ours["host"], ours["pid"], ours["rank"], ours["job"]) == (host, os.getpid(), None, "")
+    assert (other["host"], other["pid"], other["rank"], other["job"]) == (host, script.pid, 3, "4711")
+    # The killed client is gone, and what it has done is not.
+    wait_until(lambda: len(look_at(server)["clients"]) == 1)
+    node = look_at(server)
+    assert (node["calls"], node["ended_workers"]) == (2, 1)
+
+
+def test_what_runs_and_what_waits_is_told(serve, look_at, fifo):
+    server = serve()
+    pid = rpc_async(server.address, os.getpid).wait()
+    calls = [rpc_async(server.address, read_text, (fifo,))]
+
+    def worker():
+        (worker,) = workers_of(look_at(server))
+        return worker
+
+    with open(fifo, "w"):  # it has begun
+        before = worker()
+        assert (before["pid"], before["state"], before["process_state"]) == (pid, "running", "S")
+        assert (before["queued"], before["unread_bytes"]) == (0, 0)
+        assert worker()["state_seconds"] > before["state_seconds"]
+        calls += [rpc_async(server.address, read_text, (fifo,)) for _ in range(2)]
+        wait_until(lambda: worker()["unread_bytes"] > 200)
+    calls[0].wait()
+    with open(fifo, "w"):  # the next one has begun, and the last one was received together with it, or not
+        wait_until(lambda: worker()["queued"] == 1 or worker()["unread_bytes"] > 0)
+    calls[1].wait()
+    with open(fifo, "w"):
+        pass
+    calls[2].wait()
+    wait_until(lambda: worker()["state"] == "idle")
+    assert (worker()["queued"], worker()["unread_bytes"], worker()["calls"]) == (0, 0, 4)
+
+
+def test_requests_that_were_not_received_are_not_known_on_a_unix_socket(serve, tmp_path, look_at):
+    server = serve("--host", f"unix:{tmp_path}/socket")
+    rpc_async(server.address, os.getpid).wait()
+    assert workers_of(look_at(server))[0]["unread_bytes"] is None
+
+
+def test_threads_of_a_worker_are_counted_together(serve, look_at, fifo):
+    server = serve("--parallel", "2")
+    calls = [rpc_async(server.address, read_text, (fifo,)) for _ in range(3)]
+
+    def numbers():
+        (worker,) = workers_of(look_at(server))
+        return worker["state"], worker["queued"], worker["calls"]
+
+    with open(fifo, "w"):  # at least one of them reads
+        wait_until(lambda: numbers() == ("running", 1, 0))
+    while not all(call.done() for call in calls):
+        with contextlib.suppress(OSError):  # nobody has opened it yet, or any more
+            os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+    wait_until(lambda: numbers() == ("idle", 0, 3))
+
+
+def test_session_that_builds_says_so(serve, look_at, fifo):
+    class Slow(Samples):
+        def __init__(self, path):
+            read_text(path)
+
+    server = serve()
+    session_on(server).wait()
+
+    def state():
+        return look_at(server)["clients"][0]["state"]
+
+    wait_until(lambda: state() == "idle")
+    build = threading.Thread(target=RPCDataset, args=([server.address], Slow, fifo))
+    build.start()
+    with open(fifo, "w"):
+        wait_until(lambda: state() == "running")
+    build.join()
+    wait_until(lambda: state() == "idle")
+
+
+def test_totals_do_not_go_back_when_workers_are_killed(serve, look_at):
+    server = serve()
+    before = 0
+    for number in range(1, 4):
+        pid = rpc_async(server.address, os.getpid).wait()
+        assert look_at(server)["calls"] == number
+        sent = look_at(server)["sent_bytes"]
+        assert sent > before
+        before = sent
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda number=number: look_at(server)["ended_workers"] == number)
+        node = look_at(server)
+        assert (node["calls"], node["clients"][0]["calls"], workers_of(node)) == (number, number, [])
+        assert node["sent_bytes"] >= sent
+    os.kill(look_at(server)["clients"][0]["session_pid"], signal.SIGKILL)
+    wait_until(lambda: not look_at(server)["clients"])
+    node = look_at(server)
+    assert (node["calls"], node["ended_workers"]) == (3, 3)
+    assert node["sent_bytes"] >= before
+
+
+def test_client_that_is_closed_leaves_its_work(serve, look_at):
+    server = serve()
+    rpc_async(server.address, os.getpid).wait()
+    close_client()
+    wait_until(lambda: not look_at(server)["clients"])
+    assert look_at(server)["calls"] == 1
+
+
+def test_text_is_for_people(serve, capsys):
+    server = serve("--num-workers", "2")
+    pid = rpc_async(server.address, os.getpid).wait()
+    assert main([server.address]) == 0
+    text = capsys.readouterr().out
+    assert f"{server.address}  ready, up " in text
+    assert "1 client, 1 worker of at most 8, 2 offered" in text
+    assert f"client {socket.gethostname()}:{os.getpid()}\n" in text
+    assert f"{pid:>8}  " in text
+
+
+# --- who is there, and who is not
+
+
+def test_several_servers_by_list_register_and_environment(serve, tmp_path, look, monkeypatch):
+    pool = tmp_path / "pool"
+    first = serve("--register", str(pool))
+    second = serve("--host", f"unix:{tmp_path}/socket")
+    addresses = [first.address, second.address]
+    for arguments in addresses, [",".join(addresses)], [f"@{pool}", second.address], [f"@{pool}", *addresses]:
+        status, document = look(*arguments)
+        assert (status, [node["address"] for node in document["nodes"]]) == (0, addresses)
+        assert [node["pid"] for node in document["nodes"]] == [first.pid, second.pid]
+    monkeypatch.setenv("RPCDATALOADER_WORKERS", f"@{pool}")
+    status, document = look()
+    assert (status, [node["address"] for node in document["nodes"]]) == (0, [first.address])
+
+
+def test_unreachable_server(serve, capsys):
+    server = serve()
+    gone = serve()
+    gone.stop()
+    assert main([server.address, gone.address]) == 1
+    text = capsys.readouterr().out
+    assert f"{server.address}  ready" in text
+    assert f"{gone.address}  unreachable: cannot connect to {gone.address}: connection refused" in text
+
+
+def test_server_that_says_nothing_is_not_waited_for_long(look):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        start = time.monotonic()
+        status, document = look(address, "--timeout", "0.2")
+    assert time.monotonic() - start < PROMPTLY
+    (node,) = document["nodes"]
+    assert (status, node["state"]) == (1, "unreachable")
+    assert "did not" in node["error"]
+
+
+def test_wrong_token(serve, look, tmp_path, monkeypatch):
+    server = serve()
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("not the secret of the test suite")
+    with monkeypatch.context() as patch:
+        patch.setenv("RPCDATALOADER_TOKEN_FILE", str(token))
+        status, document = look(server.address)
+    (node,) = document["nodes"]
+    assert (status, node["state"]) == (2, "refused")
+    assert "do not hold the same secret" in node["error"]
+    assert str(token) in node["error"]
+    assert set(node) == {"address", "state", "error", "interval_seconds"}
+    wait_until(lambda: "event=refused kind=status" in server.log)
+    _status, document = look(server.address)
+    assert document["nodes"][0]["refused_connections"] == 1
+
+
+def test_missing_token(serve, look, tmp_path, monkeypatch):
+    server = serve()
+    monkeypatch.setenv("RPCDATALOADER_TOKEN_FILE", str(tmp_path / "nothing"))
+    status, document = look(server.address)
+    assert (status, document["nodes"][0]["state"]) == (2, "refused")
+    assert "does not exist" in document["nodes"][0]["error"]
+
+
+def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):
+    pool = tmp_path / "pool"
+    status, document = look(f"@{pool}")
+    assert (status, document["nodes"]) == (1, [])
+    server = serve("--register", str(pool))
+    killed = serve("--register", str(pool))
+    (path,) = (path for path in pool.iterdir() if f"-{killed.pid}-" in path.name)
+    killed.signal(signal.SIGKILL)
+    killed.wait()
+    status, document = look(f"@{pool}")
+    assert status == 1
+    assert [node["state"] for node in document["nodes"]] == ["ready", "unreachable"]
+    # As clients see it, a file that nobody renews counts for nothing in the end.
+    then = path.stat().st_mtime - MAX_SILENCE - 60
+    os.utime(path, (then, then))
+    status, document = look(f"@{pool}")
+    assert (status, [node["pid"] for node in document["nodes"]]) == (0, [server.pid])
+    assert document["ignored_files"] == [{"path": str(path), "reason": "its server is silent"}]
+
+
+def test_empty_register_is_said(tmp_path, capsys):
+    assert main([f"@{tmp_path}/pool"]) == 1
+    assert f"@{tmp_path}/pool: no node server has registered there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "no node server is named, and RPCDATALOADER_WORKERS is not set"),
+        (["node01"], "node01"),
+        (["local:2"], "local:2 belongs to one training process"),
+        (["inline"], "inline belongs to one training process"),
+        (["a:1", "--watch", "0"], "0 is no number of seconds above 0"),
+        (["a:1", "--timeout", "nan"], "nan is no number of seconds above 0"),
+        (["a:1", "--watch", "often"], "often"),
+    ],
+)
+def test_wrong_usage(arguments, error, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+def test_full_server_answers(serve, look_at):
+    server = serve("--max-connections", "1")
+    rpc_async(server.address, os.getpid).wait()
+    node = look_at(server)
+    assert (node["max_connections"], len(workers_of(node))) == (1, 1)
+    assert "refused" not in server.log
+
+
+def test_open_status_connections_take_nobody_elses_place(serve, asker):
+    """They are authenticated, so neither the limit of time nor the number of gates is for them."""
+    server = serve(
+        "--max-connections", "1", before="node.MAX_GATES = 1; node.GATE_TIMEOUT = 0.5; node.GATE_PATIENCE = 0"
+    )
+    others = [Asker(None, PROMPTLY) for _ in range(3)]
+    assert all(ask(one, server).status for one in others)
+    assert rpc_async(server.address, os.getpid).wait()
+    start = time.monotonic()
+    wait_until(lambda: ask(asker, server).status.uptime_seconds > 1 and time.monotonic() - start > 0.6)
+    gates = [channel.peer.pid for one in others for channel in one._channels.values()]
+    assert len(gates) == 3
+    assert all(ask(one, server).status for one in others)
+    assert [channel.peer.pid for one in others for channel in one._channels.values()] == gates
+    for one in others:
+        one.close()
+    wait_until(lambda: not any(map(is_running, gates)))
+    assert "refused" not in server.log
+
+
+def test_draining_server_is_watched_to_its_end_and_not_kept_from_it(serve, asker, fifo, look):
+    server = serve()
+    assert ask(asker, server).status.draining is False
+    running = rpc_async(server.address, read_text, (fifo,))
+    with open(fifo, "w") as file:
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: ask(asker, server).status.draining)
+        status = ask(asker, server).status
+        assert [worker.state for worker in status.workers] == ["running"]
+        wait_until(lambda: ask(asker, server).status.workers[0].draining is False)
+        # Its port is free for the next one.
+        code, document = look(server.address)
+        assert (code, document["nodes"][0]["state"]) == (1, "unreachable")
+        file.write("done")
+    assert running.wait() == "done"
+    assert server.wait() == 0
+    assert "draining: 1 sessions" in server.log
+    assert "connection refused" in ask(asker, server).error
+
+
+def test_server_that_has_left_its_register_is_watched_to_its_end(serve, asker, fifo):
+    server = serve()
+    assert ask(asker, server).status
+    running = rpc_async(server.address, read_text, (fifo,))
+    with open(fifo, "w"):
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: "draining" in server.log)
+        (answer,) = asker.ask([], stacks=False)
+        assert (answer.address, answer.status.draining) == (server.address, True)
+    running.wait()
+    server.wait()
+    assert asker.ask([], stacks=False) == []
+
+
+def test_another_server_at_the_same_address_is_asked_anew(serve, asker):
+    server = serve()
+    assert ask(asker, server).status.pid == server.pid
+    server.stop()
+    other = serve("--port", server.address.rpartition(":")[2])
+    assert ask(asker, other).status.pid == other.pid
+
+
+def test_over_tls(serve, certificates, monkeypatch, look, look_at):
+    names = {CERT_VARIABLE: "node.pem", KEY_VARIABLE: "node.key", CA_VARIABLE: "ca.pem"}
+    files = [
+        f"--tls-{kind}={certificates}/{name}" for kind, name in zip(("cert", "key", "ca"), names.values(), strict=True)
+    ]
+    server = serve(*files, "--advertise", "localhost")
+    status, document = look(server.address)
+    assert (status, document["nodes"][0]["state"]) == (2, "refused")
+    assert CERT_VARIABLE in document["nodes"][0]["error"]
+    for variable, name in names.items():
+        monkeypatch.setenv(variable, f"{certificates}/{name}")
+    rpc_async(server.address, os.getpid).wait()
+    node = look_at(server)
+    assert node["calls"] == 1
+    assert node["sent_bytes"] > 0
+    monkeypatch.delenv(CA_VARIABLE)
+    with pytest.raises(SystemExit) as caught:
+        main([server.address])
+    assert caught.value.code == 2
+
+
+# --- stacks
+
+
+def test_stacks_of_the_workers_of_all_clients(serve, zygote, look_at):
+    server = serve()
+    pid = rpc_async(server.address, os.getpid).wait()
+    hanging = rpc_async(server.address, sleep, timeout=None)
+    script = zygote.start(CLIENT, server.address)
+    try:
+        wait_until(lambda: len(workers_of(look_at(server))) == 2, 20)
+        wait_until(lambda: "in sleep" in str(workers_of(look_at(server, "--stacks"))), what="the stack")
+        stacks = {worker["pid"]: worker["stack"] for worker in workers_of(look_at(server, "--stacks"))}
+        assert len(stacks) == 2
+        assert "in sleep" in stacks.pop(pid)
+        assert "in _receive" in stacks.popitem()[1]
+        # The log has none of this.
+        assert "most recent call first" not in server.log
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: any(worker["process_state"] == "T" for worker in workers_of(look_at(server))))
+        stopped, other = workers_of(look_at(server, "--stacks"))
+        assert (stopped["pid"], stopped["state"]) == (pid, "running")
+        assert "no Python stack: it is stopped" in stopped["stack"]
+        assert "in _receive" in other["stack"]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        script.kill()
+        script.wait()
+    with pytest.raises(ConnectionLostError):
+        hanging.wait()
+
+
+def test_worker_of_a_session_that_stands_still_is_listed(serve, look_at):
+    server = serve(before="from rpcdataloader.server import statistics; statistics.STACK_TIMEOUT = 0.3")
+    pid = rpc_async(server.address, os.getpid).wait()
+    session = look_at(server)["clients"][0]["session_pid"]
+    os.kill(session, signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            (worker,) = workers_of(look_at(server, "--stacks"))
+            assert worker["pid"] == pid
+            assert worker["stack"].startswith("no stack: its session did not answer within")
+    finally:
+        os.kill(session, signal.SIGCONT)
+    # What piled up is done with.
+    wait_until(lambda: "in _receive" in workers_of(look_at(server, "--stacks"))[0]["stack"])
+    assert rpc_async(server.address, os.getpid).wait() == pid
+    assert "descriptor" not in server.log
+
+
+def test_stacks_without_workers(serve, look_at):
+    server = serve()
+    session_on(server).wait()
+    start = time.monotonic()
+    assert workers_of(look_at(server, "--stacks")) == []
+    assert time.monotonic() - start < 2 * TIMEOUT_SCALE
+
+
+# --- again and again
+
+
+def start_watching(*arguments, **options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "rpcdataloader.status", *arguments, "--timeout", str(PROMPTLY)], text=True, **options
+    )
+
+
+def test_watch_tells_rates_of_the_interval_and_leaves_quietly(serve):
+    server = serve()
+    with start_watching(
+        server.address, "--watch", "0.05", "--json", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as watching:
+        first = json.loads(watching.stdout.readline())["nodes"][0]
+        for _ in range(10):
+            rpc_async(server.address, os.getpid).wait()
+        looks = [json.loads(watching.stdout.readline())["nodes"][0]]
+        while looks[-1]["calls"] < 10:
+            looks.append(json.loads(watching.stdout.readline())["nodes"][0])
+        watching.send_signal(signal.SIGINT)
+        _output, errors = watching.communicate(timeout=PROMPTLY)
+    assert first["interval_seconds"] is None
+    times = [first["uptime_seconds"], *(look["uptime_seconds"] for look in looks)]
+    assert [look["interval_seconds"] for look in looks] == [
+        pytest.approx(later - earlier) for earlier, later in itertools.pairwise(times)
+    ]
+    sent = sum(look["sent_bytes_per_second"] * look["interval_seconds"] for look in looks)
+    assert sent == pytest.approx(looks[-1]["sent_bytes"] - first["sent_bytes"])
+    assert (watching.returncode, errors) == (0, "")
+
+
+def test_watch_draws_anew_on_a_terminal_and_appends_elsewhere(serve):
+    server = serve()
+    clear = "\x1b[H\x1b[2J\x1b[3J"
+    terminal, inside = pty.openpty()
+    with (
+        open(terminal, "rb", buffering=0) as screen,
+        start_watching(server.address, "--watch", "0.05", stdout=inside) as watching,
+    ):
+        os.close(inside)
+        text = b""
+        while text.count(b"ready, up") < 2:
+            text += screen.read(65536)
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(PROMPTLY) == 0
+    assert text.decode().startswith(clear)
+    assert text.decode().count(clear) >= 2
+    with start_watching(server.address, "--watch", "0.05", stdout=subprocess.PIPE) as watching:
+        text = ""
+        while text.count("ready, up") < 2:
+            text += watching.stdout.readline()
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(PROMPTLY) == 0
+    assert "\x1b" not in text
+
+
+def test_reader_that_has_seen_enough_is_no_error(serve):
+    server = serve()
+    with start_watching(server.address, "--watch", "0.01", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watching:
+        watching.stdout.readline()
+        watching.stdout.close()
+        assert watching.wait(PROMPTLY) == 0
+        assert watching.stderr.read() == ""
+
+
+def test_probe_imports_no_torch(serve):
+    server = serve()
+    script = (
+        "import sys; from rpcdataloader.status.__main__ import main; status = main(sys.argv[1:]);"
+        "print({'torch', 'numpy', 'cloudpickle'} & sys.modules.keys()); sys.exit(status)"
+    )
+    arguments = [sys.executable, "-c", script, server.address, "--stacks", "--timeout", str(PROMPTLY)]
+    ended = subprocess.run(arguments, capture_output=True, text=True, timeout=PROMPTLY, check=False)
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "set()"), ended.stderr
+
+
+# --- strangers
+
+
+def dial(server, *pieces):
+    """What a peer gets who sends these bytes and no more."""
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), PROMPTLY) as sock:
+        for piece in pieces:
+            sock.sendall(piece)
+        sock.shutdown(socket.SHUT_WR)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while data := sock.recv(65536):
+                answer += data
+    return answer
+
+
+def test_stranger_gets_nothing(serve):
+    server = serve()
+    rpc_async(server.address, os.getpid).wait()
+    preamble = Preamble(STATUS_ID).encode()
+    request = StatusRequest(stacks=True).encode()
+    for sealer in None, Sealer(bytes(32)):
+        answer = dial(server, preamble, *encode(sealer, MessageType.STATS, payload=request))
+        assert b"clients" not in answer
+        assert len(answer) < 1000
+        assert answer == b"" or answer[4] == MessageType.REFUSED
+    assert dial(server, preamble) == b""
+    wrong = Credentials(b"not the secret of the test suite", "a test")
+    with pytest.raises(AuthenticationError, match="do not hold the same secret"):
+        open_channel(Address.parse(server.address), wrong, local_identity("client"), STATUS_ID, Deadline(PROMPTLY))
+
+
+@pytest.mark.parametrize("kind", ["call", "call that looks like a question", "nonsense"])
+def test_status_connection_runs_nothing(serve, tmp_path, kind):
+    """Who knows the secret may run everything, but not here, where nothing keeps it from the node server's memory."""
+    server = serve()
+    channel = open_channel(
+        Address.parse(server.address), load_credentials(), local_identity("client"), STATUS_ID, Deadline(PROMPTLY)
+    )
+    with contextlib.closing(channel.stream):
+        if kind == "call":
+            marker = tmp_path / "was here"
+            payload = dumps(Call(marker.touch, (), {}).fields()).payload
+            channel.send(MessageType.CALL, 1, payload)
+        elif kind == "nonsense":
+            channel.send(MessageType.STATS, 1, b"nonsense")
+        else:
+            channel.send(MessageType.CALL, 1, b"{}")
+        channel.stream.limit(Deadline(PROMPTLY))
+        with contextlib.suppress(ConnectionLostError):
+            assert channel.recv() is None
+    wait_until(lambda: "a status connection of client" in server.log)
+    assert not (tmp_path / "was here").exists()

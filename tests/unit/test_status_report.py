@@ -1,0 +1,299 @@
+"""Looks as text and as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from rpcdataloader.status.report import (
+    WIDTH,
+    Answer,
+    Comparison,
+    Look,
+    as_data,
+    as_text,
+    in_bytes,
+    in_digits,
+    in_time,
+    printable,
+    state_of,
+)
+from tests.unit.wire.test_status import CLIENT, NODE, WORKER
+
+READY = Answer("node01:6543", NODE)
+DRAINING = Answer("node02:6543", dataclasses.replace(NODE, draining=True))
+GONE = Answer("node03:6543", error="cannot connect to node03:6543: connection refused")
+REFUSED = Answer("node04:6543", error="not the same secret", is_refused=True)
+
+
+def look(*answers, **options):
+    return Look(1000.0, answers, options.pop("ignored", {}), **options)
+
+
+def with_worker(node=NODE, client=None, **worker):
+    client = dataclasses.replace(CLIENT, **(client or {}), workers=[dataclasses.replace(WORKER, **worker)])
+    return dataclasses.replace(node, clients=[client])
+
+
+@pytest.mark.parametrize(
+    ("answers", "status"),
+    [
+        ([READY], 0),
+        ([READY, READY], 0),
+        ([], 1),
+        ([READY, GONE], 1),
+        ([READY, DRAINING], 1),
+        ([READY, REFUSED], 2),
+        ([GONE, REFUSED], 2),
+    ],
+)
+def test_exit_status(answers, status):
+    assert look(*answers).exit_status == status
+
+
+def test_state_in_one_word():
+    assert [state_of(answer) for answer in (READY, DRAINING, GONE, REFUSED)] == [
+        "ready",
+        "draining",
+        "unreachable",
+        "refused",
+    ]
+
+
+# --- rates
+
+
+def test_rates_of_a_single_look_are_averages_since_each_began():
+    comparison = Comparison(NODE, None)
+    assert comparison.interval is None
+    assert comparison.node().tasks == 8 / 100
+    assert comparison.client(CLIENT).tasks == 7 / 11
+    rates = comparison.worker(WORKER)
+    assert (rates.tasks, rates.sent_bytes, rates.received_bytes, rates.cpu) == (0.5, 2, 1, 0.4)
+    assert comparison.node().cpu == comparison.client(CLIENT).cpu == 0.4
+
+
+def test_rates_of_two_looks_are_over_what_is_between_them():
+    now = with_worker(
+        dataclasses.replace(NODE, uptime_seconds=102.0, tasks=18),
+        client={"tasks": 17, "age_seconds": 13.0},
+        tasks=11,
+        sent_bytes=1020,
+        age_seconds=12,
+        cpu_seconds=5.0,
+    )
+    comparison = Comparison(now, NODE)
+    assert comparison.interval == 2
+    assert comparison.node().tasks == comparison.client(now.clients[0]).tasks == 5
+    rates = comparison.worker(now.workers[0])
+    assert (rates.tasks, rates.sent_bytes, rates.cpu) == (3, 500, 0.5)
+
+
+def test_rates_of_what_has_come_meanwhile_are_over_its_own_time():
+    now = with_worker(dataclasses.replace(NODE, uptime_seconds=110.0), pid=301, age_seconds=1, tasks=6)
+    assert Comparison(now, NODE).worker(now.workers[0]).tasks == 6
+    other = dataclasses.replace(CLIENT, session_pid=999, tasks=3, age_seconds=1.5)
+    now = dataclasses.replace(now, clients=[other])
+    assert Comparison(now, NODE).client(other).tasks == 2
+
+
+@pytest.mark.parametrize("changed", [{"pid": 101}, {"host": "node02"}, {"uptime_seconds": 99.0}])
+def test_node_server_that_was_restarted_is_compared_to_nothing(changed):
+    comparison = Comparison(dataclasses.replace(NODE, tasks=2, **changed), NODE)
+    assert comparison.interval is None
+    assert comparison.node().tasks == 2 / comparison.now.uptime_seconds
+
+
+def test_new_born_worker_has_a_finite_rate():
+    now = with_worker(age_seconds=0.0)
+    assert Comparison(now, None).worker(now.workers[0]).tasks < 10**6
+
+
+# --- data
+
+
+def test_data():
+    node = as_data(look(READY), None)["nodes"][0]
+    assert (node["address"], node["state"], node["error"], node["interval_seconds"]) == (
+        "node01:6543",
+        "ready",
+        None,
+        None,
+    )
+    assert (node["tasks"], node["tasks_per_second"], node["ended_workers"]) == (8, 0.08, 3)
+    (client,) = node["clients"]
+    assert (client["host"], client["pid"], client["rank"], client["tasks"]) == ("gpu01", 2304, None, 7)
+    (worker,) = client["workers"]
+    assert (worker["pid"], worker["state"], worker["cpu_percent"], worker["stack"]) == (300, "running", 40, None)
+
+
+def test_data_of_what_is_not_there():
+    data = as_data(look(GONE, ignored={"/pool/a.json": "it is empty"}), look(READY))
+    assert data["exit_status"] == 1
+    assert data["time_unix_seconds"] == 1000
+    assert data["schema"] == 1
+    assert data["nodes"] == [
+        {"address": GONE.address, "state": "unreachable", "error": GONE.error, "interval_seconds": None}
+    ]
+    assert data["ignored_files"] == [{"path": "/pool/a.json", "reason": "it is empty"}]
+    json.dumps(data)
+
+
+def test_data_of_a_second_look_tells_the_interval():
+    later = dataclasses.replace(READY, status=dataclasses.replace(NODE, uptime_seconds=102.5))
+    assert as_data(look(later), look(READY))["nodes"][0]["interval_seconds"] == 2.5
+
+
+# --- text
+
+
+def test_text():
+    assert as_text(look(READY, GONE), None, "2026-11-21 12:00:00") == (
+        """2026-11-21 12:00:00, rates: averages since each began
+
+node01:6543  ready, up 1 min 40 s, pid 100
+  1 client, 1 worker, 2 offered, 3 ended, 4 refused
+  8 batches (0.08/s), 1 call, 2 errors, 20 B sent (0.2 B/s)
+  CPU 0.4 of 2 by workers, memory 537 MB of 1.07 GB in use on the machine
+  client gpu01:2304
+    session 200 idle 1.0 s, here 11 s
+    7 batches (0.636/s), 1 call, 2 errors, 20 B sent (1.82 B/s)
+    worker      pid  state                    queue     batches     /s   MB/s CPU %   memory errors
+         1      300  running 0.5 s                1           5    0.5      0    40  1.05 MB      0
+
+node03:6543  unreachable: cannot connect to node03:6543: connection refused
+"""
+    )
+
+
+def test_text_of_a_second_look_tells_the_interval():
+    later = dataclasses.replace(READY, status=dataclasses.replace(NODE, uptime_seconds=102.0))
+    assert as_text(look(later), look(READY), "now").startswith("now, rates: over the last 2.0 s\n")
+
+
+def test_text_names_empty_registers_and_files_that_were_ignored():
+    text = as_text(look(ignored={"/pool/a.json": "its server is silent"}, nowhere=["@/pool"]), None, "now")
+    assert "@/pool: no node server has registered there\n" in text
+    assert "ignored /pool/a.json: its server is silent\n" in text
+
+
+def test_text_names_rank_job_cap_and_drain():
+    client = dataclasses.replace(CLIENT, rank=3, job="4711")
+    node = dataclasses.replace(NODE, clients=[client], max_connections=8, draining=True)
+    text = as_text(look(Answer("node01:6543", node)), None, "now")
+    assert "client gpu01:2304 rank 3 job 4711\n" in text
+    assert "1 worker of at most 8," in text
+    assert "node01:6543  draining, up" in text
+
+
+@pytest.mark.parametrize(
+    ("worker", "shown"),
+    [
+        ({"draining": True}, "draining 0.5 s "),
+        ({"process_state": "T"}, "running 0.5 s, stopped "),
+        ({"process_state": "D"}, "running 0.5 s, blocked "),
+        ({"process_state": ""}, "running 0.5 s, gone "),
+        ({"state": "idle", "state_seconds": 7300.0}, "idle 2 h "),
+    ],
+)
+def test_state_of_a_worker(worker, shown):
+    assert f"  {shown}" in as_text(look(Answer("a:1", with_worker(**worker))), None, "now")
+
+
+@pytest.mark.parametrize(("unread", "shown"), [(0, " 3 "), (None, " 3 "), (1, " 4+ ")])
+def test_requests_that_were_not_received_wait_too(unread, shown):
+    text = as_text(look(Answer("a:1", with_worker(queued=3, unread_bytes=unread, tasks=999))), None, "now")
+    assert shown in text.splitlines()[-1]
+
+
+def test_stack_is_below_its_worker():
+    text = as_text(look(Answer("a:1", with_worker(stack="state: S\nMain thread:\n  File x"))), None, "now")
+    assert text.endswith("      0\n        state: S\n        Main thread:\n          File x\n")
+
+
+def test_text_fits_into_its_width_whatever_the_numbers():
+    huge = {"tasks": 10**9 - 1, "calls": 10**8, "errors": 10**5, "received_bytes": 10**15, "sent_bytes": 10**15}
+    worker = dataclasses.replace(
+        WORKER,
+        **huge,
+        number=9999,
+        pid=4194304,
+        queued=9999,
+        draining=True,
+        process_state="T",
+        state_seconds=59 * 60,
+        age_seconds=10**6,
+        cpu_seconds=10**8,
+        memory_bytes=10**14,
+    )
+    client = dataclasses.replace(
+        CLIENT, **huge, host="h" * 250, pid=4194304, rank=10**6, job="j" * 60, age_seconds=10**6, workers=[worker]
+    )
+    node = dataclasses.replace(
+        NODE,
+        **huge,
+        max_connections=10**5,
+        num_workers=10**5,
+        ended_workers=10**7,
+        refused_connections=10**8,
+        uptime_seconds=10**6,
+        memory_total_bytes=10**14,
+        memory_available_bytes=10**11,
+        clients=[client],
+    )
+    text = as_text(look(Answer("a" * 200 + ":6543", node)), None, "2026-11-21 12:00:00")
+    assert max(map(len, text.splitlines())) <= WIDTH, text
+
+
+def test_names_cannot_do_anything_to_a_terminal():
+    evil = "\x1b[2J\r\u202e"
+    client = {"host": evil, "job": evil}
+    text = as_text(look(Answer("a:1", with_worker(client=client, stack=f"{evil}\nnext"))), None, "now")
+    assert not set(evil) & set(text) - set("[2J")
+    assert "?[2J??\n        next" in text
+    assert printable("é日 ok") == "é日 ok"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 0 s"),
+        (3599, "59 min 59 s"),
+        (3600, "1 h 0 min"),
+        (86399, "23 h 59 min"),
+        (86400, "1 d 0 h"),
+        (10**9, "11,574 d 1 h"),
+    ],
+)
+def test_time(seconds, text):
+    assert in_time(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (0.0004, "0"), (0.25, "0.25"), (12.34, "12.3"), (99.96, "100"), (1234.5, "1,234")],
+)
+def test_digits(number, text):
+    assert in_digits(number) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.9, "1 kB"),
+        (1.5e6, "1.5 MB"),
+        (2e9, "2 GB"),
+        (3e12, "3 TB"),
+        (5e16, "50,000 TB"),
+    ],
+)
+def test_bytes(number, text):
+    assert in_bytes(number) == text

@@ -1,0 +1,118 @@
+"""What a node server tells of itself, as bytes and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from rpcdataloader.errors import RemoteProtocolError
+from rpcdataloader.wire.status import ClientStatus, NodeStatus, StatusRequest, WorkerStatus
+
+WORKER = WorkerStatus(
+    tasks=5,
+    calls=1,
+    errors=0,
+    received_bytes=10,
+    sent_bytes=20,
+    number=1,
+    pid=300,
+    state="running",
+    state_seconds=0.5,
+    draining=False,
+    process_state="R",
+    age_seconds=10,
+    queued=1,
+    unread_bytes=0,
+    cpu_seconds=4.0,
+    memory_bytes=2**20,
+)
+CLIENT = ClientStatus(
+    tasks=7,
+    calls=1,
+    errors=2,
+    received_bytes=10,
+    sent_bytes=20,
+    host="gpu01",
+    pid=2304,
+    rank=None,
+    job="",
+    session_pid=200,
+    state="idle",
+    state_seconds=1.0,
+    age_seconds=11.0,
+    workers=[WORKER],
+)
+NODE = NodeStatus(
+    tasks=8,
+    calls=1,
+    errors=2,
+    received_bytes=10,
+    sent_bytes=20,
+    host="node01",
+    pid=100,
+    uptime_seconds=100.0,
+    draining=False,
+    num_workers=2,
+    max_connections=None,
+    cpus=2,
+    memory_total_bytes=2**30,
+    memory_available_bytes=2**29,
+    ended_workers=3,
+    refused_connections=4,
+    clients=[CLIENT],
+)
+
+
+def fields():
+    return json.loads(NODE.encode())
+
+
+def test_status_arrives_as_it_was_sent():
+    assert NodeStatus.decode(NODE.encode()) == NODE
+    asleep = dataclasses.replace(WORKER, stack="Main thread:\n")
+    node = dataclasses.replace(NODE, clients=[dataclasses.replace(CLIENT, rank=3, workers=[asleep])])
+    assert NodeStatus.decode(node.encode()) == node
+    assert node.workers == [asleep]
+
+
+def test_request_arrives_as_it_was_sent():
+    for request in StatusRequest(), StatusRequest(stacks=True):
+        assert StatusRequest.decode(request.encode()) == request
+
+
+def test_what_a_later_version_tells_besides_is_left_alone():
+    told = fields() | {"temperature": 40}
+    told["clients"][0]["workers"][0]["mood"] = "good"
+    assert NodeStatus.decode(json.dumps(told).encode()) == NODE
+    assert StatusRequest.decode(b'{"more": 1}') == StatusRequest()
+
+
+@pytest.mark.parametrize("payload", [b"", b"{", b"[]", b"null", b"\xff", b"{}", b"[" * 100_000])
+def test_nonsense_is_refused(payload):
+    with pytest.raises(RemoteProtocolError, match="malformed status message"):
+        NodeStatus.decode(payload)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda told: told.pop("pid"), "pid is missing"),
+        (lambda told: told.update(pid="1"), "pid is '1'"),
+        (lambda told: told.update(pid=True), "pid is True"),
+        (lambda told: told.update(draining=0), "draining is 0"),
+        (lambda told: told.update(clients={}), "clients is no list"),
+        (lambda told: told.update(clients=[1]), "no JSON object"),
+        (lambda told: told["clients"][0].pop("workers"), "workers is no list"),
+        (lambda told: told["clients"][0].update(rank="0"), "rank is '0'"),
+        (lambda told: told["clients"][0]["workers"][0].update(tasks=1.5), "tasks is 1.5"),
+        (lambda told: told["clients"][0]["workers"][0].update(stack=1), "stack is 1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_field_of_another_kind_is_refused(change, error):
+    told = fields()
+    change(told)
+    with pytest.raises(RemoteProtocolError, match=error):
+        NodeStatus.decode(json.dumps(told).encode())
