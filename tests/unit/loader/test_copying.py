@@ -28,7 +28,7 @@ class FakeModule:
         self.num_streams = 0
 
     def Stream(self, device):
-        assert device == CPU
+        assert device.index is not None or device == CPU
         self.num_streams += 1
         return FakeStream(self, f"side {self.num_streams}")
 
