@@ -55,6 +55,7 @@ NOT_RUN = {
     ],
     "how-many-workers.md": ["$ python -m tests.benchmark.link"],
     "shared-clusters.md": ["$ grep event=refused log"],
+    "slurm.md": ["$ sbatch train.sbatch", "$ export POOL=$PWD/pool"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
     "debugging.md": [

@@ -36,9 +36,13 @@ def private_bytes(pid):
 
 def is_waiting(server, worker):
     """Whether a worker waits for room."""
-    states = [Path(f"/proc/{worker}/task/{thread}/stat").read_text() for thread in os.listdir(f"/proc/{worker}/task")]
+    try:
+        threads = list(Path(f"/proc/{worker}/task").iterdir())
+        states = [(thread / "stat").read_text().rpartition(") ")[2][0] for thread in threads]
+    except OSError:  # one that watched the time of a call has ended
+        return False
     # While its threads run, their stacks cannot be read safely.
-    if any(state.rpartition(") ")[2][0] != "S" for state in states):
+    if set(states) != {"S"}:
         return False
     os.kill(worker, signal.SIGQUIT)  # its stacks go to the log
     return "room.py" in server.log
