@@ -55,6 +55,7 @@ NOT_RUN = {
         "$ grep event=refused log",
     ],
     "performance.md": ["$ python -m tests.benchmark --quick"],
+    "slurm.md": ["$ sbatch train.sbatch", "$ export POOL=$PWD/pool"],
 }
 
 
