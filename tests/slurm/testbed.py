@@ -41,6 +41,11 @@ def why_not() -> str | None:
     return None
 
 
+def become(user: int) -> list[str]:
+    """Words before a command that is to run as another user."""
+    return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
@@ -111,7 +116,7 @@ class Testbed:
     def submit(self, folder: Path, script: str, user: int = 0, **env: str) -> Job:
         """Submit a job that runs in ``folder``."""
         folder.mkdir(exist_ok=True)
-        command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "sbatch", "--parsable"]
+        command = [*become(user), "sbatch", "--parsable"]
         env = {**self.env, **env}
         done = subprocess.run(command, input=script, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
