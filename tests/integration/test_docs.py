@@ -55,7 +55,6 @@ NOT_RUN = {
     ],
     "how-many-workers.md": ["$ python -m tests.benchmark.link"],
     "shared-clusters.md": ["$ grep event=refused log"],
-    "slurm.md": ["$ sbatch train.sbatch", "$ export POOL=$PWD/pool"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
     "debugging.md": [
@@ -73,6 +72,7 @@ NOT_RUN = {
         "$ python -m rpcdataloader.status node01:6543",
         "$ until python -m rpcdataloader.status @pool > /dev/null; do [ $? -eq 1 ] || break; sleep 2; done",
     ],
+    "slurm.md": ["$ sbatch train.sbatch", "$ export POOL=$PWD/pool"],
 }
 
 

@@ -41,6 +41,11 @@ def why_not() -> str | None:
     return None
 
 
+def become(user: int) -> list[str]:
+    """Words before a command that is to run as another user."""
+    return ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+
+
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
@@ -111,7 +116,7 @@ class Testbed:
     def submit(self, folder: Path, script: str, user: int = 0, **env: str) -> Job:
         """Submit a job that runs in ``folder``."""
         folder.mkdir(exist_ok=True)
-        command = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "sbatch", "--parsable"]
+        command = [*become(user), "sbatch", "--parsable"]
         env = {**self.env, **env}
         done = subprocess.run(command, input=script, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
@@ -189,6 +194,12 @@ class Job:
         return self.bed.run("scontrol", "-o", "show", "job", str(self.id)).splitlines()[0]
 
     @property
+    def is_requeued(self) -> bool:
+        """Whether all its components wait to be started for the second time."""
+        lines = self.bed.run("scontrol", "-o", "show", "job", str(self.id)).splitlines()
+        return all(" JobState=PENDING " in line and " Restarts=1 " in line for line in lines)
+
+    @property
     def state(self) -> str:
         """Such as ``COMPLETED 0:0``."""
         match = re.search(r" JobState=(\w+) .* ExitCode=(\S+) ", self.show())
@@ -213,12 +224,12 @@ class Job:
 
     def processes(self, word: str = "") -> list[int]:
         """Its processes; only those of Python with ``word`` in their command line, if there is one."""
-        mark, found = f"SLURM_JOB_ID={self.id}".encode(), []
+        marks, found = {f"SLURM_JOB_ID={self.id}".encode(), f"SLURM_CONF={self.bed.state}/slurm.conf".encode()}, []
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 chosen = not word or (b"python" in words[0] and word.encode() in words)
-                if chosen and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if chosen and marks <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
                     found.append(int(pid))
         return found
 
