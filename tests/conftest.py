@@ -23,12 +23,12 @@ from tests.integration.zygote import Zygote
 TIMEOUT_SCALE = float(os.environ.get("RPCDATALOADER_TEST_TIMEOUT_SCALE", "1"))
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0, what: str = "") -> None:
-    """Wait for something that another process does, with a deadline."""
+def wait_until(condition: Callable[[], object], seconds: float = 10.0, what: str = "", interval: float = 0.005) -> None:
+    """Wait for something that another process does, with a deadline; look every ``interval`` seconds."""
     deadline = time.monotonic() + seconds * TIMEOUT_SCALE
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what or condition}"
-        time.sleep(0.005)
+        time.sleep(interval)
 
 
 def descendants(pid: int) -> list[int]:

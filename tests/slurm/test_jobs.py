@@ -12,15 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import wait_until
 from tests.slurm import testbed
-from tests.slurm.testbed import ROOT, Job, Testbed, become
+from tests.slurm.testbed import ROOT, Job, Testbed, become, wait_until
 
 NO_SLURM = testbed.why_not()
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(NO_SLURM is not None, reason=f"no Slurm here: {NO_SLURM}")]
 
 DIGITS = f"{ROOT}/examples/digits.py"
-TRAINING = f"python {DIGITS} --epochs 6 --digest --checkpoint digits.pt"
+TRAINING = f"python {DIGITS} --epochs 4 --digest --checkpoint digits.pt"
 # Trainers for what has nothing to do with training.
 WAIT = """
 import os, signal, sys
@@ -97,7 +96,7 @@ def test_told_to_stop_a_job_saves_is_requeued_and_goes_on_with_the_next_batch(be
         os.kill(pid, signal.SIGCONT)
     wait_until(lambda: job.is_requeued, 60, "the job is requeued")
     check_nothing_is_left(job)
-    assert "epoch  6" not in job.output
+    assert "epoch  4" not in job.output
     bed.run("scontrol", "update", f"JobId={job.id}", "StartTime=now")  # it would wait for two minutes
     assert job.wait(120) == "COMPLETED 0:0", job.output
     assert result(job) == whole
@@ -109,8 +108,34 @@ def has_pending(pid: int, number: signal.Signals) -> bool:
     return any(int(mask, 16) >> (number - 1) & 1 for mask in masks)
 
 
-def test_before_its_time_limit_a_job_is_told_to_stop_and_requeued(bed, tmp_path):
-    job = bed.submit(tmp_path, edit("train.sbatch", IDLE, nodes=1))
+@pytest.fixture(scope="module")
+def ending(bed: Testbed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """Jobs that are about to end in different ways; they start together, which saves time."""
+    folder = tmp_path_factory.mktemp("ending")
+    endless = edit("train.sbatch", TRAINING.replace("4", "1000"))
+    scripts = {"late": edit("train.sbatch", IDLE, nodes=1), "killed": endless, "cancelled": endless}
+    return {name: bed.submit(folder / name, script) for name, script in scripts.items()}
+
+
+def test_death_of_a_trainer_ends_the_job_and_fails_it(ending):
+    job = ending["killed"]
+    job.wait_for("epoch  1")
+    os.kill(job.processes(DIGITS)[0], signal.SIGKILL)
+    # That of the signal; or, if it is higher, that with which srun has ended the others.
+    assert job.wait() in ("FAILED 137:0", "FAILED 143:0"), job.output
+    check_nothing_is_left(job)
+
+
+def test_scancel_ends_everything(bed, ending):
+    job = ending["cancelled"]
+    job.wait_for("epoch  1")
+    bed.run("scancel", str(job.id))
+    assert job.wait().startswith("CANCELLED")
+    check_nothing_is_left(job)
+
+
+def test_before_its_time_limit_a_job_is_told_to_stop_and_requeued(bed, ending):
+    job = ending["late"]
     for rank in "01":
         job.wait_for(f"waiting {rank} 2 {rank} gpu1 ")
         assert re.search(r"gpu1 \d,\d$", job.output, re.MULTILINE), "each sees all GPUs of the node"
@@ -118,22 +143,6 @@ def test_before_its_time_limit_a_job_is_told_to_stop_and_requeued(bed, tmp_path)
     wait_until(lambda: job.is_requeued, 100, "the job is requeued")
     check_nothing_is_left(job)
     bed.run("scancel", str(job.id))
-
-
-def test_death_of_a_trainer_ends_the_job_and_fails_it(bed, tmp_path):
-    job = bed.submit(tmp_path, edit("train.sbatch", TRAINING.replace("6", "1000")))
-    job.wait_for("epoch  1")
-    os.kill(job.processes(DIGITS)[0], signal.SIGKILL)
-    assert job.wait() == "FAILED 137:0", job.output
-    check_nothing_is_left(job)
-
-
-def test_scancel_ends_everything(bed, tmp_path):
-    job = bed.submit(tmp_path, edit("train.sbatch", TRAINING.replace("6", "1000")))
-    job.wait_for("epoch  1")
-    bed.run("scancel", str(job.id))
-    assert job.wait().startswith("CANCELLED")
-    check_nothing_is_left(job)
 
 
 def test_pool_of_its_own_grows_shrinks_and_refuses_others_while_training_goes_on(bed, whole, tmp_path):

@@ -21,9 +21,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.conftest import descendants, wait_until
+from tests import conftest
+from tests.conftest import descendants
 
 ROOT = Path(__file__).parents[2]
+# Whoever asks Slurm takes CPU time from its jobs.
+wait_until = partial(conftest.wait_until, interval=0.3)
+
 SCRIPTS = Path(os.environ.get("RPCDATALOADER_SLURM_TESTBED", ROOT))
 
 
@@ -219,7 +223,8 @@ class Job:
 
     def wait(self, seconds: float = 90) -> str:
         """Wait for its end; returns its last state."""
-        wait_until(lambda: not re.match("PENDING|RUNNING|COMPLETING|CONFIGURING", self.state), seconds, str(self))
+        ongoing = "PENDING|RUNNING|COMPLETING|CONFIGURING"
+        wait_until(lambda: not re.match(ongoing, self.state), seconds, str(self))
         return self.state
 
     def processes(self, word: str = "") -> list[int]:
