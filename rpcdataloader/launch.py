@@ -15,7 +15,8 @@ import dataclasses
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TextIO
 
 # Before torch and numpy are imported below: their thread pools would make the forks of this process unsafe.
@@ -105,33 +106,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(exc))
     try:
         log = open(log_file, "a", buffering=1) if log_file else sys.stderr  # noqa: SIM115  # open until the end
-        _set_up_logging(log)
-        if insecure or insecure_tcp:
-            credentials = INSECURE
-        elif token_file == "-":
-            credentials = receive_credentials(sys.stdin.fileno())
-        else:
-            credentials = load_credentials(token_file=token_file)
-        run_server(
-            settings,
-            credentials,
-            ready=_print_ready_line,
-            write_output=lambda line: _write(log, line),
-            # Sessions and workers have an empty standard input of their own in that place.
-            lifeline=os.dup(sys.stdin.fileno()) if exit_with_stdin else None,
-        )
+        with _logging_to(log):
+            if insecure or insecure_tcp:
+                credentials = INSECURE
+            elif token_file == "-":
+                credentials = receive_credentials(sys.stdin.fileno())
+            else:
+                credentials = load_credentials(token_file=token_file)
+            run_server(
+                settings,
+                credentials,
+                ready=_print_ready_line,
+                write_output=lambda line: _write(log, line),
+                # Sessions and workers have an empty standard input of their own in that place.
+                lifeline=os.dup(sys.stdin.fileno()) if exit_with_stdin else None,
+            )
     except (RPCError, OSError, ImportError, ValueError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         return 1
     return 0
 
 
-def _set_up_logging(log: TextIO) -> None:
+@contextmanager
+def _logging_to(log: TextIO) -> Iterator[None]:
     handler = logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
     logging.getLogger("rpcdataloader").setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
 
 
 def _write(log: TextIO, line: str) -> None:

@@ -487,12 +487,11 @@ class _Run:
         if not isinstance(reply, Message):
             # The worker is lost, which is reported once for all of its requests.
             return
-        size_bytes = len(reply.payload) + sum(block.view.nbytes for block in reply.blocks)
         # Not a variable here: the traceback of an exception refers to this frame, and would keep the whole pass.
-        self._take(worker, begun, number, size_bytes, *self._decode(reply))
+        self._take(worker, begun, number, self._decode(reply))
 
-    def _decode(self, reply: Message) -> tuple[Any, float | None, StreamState | None, Movable | None]:
-        """The batch, or what stands in for it; how long the worker took; how far its stream has come; what moves."""
+    def _decode(self, reply: Message) -> _Answer:
+        size_bytes = len(reply.payload) + sum(block.view.nbytes for block in reply.blocks)
         seconds: float | None = None
         stream: StreamState | None = None
         movable = None if self._carrier is None else Movable()
@@ -505,31 +504,21 @@ class _Run:
                 # What came in band, and batch types with a pin_memory method of their own. What is pinned stays.
                 result = pin(result)
         except BaseException as exc:
-            return _Failure(exc), seconds, stream, None
-        return result, seconds, stream, movable
+            return _Answer(_Failure(exc), size_bytes, seconds, stream, None)
+        return _Answer(result, size_bytes, seconds, stream, movable)
 
-    def _take(
-        self,
-        worker: Worker,
-        begun: Pass,
-        number: int,
-        size_bytes: int,
-        result: Any,
-        seconds: float | None,
-        stream: StreamState | None,
-        movable: Movable | None,
-    ) -> None:
-        if type(result) is Reduced:
-            result.where = worker.name
+    def _take(self, worker: Worker, begun: Pass, number: int, answer: _Answer) -> None:
+        if type(answer.result) is Reduced:
+            answer.result.where = worker.name
         cancelled: list[tuple[Worker, _Sent]] = []
         with self._condition:
             if begun is not self._pass or self._closed:
                 return
             sent = self._sent.pop((worker, number), None)
             if isinstance(self._table, StreamTable):
-                self._stream_replied(self._table, worker, number, result, stream, movable, size_bytes)
-            elif not self._retried(self._table, sent, result):
-                cancelled = self._task_replied(self._table, worker, number, result, seconds, movable, size_bytes)
+                self._stream_replied(self._table, worker, number, answer)
+            elif not self._retried(self._table, sent, answer.result):
+                cancelled = self._task_replied(self._table, worker, number, answer)
             if self._carrier is not None:
                 self._copy_ahead()
             self.crew.answered(worker)
@@ -568,37 +557,24 @@ class _Run:
         return True
 
     def _task_replied(
-        self,
-        table: Scheduler[Worker],
-        worker: Worker,
-        number: int,
-        result: Any,
-        seconds: float | None,
-        movable: Movable | None,
-        size_bytes: int,
+        self, table: Scheduler[Worker], worker: Worker, number: int, answer: _Answer
     ) -> list[tuple[Worker, _Sent]]:
         """Take the answer; returns the copies of the task that nobody waits for any more."""
-        if not table.replied(worker, number, size_bytes=size_bytes, task_seconds=seconds, now=time.monotonic()):
+        now = time.monotonic()
+        if not table.replied(worker, number, size_bytes=answer.size_bytes, task_seconds=answer.seconds, now=now):
             return []
-        self._results[number] = result, table.payload(number), None, movable
+        self._results[number] = answer.result, table.payload(number), None, answer.movable
         return [(other, sent) for other in table.losers(number) if (sent := self._sent.get((other, number)))]
 
-    def _stream_replied(
-        self,
-        table: StreamTable[Worker],
-        worker: Worker,
-        number: int,
-        result: Any,
-        state: StreamState | None,
-        movable: Movable | None,
-        size_bytes: int,
-    ) -> None:
-        if state is None and not isinstance(result, _Failure):
+    def _stream_replied(self, table: StreamTable[Worker], worker: Worker, number: int, answer: _Answer) -> None:
+        state = answer.stream
+        if state is None and not isinstance(answer.result, _Failure):
             table.ended(worker, number)
-        elif table.replied(worker, number, size_bytes=size_bytes, now=time.monotonic()):
+        elif table.replied(worker, number, size_bytes=answer.size_bytes, now=time.monotonic()):
+            stream = table.stream_of(number)
             if state is not None:
-                self._streams[table.stream_of(number)] = state
-            self._results[number] = result, table.payload(number), (table.stream_of(number), state), movable
+                self._streams[stream] = state
+            self._results[number] = answer.result, table.payload(number), (stream, state), answer.movable
 
     def _record(self, task: Task, stream: _StreamAfter | None) -> None:
         """A batch was handed to the consumer, or an exception in its place."""
@@ -647,6 +623,25 @@ class _Run:
             except RPCError:
                 # The worker was lost in between, which is about to be reported, and will put the task back.
                 continue
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What a worker has answered to a task.
+
+    Attributes:
+        result: The batch, or what stands in for it.
+        size_bytes: What it occupies here.
+        seconds: How long the worker took; None of an exception.
+        stream: How far the worker's stream has come; None if there is none, or it has ended.
+        movable: What goes to a device.
+    """
+
+    result: Any
+    size_bytes: int
+    seconds: float | None
+    stream: StreamState | None
+    movable: Movable | None
 
 
 @dataclass(slots=True)

@@ -117,6 +117,7 @@ def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are
     assert output_of(remote[1]) == ""
 
 
+@pytest.mark.slow  # the tests on Slurm do the same
 def test_digits_that_are_told_to_stop_go_on_with_the_next_batch(zygote, shared_server, tmp_path):
     workers = ("--workers", shared_server.address)
     checkpoint = tmp_path / "checkpoint.pt"

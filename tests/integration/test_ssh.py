@@ -70,8 +70,10 @@ class Starter:
         self._output = folder / "output"
         self._errors = folder / "errors"
         self.terminal, terminal = pty.openpty()
-        take_terminal = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
-        run = f"{take_terminal}; from rpcdataloader import ssh; {before}; sys.exit(ssh.main())"
+        take_terminal = "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
+        # Whoever runs the tests may have left the terminal behind.
+        heed = "signal.signal(signal.SIGHUP, signal.SIG_DFL)"
+        run = f"{take_terminal}; {heed}; from rpcdataloader import ssh; {before}; sys.exit(ssh.main())"
         with self._output.open("w") as output, self._errors.open("w") as errors:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", run, str(folder / "hosts"), *options],
@@ -238,7 +240,7 @@ def test_nothing_is_left_when_the_starter_ends(start, end):
 
 
 def test_started_with_nohup_it_goes_on_without_its_terminal(start):
-    starter = start("node1", "node2", before="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)")
+    starter = start("node1", "node2", before="signal.signal(signal.SIGHUP, signal.SIG_IGN)")
     starter.workers()
     starter.close_terminal()
     starter.process.send_signal(signal.SIGHUP)

@@ -175,13 +175,13 @@ def test_receiver_of_a_large_block_sleeps_until_much_has_come(tcp_pair):
     memory = memoryview(bytearray(9 * MIB))
     receiving = in_thread(theirs.recv_into, [memory])
     wait_until(lambda: low_water(theirs) == transport.LOW_WATER_BYTES)
-    ours.send([bytes(8 * MIB)])
+    ours.send([bytes(9 * MIB - 1)])
     assert receiving.result(FOREVER) == 8 * MIB
     assert low_water(theirs) == 1
     receiving = in_thread(theirs.recv_into, [memory])
     wait_until(lambda: low_water(theirs) > 1)
     ours.shutdown()
-    assert receiving.result(FOREVER) == 0
+    assert receiving.result(FOREVER) == MIB - 1
 
 
 def test_shutdown_wakes_a_receiver_and_a_sender(pair):
