@@ -56,7 +56,7 @@ def _parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--check",
         action="store_true",
-        help=f"as --claims, and fail below {recorded.LEAST_LEFT:.0%} of the recorded ratios",
+        help=f"as --claims, and fail below {100 * recorded.LEAST_LEFT:g} %% of the recorded ratios",
     )
     parser.add_argument("--copy", action="store_true", help="the trainer also copies each batch, as to a GPU")
     parser.add_argument("--quick", action="store_true", help="one round of 0.5 s: does it work?")
