@@ -172,11 +172,12 @@ def loads(
         if index_bytes:
             index_start = index_end - index_bytes
             index = Index(*pickle.loads(content[index_start:index_end]))
-            inline = content[index_start - inline_bytes : index_start]
-            if inline and movable is None:
-                tensors = rebuild_inline(index, inline, allocator)
-            elif inline and movable is not None:
-                tensors = movable.rebuild(index, [inline_memory(inline, allocator)])
+            if inline_bytes:
+                inline = content[index_start - inline_bytes : index_start]
+                if movable is None:
+                    tensors = rebuild_inline(index, inline, allocator)
+                else:
+                    tensors = movable.rebuild(index, [inline_memory(inline, allocator)])
             else:
                 num_buffers -= len(index.blocks) + len(index.slabs)
                 memory = [block.tensor for block in blocks[num_buffers:]]

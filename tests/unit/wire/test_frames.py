@@ -100,6 +100,15 @@ def patch_header(data, **changes):
 # ---------------------------------------------------------------------------------------------------- golden bytes
 
 
+@pytest.mark.parametrize("length", [0, 1, 32, 64, 65, 200])
+def test_macs_are_hmac_sha256_cut_short_over_a_counter_and_the_header(length):
+    key = bytes(range(length))
+    sealer = Sealer(key)
+    for counter in range(3):
+        expected = hmac.digest(key, counter.to_bytes(8, "little") + b"header", "sha256")[:16]
+        assert sealer.seal(b"header") == expected
+
+
 def test_golden_preamble():
     session_id = bytes(range(16))
     golden = bytes.fromhex(
