@@ -194,10 +194,12 @@ def test_worker_whose_client_does_not_read_stops_computing(serve, zygote, tmp_pa
     script = zygote.start(CLIENT, server.address, log, 20 * MIB, 40, 0)
     wait_until(lambda: notes(log), what="first call")
     os.kill(script.pid, signal.SIGSTOP)
-    worker = int(notes(log)[0])
-    wait_until(lambda: is_waiting(server, worker), what="a worker that waits")
-    assert private_bytes(worker) < 300 * MIB
-    os.kill(script.pid, signal.SIGCONT)
+    try:
+        worker = int(notes(log)[0])
+        wait_until(lambda: is_waiting(server, worker), what="a worker that waits")
+        assert private_bytes(worker) < 300 * MIB
+    finally:  # or it would be left behind
+        os.kill(script.pid, signal.SIGCONT)
     ended = script.wait()
     assert ended.output.split() == ["asked", str(40 * 20 * MIB)], ended.errors
     assert len(notes(log)) == 40
