@@ -56,6 +56,24 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def process_name(pid: int) -> str:
+    """What ``ps -o comm`` shows; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
+    except OSError:
+        return ""
+
+
+def without_spares(pid: int) -> list[int]:
+    """Live processes below ``pid`` but for the gates of node servers that wait: there may be more of them any time."""
+    return [pid for pid in descendants(pid) if process_name(pid) != "rpcdl-spare"]
+
+
+def occupied(server_pid: int) -> list[int]:
+    """The same of a node server; a gate that was just forked still has the name of that."""
+    return [pid for pid in without_spares(server_pid) if process_name(pid) != process_name(server_pid)]
+
+
 @dataclass
 class Server:
     """A node server in a process of its own."""
@@ -71,7 +89,7 @@ class Server:
 
     def processes(self) -> list[int]:
         """Its sessions, gates and workers."""
-        return descendants(self.pid)
+        return occupied(self.pid)
 
     def stop(self) -> int:
         """Drain, then end; returns the exit status."""
@@ -203,7 +221,7 @@ def clean_client() -> Iterator[None]:
     yield
     pool.close_client()
     # Its sessions and workers, an embedded pool, and whatever else the test has started, but for node servers.
-    wait_until(lambda: not set(descendants(os.getpid())) - processes - _server_pids, what="processes left behind")
+    wait_until(lambda: not set(without_spares(os.getpid())) - processes - _server_pids, what="processes left behind")
     # A connection that was lost before is not waited for: its receiver may have a few instructions to go.
     wait_until(lambda: not any(thread.name.startswith("rpcdl") for thread in threading.enumerate()), what="threads")
     left = {fd: _target(fd) for fd in set(os.listdir("/proc/self/fd")) - before}

@@ -1,8 +1,9 @@
-"""One new connection, in a fork of its own: read the preamble, become a session, hand the socket to one, or tell the
+"""One new connection, in a fork of its own: read the preamble, become a session, let one have the socket, or tell the
 status of the node.
 
 Whatever arrives before the secret was proved is read here and never in the node server. The node server ends a gate
-that takes too long, so nothing here has a clock.
+that takes too long, so nothing here has a clock. A gate may have been forked long before its connection came, and has
+nothing of the sessions that there are.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Mapping
 
 from rpcdataloader.errors import RPCError
 from rpcdataloader.server.connections import Kind, TrafficCounters
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.link import Link
+from rpcdataloader.server.processes import name_process
 from rpcdataloader.server.session import run_session
 from rpcdataloader.server.statistics import serve_status
 from rpcdataloader.wire.channel import Channel, accept_channel, recv_preamble
@@ -26,43 +27,37 @@ from rpcdataloader.wire.transport import Stream
 logger = logging.getLogger("rpcdataloader.server")
 
 
-def run_gate(
-    sock: socket.socket,
-    source: str,
-    node: Link,
-    sessions: Mapping[bytes, Link],
-    context: ServerContext,
-    counters: TrafficCounters,
-) -> None:
-    """Serve one accepted connection until it has become something else.
+def run_gate(node: Link, context: ServerContext, counters: TrafficCounters) -> None:
+    """Wait for a connection and serve it until it has become something else.
 
     Args:
-        source: Who connected, for the log.
-        node: Link to the node server.
-        sessions: The node server's ends of the links to its sessions, by session id: a socket written there
-            arrives at the session.
+        node: Link to the node server, which gives the connection, and takes it again if it is that of a worker.
         counters: Of the session that this may become.
     """
-    stream = Stream(sock, source, counters.of(0))
+    received = node.recv()
+    if received is None:
+        return
+    event, descriptors = received
+    name_process("rpcdl-gate")
+    peer: str = event["peer"]
+    stream = Stream(socket.socket(fileno=descriptors[0]), peer, counters.of(0))
     kind: Kind | None = None
     try:
         preamble = recv_preamble(stream)
         if preamble is None:
             return
         if any(preamble.session_id) and preamble.session_id != STATUS_ID:
-            _hand_over(stream, preamble, sessions.get(preamble.session_id), context)
+            _hand_over(stream, preamble, node, context)
             return
-        for session in sessions.values():
-            session.close()
         kind = "status" if preamble.session_id == STATUS_ID else "control"
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
     except RPCError as exc:
-        context.log_refusal(source, exc, kind)
+        context.log_refusal(peer, exc, kind)
     else:
         if kind == "status":
             _serve_status(channel, node, context)
         else:
-            run_session(channel, node, context, source, counters)
+            run_session(channel, node, context, peer, counters)
         return
     stream.linger()
 
@@ -74,11 +69,11 @@ def _serve_status(channel: Channel, node: Link, context: ServerContext) -> None:
         logger.info("a status connection of %s ends: %s", channel.name, exc)
 
 
-def _hand_over(stream: Stream, preamble: Preamble, session: Link | None, context: ServerContext) -> None:
-    if session is not None:
-        clear = preamble.encode().hex()
-        if session.send("connection", [stream.fileno()], source=stream.name, preamble=clear):
-            return
+def _hand_over(stream: Stream, preamble: Preamble, node: Link, context: ServerContext) -> None:
+    node.send("worker connection", session=preamble.session_id.hex(), preamble=preamble.encode().hex())
+    received = node.recv()
+    if received is None or received[0]["event"] == "handed over":
+        return
     text = "there is no such session on this node server (it ended, or the server was restarted)"
     refusal = json.dumps({"code": "protocol", "text": text}).encode()
     stream.send(encode(None, MessageType.REFUSED, payload=refusal))

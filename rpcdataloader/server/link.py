@@ -52,9 +52,9 @@ class Link:
         self._unsent.append(_encode(event, fields))
         self.flush()
 
-    def offer(self, event: str, descriptors: Sequence[int]) -> bool:
+    def offer(self, event: str, descriptors: Sequence[int], **fields: Any) -> bool:
         """Send one message with descriptors if there is room for it now; returns whether it is on its way."""
-        return self.flush() and self._send(_encode(event, {}), descriptors, socket.MSG_DONTWAIT) is None
+        return self.flush() and self._send(_encode(event, fields), descriptors, socket.MSG_DONTWAIT) is None
 
     def flush(self) -> bool:
         """Send what was posted, as far as there is room; returns whether all of it has gone."""

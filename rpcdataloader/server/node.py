@@ -29,7 +29,8 @@ from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.gate import run_gate
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.output import OutputReader
-from rpcdataloader.server.processes import Process, fork, reap_orphans
+from rpcdataloader.server.processes import Process, fork, name_process, reap_orphans
+from rpcdataloader.server.spares import Gate, SpareGates
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.listening import accept, peer_name
 from rpcdataloader.wire.registration import RENEWAL_PERIOD
@@ -79,6 +80,7 @@ class _Child:
         worker_rows: The same of its admitted workers, by number.
         is_status: Whether it tells somebody the status of this node, and is nobody to wait for.
         is_asked: Whether the session was asked for stacks, and has not looked at that yet.
+        wanted: Of a gate whose connection a session has no room for now: id of the session, and the preamble.
     """
 
     process: Process
@@ -98,6 +100,7 @@ class _Child:
     worker_rows: dict[int, int | None] = field(default_factory=dict)
     is_status: bool = False
     is_asked: bool = False
+    wanted: tuple[bytes, str] | None = None
 
     def post(self, event: str, **fields: Any) -> None:
         self.link.post(event, **fields)
@@ -146,6 +149,8 @@ class NodeServer:
         self._announcement = announcement
         self._renew_at = math.inf if announcement is None else time.monotonic() + RENEWAL_PERIOD
         self._children: dict[int, _Child] = {}
+        # For the session and the workers of a client that comes.
+        self._spares = SpareGates(context.num_workers + 1, self._fork_gate)
         self._outputs: set[OutputReader] = set()
         self._poll = select.poll()
         self._handlers: dict[int, Callable[[], object]] = {}
@@ -163,6 +168,7 @@ class NodeServer:
         self._watch(self._wake_read, self._on_wake)
         if self._lifeline is not None:
             self._watch(self._lifeline, self._on_lifeline)
+        self._spares.wait(time.monotonic())
         try:
             while self._drain_deadline is None or self._busy():
                 for descriptor, _events in self._poll.poll(self._poll_timeout()):
@@ -193,6 +199,7 @@ class NodeServer:
             self._poll.unregister(descriptor)
 
     def _close(self) -> None:
+        self._spares.close()
         for child in self._children.values():
             child.end("the node server has ended")
             child.process.reap(wait=True)
@@ -216,35 +223,48 @@ class NodeServer:
         if not self._has_room():
             return
         try:
-            accepted = accept(self._listener)
-            if accepted is not None:
-                self._fork_gate(*accepted)
+            # Before there is a connection, which a gate that is forked now would hold as well.
+            gate = self._spares.take(time.monotonic())
+            try:
+                accepted = accept(self._listener)
+            except BaseException:
+                self._spares.give_back(gate)
+                raise
         except (ConnectError, OSError) as exc:
             logger.warning("cannot take a connection now: %s", getattr(exc, "strerror", exc))
             self._pause_listening(EXHAUSTED_PAUSE)
+            return
+        if accepted is None:
+            self._spares.give_back(gate)
+        else:
+            self._open_gate(gate, *accepted)
 
-    def _fork_gate(self, sock: socket.socket, source: str) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.callback(sock.close)
-            ours, theirs = Link.pair()
-            stack.callback(ours.close)
-            sessions = {child.session_id: child.link for child in self._children.values() if child.session_id}
-            peer, counters = peer_name(sock), TrafficCounters()
+    def _open_gate(self, gate: Gate, sock: socket.socket, source: str) -> None:
+        peer = peer_name(sock)
+        child = _Child(gate.process, gate.link, sock, source, peer, gate.counters, time.monotonic() + GATE_TIMEOUT)
+        self._children[gate.process.pid] = child
+        self._watch(gate.link.fileno(), lambda: self._on_link(child))
+        self._watch(gate.process.fileno(), lambda: self._on_end(child))
+        if not gate.link.send("connection", [sock.fileno()], peer=peer):
+            child.end("it was not there to take its connection")
 
-            def run() -> None:
-                self._forget_in_child()
-                ours.close()
-                run_gate(sock, peer, theirs, sessions, self._context, counters)
+    def _fork_gate(self) -> Gate:
+        ours, theirs = Link.pair()
+        counters = TrafficCounters()
 
-            try:
-                process = fork(run)
-            finally:
-                theirs.close()
-            stack.pop_all()
-        child = _Child(process, ours, sock, source, peer, counters, time.monotonic() + GATE_TIMEOUT)
-        self._children[process.pid] = child
-        self._watch(ours.fileno(), lambda: self._on_link(child))
-        self._watch(process.fileno(), lambda: self._on_end(child))
+        def run() -> None:
+            name_process("rpcdl-spare")
+            self._forget_in_child()
+            ours.close()
+            run_gate(theirs, self._context, counters)
+
+        try:
+            return Gate(fork(run), ours, counters)
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
 
     def _has_room(self) -> bool:
         """Whether another gate may be forked; too many unproved connections: the oldest of the busiest source goes."""
@@ -271,7 +291,7 @@ class NodeServer:
         self._listen_again = None
 
     def _forget_in_child(self) -> None:
-        """Close, in a fork, what belongs to this process; links to sessions are closed by the gate."""
+        """Close, in a fork, what belongs to this process."""
         self._listener.close()
         for descriptor in (self._wake_read, self._wake_write, self._lifeline):
             if descriptor is not None:
@@ -281,8 +301,8 @@ class NodeServer:
         for child in self._children.values():
             child.sock.close()
             os.close(child.process.fileno())
-            if child.session_id is None:
-                child.link.close()
+            child.link.close()
+        self._spares.forget_in_child()
 
     def _on_link(self, child: _Child) -> bool:
         """Take one message; returns whether there was one."""
@@ -317,6 +337,8 @@ class NodeServer:
             child.post("welcome", row=child.row)
             if self._drain_deadline is not None:
                 child.post("drain")
+        elif kind == "worker connection":
+            self._hand_over(child, bytes.fromhex(event["session"]), event["preamble"])
         elif kind == "worker":
             self._add_output(descriptors[0], f"[{self._context.node} {child.client} worker {event['worker']}]")
         elif kind == "admit":
@@ -344,6 +366,17 @@ class NodeServer:
             self._ask_for_stacks(descriptors)
         elif kind == "looked":
             child.is_asked = False
+
+    def _hand_over(self, gate: _Child, session_id: bytes, preamble: str) -> None:
+        """Let a session have the connection of a gate: now or, while it is too busy to look, later."""
+        gate.wanted = None
+        session = next((child for child in self._children.values() if child.session_id == session_id), None)
+        if session is None:
+            gate.post("unknown session")
+        elif session.link.offer("connection", [gate.sock.fileno()], source=gate.peer, preamble=preamble):
+            gate.post("handed over")
+        else:
+            gate.wanted = session_id, preamble
 
     def _ask_for_stacks(self, descriptors: list[int]) -> None:
         """Let every session write the stacks of its workers to the one descriptor."""
@@ -397,7 +430,7 @@ class NodeServer:
                 child.connection.closed(reason)
             self._counters.close_session(child.row)
         if os.getpid() == 1:
-            reap_orphans(self._children)
+            reap_orphans(self._children.keys() | self._spares.pids)
 
     # --- output
 
@@ -451,6 +484,7 @@ class NodeServer:
             return
         logger.info("draining: %d sessions, at most %g s", len(self._busy()), self._grace)
         self._counters.drain()
+        self._spares.close()
         self._drain_deadline = time.monotonic() + self._grace
         if self._announcement is not None:
             self._renew_at = math.inf
@@ -472,8 +506,9 @@ class NodeServer:
         """Milliseconds until something is due."""
         times = [child.deadline for child in self._children.values() if child.deadline is not None]
         times += [time for time in (self._drain_deadline, self._listen_again) if time is not None]
-        seconds = min([self._renew_at, self._look_at, self._owner_deadline, *times]) - time.monotonic()
-        if any(child.has_unsent for child in self._children.values()):
+        times += [self._renew_at, self._look_at, self._owner_deadline, self._spares.due]
+        seconds = min(times) - time.monotonic()
+        if any(child.has_unsent or child.wanted is not None for child in self._children.values()):
             seconds = min(seconds, RETRY_PAUSE)
         return max(0.0, min(seconds, _MAX_POLL_TIMEOUT)) * 1000 + 1
 
@@ -485,6 +520,9 @@ class NodeServer:
                 child.end("no handshake in time")
             if child.has_unsent:
                 child.has_unsent = not child.link.flush()
+            if child.wanted is not None:
+                self._hand_over(child, *child.wanted)
+        self._spares.refill(now)
         if self._announcement is not None and now > self._renew_at:
             self._renew_at = now + RENEWAL_PERIOD
             self._announcement.renew()

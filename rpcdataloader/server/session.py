@@ -26,7 +26,7 @@ from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable, Recipe, kind_of, length_of
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.output import redirect_output, tell_client, tell_nobody
-from rpcdataloader.server.processes import Process, fork
+from rpcdataloader.server.processes import Process, fork, name_process
 from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackPipe, StackReader, dump_stacks_on_signal
 from rpcdataloader.server.statistics import StacksAsked
 from rpcdataloader.server.worker import run_worker_process
@@ -79,6 +79,7 @@ def run_session(channel: Channel, node: Link, context: ServerContext, peer: str,
     """
     # With --insecure, or in the embedded pool, nobody has read and removed it.
     os.environ.pop(TOKEN_VARIABLE, None)
+    name_process("rpcdl-session")
     # Of its own group, so that user code that signals its group does not end the node server and everybody's work.
     os.setpgid(0, 0)
     # The collector need not visit, and so copy, what comes from the node server when a dataset is built.

@@ -32,7 +32,7 @@ from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.handles import HandleTable
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.output import tell_client
-from rpcdataloader.server.processes import keep_freed_memory, prefer_for_oom
+from rpcdataloader.server.processes import keep_freed_memory, name_process, prefer_for_oom
 from rpcdataloader.server.room import Room
 from rpcdataloader.wire.channel import Channel, accept_channel
 from rpcdataloader.wire.frames import Flag, Message, MessageType, Preamble
@@ -64,6 +64,7 @@ def run_worker_process(
         datasets: What the session has built or knows how to build.
         number: Of this worker in its session, from 1.
     """
+    name_process("rpcdl-worker")
     prefer_for_oom()
     keep_freed_memory()
     try:

@@ -7,13 +7,13 @@ import os
 import signal
 from collections.abc import Iterator
 
-from tests.conftest import READY_LINE, TIMEOUT_SCALE, descendants, is_running, wait_until
+from tests.conftest import READY_LINE, TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
 from tests.integration.zygote import Ended, Script, Zygote
 
 _LAUNCH = """
 import os, sys
 from rpcdataloader import launch
-from rpcdataloader.server import context, gate, node, session
+from rpcdataloader.server import context, gate, node, session, spares
 {before}
 os._exit(launch.main(sys.argv[1:]))  # taking torch apart takes half a second
 """
@@ -51,7 +51,7 @@ class QuickServer:
 
     def processes(self) -> list[int]:
         """Its gates, sessions and workers."""
-        return descendants(self.pid)
+        return occupied(self.pid)
 
     def signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -65,7 +65,7 @@ class QuickServer:
 
     def stop(self) -> None:
         """End it at once, and wait until nothing of it is left."""
-        below = self.processes()
+        below = descendants(self.pid)
         # Two that differ: the kernel keeps only one of a kind.
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ProcessLookupError):

@@ -22,7 +22,7 @@ from rpcdataloader.client import local, pool
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.frames import Preamble
-from tests.conftest import TIMEOUT_SCALE, descendants, is_running, wait_until
+from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, wait_until
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -92,6 +92,10 @@ def read_all(sock):
 
 def num_descriptors(pid):
     return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def spares_of(server):
+    return [pid for pid in descendants(server.pid) if process_name(pid) == "rpcdl-spare"]
 
 
 def connections_of(pid):
@@ -446,7 +450,8 @@ def test_full_disk_under_the_log_ends_nobody(serve):
 
 
 def test_connections_in_a_row_leave_nothing_behind(serve):
-    server = serve()
+    server = serve("--num-workers", "1")
+    wait_until(lambda: len(spares_of(server)) == 2)
     # Not after the first call: the server closes what belonged to a process a little later than that has ended.
     before = num_descriptors(server.pid)
     call(server, os.getpid)
@@ -541,15 +546,45 @@ def fail_at_first():
     return fork()
 os.fork = fail_at_first
 node.EXHAUSTED_PAUSE = 0.01
+spares.QUIET_SECONDS = 1000
 """
     server = serve(before=failing)
     descriptors = num_descriptors(server.pid)
-    for _ in range(3):
-        with dial(server) as sock:
-            assert read_all(sock) == b""
-    wait_until(lambda: server.log.count("cannot take a connection now: ") == 3)
-    assert num_descriptors(server.pid) == descriptors
+    with dial(server):  # it waits meanwhile
+        wait_until(lambda: server.log.count("cannot take a connection now: ") == 3)
     assert call(server, os.getpid) > 0
+    pool.close_client()
+    wait_until(lambda: num_descriptors(server.pid) == descriptors)
+
+
+def test_gates_that_cannot_be_forked_in_advance_are_forked_later(serve):
+    failing = """
+import errno
+fork, failures = node.fork, iter(range(3))
+def fail_at_first(run):
+    for _ in failures:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork(run)
+node.fork = fail_at_first
+spares.EXHAUSTED_PAUSE = 0.01
+"""
+    server = serve("--num-workers", "1", before=failing)
+    wait_until(lambda: len(spares_of(server)) == 2)
+    assert server.log.count("cannot fork a gate in advance") == 3
+    assert call(server, os.getpid) > 0
+
+
+def test_gates_that_wait_and_are_killed_leave_nothing_behind(serve):
+    server = serve("--num-workers", "1")
+    wait_until(lambda: len(spares_of(server)) == 2)
+    waiting = spares_of(server)
+    for pid in waiting:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(is_running, waiting)))
+    assert call(server, os.getpid) > 0
+    pool.close_client()
+    wait_until(lambda: len(spares_of(server)) == 2)
+    assert not zombies_of(server.pid)
 
 
 def session_of(server):
