@@ -101,6 +101,9 @@ CLAIMS = {
         Goal(_IMAGES, "bare sockets, batches made", 0.95), "float32", "ours-tcp", "bare-made", "rate"
     ),
     "float32-moved": Claim(Goal(_IMAGES, "bare sockets, ready batches", 0.95), "float32", "ours-tcp", "bare", "rate"),
+    "ready": Claim(
+        Goal("38.5 MB that are ready", "bare sockets, ready batches", 0.95), "ready", "ours-tcp", "bare", "rate"
+    ),
     "uint8-tcp": Claim(Goal("64x3x224x224 uint8", _TORCH, 1.5), "uint8", "ours-tcp", "torch", "rate"),
     "integer": Claim(Goal("one integer per batch", _TORCH, 6.0), "integer", "ours-tcp", "torch", "rate"),
     "tensors": Claim(Goal("2,000 small tensors per batch", _TORCH, 60.0), "tensors", "ours-tcp", "torch", "rate"),

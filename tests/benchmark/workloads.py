@@ -48,6 +48,8 @@ WORKLOADS = {
         _NUM_FEATURES * _VALUES_PER_FEATURE * 8,
         collate="get_only",
     ),
+    # What the wire can do: nobody makes anything.
+    "ready": Workload("38.5 MB that are ready", "Ready", (64 * _IMAGE * 4,), 1, 64 * _IMAGE * 4, collate="get_only"),
     # A few hundred images per second are some ten batches, which two workers finish in pairs.
     "jpeg": Workload("64 JPEGs decoded, cropped", "Photographs", (), 64, 64 * _IMAGE, min_batches=40),
 }
