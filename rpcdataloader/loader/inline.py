@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rpcdataloader.loader.answers import pin
 from rpcdataloader.loader.bad_samples import Reduced, account
 from rpcdataloader.loader.copying import make_carrier
-from rpcdataloader.loader.iterator import pin
 from rpcdataloader.loader.passes import (
     PassSettings,
     Progress,

@@ -9,18 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import os
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
-
-import torch
-import torch.utils.data._utils.pin_memory
 
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.exchange import reference_of, result_of
@@ -29,6 +24,7 @@ from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCError, RPCTimeoutError
 from rpcdataloader.loader import remote
+from rpcdataloader.loader.answers import Answer, Failure, decode
 from rpcdataloader.loader.bad_samples import Reduced, account
 from rpcdataloader.loader.copying import Copies, make_carrier
 from rpcdataloader.loader.crew import Crew, Opening
@@ -45,6 +41,7 @@ from rpcdataloader.loader.passes import (
 from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.ranks import label, of_rank
 from rpcdataloader.loader.remote import StreamState
+from rpcdataloader.loader.retries import Sent, end_late_workers, retry
 from rpcdataloader.loader.scheduler import Scheduler
 from rpcdataloader.loader.streams import StreamTable
 from rpcdataloader.loader.tasks import Task, describe, load_request
@@ -53,12 +50,6 @@ from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.slabs import Allocator, pinned_allocator
-
-logger = logging.getLogger("rpcdataloader.loader")
-
-# Seconds until a batch is tried again after an exception that may pass: the first time, and at most.
-RETRY_PAUSE = 0.5
-MAX_RETRY_PAUSE = 30.0
 
 
 class RemoteIterator:
@@ -134,18 +125,6 @@ class RemoteIterator:
         self._run.begin_epoch()
 
 
-def pin(batch: Any) -> Any:
-    """Pin what is not pinned yet, the way torch's loader does."""
-    return torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
-
-
-class _Failure:
-    """An exception that stands in for a batch."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
 # Which stream a batch is of, and how far that has come with it; None instead of an exception's.
 _StreamAfter = tuple[int, StreamState | None]
 
@@ -170,11 +149,17 @@ class _Run:
         self._num_workers = self._wanted_workers = len(placement.homes)
         self._pid = os.getpid()
         pinned = pinned_allocator() if settings.pin_memory else None
-        self._pins = pinned is not None
         self._allocator: Allocator = pinned or self._client.allocator
         self._carrier = None if settings.device is None else make_carrier(settings.device, self._allocator)
         if self._carrier is not None:
             self._allocator = self._carrier.allocator
+        self._decode = functools.partial(
+            decode,
+            allocator=self._allocator,
+            iterable=settings.iterable,
+            pins=pinned is not None,
+            moves=self._carrier is not None,
+        )
         with undone_afterwards(saved):
             self._pass = begin_pass(settings, saved)
             self._condition = threading.Condition()
@@ -185,7 +170,7 @@ class _Run:
             self._results: dict[int, _Answered] = {}  # answered, and not delivered
             self._ahead: _Ahead | None = None  # what is delivered next, on its way to the device
             self._drawn: Task | None = None  # from the sampler, and not in the table yet; the consumer's own
-            self._sent: dict[tuple[Worker, int], _Sent] = {}  # what was sent and not answered
+            self._sent: dict[tuple[Worker, int], Sent] = {}  # what was sent and not answered
             self._interrupted: list[Task] = []  # what the last one that was lost was at work on
             self._wakes_at = -math.inf  # when the consumer, if it waits, looks again without being told
             self._error: BaseException | None = None
@@ -253,7 +238,7 @@ class _Run:
         self._draw()
         if copies is not None:
             copies.wait()
-        if isinstance(result, _Failure):
+        if isinstance(result, Failure):
             try:
                 raise self._explained(result.error, task)
             finally:
@@ -311,26 +296,14 @@ class _Run:
 
     def _end_late_workers(self) -> None:
         """End the workers that are at a task for too long; it is given to others."""
-        limit = self._settings.task_timeout
         with self._condition:
             late = [
                 # Not the table's task: another worker may have answered it, and it may be delivered.
                 (worker, self._sent[worker, number].task)
                 for worker, number in self._table.timed_out(time.monotonic())
             ]
-        endings = [
-            worker.session.end_worker(worker.number, f"{describe(task)} took longer than {limit:g} s")
-            for worker, task in late
-        ]
-        for (worker, task), wait in zip(late, endings, strict=True):
-            task.stack = wait()
-            logger.warning(
-                "%s took longer than %g s (task_timeout) on %s, which was here:\n%s",
-                describe(task),
-                limit,
-                worker.name,
-                task.stack,
-            )
+        if late:
+            end_late_workers(late, self._settings.task_timeout or 0.0)
 
     def _explained(self, error: BaseException, task: Task) -> BaseException:
         """The same error, naming the rank; with the last stack, if it is that of a task that took too long."""
@@ -453,7 +426,7 @@ class _Run:
         if self._table.blame(number):
             text = f"{describe(task)} has ended {len(task.killed)} workers in a row: {'; '.join(task.killed)}"
             stream = (self._table.stream_of(number), None) if isinstance(self._table, StreamTable) else None
-            self._results[number] = _Failure(ConnectionLostError(text)), task, stream, None
+            self._results[number] = Failure(ConnectionLostError(text)), task, stream, None
 
     # --- the crew, without the condition
 
@@ -490,27 +463,10 @@ class _Run:
         # Not a variable here: the traceback of an exception refers to this frame, and would keep the whole pass.
         self._take(worker, begun, number, self._decode(reply))
 
-    def _decode(self, reply: Message) -> _Answer:
-        size_bytes = len(reply.payload) + sum(block.view.nbytes for block in reply.blocks)
-        seconds: float | None = None
-        stream: StreamState | None = None
-        movable = None if self._carrier is None else Movable()
-        try:
-            timings, result = result_of(reply, self._allocator, movable)
-            seconds = sum(timings)
-            if self._settings.iterable:
-                result, stream = result
-            if self._pins:
-                # What came in band, and batch types with a pin_memory method of their own. What is pinned stays.
-                result = pin(result)
-        except BaseException as exc:
-            return _Answer(_Failure(exc), size_bytes, seconds, stream, None)
-        return _Answer(result, size_bytes, seconds, stream, movable)
-
-    def _take(self, worker: Worker, begun: Pass, number: int, answer: _Answer) -> None:
+    def _take(self, worker: Worker, begun: Pass, number: int, answer: Answer) -> None:
         if type(answer.result) is Reduced:
             answer.result.where = worker.name
-        cancelled: list[tuple[Worker, _Sent]] = []
+        cancelled: list[tuple[Worker, Sent]] = []
         with self._condition:
             if begun is not self._pass or self._closed:
                 return
@@ -538,27 +494,15 @@ class _Run:
         due = self._table.due(time.monotonic())
         return due is not None and due < self._wakes_at
 
-    def _retried(self, table: Scheduler[Worker], sent: _Sent | None, result: Any) -> bool:
+    def _retried(self, table: Scheduler[Worker], sent: Sent | None, result: Any) -> bool:
         """Whether the answer is an exception that may pass, so that the task is tried again."""
-        if not isinstance(result, _Failure) or not isinstance(result.error, self._settings.retry_on) or sent is None:
+        if not isinstance(result, Failure) or not isinstance(result.error, self._settings.retry_on) or sent is None:
             return False
-        worker, number, task = sent.worker, sent.number, sent.task
-        # A copy that was sent before the last try began is none.
-        if task.num_retries >= self._settings.max_retries and sent.request is task.last_request:
-            return False
-        delay = min(RETRY_PAUSE * 2**task.num_retries, MAX_RETRY_PAUSE)
-        if table.retry(worker, number, delay=delay, now=time.monotonic()):
-            task.num_retries += 1
-            if task.num_retries >= self._settings.max_retries:
-                task.request = task.last_request
-            logger.warning(
-                "%s is tried again in %g s: %s: %s", describe(task), delay, type(result.error).__name__, result.error
-            )
-        return True
+        return retry(table, sent, result.error, self._settings.max_retries)
 
     def _task_replied(
-        self, table: Scheduler[Worker], worker: Worker, number: int, answer: _Answer
-    ) -> list[tuple[Worker, _Sent]]:
+        self, table: Scheduler[Worker], worker: Worker, number: int, answer: Answer
+    ) -> list[tuple[Worker, Sent]]:
         """Take the answer; returns the copies of the task that nobody waits for any more."""
         now = time.monotonic()
         if not table.replied(worker, number, size_bytes=answer.size_bytes, task_seconds=answer.seconds, now=now):
@@ -566,9 +510,9 @@ class _Run:
         self._results[number] = answer.result, table.payload(number), None, answer.movable
         return [(other, sent) for other in table.losers(number) if (sent := self._sent.get((other, number)))]
 
-    def _stream_replied(self, table: StreamTable[Worker], worker: Worker, number: int, answer: _Answer) -> None:
+    def _stream_replied(self, table: StreamTable[Worker], worker: Worker, number: int, answer: Answer) -> None:
         state = answer.stream
-        if state is None and not isinstance(answer.result, _Failure):
+        if state is None and not isinstance(answer.result, Failure):
             table.ended(worker, number)
         elif table.replied(worker, number, size_bytes=answer.size_bytes, now=time.monotonic()):
             stream = table.stream_of(number)
@@ -597,24 +541,24 @@ class _Run:
                 copies = self._carrier.carry(movable)
             except BaseException as exc:
                 # What the frames refer to is a batch.
-                result = _Failure(exc.with_traceback(None))
+                result = Failure(exc.with_traceback(None))
         self._ahead = result, task, stream, copies
 
-    def _assign(self) -> list[_Sent]:
+    def _assign(self) -> list[Sent]:
         """Give waiting tasks to the workers that may take one; with the condition."""
-        assignments: list[_Sent] = []
+        assignments: list[Sent] = []
         if self._closed:
             return assignments
         now = time.monotonic()
         while (assigned := self._table.assign(now)) is not None:
             worker, number = assigned
             task = self._table.payload(number)
-            sent = _Sent(worker, self._pass, number, task, task.request)
+            sent = Sent(worker, self._pass, number, task, task.request)
             self._sent[assigned] = sent
             assignments.append(sent)
         return assignments
 
-    def _send(self, assignments: Sequence[_Sent]) -> None:
+    def _send(self, assignments: Sequence[Sent]) -> None:
         """Send what was assigned; without the condition, so that no thread waits for another one's send."""
         for sent in assignments:
             complete = functools.partial(self._replied, sent.worker, sent.begun, sent.number)
@@ -623,42 +567,6 @@ class _Run:
             except RPCError:
                 # The worker was lost in between, which is about to be reported, and will put the task back.
                 continue
-
-
-@dataclass(slots=True)
-class _Answer:
-    """What a worker has answered to a task.
-
-    Attributes:
-        result: The batch, or what stands in for it.
-        size_bytes: What it occupies here.
-        seconds: How long the worker took; None of an exception.
-        stream: How far the worker's stream has come; None if there is none, or it has ended.
-        movable: What goes to a device.
-    """
-
-    result: Any
-    size_bytes: int
-    seconds: float | None
-    stream: StreamState | None
-    movable: Movable | None
-
-
-@dataclass(slots=True)
-class _Sent:
-    """A copy of a task that was sent to a worker.
-
-    Attributes:
-        request: That of the task, as it was then.
-        request_id: Of its connection; 0 while it is being sent.
-    """
-
-    worker: Worker
-    begun: Pass
-    number: int
-    task: Task
-    request: bytes
-    request_id: int = 0
 
 
 def _with_batch(error: BaseException, tasks: Sequence[Task]) -> BaseException:

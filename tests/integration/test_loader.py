@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import ConnectionLostError, RemoteTraceback, SerializationError
+from rpcdataloader.loader import answers
 from rpcdataloader.loader import inline as inline_module
 from rpcdataloader.loader import iterator as iterator_module
 from rpcdataloader.wire.slabs import PinnedAllocator
@@ -410,7 +411,7 @@ def test_every_tensor_of_a_batch_lives_in_pinned_memory(workers, monkeypatch):
         return batch
 
     monkeypatch.setattr(iterator_module, "pinned_allocator", lambda: PinnedAllocator(pinned.empty))
-    monkeypatch.setattr(iterator_module, "pin", pin)
+    monkeypatch.setattr(answers, "pin", pin)
     loader = RPCDataloader(range(8), batch_size=4, workers=workers, pin_memory=True, collate_fn=many_kinds)
     batches = list(loader)
     assert len(kept) == len(batches) == 2

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
-from rpcdataloader.loader import iterator as iterator_module
+from rpcdataloader.loader import retries
 from rpcdataloader.loader.crew import Crew
 from tests.conftest import is_running, wait_until
 from tests.integration import datasets
@@ -426,7 +426,7 @@ def loader_of_one(dataset, workers, **options):
 
 @pytest.fixture
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(iterator_module, "RETRY_PAUSE", 0.01)
+    monkeypatch.setattr(retries, "RETRY_PAUSE", 0.01)
 
 
 @pytest.mark.usefixtures("short_pauses")
