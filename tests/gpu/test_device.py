@@ -7,23 +7,13 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from rpcdataloader import RPCDataloader
+from tests.gpu.samples import CYCLES, Samples
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.usefixtures("clean_client"),
 ]
-
-# See test_pinning.
-CYCLES = 500_000_000
-
-
-class Samples:
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        return {"large": torch.full((3, 128, 128), float(index)), "small": torch.tensor(index), "index": index}
 
 
 def check(batch, number):

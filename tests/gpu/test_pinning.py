@@ -7,23 +7,13 @@ import torch
 from rpcdataloader import RPCDataloader, rpc_async
 from rpcdataloader.wire.pickling import dumps_reply, loads
 from rpcdataloader.wire.slabs import PinnedAllocator
+from tests.gpu.samples import CYCLES, Samples
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.usefixtures("clean_client"),
 ]
-
-# Of the GPU: about a quarter of a second, in which the processor does thousands of times what it does here.
-CYCLES = 500_000_000
-
-
-class Samples:
-    def __len__(self):
-        return 64
-
-    def __getitem__(self, index):
-        return {"large": torch.full((3, 64, 64), float(index)), "small": torch.tensor(index), "index": index}
 
 
 def many_kinds(samples):
