@@ -18,8 +18,8 @@ from rpcdataloader.server.processes import Process
 
 logger = logging.getLogger("rpcdataloader.server")
 
-# At most so many wait. Each occupies a few megabytes.
-MAX_SPARES = 8
+# At most so many wait, as the first batch comes from one of the first workers. Each occupies 2.4 MB.
+MAX_SPARES = 4
 
 # Seconds since the last connection after which new ones are forked, and until another try when that has failed.
 QUIET_SECONDS = 0.2
