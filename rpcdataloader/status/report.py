@@ -27,7 +27,7 @@ class Answer:
     Attributes:
         status: What it says; None if it says nothing.
         error: Why it says nothing; empty otherwise.
-        is_refused: Whether that is for want of the right secret or certificate, which waiting does not change.
+        is_refused: Whether that is for something that waiting does not change: another secret, certificate or version.
     """
 
     address: str
