@@ -309,7 +309,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
     parser = make_parser()
-    args, common = parser.parse_args(words[:end]), words[end + 1 :]
+    args, unknown = parser.parse_known_args(words[:end])
+    common = words[end + 1 :]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)} (options of launch come after --)")
     try:
         hosts = parse_hosts(Path(args.hostfile).read_text())
     except OSError as exc:

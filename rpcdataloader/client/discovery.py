@@ -105,6 +105,8 @@ def _parse(text: str) -> Where:
         if match[1] is not None and int(match[1]) < 1:
             raise ValueError(f"{text!r} asks for no worker; use inline to load in this process")
         return Local(int(match[1]) if match[1] else None)
+    if text.startswith("local:") and "," not in text:
+        raise ValueError(f"{text!r} names no number of workers; write local:N, or local for one per CPU")
     if text.startswith("@") and "," not in text:
         if text == "@":
             raise ValueError("'@' names no directory; write @/path")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 
 from rpcdataloader.wire.identity import machine_id
+from rpcdataloader.wire.printable import printable
 from rpcdataloader.wire.registration import MAX_FILE_BYTES, MAX_SILENCE, SUFFIX, Registration
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -141,7 +142,8 @@ class Register:
     def _complain(self, name: str, problem: str) -> None:
         count = self._failures[name] = self._failures.get(name, 0) + 1
         level = logging.WARNING if count == PATIENCE else logging.DEBUG
-        logger.log(level, "%s is not used: %s", os.path.join(self.directory, name), problem)
+        # Others may have named it, where they may write to the directory.
+        logger.log(level, "%s", printable(f"{os.path.join(self.directory, name)} is not used: {problem}"))
 
 
 def _check_owner(status: os.stat_result) -> None:

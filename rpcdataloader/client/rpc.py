@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.futures import Future
@@ -62,6 +62,8 @@ def rpc_async(
         raise TypeError(f"func must be callable, but is a {type(func).__name__}")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds or None, but is {timeout}")
+    if args is not None and not isinstance(args, Iterable):
+        raise TypeError(f"args must be a list or tuple of arguments, but is a {type(args).__name__}")
     start = time.monotonic()
     client = get_client()
     allocator = (pinned_allocator() if pin_memory else None) or client.allocator

@@ -318,6 +318,14 @@ class Session:
             log_from_server(self.name, message)
 
     def explain(self, error: RPCError) -> RPCError:
+        if isinstance(error, ConnectionLostError) and self.welcome is not None and self._connection.num_pending:
+            # A dataset that is too large for its node looks like this, and only the node server knows.
+            explained = ConnectionLostError(
+                f"{error} without an answer; if its session was killed, perhaps out of memory while it built a "
+                "dataset, the log of that node server says so"
+            )
+            explained.__cause__ = error.__cause__
+            return explained
         return error
 
     def lost(self, error: RPCError) -> None:

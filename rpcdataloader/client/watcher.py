@@ -13,6 +13,7 @@ from rpcdataloader.client.register import Register
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.printable import printable
 from rpcdataloader.wire.registration import Registration
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -57,7 +58,8 @@ class RegisterWatcher:
             logger.warning("waiting for a node server to register in %s, for at most %g s", directory, timeout)
         while not found:
             if not deadline.pause(min(PAUSE, timeout / 10)):
-                problems = "; ".join(f"{name}: {problem}" for name, problem in self._register.problems.items())
+                # Others may have named the files, where they may write to the directory.
+                problems = printable("; ".join(": ".join(item) for item in self._register.problems.items()))
                 raise ConnectError(
                     f"no node server is registered in {directory}, and none came within {timeout:g} s"
                     + (f" ({problems})" if problems else "")

@@ -7,7 +7,7 @@ import itertools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -396,11 +396,15 @@ def _check(dataset: object, prefetch_factor: int | None, max_in_flight_bytes: in
         raise ValueError("prefetch_factor option should be non-negative")
     if prefetch_factor == 0:
         raise ValueError(f"prefetch_factor must be at least 1, but is {prefetch_factor}")
+    if max_in_flight_bytes is not None and not isinstance(max_in_flight_bytes, (int, float)):
+        raise TypeError(f"max_in_flight_bytes must be a number of bytes, but is {max_in_flight_bytes!r}")
     if max_in_flight_bytes is not None and max_in_flight_bytes < 1:
         raise ValueError(f"max_in_flight_bytes must be at least 1, but is {max_in_flight_bytes}")
 
 
 def _exceptions(types: type[BaseException] | Iterable[type[BaseException]]) -> tuple[type[BaseException], ...]:
+    if isinstance(types, str) or not isinstance(types, (type, Iterable)):
+        raise TypeError(f"retry_on must be exception classes, but is {types!r}")
     kinds = (types,) if isinstance(types, type) else tuple(types)
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
@@ -422,6 +426,6 @@ def _nobody() -> None:
 def _partition(partition: tuple[int, int] | Literal["auto"] | None) -> Partition | None:
     if partition is None or partition == "auto":
         return None
-    if isinstance(partition, str) or len(partition) != 2:
+    if isinstance(partition, str) or not isinstance(partition, Sized) or len(partition) != 2:
         raise ValueError(f"partition must be 'auto', None or (rank, world size), but is {partition!r}")
     return Partition(*partition)

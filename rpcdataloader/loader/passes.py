@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import IterDataPipe
+from torch.utils.data import BatchSampler, IterDataPipe
 
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.loader.memory import default_in_flight_bytes
@@ -458,14 +458,23 @@ def skip_delivered(
     """What is left of a sampler that has just begun, and how many samples were in what was delivered.
 
     Raises:
-        ValueError: The sampler is shorter than that.
+        ValueError: The sampler is shorter than that, or its batches have another size.
     """
     if saved["streams"] or _resumable(settings) is not None:
         # It begins there by itself.
         return samples, 0
     anchor = saved["sampler"]
     if anchor is None:
-        return skip(samples, settings.sampler, saved["num_batches"], auto_collation=settings.auto_collation)
+        samples, num_samples = skip(
+            samples, settings.sampler, saved["num_batches"], auto_collation=settings.auto_collation
+        )
+        # Other batch samplers may give generators, whose samples torch's own iterator does not count.
+        if type(settings.sampler) is BatchSampler and num_samples != saved["num_samples"]:
+            raise ValueError(
+                f"the saved pass had delivered {saved['num_samples']} samples in {saved['num_batches']} batches, but "
+                f"the sampler gives {num_samples} in as many now: have dataset, batch size or sampler changed?"
+            )
+        return samples, num_samples
     if "iterator" in anchor["state"]:
         if not _is_stateful(samples):
             raise ValueError("the state is of a sampler whose iterator has load_state_dict, but here it has none")

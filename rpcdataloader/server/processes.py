@@ -100,9 +100,10 @@ def describe_exit(status: int) -> str:
 def fork(run: Callable[[], None]) -> Process:
     """Run ``run`` in a forked child, which dies with this process and leaves by ``os._exit``.
 
-    In the child the signals that a terminal or a job manager sends to everybody are ignored: it learns of an end from
-    its parent. Its standard input is empty. Its global random generators are seeded afresh and torch uses one thread,
-    because a fork of a process that used OpenMP hangs in the next parallel region.
+    In the child the signals that a terminal or a job manager sends to everybody have no effect: it learns of an end
+    from its parent. What user code starts there can be terminated as ever. Its standard input is empty. Its global
+    random generators are seeded afresh and torch uses one thread, because a fork of a process that used OpenMP hangs in
+    the next parallel region.
 
     Raises:
         OSError: The system has no room for another process or descriptor.
@@ -135,6 +136,41 @@ def fork(run: Callable[[], None]) -> Process:
         raise
 
 
+def _be_deaf_to(number: int) -> None:
+    # Not SIG_IGN, which programs and forks of user code would inherit: nobody could terminate them, and whoever waits
+    # for that, as a multiprocessing.Pool does at its end, would wait for ever.
+    if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup says
+        signal.signal(number, _do_nothing)
+        signal.siginterrupt(number, False)
+
+
+def _do_nothing(_number: int, _frame: object) -> None:
+    """What sessions and workers do about signals for everybody."""
+
+
+_forking = threading.local()  # the signals that this thread had blocked
+
+
+def _hold_signals() -> None:
+    # One that comes before the fork hears again must not be lost: whoever has sent it may wait for an end.
+    _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _QUIET_SIGNALS)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.blocked)
+
+
+def _hear_again() -> None:
+    """In a fork that user code makes, signals do what they do in any process; in one of ours, they are still held."""
+    for number in _QUIET_SIGNALS:
+        if signal.getsignal(number) is _do_nothing:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _release_signals()
+
+
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_hear_again)
+
+
 def _be_child(run: Callable[[], None], parent: int) -> None:
     status = 1
     try:
@@ -142,7 +178,7 @@ def _be_child(run: Callable[[], None], parent: int) -> None:
         if os.getppid() != parent:
             os._exit(1)
         for number in _QUIET_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+            _be_deaf_to(number)
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _QUIET_SIGNALS)
         _empty_stdin()

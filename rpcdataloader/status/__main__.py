@@ -26,8 +26,8 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="What node servers are doing: their clients, workers, and how much they have done.",
         epilog="Exit status: 0 if all node servers are there and take clients, 1 if one is not reachable or drains, or "
-        "if there is none, 2 for a wrong command line, secret or certificate. Secret and certificates come from where "
-        "a training script takes them: RPCDATALOADER_TOKEN_FILE and so on.",
+        "if there is none, 2 for a wrong command line, secret, certificate or version. Secret and certificates "
+        "come from where a training script takes them: RPCDATALOADER_TOKEN_FILE and so on.",
     )
     parser.add_argument(
         "places",

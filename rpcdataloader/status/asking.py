@@ -119,7 +119,9 @@ class Asker:
             return Answer(name, self._question(address, self._open(address, deadline), stacks, deadline))
         except RPCTimeoutError:
             return Answer(name, error=_late(address, self._timeout))
-        except (AuthenticationError, ValueError) as exc:  # a ValueError is of a variable that makes no sense
+        # Waiting does not help: another version, perhaps of Python, or another program on that port; a ValueError is of
+        # a variable that makes no sense.
+        except (AuthenticationError, RemoteProtocolError, ValueError) as exc:
             return Answer(name, error=str(exc), is_refused=True)
         except RPCError as exc:
             return Answer(name, error=str(exc))

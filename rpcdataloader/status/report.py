@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rpcdataloader.wire.printable import printable
 from rpcdataloader.wire.status import ClientStatus, NodeStatus, Work, WorkerStatus
 
 #: Of the JSON document; it changes when a key is renamed or goes.
@@ -26,7 +27,7 @@ class Answer:
     Attributes:
         status: What it says; None if it says nothing.
         error: Why it says nothing; empty otherwise.
-        is_refused: Whether that is for want of the right secret or certificate, which waiting does not change.
+        is_refused: Whether that is for something that waiting does not change: another secret, certificate or version.
     """
 
     address: str
@@ -250,7 +251,7 @@ def _describe_client(client: ClientStatus, comparison: Comparison) -> list[str]:
     job = f" job {_cut(client.job, 16)}" if client.job else ""
     lines = [
         f"  client {_cut(client.host, 40)}:{client.pid}{rank}{job}",
-        f"    session {client.session_pid} {client.state} {in_time(client.state_seconds)}, "
+        f"    session {client.session_pid} {_cut(client.state, 24)} {in_time(client.state_seconds)}, "
         f"here {in_time(client.age_seconds)}",
         f"    {_describe_work(client, comparison.client(client))}",
     ]
@@ -291,11 +292,6 @@ _PROCESS_STATES = {"T": ", stopped", "t": ", traced", "D": ", blocked", "Z": ", 
 
 def _count(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
-def printable(text: str, keep: str = "") -> str:
-    """``text`` without what could do something to a terminal: names come from other processes."""
-    return "".join(char if char.isprintable() or char in keep else "?" for char in text)
 
 
 def _cut(text: str, num_chars: int) -> str:

@@ -58,6 +58,8 @@ class Address:
         if text.startswith("["):
             return cls._parse_ipv6(text)
         if text.count(":") > 1:
+            if " " in text or ";" in text:
+                raise _error(text, "it is more than one address", "separate them by commas")
             raise _error(text, "an IPv6 address needs brackets", "write [address]:port, such as [::1]:6543")
         host, colon, port = text.partition(":")
         if not colon:

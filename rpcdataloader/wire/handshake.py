@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Literal
 
 from rpcdataloader.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
 from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, PREAMBLE_SIZE, Message, MessageType, Preamble, Sealer, encode
+from rpcdataloader.wire.printable import printable
 
 NONCE_SIZE = 32
 _PROOF_SIZE = hashlib.sha256().digest_size
@@ -395,5 +396,5 @@ def _load_identity(content: object) -> Identity:
 
 def _printable(text: str, max_chars: int) -> str:
     """Text from a peer, fit for a terminal and a log: no control characters, no line breaks, not endless."""
-    shown = "".join(char if char.isprintable() else "?" for char in text[:max_chars])
+    shown = printable(text[:max_chars])
     return shown if len(text) <= max_chars else shown[:-3] + "..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -73,9 +74,17 @@ def listen_unix(path: str) -> socket.socket:
             sock.listen(LISTEN_BACKLOG)
     except OSError as exc:
         sock.close()
-        reason = "in use by another server" if exc.errno == errno.EADDRINUSE else exc.strerror or str(exc)
+        reason = exc.strerror or str(exc)
+        if exc.errno == errno.EADDRINUSE:
+            reason = "in use by another server" if _is_socket(path) else "there is something else of that name"
         raise ConnectError(f"cannot listen on unix:{path}: {reason}") from exc
     return sock
+
+
+def _is_socket(path: str) -> bool:
+    with contextlib.suppress(OSError):
+        return stat.S_ISSOCK(os.stat(path).st_mode)
+    return False
 
 
 def _remove_stale(path: str) -> None:

@@ -631,6 +631,11 @@ def test_dataset_whose_nodes_have_gone_says_so(serve):
             use()
 
 
+def test_constructor_that_kills_its_session_is_an_error_that_says_where_to_look(shared_server):
+    with pytest.raises(ConnectionLostError, match=r"without an answer; if its session was killed, .* log .* says so"):
+        RPCDataset(shared_server.address, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
 def test_question_that_kills_its_worker_is_an_error_and_the_next_one_is_answered(shared_server):
     dataset = RPCDataset(shared_server.address, datasets.Deadly, 20, 3, "SIGKILL")
     with pytest.raises(ConnectionLostError, match=r"worker \d+ \(pid \d+\) on .* was killed by SIGKILL"):

@@ -623,6 +623,11 @@ def go_on(loader, state):
         (lambda: saved_by(Numbers(), stop=9), {"dataset": Numbers(5)}, "had delivered 9 batches, but the sampler has"),
         (lambda: saved_by(Numbers(), None, stop=9), {"dataset": Numbers(5), "batch_size": None}, "only 5 now"),
         (lambda: saved_by(Numbers(), batch_sampler=Buckets()), {"batch_sampler": [[1]]}, "sampler has only 1 now"),
+        (
+            lambda: saved_by(Numbers(), 3),
+            {"batch_size": 4},
+            "ValueError: the saved pass had delivered 6 samples in 2 batches, but the sampler gives 8 in as many now",
+        ),
     ],
 )
 @pytest.mark.parametrize("how", ["torch", "inline", "workers"])

@@ -181,7 +181,7 @@ def test_calls_that_were_answered_leave_nothing_behind(call):
         ({"timeout": 0}, ValueError, "timeout must be above 0 seconds or None, but is 0"),
         ({"timeout": -1.5}, ValueError, "-1.5"),
         ({"timeout": float("nan")}, ValueError, "nan"),
-        ({"args": 5}, TypeError, "int"),
+        ({"args": 5}, TypeError, "args must be a list or tuple of arguments, but is a int"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_connected(arguments, error, text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -22,6 +23,7 @@ from torch.utils.data import Dataset
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.client.pool import close_client, get_client
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError
+from rpcdataloader.status import asking
 from rpcdataloader.status.__main__ import main
 from rpcdataloader.status.asking import Asker
 from rpcdataloader.wire.address import Address
@@ -357,6 +359,33 @@ def test_missing_token(serve, look, tmp_path, monkeypatch):
     status, document = look(server.address)
     assert (status, document["nodes"][0]["state"]) == (2, "refused")
     assert "does not exist" in document["nodes"][0]["error"]
+
+
+def test_versions_that_do_not_fit(serve, look, monkeypatch):
+    server = serve()
+    other = dataclasses.replace(local_identity("client"), python_version="2.7.18")
+    monkeypatch.setattr(asking, "local_identity", lambda _role: other)
+    status, document = look(server.address)
+    assert (status, document["nodes"][0]["state"]) == (2, "refused")
+    assert "runs CPython 2.7" in document["nodes"][0]["error"]
+
+
+def test_port_of_another_program(look):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        host, port = listener.getsockname()
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n".ljust(200))
+                connection.recv(4096)
+
+        program = threading.Thread(target=answer)
+        program.start()
+        status, document = look(f"{host}:{port}")
+        program.join()
+    assert (status, document["nodes"][0]["state"]) == (2, "refused")
+    assert "the peer sent no message: b'HTTP'" in document["nodes"][0]["error"]
 
 
 def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):

@@ -36,6 +36,7 @@ PURE = {
     "rpcdataloader.wire.address",
     "rpcdataloader.wire.frames",
     "rpcdataloader.wire.handshake",
+    "rpcdataloader.wire.printable",
     "rpcdataloader.server.tracebacks",
     "rpcdataloader.wire.registration",
     "rpcdataloader.wire.status",

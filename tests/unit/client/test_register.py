@@ -131,6 +131,14 @@ def test_file_that_stays_malformed_is_warned_of_once(tmp_path, register, caplog)
     assert register.problems == {path.name: "started is missing or of another type"}
 
 
+def test_name_that_somebody_else_has_chosen_writes_no_line_of_its_own_into_the_log(tmp_path, register, caplog):
+    (tmp_path / "a\n\x1b[31mready.server.json").mkdir()
+    for _ in range(PATIENCE):
+        assert register.look() == ()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning == f"{tmp_path}/a??[31mready.server.json is not used: it is no regular file"
+
+
 def test_named_pipe_link_and_folder_are_no_servers(tmp_path, register):
     real = tmp_path / "elsewhere"
     real.write_bytes(server("a").encode())

@@ -290,6 +290,12 @@ def test_find_says_where_it_has_looked_and_what_was_not_used(tmp_path, watcher):
     )
 
 
+def test_find_shows_no_more_than_text_of_names_that_somebody_else_has_chosen(tmp_path, watcher):
+    (tmp_path / "a\n\x1b[31mready.server.json").mkdir()
+    with pytest.raises(ConnectError, match=r"\(a\?\?\[31mready\.server\.json: it is no regular file\)"):
+        watcher.find(0.1)
+
+
 def test_find_waits_for_a_directory_as_well(tmp_path):
     missing = os.path.join(tmp_path, "missing")
     with pytest.raises(ConnectError, match=f"no node server is registered in {missing}, and none came within 0.05 s;"):

@@ -228,6 +228,7 @@ def test_more_workers_than_cpus_warn_as_torch_does():
         ({"workers": ADDRESS, "partition": (2, 2)}, "rank 2 of world size 2"),
         ({"workers": ADDRESS, "partition": "all"}, r"partition must be 'auto', None or \(rank, world size\)"),
         ({"workers": ADDRESS, "partition": (1, 2, 3)}, "partition must be"),
+        ({"workers": ADDRESS, "partition": 3}, "partition must be .* but is 3"),
     ],
     ids=str,
 )
@@ -313,7 +314,9 @@ def test_rpc_dataset_stays_in_its_process(use):
     ("options", "error", "text"),
     [
         ({"task_timeout": 0}, ValueError, "task_timeout must be a number of seconds above 0, or None, but is 0"),
-        ({"retry_on": "OSError"}, TypeError, "retry_on must be exception classes, but one is 'O'"),
+        ({"retry_on": "OSError"}, TypeError, "retry_on must be exception classes, but is 'OSError'"),
+        ({"retry_on": 3}, TypeError, "retry_on must be exception classes, but is 3"),
+        ({"max_in_flight_bytes": "1GB"}, TypeError, "max_in_flight_bytes must be a number of bytes, but is '1GB'"),
         ({"retry_on": [OSError, 5]}, TypeError, "retry_on must be exception classes, but one is 5"),
         ({"on_error": "ignore"}, ValueError, "on_error must be 'raise' or 'skip', but is 'ignore'"),
         ({"max_skipped": -1}, ValueError, "max_skipped must be 0 or more, but is -1"),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
+import multiprocessing
 import os
 import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -173,6 +176,37 @@ def test_signals_for_the_whole_group_do_not_reach_a_child(pipe):
         return f"alive {len(blocked)}"
 
     assert answer(run, pipe) == "alive 0"
+
+
+def test_what_a_child_starts_can_be_terminated(pipe):
+    """As ``multiprocessing.Pool`` does at the end of a ``with`` block; for sessions and workers, which fork, too."""
+
+    def terminate():
+        program = subprocess.Popen(["sleep", "600"])
+        forked = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        forked.start()
+        for process in program, forked:
+            process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            program.wait(5 * TIMEOUT_SCALE)
+        forked.join(5 * TIMEOUT_SCALE)
+        ended = program.returncode, forked.exitcode
+        for process in program, forked:
+            process.kill()
+        return str(ended)
+
+    def run():
+        # Forked from a fork, as workers are from their session.
+        answered = terminate()
+        read_end, write_end = os.pipe()
+        child = fork(lambda: os.write(write_end, terminate().encode()))
+        os.close(write_end)
+        with open(read_end) as file:
+            answered += file.read()
+        wait_for(child)
+        return answered
+
+    assert answer(run, pipe) == "(-15, -15)(-15, -15)"
 
 
 def test_signals_of_the_parent_are_as_before():

@@ -49,6 +49,8 @@ def test_address_is_read_and_written_back(text, address):
         ("node01,node02:6543", "'node01,node02' is not the name of one host", "write host:port"),
         ("node[01-04]:6543", "'node[01-04]' is not the name of one host", "write host:port"),
         ("me@node01:6543", "'me@node01' is not the name of one host", "write host:port"),
+        ("node01:6543 node02:6543", "it is more than one address", "separate them by commas"),
+        ("node01:6543;node02:6543", "it is more than one address", "separate them by commas"),
         ("::1", "an IPv6 address needs brackets", "write [address]:port, such as [::1]:6543"),
         ("::1:6543", "an IPv6 address needs brackets", "write [address]:port, such as [::1]:6543"),
         ("[::1]", "the port is missing", "write [::1]:port"),

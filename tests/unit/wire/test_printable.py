@@ -1,0 +1,11 @@
+"""What is left of text that others have chosen."""
+
+from __future__ import annotations
+
+from rpcdataloader.wire.printable import printable
+
+
+def test_only_what_can_do_something_to_a_terminal_is_replaced():
+    assert printable("é日 ok") == "é日 ok"
+    assert printable("\x1b[2J\r\n\t\u202e\x00\udcff.") == "?[2J??????."
+    assert printable("two\nlines\x1b", keep="\n") == "two\nlines?"
