@@ -336,6 +336,10 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
     }
 
 
+_KEYS = {"base_seed", "epoch", "num_batches", "num_samples", "ahead", "streams", "turn", "num_skipped", "finished"}
+_KEYS |= {"generators", "start", "sampler"}
+
+
 def check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
     """Check that this loader can go on from a state.
 
@@ -350,8 +354,10 @@ def check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
             f"this is no state of an RPCDataloader of this version: its version is {state.get('version')!r}, not "
             f"{_VERSION}"
         )
-    if "start" not in state:
+    if state.keys() <= {"version"}:
         return
+    if missing := _KEYS - state.keys():
+        raise ValueError(f"this state of an RPCDataloader is not whole: {', '.join(sorted(missing))} is missing")
     kinds = ("a map-style dataset", "an iterable-style dataset")
     _check_same("dataset", kinds[bool(state["streams"])], kinds[settings.iterable])
     kinds = ("another sampler", "a ResumableDistributedSampler")

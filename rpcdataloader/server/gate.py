@@ -53,6 +53,7 @@ def run_gate(node: Link, context: ServerContext, counters: TrafficCounters) -> N
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
     except RPCError as exc:
         context.log_refusal(peer, exc, kind)
+        node.send("refused")
     else:
         if kind == "status":
             _serve_status(channel, node, context)
@@ -78,4 +79,5 @@ def _hand_over(stream: Stream, preamble: Preamble, node: Link, context: ServerCo
     refusal = json.dumps({"code": "protocol", "text": text}).encode()
     stream.send(encode(None, MessageType.REFUSED, payload=refusal))
     context.log_refusal(stream.name, "unknown session", "worker")
+    node.send("refused")
     stream.linger()

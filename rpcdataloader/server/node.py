@@ -80,6 +80,7 @@ class _Child:
         worker_rows: The same of its admitted workers, by number.
         is_status: Whether it tells somebody the status of this node, and is nobody to wait for.
         is_asked: Whether the session was asked for stacks, and has not looked at that yet.
+        is_refused: Of a gate, whether it has refused its connection, and waits for the other end to close.
         wanted: Of a gate whose connection a session has no room for now: id of the session, and the preamble.
     """
 
@@ -100,6 +101,7 @@ class _Child:
     worker_rows: dict[int, int | None] = field(default_factory=dict)
     is_status: bool = False
     is_asked: bool = False
+    is_refused: bool = False
     wanted: tuple[bytes, str] | None = None
 
     def post(self, event: str, **fields: Any) -> None:
@@ -359,6 +361,8 @@ class NodeServer:
             self._admission.release(child.session_id)
             if event["reason"] != "exited with status 0":
                 logger.warning("worker %d of %s %s", event["worker"], child.client, event["reason"])
+        elif kind == "refused":
+            child.is_refused = True
         elif kind == "status":
             child.is_status = True
             child.deadline = None
@@ -516,7 +520,8 @@ class NodeServer:
         now = time.monotonic()
         for child in self._children.values():
             if child.deadline is not None and now > child.deadline:
-                self._context.log_refusal(child.peer, f"no handshake within {GATE_TIMEOUT:g} s")
+                if not child.is_refused:
+                    self._context.log_refusal(child.peer, f"no handshake within {GATE_TIMEOUT:g} s")
                 child.end("no handshake in time")
             if child.has_unsent:
                 child.has_unsent = not child.link.flush()

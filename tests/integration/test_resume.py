@@ -585,6 +585,10 @@ def test_state_stays_as_it_was_when_the_loader_goes_on(where):
 # What does not fit
 
 
+def without(state, *keys):
+    return {key: value for key, value in state.items() if key not in keys}
+
+
 def saved_by(*args, stop=2, **options):
     loader = RPCDataloader(*args, **{"workers": "inline", **options})
     list(itertools.islice(loader, stop))
@@ -601,6 +605,7 @@ def go_on(loader, state):
     [
         (lambda: [1], {}, "TypeError: state_dict must be what state_dict() returned, but is a list"),
         (dict, {}, "ValueError: this is no state of an RPCDataloader of this version: its version is None"),
+        (lambda: without(saved_by(Numbers()), "turn", "start"), {}, "is not whole: start, turn is missing"),
         (lambda: saved_by(Parts([9])), {}, "ValueError: the state is of a loader with an iterable-style dataset"),
         (lambda: saved_by(Numbers()), {"dataset": Parts([9])}, "ValueError: the state is of a loader with a map-style"),
         (lambda: saved_by(Numbers(), generator=own()), {}, "draw from 1 generators of their own, but here there are 0"),

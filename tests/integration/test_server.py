@@ -21,7 +21,7 @@ from rpcdataloader import RPCDataset, rpc_async
 from rpcdataloader.client import local, pool
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.frames import Preamble
+from rpcdataloader.wire.frames import PREAMBLE_SIZE, Preamble
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, wait_until
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -650,6 +650,14 @@ def test_session_survives_workers_that_never_say_who_they_are(serve):
     assert call(server, whereabouts) == (pid, session)
     wait_until(lambda: set(server.processes()) == {session, pid})
     assert "no handshake within 0.3 s" in server.log
+
+
+def test_refusal_is_logged_once_even_if_the_other_end_stays(serve):
+    server = serve(before="node.GATE_TIMEOUT = 0.3")
+    with dial(server, b"x" * PREAMBLE_SIZE) as sock:
+        assert read_all(sock) == b""
+        wait_until(lambda: not server.processes())
+    assert server.log.count("event=refused") == 1
 
 
 # --- the embedded pool
