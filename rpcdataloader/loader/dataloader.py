@@ -26,7 +26,7 @@ from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.local import LocalIterator
 from rpcdataloader.loader.memory import default_in_flight_bytes
 from rpcdataloader.loader.passes import PassSettings, Progress, check_state, end_pass, to_state
-from rpcdataloader.loader.placement import Placement, place, prepare
+from rpcdataloader.loader.placement import Placement, place, prepare, warn_of_few
 from rpcdataloader.loader.ranks import errors_of_rank
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -366,6 +366,10 @@ class RPCDataloader(DataLoader[_T_co]):
             # Each stream of an iterable-style dataset goes on, on whichever nodes there are now.
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
             placement = Placement(tuple(homes), placement.others)
+        elif self.num_workers > len(placement.homes) and isinstance(
+            self._where, Remote
+        ):  # to a register, more may come
+            warn_of_few(self.num_workers, len(placement.homes), str(self._where))
         prepare(dataset, placement.homes, wait=False)
         iterator = RemoteIterator(settings, dataset, placement, saved, self._reported_length)
         self._current = weakref.ref(iterator)

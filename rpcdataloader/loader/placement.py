@@ -130,5 +130,16 @@ def _those_that_answer(nodes: Sequence[Node]) -> list[Node]:
 
 
 @functools.cache  # once, and not for every epoch of every loader
+def warn_of_few(num_workers: int, num_offered: int, where: str) -> None:
+    """Say that there are fewer workers than the user has asked for."""
+    logger.warning(
+        "num_workers is %d, but this process's share of what %s offer is %d: start them with more --num-workers",
+        num_workers,
+        where,
+        num_offered,
+    )
+
+
+@functools.cache
 def _warn_of_doubling(world_size: int, num_workers: int) -> None:
     logger.warning("%d ranks share %d workers: some are used by more than one rank", world_size, num_workers)

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import ConnectionLostError, RemoteTraceback, SerializationError
-from rpcdataloader.loader import answers
+from rpcdataloader.loader import answers, placement
 from rpcdataloader.loader import inline as inline_module
 from rpcdataloader.loader import iterator as iterator_module
 from rpcdataloader.wire.slabs import PinnedAllocator
@@ -102,6 +102,16 @@ def test_num_workers_alone_means_what_it_means_to_torch(num_workers):
     samples = list(RPCDataloader(datasets.Processes(), num_workers=num_workers))
     processes = {int(pid) for _, pid, _ in samples}
     assert (processes == {os.getpid()}) if num_workers == 0 else (os.getpid() not in processes)
+
+
+def test_more_workers_than_are_offered_are_asked_for_with_one_warning(workers, caplog):
+    placement.warn_of_few.cache_clear()
+    for num_workers in (2, 3, 3):
+        assert flat(RPCDataloader(range(4), workers=workers, num_workers=num_workers)) == [0, 1, 2, 3]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"num_workers is 3, but this process's share of what {workers} offer is 2: start them with more --num-workers"
+    )
 
 
 def test_length(workers):
