@@ -241,6 +241,8 @@ def main() -> None:
             print(f"digest of the training batches: {digest}")
         print(f"test accuracy: {accuracy:.4f}")
     if dist.is_initialized():
+        # Before the group: what ends with the model holds the interpreter while it waits for threads that may want it.
+        del model
         dist.destroy_process_group()
 
 

@@ -189,6 +189,8 @@ def main() -> None:
             torch.save({"epoch": epoch + 1, "network": network.state_dict()}, args.checkpoint)
 
     if world_size > 1:
+        # Before the group: what ends with the model holds the interpreter while it waits for threads that may want it.
+        del model
         dist.destroy_process_group()
 
 

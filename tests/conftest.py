@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import os
 import re
 import signal
@@ -14,13 +15,20 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.integration.zygote import Zygote
 
+if TYPE_CHECKING:
+    from tests.integration.quick import QuickServer
+
 # Slow machines multiply every limit of the tests.
 TIMEOUT_SCALE = float(os.environ.get("RPCDATALOADER_TEST_TIMEOUT_SCALE", "1"))
+
+# Scripts that need them would import them for seconds, each time.
+LIBRARIES = ("accelerate", "datasets", "pytorch_lightning", "sklearn.datasets", "tqdm", "transformers.trainer")
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 10.0, what: str = "", interval: float = 0.005) -> None:
@@ -185,29 +193,49 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture(scope="session")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A node server with two workers for tests that do it no harm."""
-    folder = tmp_path_factory.mktemp("server")
-    server = launch("--num-workers", "2", "--max-connections", "64", log=folder / "log")
-    yield server
-    assert server.stop() == 0, server.log.read_text()
-
-
-@pytest.fixture(scope="session")
-def second_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Another one."""
-    folder = tmp_path_factory.mktemp("server")
-    server = launch("--num-workers", "2", "--max-connections", "64", log=folder / "log")
-    yield server
-    assert server.stop() == 0, server.log.read_text()
-
-
-@pytest.fixture(scope="session")
 def zygote(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:  # noqa: ARG001  # inherited
     """Starts scripts quickly."""
     process = Zygote(tmp_path_factory.mktemp("scripts"))
     yield process
     process.close()
+
+
+@pytest.fixture(scope="session")
+def library_zygote(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:  # noqa: ARG001
+    """Starts scripts that use large libraries quickly."""
+    installed = [name for name in LIBRARIES if importlib.util.find_spec(name.partition(".")[0])]
+    process = Zygote(tmp_path_factory.mktemp("scripts"), *installed)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def zygotes_import_early(request: pytest.FixtureRequest) -> None:
+    """Those that some test needs import during the tests before, which leave a core to them."""
+    wanted = {name for item in request.session.items for name in getattr(item, "fixturenames", ())}
+    for name in sorted(wanted & {"zygote", "library_zygote"}):
+        request.getfixturevalue(name)
+
+
+@pytest.fixture(scope="session")
+def shared_server(zygote: Zygote) -> Iterator[QuickServer]:
+    """A node server with two workers for tests that do it no harm."""
+    yield from _serve_to_the_end(zygote)
+
+
+@pytest.fixture(scope="session")
+def second_server(zygote: Zygote) -> Iterator[QuickServer]:
+    """Another one."""
+    yield from _serve_to_the_end(zygote)
+
+
+def _serve_to_the_end(zygote: Zygote) -> Iterator[QuickServer]:
+    from tests.integration.quick import quick_server  # it imports this file
+
+    with quick_server(zygote, "--num-workers", "2", "--max-connections", "64") as server:
+        yield server
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0, server.log
 
 
 @pytest.fixture

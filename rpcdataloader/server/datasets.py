@@ -6,7 +6,6 @@ threads, or holds files open whose offset all workers would share) is kept as a 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 from collections.abc import Sequence
@@ -16,13 +15,16 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.server.processes import num_threads, open_files
+from rpcdataloader.server.processes import memory_of_its_own, num_threads, open_files
 from rpcdataloader.wire.generators import set_states
 from rpcdataloader.wire.pickling import loads
 from rpcdataloader.wire.slabs import Block
 
 # Seconds until a thread that was joined, such as those of a pool, is gone: some instructions, on a busy machine.
 THREAD_END_TIMEOUT = 0.5
+
+# A collection that finds what was frozen visits, and so copies, all that comes from the node server: 90 ms, and 100 MB.
+WORTH_COLLECTING_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class DatasetTable:
     def __init__(self) -> None:
         self._recipes: dict[int, Recipe] = {}
         self._built: dict[int, Any] = {}
+        # The least that this process had since the last collection of everything.
+        self._kept_bytes = memory_of_its_own()
 
     def add(self, key: int, recipe: Recipe, *, shared: bool) -> tuple[Any, str | None]:
         """Take in a dataset.
@@ -98,11 +102,16 @@ class DatasetTable:
         for key in keys:
             self._recipes.pop(key, None)
             self._built.pop(key, None)
-        with contextlib.suppress(Exception):
-            gc.unfreeze()
-            gc.collect()
-            # Those that are left are to stay shared with workers that are forked later.
-            gc.freeze()
+        # What is not in a cycle is gone by now.
+        left_bytes = memory_of_its_own()
+        if left_bytes < self._kept_bytes + WORTH_COLLECTING_BYTES:
+            self._kept_bytes = min(self._kept_bytes, left_bytes)
+            return
+        gc.unfreeze()
+        gc.collect()
+        # Those that are left are to stay shared with workers that are forked later.
+        gc.freeze()
+        self._kept_bytes = memory_of_its_own()
 
 
 def length_of(dataset: object) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,21 +11,8 @@ from typing import Any
 import pytest
 
 from rpcdataloader import rpc_async
-from tests.conftest import Server
 from tests.integration.quick import QuickServer, quick_server
 from tests.integration.zygote import Zygote
-
-# Scripts that need them would import them for seconds, each time.
-LIBRARIES = ("accelerate", "datasets", "pytorch_lightning", "transformers.trainer")
-
-
-@pytest.fixture(scope="session")
-def library_zygote(token_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:  # noqa: ARG001
-    """Starts scripts that use large libraries quickly."""
-    installed = [name for name in LIBRARIES if importlib.util.find_spec(name.partition(".")[0])]
-    process = Zygote(tmp_path_factory.mktemp("scripts"), *installed)
-    yield process
-    process.close()
 
 
 @pytest.fixture(scope="session")
@@ -52,7 +38,7 @@ def serve(zygote: Zygote, clean_client: None) -> Iterator[Callable[..., QuickSer
 
 
 @pytest.fixture
-def call(shared_server: Server) -> Callable[..., Any]:
+def call(shared_server: QuickServer) -> Callable[..., Any]:
     """Run a function on the shared server and wait for its result."""
 
     def call(func: Callable[..., Any], *args: Any, **options: Any) -> Any:

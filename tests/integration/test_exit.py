@@ -146,7 +146,7 @@ next(iter(loader))
 
 def test_interrupt_in_the_middle_of_an_epoch_ends_the_program(zygote, shared_server):
     script = zygote.start(INTERRUPTED, shared_server.address)
-    wait_until(lambda: "loading" in shared_server.log.read_text().partition(f":{script.pid}")[2])
+    wait_until(lambda: "loading" in shared_server.log.partition(f":{script.pid}")[2])
     os.kill(script.pid, signal.SIGINT)
     ended = script.wait()
     assert ended.status == -signal.SIGINT

@@ -129,6 +129,7 @@ def test_place_that_somebody_else_has_taken_is_waited_for(serve, shared_server, 
     assert set(caplog.messages) == {busy}
 
 
+@pytest.mark.usefixtures("impatient")  # what is asked for after the end waits for another server in its place
 def test_drain_does_not_wait_for_a_client_that_always_wants_more(serve):
     """A worker answers what it has received when it is told, and not what is asked of it meanwhile."""
     server = serve("--num-workers", "1")

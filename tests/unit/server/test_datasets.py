@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import weakref
 
 import pytest
 
@@ -39,10 +40,47 @@ def test_threads_that_stay_and_files_are_named(threads, monkeypatch, tmp_path):
         assert "files" in why_not_shared(2, files)
 
 
-def test_datasets_that_are_left_stay_out_of_the_collector_when_another_is_let_go():
+def list_recipe() -> Recipe:
+    """What makes ``["sample"]``."""
+    instance = dumps((["sample"],))
+    return Recipe("list", get_states(), bytes(instance.payload), ())
+
+
+def test_datasets_that_are_left_stay_out_of_the_collector_when_another_is_let_go(monkeypatch):
+    monkeypatch.setattr(datasets, "WORTH_COLLECTING_BYTES", -(1 << 40))
     table = DatasetTable()
     for key in (1, 2):
-        instance = dumps(([["sample"]],))
-        table.add(key, Recipe("list", get_states(), bytes(instance.payload), ()), shared=True)
+        table.add(key, list_recipe(), shared=True)
     table.release([1])
     assert not any(known is table.get(2) for known in gc.get_objects())
+
+
+class Knot:
+    """Refers to itself."""
+
+    def __init__(self):
+        self.itself = self
+        self.memory = bytearray(64 << 20)
+
+
+def test_large_dataset_in_a_cycle_goes_when_it_is_let_go():
+    table = DatasetTable()
+    for key in (1, 2):  # what the first one leaves must not hide the second
+        pickled = bytes(dumps((Knot, (), {})).payload)
+        made, _reason = table.add(key, Recipe("Knot", get_states(), pickled, ()), shared=True)
+        reference = weakref.ref(made)
+        del made
+        table.release([key])
+        assert reference() is None
+
+
+def test_dataset_that_goes_by_itself_costs_no_collection():
+    table = DatasetTable()
+    table.add(1, list_recipe(), shared=True)
+    seen = []
+    gc.callbacks.append(see := lambda phase, info: seen.append((phase, info["generation"])))
+    try:
+        table.release([1])
+    finally:
+        gc.callbacks.remove(see)
+    assert ("start", 2) not in seen

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import logging
+import mmap
 import multiprocessing
 import os
 import select
@@ -330,6 +331,19 @@ def test_workers_go_first_when_memory_runs_out(pipe):
         return Path("/proc/self/oom_score_adj").read_text().strip()
 
     assert answer(run, pipe) == str(processes.WORKER_OOM_SCORE)
+
+
+def test_memory_of_its_own_is_seen_and_that_of_files_is_not(tmp_path):
+    size = 32 << 20
+    path = tmp_path / "file"
+    path.write_bytes(bytes(size))
+    before = processes.memory_of_its_own()
+    with open(path) as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        assert sum(mapped[:: mmap.PAGESIZE]) == 0
+        assert abs(processes.memory_of_its_own() - before) < size / 2
+        memory = bytes(1) * size
+        assert abs(processes.memory_of_its_own() - before - size) < size / 2
+        del memory
 
 
 def test_open_files_are_seen(tmp_path):
