@@ -366,9 +366,7 @@ class RPCDataloader(DataLoader[_T_co]):
             # Each stream of an iterable-style dataset goes on, on whichever nodes there are now.
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
             placement = Placement(tuple(homes), placement.others)
-        elif self.num_workers > len(placement.homes) and isinstance(
-            self._where, Remote
-        ):  # to a register, more may come
+        elif isinstance(self._where, Remote) and self.num_workers > len(placement.homes):
             warn_of_few(self.num_workers, len(placement.homes), str(self._where))
         prepare(dataset, placement.homes, wait=False)
         iterator = RemoteIterator(settings, dataset, placement, saved, self._reported_length)
