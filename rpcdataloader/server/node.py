@@ -227,28 +227,28 @@ class NodeServer:
         try:
             # Before there is a connection, which a gate that is forked now would hold as well.
             gate = self._spares.take(time.monotonic())
-            try:
+            with contextlib.ExitStack() as failed:
+                failed.callback(self._spares.give_back, gate)
                 accepted = accept(self._listener)
-            except BaseException:
-                self._spares.give_back(gate)
-                raise
+                if accepted is not None:
+                    self._open_gate(gate, *accepted)
+                    failed.pop_all()
         except (ConnectError, OSError) as exc:
             logger.warning("cannot take a connection now: %s", getattr(exc, "strerror", exc))
             self._pause_listening(EXHAUSTED_PAUSE)
-            return
-        if accepted is None:
-            self._spares.give_back(gate)
-        else:
-            self._open_gate(gate, *accepted)
 
     def _open_gate(self, gate: Gate, sock: socket.socket, source: str) -> None:
-        peer = peer_name(sock)
+        with contextlib.ExitStack() as failed:
+            failed.callback(sock.close)
+            peer = peer_name(sock)
+            has_it = gate.link.send("connection", [sock.fileno()], peer=peer)
+            failed.pop_all()
         child = _Child(gate.process, gate.link, sock, source, peer, gate.counters, time.monotonic() + GATE_TIMEOUT)
         self._children[gate.process.pid] = child
         self._watch(gate.link.fileno(), lambda: self._on_link(child))
         self._watch(gate.process.fileno(), lambda: self._on_end(child))
-        if not gate.link.send("connection", [sock.fileno()], peer=peer):
-            child.end("it was not there to take its connection")
+        if not has_it:
+            child.end("it could not be given its connection")
 
     def _fork_gate(self) -> Gate:
         ours, theirs = Link.pair()
