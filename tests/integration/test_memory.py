@@ -188,10 +188,14 @@ def produce(log, size_bytes):
     return torch.zeros(size_bytes, dtype=torch.uint8)
 
 
+# 480 MiB, of which a worker may have far less at a time.
+NUM_CALLS = 24
+
+
 @pytest.mark.parametrize("parallel", [1, 2])
 def test_worker_whose_client_does_not_read_stops_computing(serve, zygote, tmp_path, parallel):
     server, log = serve("--parallel", str(parallel)), str(tmp_path / "log")
-    script = zygote.start(CLIENT, server.address, log, 20 * MIB, 40, 0)
+    script = zygote.start(CLIENT, server.address, log, 20 * MIB, NUM_CALLS, 0)
     wait_until(lambda: notes(log), what="first call")
     os.kill(script.pid, signal.SIGSTOP)
     try:
@@ -201,8 +205,8 @@ def test_worker_whose_client_does_not_read_stops_computing(serve, zygote, tmp_pa
     finally:  # or it would be left behind
         os.kill(script.pid, signal.SIGCONT)
     ended = script.wait()
-    assert ended.output.split() == ["asked", str(40 * 20 * MIB)], ended.errors
-    assert len(notes(log)) == 40
+    assert ended.output.split() == ["asked", str(NUM_CALLS * 20 * MIB)], ended.errors
+    assert len(notes(log)) == NUM_CALLS
 
 
 def consume(log, fifo, tensor):
@@ -216,13 +220,13 @@ def test_worker_that_is_busy_takes_in_only_so_much(serve, fifo, tmp_path):
     """With threads: one without takes in nothing before it has finished."""
     server, log = serve("--parallel", "2"), str(tmp_path / "log")
     tensor = torch.zeros(20 * MIB, dtype=torch.uint8)
-    futures = [rpc_async(server.address, consume, (log, fifo, tensor)) for _ in range(40)]
+    futures = [rpc_async(server.address, consume, (log, fifo, tensor)) for _ in range(NUM_CALLS)]
     wait_until(lambda: len(notes(log)) == 2, what="two calls that wait")
     worker = int(notes(log)[0])
     wait_until(lambda: is_waiting(server, worker), what="a worker that waits")
     assert private_bytes(worker) < 200 * MIB
     open(fifo, "w").close()
-    assert [future.wait() for future in futures] == [20 * MIB] * 40
+    assert [future.wait() for future in futures] == [20 * MIB] * NUM_CALLS
 
 
 # --- workers that leak

@@ -256,7 +256,7 @@ def test_rank_whose_nodes_are_gone_takes_workers_elsewhere_and_gives_them_back(s
 
 def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
     servers = [serve("--num-workers", "1") for _ in range(2)]
-    iterator = iter(loader_of(Fields(60), [server.address for server in servers], reconnect_timeout=0.5))
+    iterator = iter(loader_of(Fields(1_000_000), [server.address for server in servers], reconnect_timeout=0.5))
     next(iterator)
     for server in servers:
         server.signal(signal.SIGKILL)

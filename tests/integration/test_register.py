@@ -227,7 +227,8 @@ def test_watch_after_the_end_of_the_client_does_nothing(folder):
     assert not [thread for thread in threading.enumerate() if thread.name == "rpcdl-register"]
 
 
-def test_fork_has_no_watch_and_can_begin_its_own(register, where, folder):
+def test_fork_has_no_watch_and_can_begin_its_own(register, where, folder, monkeypatch):
+    monkeypatch.setattr("rpcdataloader.client.watcher.PAUSE", 0.05)
     server, path = register()
     changes = Changes()
     watch = get_client().watch(Registered(str(folder)), (), changes)

@@ -656,8 +656,8 @@ def test_shorter_or_other_iterable_dataset_is_refused(address, kind):
             next(iter(loader))
 
 
-def test_state_of_several_streams_needs_workers():
-    loader = RPCDataloader(Parts([5, 5]), num_workers=2)
+def test_state_of_several_streams_needs_workers(address):
+    loader = RPCDataloader(Parts([5, 5]), num_workers=2, workers=address)
     next(iter(loader))
     for where in {}, {"workers": "inline"}:
         other = RPCDataloader(Parts([5, 5]), **where)

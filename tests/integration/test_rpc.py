@@ -495,15 +495,15 @@ def test_timeout_bounds_a_call_to_a_worker_that_stands_still(shared_server, call
 
 
 def test_without_a_timeout_the_limit_of_the_server_applies(serve, fifo):
-    address = serve("--num-workers", "1", "--timeout", "0.5").address
-    with pytest.raises(RPCTimeoutError, match=r"longer than 0\.5 s, the limit of the node server \(--timeout\)"):
+    address = serve("--num-workers", "1", "--timeout", "0.2").address
+    with pytest.raises(RPCTimeoutError, match=r"longer than 0\.2 s, the limit of the node server \(--timeout\)"):
         rpc_async(address, tasks.read_all, (fifo,), timeout=None).wait()
     open_gate(fifo)
     # A limit of the caller's own replaces it.
     future = rpc_async(address, tasks.read_all, (fifo,), timeout=60)
     marker = rpc_async(address, tasks.add, (1,))
     with pytest.raises(RPCTimeoutError):
-        rpc_async(address, tasks.add, timeout=0.8).wait()
+        rpc_async(address, tasks.add, timeout=0.4).wait()
     assert not future.done()
     open_gate(fifo)
     assert future.wait() == b""

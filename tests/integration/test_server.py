@@ -718,9 +718,7 @@ local._BOOT = {end_of_pool!r} + local._BOOT
     assert os.listdir(long_tmpdir) == []
 
 
-def test_ctrl_c_in_the_terminal_reaches_the_trainer_and_not_its_pool(zygote):
-    """It signals the whole group; the trainer may save its work and go on."""
-    source = """
+GOES_ON_AFTER_CTRL_C = """
 os.setpgid(0, 0)
 try:
     os.killpg(0, signal.SIGINT)
@@ -731,12 +729,10 @@ assert torch.cat([x for x, in loader]).tolist() == list(range(8))
 assert os.getsid(local._process.pid) == local._process.pid
 print("went on")
 """
-    ended = zygote.start(EMBEDDED + source).wait(60)
-    assert (ended.status, ended.output.splitlines()[1], ended.errors) == (0, "went on", "")
 
-
-def test_embedded_pool_is_private(zygote):
-    source = """
+# The iterator of an epoch that is not over keeps the workers.
+LOOKS_FOR_THE_SECRET = """
+iterator = iter(loader); next(iterator)
 import contextlib
 import stat
 
@@ -759,16 +755,35 @@ for pid in pids:
         assert secret not in read(pid, name)
 assert secret.decode() not in repr(local.credentials) + repr(vars(local))
 """
-    # The iterator of an epoch that is not over keeps the workers.
-    ended = zygote.start(EMBEDDED + "iterator = iter(loader); next(iterator)\n" + source).wait(60)
+
+
+@pytest.fixture(scope="module")
+def trainers(zygote, tmp_path_factory):
+    """Those of the next tests, at the same time: a pool imports torch first, as long as a test takes otherwise."""
+    folder = tmp_path_factory.mktemp("trainer")
+    (folder / "json.py").write_text("raise LookupError('the wrong json')")
+    return {
+        "ctrl-c": zygote.start(EMBEDDED + GOES_ON_AFTER_CTRL_C),
+        "secret": zygote.start(EMBEDDED + LOOKS_FOR_THE_SECRET),
+        "folder": zygote.start(f"import os; os.chdir({str(folder)!r})\n" + EMBEDDED),
+    }
+
+
+def test_ctrl_c_in_the_terminal_reaches_the_trainer_and_not_its_pool(trainers):
+    """It signals the whole group; the trainer may save its work and go on."""
+    ended = trainers["ctrl-c"].wait(60)
+    assert (ended.status, ended.output.splitlines()[1], ended.errors) == (0, "went on", "")
+
+
+def test_embedded_pool_is_private(trainers):
+    ended = trainers["secret"].wait(60)
     assert ended.errors == ""
     assert ended.output.splitlines()[1:] == ["0o700 0o600", "True"]
 
 
-def test_embedded_pool_imports_nothing_from_the_current_folder(zygote, tmp_path):
+def test_embedded_pool_imports_nothing_from_the_current_folder(trainers):
     """A script that is started from elsewhere does not either, so such a name is no mistake of its author."""
-    (tmp_path / "json.py").write_text("raise LookupError('the wrong json')")
-    ended = zygote.start(f"import os; os.chdir({str(tmp_path)!r})\n" + EMBEDDED).wait(60)
+    ended = trainers["folder"].wait(60)
     assert (ended.status, ended.errors) == (0, "")
 
 
