@@ -110,10 +110,10 @@ def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are
     # As torchrun does it: the processes meet at a store of their parent.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    inline = [start_digits(library_zygote, "--num-workers", 0, epochs=1, RANK=rank, **job) for rank in range(2)]
+    embedded = [start_digits(library_zygote, epochs=1, RANK=rank, **job) for rank in range(2)]
     remote = trainings[1].result()
-    assert read_digits(output_of(inline[0]), 1) == remote
-    assert output_of(inline[1]) == ""
+    assert read_digits(output_of(embedded[0]), 1) == remote
+    assert output_of(embedded[1]) == ""
 
 
 @pytest.mark.slow  # the tests on Slurm do the same
