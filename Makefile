@@ -5,7 +5,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: help demo test chaos slurm bench bench-check lint docs clean
+# Thousands of processes need not compile the package where the environment forbids to keep what was compiled.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+
+.PHONY: help demo test test-programs test-integration chaos slurm bench bench-check lint docs clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
@@ -21,15 +24,27 @@ help:
 demo: .venv/ready
 	$(BIN)/python examples/digits.py
 
+# In two halves at once: each waits for processes half of the time.
 test: .venv/ready
-	$(BIN)/python -m pytest -m "not slow and not chaos and not slurm" --timeout 120
+	$(MAKE) --no-print-directory --jobs 2 test-programs test-integration
+
+# The unit tests, and programs of users that run to their end: examples, pages, other libraries. Printed in one piece.
+PROGRAMS := $(patsubst %,tests/integration/test_%.py,accelerate benchmark_gpu check docs examples exit hf_datasets \
+	kubernetes lightning main_script ssh systemd tfrecord torchdata transformers webdataset)
+FAST := -m "not slow and not chaos and not slurm" --timeout 120
+
+test-programs: .venv/ready
+	@found=`$(PYTEST) --quiet $(FAST) tests/unit $(PROGRAMS) 2>&1`; status=$$?; echo "$$found"; exit $$status
+
+test-integration: .venv/ready
+	$(PYTEST) $(FAST) $(addprefix --ignore=,$(PROGRAMS)) tests/integration tests/chaos tests/slurm tests/gpu
 
 chaos: .venv/ready
-	$(BIN)/python -m pytest -m chaos --timeout 120
+	$(PYTEST) -m chaos --timeout 120
 
 # RPCDATALOADER_SLURM_TESTBED names the folder whose up.sh brings a Slurm up; skipped without.
 slurm: .venv/ready
-	$(BIN)/python -m pytest -m slurm --timeout 300
+	$(PYTEST) -m slurm --timeout 300
 
 bench: .venv/ready
 	$(BIN)/python -m tests.benchmark

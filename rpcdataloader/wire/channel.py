@@ -315,7 +315,7 @@ def _shake_hands(stream: Stream, handshake: ClientHandshake | ServerHandshake, d
             # For each receive anew: a peer that sends a byte now and then must not hold us for ever.
             message = _recv(stream, decoder, deadline)
             if message is None:
-                hint = "server" if isinstance(handshake, ClientHandshake) else "client"
+                hint = "node server" if isinstance(handshake, ClientHandshake) else "client"
                 raise ConnectionLostError(
                     f"{stream.name} closed the connection during the handshake (is it a {hint} of this package?)"
                 )

@@ -74,7 +74,7 @@ def pool(request, monkeypatch):
     pool = PageablePool()
     allocator = PinnedAllocator(lambda size_bytes: pool.allocate(size_bytes).tensor)
     monkeypatch.setattr("rpcdataloader.loader.iterator.pinned_allocator", lambda: allocator)
-    monkeypatch.setattr("rpcdataloader.loader.iterator.pin", lambda batch: batch)
+    monkeypatch.setattr("rpcdataloader.loader.answers.pin", lambda batch: batch)
     yield pool
 
 

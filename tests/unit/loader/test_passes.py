@@ -188,7 +188,8 @@ def go_on(sampler, num_batches, batch_size):
         iterable=False,
         collate_fn=list,
     )
-    saved = to_state(pass_settings, begin_pass(pass_settings).progress) | {"num_batches": num_batches}
+    delivered = {"num_batches": num_batches, "num_samples": num_batches * batch_size}
+    saved = to_state(pass_settings, begin_pass(pass_settings).progress) | delivered
     batch, position, number = next(begin_pass(pass_settings, saved).source)
     assert (position, number) == (num_batches * batch_size, num_batches)
     return batch
@@ -205,7 +206,7 @@ class Timed(RandomSampler):
     def __iter__(self):
         indices = super().__iter__()
         first = next(indices)
-        self.begun = time.perf_counter()
+        self.begun = time.process_time()
         yield first
         yield from indices
 
@@ -214,4 +215,4 @@ class Timed(RandomSampler):
 def test_half_an_epoch_of_a_million_shuffled_batches_is_skipped_in_a_second(batch_size):
     sampler = Timed(range(10**6 * batch_size))
     assert len(go_on(sampler, 10**6 // 2, batch_size)) == batch_size
-    assert time.perf_counter() - sampler.begun < 1
+    assert time.process_time() - sampler.begun < 1
