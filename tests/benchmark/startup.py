@@ -21,9 +21,9 @@ has served nobody before: its session, imports and datasets are made by the meas
 ``RPCDataset`` that the node builds.
 
 **Columns.** *build*: dataset and loader are made. *first*: from ``iter()`` to the first batch. *all*: until every
-worker has delivered one. *second*: from ``iter()`` to the first batch of the second epoch. *memory*: the
-proportional set size of all processes but the trainer while they have nothing to do: workers, and node server
-and session, or torch's helpers.
+worker has delivered one. *second*: from letting the first iterator go to the first batch of the second epoch.
+*memory*: the proportional set size of all processes but the trainer while they have nothing to do: workers, and node
+server and session, or torch's helpers.
 """
 
 from __future__ import annotations

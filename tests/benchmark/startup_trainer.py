@@ -54,7 +54,8 @@ class Start:
         build_seconds: Import of the dataset's module, and construction of dataset and loader.
         first_seconds: From ``iter`` to the first batch.
         all_seconds: From ``iter`` until every worker has delivered a batch.
-        second_seconds: As ``first_seconds``, of the second epoch; None without one.
+        second_seconds: From letting the iterator go, and with it its workers, to the first batch of the second epoch;
+            None without one.
         idle_bytes: Memory of all processes but this one, after that.
         num_processes: How many these are.
     """
@@ -107,8 +108,8 @@ def measure(task: Task) -> Start:
     idle_bytes = proc.sum_memory(processes)
     second_seconds = None
     if task.second:
-        del batches
         begun = time.perf_counter()
+        del batches  # torch's loader waits for the end of its workers
         batches = iter(loader)
         next(batches)
         second_seconds = time.perf_counter() - begun
