@@ -31,6 +31,11 @@ TIMEOUT_SCALE = float(os.environ.get("RPCDATALOADER_TEST_TIMEOUT_SCALE", "1"))
 LIBRARIES = ("accelerate", "datasets", "pytorch_lightning", "sklearn.datasets", "tqdm", "transformers.trainer")
 
 
+# A shell without job control lets what it starts in the background ignore Ctrl-C, and so would all programs of tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def wait_until(condition: Callable[[], object], seconds: float = 10.0, what: str = "", interval: float = 0.005) -> None:
     """Wait for something that another process does, with a deadline; look every ``interval`` seconds."""
     deadline = time.monotonic() + seconds * TIMEOUT_SCALE
