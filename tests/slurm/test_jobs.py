@@ -97,7 +97,7 @@ def test_told_to_stop_a_job_saves_is_requeued_and_goes_on_with_the_next_batch(be
     wait_until(lambda: job.is_requeued, 60, "the job is requeued")
     check_nothing_is_left(job)
     assert "epoch  4" not in job.output
-    # It would wait for two minutes. Before the first run is quite over, the end of that would be taken for the second's.
+    # It would wait for two minutes. While the first run is not quite over, its end would be taken for the second's.
     wait_until(lambda: not job.steps(), 60, "the end of the first run")
     bed.run("scontrol", "update", f"JobId={job.id}", "StartTime=now")
     assert job.wait(120) == "COMPLETED 0:0", job.output
