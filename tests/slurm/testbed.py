@@ -238,16 +238,6 @@ class Job:
                     found.append(int(pid))
         return found
 
-    def steps(self) -> list[str]:
-        """Slurm's own processes that look after its steps, of both components, such as ``slurmstepd: [5.batch]``."""
-        found = []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError):
-                title = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
-                if re.match(rf"slurmstepd: \[({self.id}|{self.id + 1})\.", title):
-                    found.append(title)
-        return found
-
     def servers(self) -> list[int]:
         """Process ids of the node servers that have registered in its folder."""
         return [int(json.loads(path.read_text())["pid"]) for path in self.folder.glob("**/*.server.json")]
