@@ -29,7 +29,7 @@ from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.gate import run_gate
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.output import OutputReader
-from rpcdataloader.server.processes import Process, fork, name_process, reap_orphans
+from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Process, fork, name_process, reap_orphans
 from rpcdataloader.server.spares import Gate, SpareGates
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.listening import accept, peer_name
@@ -44,8 +44,7 @@ GATE_TIMEOUT = 10.0
 GATE_PATIENCE = 1.0
 MAX_GATES = 128
 
-# Seconds until another try when the system has no room for a process or a descriptor, or a session for a message.
-EXHAUSTED_PAUSE = 1.0
+# Seconds until another try when a session has no room for a message.
 RETRY_PAUSE = 0.05
 
 # Seconds after which an owner that has written to the lifeline must have written again: one whose machine has vanished

@@ -30,6 +30,9 @@ _M_MMAP_THRESHOLD = -3
 _SYS_PIDFD_OPEN = 434  # the same on every architecture that torch runs on
 _libc = ctypes.CDLL(None, use_errno=True)
 
+# Seconds until another try when the system has no room for a process or a descriptor.
+EXHAUSTED_PAUSE = 1.0
+
 # Above the trainer's and the node server's own: when memory runs out, a worker goes first.
 WORKER_OOM_SCORE = 500
 

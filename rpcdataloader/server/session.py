@@ -8,7 +8,6 @@ the node server, which watches the connection even while user code runs here.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import select
@@ -82,8 +81,6 @@ def run_session(channel: Channel, node: Link, context: ServerContext, peer: str,
     name_process("rpcdl-session")
     # Of its own group, so that user code that signals its group does not end the node server and everybody's work.
     os.setpgid(0, 0)
-    # The collector need not visit, and so copy, what comes from the node server when a dataset is built.
-    gc.freeze()
     session_id = os.urandom(16)
     output = redirect_output()
     origin = asdict(Origin.of(channel.peer))

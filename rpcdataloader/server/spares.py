@@ -14,16 +14,15 @@ from dataclasses import dataclass
 
 from rpcdataloader.server.connections import TrafficCounters
 from rpcdataloader.server.link import Link
-from rpcdataloader.server.processes import Process
+from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Process
 
 logger = logging.getLogger("rpcdataloader.server")
 
 # At most so many wait, as the first batch comes from one of the first workers. Each occupies 2.4 MB.
 MAX_SPARES = 4
 
-# Seconds since the last connection after which new ones are forked, and until another try when that has failed.
+# Seconds since the last connection after which new ones are forked.
 QUIET_SECONDS = 0.2
-EXHAUSTED_PAUSE = 1.0
 
 
 @dataclass(frozen=True, slots=True)

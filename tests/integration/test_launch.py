@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -105,6 +106,12 @@ def test_real_command_line_prints_one_ready_line_and_serves(start_server):
     server = start_server("--num-workers", "3")
     assert (server.num_workers, server.address.rpartition(":")[0]) == (3, "127.0.0.1")
     assert call(server, os.getppid) in server.processes()
+    # No fork imports what batches need, and no collection in one visits what torch has made.
+    num_frozen, is_imported = call(
+        server, lambda: (gc.get_freeze_count(), "rpcdataloader.loader.remote" in sys.modules)
+    )
+    assert is_imported
+    assert num_frozen > 50_000
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(20 * TIMEOUT_SCALE) == 0
     assert server.process.stdout.read() == ""
@@ -419,11 +426,17 @@ def wait_for_server(port):
     wait_until(answers, 20)
 
 
+def run_worker_and_look(*args):
+    run_worker(*args)
+    sys.exit(1 if gc.get_freeze_count() else 0)
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_run_worker_serves_in_a_daemonic_process():
+def test_run_worker_serves_in_a_daemonic_process_and_leaves_it_as_it_was():
     """Which may not have children of multiprocessing."""
     port = free_port()
-    process = multiprocessing.get_context("fork").Process(target=run_worker, args=("127.0.0.1", port), daemon=True)
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=run_worker_and_look, args=("127.0.0.1", port), daemon=True)
     process.start()
     try:
         wait_for_server(port)
@@ -474,10 +487,15 @@ def test_run_worker_raises_what_keeps_it_from_starting():
 
 def test_signal_handlers_of_the_caller_are_as_before():
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+
+    def stop():
+        wait_until(lambda: signal.getsignal(signal.SIGTERM) != handlers[0])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    stopper = threading.Thread(target=stop)
+    stopper.start()
     run_worker("127.0.0.1", 0)
-    timer.join()
+    stopper.join()
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from rpcdataloader.server.connections import TrafficCounters
 from rpcdataloader.server.link import Link
-from rpcdataloader.server.processes import fork
-from rpcdataloader.server.spares import EXHAUSTED_PAUSE, MAX_SPARES, QUIET_SECONDS, Gate, SpareGates
+from rpcdataloader.server.processes import EXHAUSTED_PAUSE, fork
+from rpcdataloader.server.spares import MAX_SPARES, QUIET_SECONDS, Gate, SpareGates
 
 
 @pytest.fixture
