@@ -71,9 +71,10 @@ def rebuild_inline(index: Index, content: Buffer, allocator: Allocator | None) -
     """The same for a message whose only slab has come in its payload."""
     is_plain = allocator is None or isinstance(allocator, PageablePool)
     if is_plain and index.num_tensors == 1 and index.slabs[0][1]:
-        # A batch so small costs little but this.
+        # A batch so small costs little but this, and half of that would be the view.
         dtype, shape, _ = index.layouts[0]
-        return [torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype)).view(shape).clone()]
+        tensor = torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype))
+        return [(tensor if len(shape) == 1 else tensor.view(shape)).clone()]
     return rebuild(index, [inline_memory(content, allocator)], allocator)
 
 

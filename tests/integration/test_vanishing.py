@@ -404,6 +404,17 @@ def test_epoch_goes_on_elsewhere_and_takes_hosts_in_again_that_come_back(start_n
     assert caplog.text.count("is there again") == 2
 
 
+def test_between_hosts_the_kernel_chooses_how_much_is_on_its_way(network):
+    host, cable = network.add()
+    with host.entered():
+        listener = listen_tcp(cable.address, [0])
+    with listener, socket.create_connection(listener.getsockname()) as ours, listener.accept()[0] as theirs:
+        before = [end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for end in (ours, theirs)]
+        for end in (ours, theirs):
+            transport.tune(end)
+        assert [end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for end in (ours, theirs)] == before
+
+
 STOPPED = """
 import sys, torch
 from torch.utils.data import Dataset

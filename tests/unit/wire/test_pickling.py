@@ -65,6 +65,13 @@ class TestTensors:
         assert received["a"][1].right[0].item() == 1.5
         assert received[7]["x"].shape == (0,)
 
+    @pytest.mark.parametrize("shape", [(), (1,), (3,), (1, 1), (2, 3)])
+    def test_only_tensor_of_a_small_message_keeps_its_shape_and_can_be_resized(self, encode, shape):
+        sent = torch.rand(shape)
+        received = transfer(sent, encode)
+        assert received.equal(sent)
+        assert received.resize_(100).shape == (100,)
+
     def test_one_object_twice_arrives_as_one_object(self, encode):
         small, large = torch.rand(3), torch.rand(300, 300)
         received = transfer([small, large, {"again": (small, large)}], encode)

@@ -10,6 +10,7 @@ import errno
 import os
 import socket
 import struct
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
@@ -453,5 +454,7 @@ def test_tcp_options():
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT) == 3
         # It would cut off a peer that merely stands still.
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        if sys.platform == "linux":
+            assert end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * transport.SAME_HOST_SEND_BYTES
     stream.close()
     sock.close()
