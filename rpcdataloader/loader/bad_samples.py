@@ -20,7 +20,7 @@ from rpcdataloader.errors import BadSamplesError
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
 
 if TYPE_CHECKING:
-    from rpcdataloader.loader.passes import Progress
+    from rpcdataloader.loader.progress import Progress
 
 logger = logging.getLogger("rpcdataloader.loader")
 

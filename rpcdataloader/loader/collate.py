@@ -82,7 +82,7 @@ def are_alike(batch: Sequence[torch.Tensor]) -> bool:
     dtype, shape = batch[0].dtype, batch[0].shape
     return all(
         _is_strided(value)
-        and value.device.type == "cpu"
+        and value.is_cpu
         and value.dtype == dtype
         and value.shape == shape
         and not (value.requires_grad or value.is_quantized)

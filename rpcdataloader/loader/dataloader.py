@@ -25,9 +25,11 @@ from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.local import LocalIterator
 from rpcdataloader.loader.memory import default_in_flight_bytes
-from rpcdataloader.loader.passes import PassSettings, Progress, check_state, end_pass, to_state
 from rpcdataloader.loader.placement import Placement, place, prepare, warn_of_few
+from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.ranks import errors_of_rank
+from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.states import check_state, end_pass, to_state
 
 _T_co = TypeVar("_T_co", covariant=True)
 

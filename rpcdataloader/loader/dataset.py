@@ -15,8 +15,8 @@ from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.loader.iterator import RemoteIterator
-from rpcdataloader.loader.passes import PassSettings
 from rpcdataloader.loader.placement import place, prepare
+from rpcdataloader.loader.settings import PassSettings
 
 
 class RPCDataset(Dataset[Any]):

@@ -11,17 +11,11 @@ from typing import Any
 from rpcdataloader.loader.answers import pin
 from rpcdataloader.loader.bad_samples import Reduced, account
 from rpcdataloader.loader.copying import make_carrier
-from rpcdataloader.loader.passes import (
-    PassSettings,
-    Progress,
-    begin_epoch,
-    begin_pass,
-    check_one_stream,
-    loader_spec,
-    undone_afterwards,
-    warn_if_longer,
-)
+from rpcdataloader.loader.passes import begin_epoch, begin_pass, loader_spec, undone_afterwards, warn_if_longer
+from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.remote import BatchLoader, StreamLoader, StreamState
+from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 
 

@@ -28,21 +28,14 @@ from rpcdataloader.loader.answers import Answer, Failure, decode
 from rpcdataloader.loader.bad_samples import Reduced, account
 from rpcdataloader.loader.copying import Copies, make_carrier
 from rpcdataloader.loader.crew import Crew, Opening
-from rpcdataloader.loader.passes import (
-    Pass,
-    PassSettings,
-    Progress,
-    begin_epoch,
-    begin_pass,
-    loader_spec,
-    undone_afterwards,
-    warn_if_longer,
-)
+from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass, loader_spec, undone_afterwards, warn_if_longer
 from rpcdataloader.loader.placement import Placement
+from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.ranks import label, of_rank
 from rpcdataloader.loader.remote import StreamState
 from rpcdataloader.loader.retries import Sent, end_late_workers, retry
 from rpcdataloader.loader.scheduler import Scheduler
+from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.streams import StreamTable
 from rpcdataloader.loader.tasks import Task, describe, load_request
 from rpcdataloader.wire.frames import Message
@@ -303,7 +296,8 @@ class _Run:
                 for worker, number in self._table.timed_out(time.monotonic())
             ]
         if late:
-            end_late_workers(late, self._settings.task_timeout or 0.0)
+            assert self._settings.task_timeout is not None  # or nobody would be late
+            end_late_workers(late, self._settings.task_timeout)
 
     def _explained(self, error: BaseException, task: Task) -> BaseException:
         """The same error, naming the rank; with the last stack, if it is that of a task that took too long."""

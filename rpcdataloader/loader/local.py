@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rpcdataloader.loader.copying import make_carrier
-from rpcdataloader.loader.passes import (
-    PassSettings,
-    Progress,
+from rpcdataloader.loader.progress import Progress
+from rpcdataloader.loader.remote import StreamState, load_dataset_state, load_iterator_state, skip_sample, state_of
+from rpcdataloader.loader.seeding import generators_restored
+from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.states import (
     capture_start,
     check_one_stream,
     progress_of,
@@ -17,8 +19,6 @@ from rpcdataloader.loader.passes import (
     sampler_state,
     skip_delivered,
 )
-from rpcdataloader.loader.remote import StreamState, load_dataset_state, load_iterator_state, skip_sample, state_of
-from rpcdataloader.loader.seeding import generators_restored
 from rpcdataloader.wire.slabs import PageablePool
 
 

@@ -8,7 +8,7 @@ import torch
 
 from rpcdataloader.errors import BadSamplesError, RemoteTraceback
 from rpcdataloader.loader.bad_samples import MAX_SHOWN, Reduced, account
-from rpcdataloader.loader.passes import Progress
+from rpcdataloader.loader.progress import Progress
 from rpcdataloader.wire.pickling import dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
 

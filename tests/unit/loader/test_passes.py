@@ -18,15 +18,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from rpcdataloader.loader.passes import (
-    PassSettings,
-    Progress,
-    begin_epoch,
-    begin_pass,
-    draw_base_seed,
-    to_state,
-    undone_afterwards,
-)
+from rpcdataloader.loader.passes import begin_epoch, begin_pass, draw_base_seed, undone_afterwards
+from rpcdataloader.loader.progress import Progress
+from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.states import to_state
 
 
 def seed(number):

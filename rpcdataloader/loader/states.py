@@ -1,0 +1,228 @@
+"""What a checkpoint keeps of a pass, and how another process goes on from it.
+
+It keeps where the random generators stood when the pass began, and how many batches were delivered. To go on, the
+sampler is started again in the same state and skips as much; no sample is loaded twice for that. A sampler with a state
+of its own, as torchdata's have, is asked for it after each batch and skips nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+
+from rpcdataloader.loader.progress import Progress
+from rpcdataloader.loader.remote import StreamState
+from rpcdataloader.loader.seeding import generators_restored
+from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.skipping import skip
+from rpcdataloader.wire.generators import get_states, set_states, states_from_plain, states_to_plain
+
+_VERSION = 1
+
+
+def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
+    """What to keep of a pass: plain containers, numbers and strings, apart from states that are not ours."""
+    start = progress.start
+    resumable = settings.resumable
+    if resumable is not None:
+        if progress.ahead:
+            raise ValueError("a ResumableDistributedSampler cannot be saved with in_order=False: batches are missing")
+        consumed = start["sampler"]["start"] + progress.num_samples * resumable.num_replicas
+        start = {**start, "sampler": {**start["sampler"], "start": min(consumed, start["sampler"]["length"])}}
+    return {
+        "version": _VERSION,
+        "base_seed": progress.base_seed,
+        "epoch": progress.epoch,
+        "num_batches": progress.num_batches,
+        "num_samples": progress.num_samples,
+        "ahead": {str(number): num_samples for number, (num_samples, _state) in progress.ahead.items()},
+        "streams": [list(stream) for stream in progress.streams],
+        "turn": progress.turn,
+        "num_skipped": progress.num_skipped,
+        "finished": progress.finished,
+        "generators": [_to_hex(generator.get_state()) for generator in settings.own_generators],
+        "start": start,
+        "sampler": progress.sampler,
+    }
+
+
+def check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
+    """Check that this loader can go on from a state.
+
+    Raises:
+        TypeError: It is no mapping.
+        ValueError: It is from something else.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state_dict must be what state_dict() returned, but is a {type(state).__name__}")
+    if state.get("version") != _VERSION:
+        raise ValueError(
+            f"this is no state of an RPCDataloader of this version: its version is {state.get('version')!r}, not "
+            f"{_VERSION}"
+        )
+    if state.keys() <= {"version"}:
+        return
+    new = to_state(settings, Progress(0, 0, start=capture_start(settings)))
+    if missing := new.keys() - state.keys():
+        raise ValueError(f"this state of an RPCDataloader is not whole: {', '.join(sorted(missing))} is missing")
+    kinds = ("a map-style dataset", "an iterable-style dataset")
+    _check_same("dataset", kinds[bool(state["streams"])], kinds[settings.iterable])
+    kinds = ("another sampler", "a ResumableDistributedSampler")
+    _check_same("sampler", kinds[state["start"]["sampler"] is not None], kinds[settings.resumable is not None])
+    if state["sampler"] is not None and "sampler" in state["sampler"]["state"]:
+        kinds = ("one without load_state_dict", "one with a state of its own")
+        _check_same("sampler", kinds[1], kinds[any(map(_is_stateful, settings.samplers))])
+    num_saved, num_here = len(state["generators"]), len(settings.own_generators)
+    if num_saved != num_here:
+        raise ValueError(
+            f"the state is of a loader whose samplers draw from {num_saved} generators of their own, but here there "
+            f"are {num_here}: give it generator= as before"
+        )
+
+
+def _check_same(what: str, saved: str, here: str) -> None:
+    if saved != here:
+        raise ValueError(f"the state is of a loader with {saved}, but the {what} here is {here}")
+
+
+def check_one_stream(saved: Mapping[str, Any], workers: str) -> None:
+    """Check that a single iterator over the dataset can go on from a state.
+
+    Raises:
+        ValueError: It is of several.
+    """
+    if len(saved["streams"]) > 1 and not saved["finished"]:
+        raise ValueError(
+            f"the state is of {len(saved['streams'])} workers, and an iterable-style dataset goes on with as many as "
+            f"it began with; {workers} is one"
+        )
+
+
+def capture_start(settings: PassSettings) -> dict[str, Any]:
+    """What a pass that begins now begins with."""
+    resumable = settings.resumable
+    return {
+        "global": states_to_plain(get_states()),
+        "generators": [_to_hex(generator.get_state()) for generator in settings.own_generators],
+        "sampler": None if resumable is None else resumable.state_dict(),
+    }
+
+
+def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Bring generators, also the global ones, and sampler to where the saved pass began; returns the new start."""
+    start = saved["start"]
+    set_states(states_from_plain(start["global"]))
+    _restore_generators(settings, start["generators"])
+    resumable = settings.resumable
+    if resumable is not None:
+        resumable.load_state_dict(start["sampler"])
+    elif saved["sampler"] is not None and "sampler" in saved["sampler"]["state"]:
+        sampler = next(filter(_is_stateful, settings.samplers))
+        sampler.load_state_dict(copy.deepcopy(saved["sampler"]["state"]["sampler"]))
+    return dict(start)
+
+
+def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
+    """The progress of a saved pass, but for the number of samples."""
+    return Progress(
+        saved["base_seed"],
+        saved["epoch"],
+        num_batches=saved["num_batches"],
+        ahead={int(number): (num_samples, None) for number, num_samples in saved["ahead"].items()},
+        streams=[StreamState(*stream) for stream in saved["streams"]],
+        turn=saved["turn"],
+        num_skipped=saved["num_skipped"],
+        start=start,
+        sampler=saved["sampler"],
+    )
+
+
+def skip_delivered(
+    settings: PassSettings, saved: Mapping[str, Any], samples: Iterator[Any]
+) -> tuple[Iterator[Any], int]:
+    """What is left of a sampler that has just begun, and how many samples were in what was delivered.
+
+    Raises:
+        ValueError: The sampler is shorter than that, or its batches have another size.
+    """
+    if saved["streams"] or settings.resumable is not None:
+        # It begins there by itself.
+        return samples, 0
+    anchor = saved["sampler"]
+    if anchor is None:
+        samples, num_samples = skip(
+            samples, settings.sampler, saved["num_batches"], auto_collation=settings.auto_collation
+        )
+        # Other batch samplers may give generators, whose samples torch's own iterator does not count.
+        if type(settings.sampler) is BatchSampler and num_samples != saved["num_samples"]:
+            raise ValueError(
+                f"the saved pass had delivered {saved['num_samples']} samples in {saved['num_batches']} batches, but "
+                f"the sampler gives {num_samples} in as many now: have dataset, batch size or sampler changed?"
+            )
+        return samples, num_samples
+    if "iterator" in anchor["state"]:
+        if not _is_stateful(samples):
+            raise ValueError("the state is of a sampler whose iterator has load_state_dict, but here it has none")
+        samples.load_state_dict(copy.deepcopy(anchor["state"]["iterator"]))  # type: ignore[attr-defined]
+    if saved["num_batches"] == anchor["num_batches"]:
+        return samples, anchor["num_samples"]
+    samples, num_samples = skip(
+        samples,
+        settings.sampler,
+        saved["num_batches"] - anchor["num_batches"],
+        auto_collation=settings.auto_collation,
+    )
+    return samples, anchor["num_samples"] + num_samples
+
+
+def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:
+    """Bring the loader's own generators and its sampler to where they were when a finished pass was saved."""
+    anchor = saved["sampler"]
+    if anchor is not None:
+        with generators_restored():
+            restore_start(settings, saved)
+            samples, _num_samples = skip_delivered(settings, saved, iter(settings.sampler))
+            collections.deque(samples, maxlen=0)
+    _restore_generators(settings, saved["generators"])
+
+
+def _restore_generators(settings: PassSettings, states: Iterable[str]) -> None:
+    for generator, state in zip(settings.own_generators, states, strict=True):
+        generator.set_state(_from_hex(state))
+
+
+def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[], Any]:
+    """What to call after each batch, for the state of the sampler; returns None if it has none."""
+    stateful = _stateful(settings, samples)
+    if not stateful:
+        return lambda: None
+    # It may be the object that the sampler goes on changing.
+    return lambda: {name: copy.deepcopy(owner.state_dict()) for name, owner in stateful.items()}
+
+
+def _stateful(settings: PassSettings, samples: Iterator[Any]) -> dict[str, Any]:
+    """The sampler and the iterator over it, if they have states of their own."""
+    found: dict[str, Any] = {}
+    if not settings.iterable and settings.resumable is None:
+        for sampler in filter(_is_stateful, settings.samplers):
+            found.setdefault("sampler", sampler)
+        if _is_stateful(samples):
+            found["iterator"] = samples
+    return found
+
+
+def _is_stateful(value: Any) -> bool:
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def _to_hex(state: torch.Tensor) -> str:
+    return state.numpy().tobytes().hex()
+
+
+def _from_hex(state: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
