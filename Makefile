@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Thousands of processes need not compile the package where the environment forbids to keep what was compiled.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test test-programs test-integration chaos slurm bench bench-check lint docs clean
+.PHONY: help demo test test-first test-rest chaos slurm bench bench-check lint docs clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
@@ -26,18 +26,17 @@ demo: .venv/ready
 
 # In two halves at once: each waits for processes half of the time.
 test: .venv/ready
-	$(MAKE) --no-print-directory --jobs 2 test-programs test-integration
+	$(MAKE) --no-print-directory --jobs 2 test-first test-rest
 
-# The unit tests, and programs of users that run to their end: examples, pages, other libraries. Printed in one piece.
-PROGRAMS := $(patsubst %,tests/integration/test_%.py,accelerate benchmark_gpu check docs examples exit hf_datasets \
-	kubernetes lightning main_script ssh systemd tfrecord torchdata transformers webdataset)
+FIRST := tests/unit $(wildcard tests/integration/test_[a-e]*.py)
 FAST := -m "not slow and not chaos and not slurm" --timeout 120
 
-test-programs: .venv/ready
-	@found=`$(PYTEST) --quiet $(FAST) tests/unit $(PROGRAMS) 2>&1`; status=$$?; echo "$$found"; exit $$status
+# Printed in one piece.
+test-first: .venv/ready
+	@found=`$(PYTEST) --quiet $(FAST) $(FIRST) 2>&1`; status=$$?; echo "$$found"; exit $$status
 
-test-integration: .venv/ready
-	$(PYTEST) $(FAST) $(addprefix --ignore=,$(PROGRAMS)) tests/integration tests/chaos tests/slurm tests/gpu
+test-rest: .venv/ready
+	$(PYTEST) $(FAST) $(addprefix --ignore=,$(FIRST)) tests
 
 chaos: .venv/ready
 	$(PYTEST) -m chaos --timeout 120
