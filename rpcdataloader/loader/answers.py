@@ -9,7 +9,7 @@ import torch
 import torch.utils.data._utils.pin_memory
 
 from rpcdataloader.client.exchange import result_of
-from rpcdataloader.loader.remote import StreamState
+from rpcdataloader.loader.stream_state import StreamState
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.slabs import Allocator

@@ -10,12 +10,14 @@ from typing import Any
 
 from rpcdataloader.loader.answers import pin
 from rpcdataloader.loader.bad_samples import Reduced, account
+from rpcdataloader.loader.batch_loader import BatchLoader
 from rpcdataloader.loader.copying import make_carrier
 from rpcdataloader.loader.passes import begin_epoch, begin_pass, loader_spec, undone_afterwards, warn_if_longer
 from rpcdataloader.loader.progress import Progress
-from rpcdataloader.loader.remote import BatchLoader, StreamLoader, StreamState
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import check_one_stream
+from rpcdataloader.loader.stream_loader import StreamLoader
+from rpcdataloader.loader.stream_state import StreamState
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 
 

@@ -32,10 +32,10 @@ from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass, loader_sp
 from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.ranks import label, of_rank
-from rpcdataloader.loader.remote import StreamState
 from rpcdataloader.loader.retries import Sent, end_late_workers, retry
 from rpcdataloader.loader.scheduler import Scheduler
 from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.stream_state import StreamState
 from rpcdataloader.loader.streams import StreamTable
 from rpcdataloader.loader.tasks import Task, describe, load_request
 from rpcdataloader.wire.frames import Message

@@ -8,7 +8,6 @@ from typing import Any
 
 from rpcdataloader.loader.copying import make_carrier
 from rpcdataloader.loader.progress import Progress
-from rpcdataloader.loader.remote import StreamState, load_dataset_state, load_iterator_state, skip_sample, state_of
 from rpcdataloader.loader.seeding import generators_restored
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
@@ -18,6 +17,13 @@ from rpcdataloader.loader.states import (
     restore_start,
     sampler_state,
     skip_delivered,
+)
+from rpcdataloader.loader.stream_state import (
+    StreamState,
+    load_dataset_state,
+    load_iterator_state,
+    skip_sample,
+    state_of,
 )
 from rpcdataloader.wire.slabs import PageablePool
 

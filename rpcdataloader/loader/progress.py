@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpcdataloader.loader.remote import StreamState
+from rpcdataloader.loader.stream_state import StreamState
 
 
 @dataclass(slots=True)

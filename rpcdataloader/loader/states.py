@@ -16,10 +16,10 @@ import torch
 from torch.utils.data import BatchSampler
 
 from rpcdataloader.loader.progress import Progress
-from rpcdataloader.loader.remote import StreamState
 from rpcdataloader.loader.seeding import generators_restored
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.skipping import skip
+from rpcdataloader.loader.stream_state import StreamState
 from rpcdataloader.wire.generators import get_states, set_states, states_from_plain, states_to_plain
 
 _VERSION = 1

@@ -19,7 +19,6 @@ from torch.utils.data import (
 )
 
 from rpcdataloader.loader.passes import begin_epoch, begin_pass, draw_base_seed, undone_afterwards
-from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import to_state
 
@@ -28,41 +27,6 @@ def seed(number):
     torch.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
-
-
-# Progress
-
-
-@given(order=st.permutations(range(6)), num_delivered=st.integers(0, 6))
-def test_progress_is_what_was_delivered_without_a_gap(order, num_delivered):
-    progress = Progress(1, 0)
-    delivered = order[:num_delivered]
-    for number in delivered:
-        progress.delivered(number, 10 + number, f"after {number}")
-    without_gap = next(number for number in range(7) if number not in delivered)
-    assert progress.num_batches == without_gap
-    assert progress.num_samples == sum(10 + number for number in range(without_gap))
-    assert set(progress.ahead) == {number for number in delivered if number > without_gap}
-    assert progress.num_yielded == num_delivered
-    if without_gap:
-        state = {"state": f"after {without_gap - 1}", "num_batches": without_gap, "num_samples": progress.num_samples}
-        assert progress.sampler == state
-    else:
-        assert progress.sampler is None
-
-
-def test_progress_of_streams_keeps_the_last_state_of_each():
-    progress = Progress(1, 0, streams=["", ""])
-    progress.stream_delivered(1, "state")
-    assert (progress.streams, progress.turn, progress.num_batches) == (["", "state"], 2, 1)
-    progress.stream_delivered(1, None)  # an exception
-    assert (progress.streams, progress.turn, progress.num_batches) == (["", "state"], 2, 2)
-
-
-# Tasks
-
-
-# Beginning
 
 
 class Own:

@@ -1,0 +1,302 @@
+"""Fetch the samples of a batch and collate them, with seeds that depend on neither worker nor order.
+
+Runs in a worker, or in the trainer's own process for ``workers="inline"``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils.data.graph_settings
+from torch.utils.data import IterDataPipe, MapDataPipe, default_collate, default_convert
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from rpcdataloader.errors import RPCError
+from rpcdataloader.loader import seeding
+from rpcdataloader.loader.bad_samples import Reduced
+from rpcdataloader.loader.collate import TensorCollator
+from rpcdataloader.loader.gathering import find_stacks
+from rpcdataloader.loader.stream_state import StreamState
+from rpcdataloader.wire.slabs import Allocator
+
+# torch's own functions draw no random numbers, so the generators need no seed for them: 9 us of a batch of one integer.
+# Functions that the user has registered for more types may.
+_TORCH_COLLATE = (default_collate, default_convert)
+_NUM_TORCH_TYPES = len(default_collate_fn_map)
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSpec:
+    """What a worker has to know of a loader; sent once.
+
+    Attributes:
+        collate_fn: None for torch's default.
+        worker_init_fn: Called with ``worker_id`` before the first sample.
+        auto_collation: Whether the sampler yields lists of indices, or single ones.
+        iterable: The dataset is iterable-style.
+        drop_last: Of an iterable-style dataset, leave out a last batch that is not full.
+        base_seed: From 0 to 2**63 - 1, the same on all workers.
+        epoch: From 0; see :meth:`BatchLoader.start_epoch`.
+        rank: Of the trainer; with ``world_size``, keeps the random numbers of ranks apart.
+        world_size: Number of trainers.
+        worker_id: From 0.
+        num_workers: 0 means what it means to torch: no worker info and no init function.
+        first_place: Place in the epoch, over all ranks, of the first sample, where the sampler began later.
+        pipe_seed: Of an IterDataPipe in this pass, the same on all workers.
+        stream: Where an iterable-style dataset goes on; None for its beginning.
+        skips: Samples whose dataset raises an exception are left out.
+        retry_on: But not for these, except in the last try.
+    """
+
+    collate_fn: Callable[[Any], Any] | None
+    worker_init_fn: Callable[[int], None] | None
+    auto_collation: bool
+    iterable: bool
+    drop_last: bool
+    base_seed: int
+    epoch: int
+    rank: int
+    world_size: int
+    worker_id: int
+    num_workers: int
+    first_place: int = 0
+    pipe_seed: int | None = None
+    stream: StreamState | None = None
+    skips: bool = False
+    retry_on: tuple[type[BaseException], ...] = ()
+
+
+# How long a worker was at work on a batch: seconds to fetch, and to collate. A plain tuple: a class costs a microsecond
+# on either side.
+BatchMetrics = tuple[float, float]
+
+
+class BatchLoader:
+    """Load the batches of one loader from a dataset.
+
+    Unlike torch's fetcher, it seeds the global generators before each sample from the sample's place in the epoch, and
+    collates plain tensors into recycled memory.
+
+    Args:
+        dataset: Map-style.
+        spec: See there.
+        allocator: Where to collate large tensors; None for fresh memory.
+        sends: Batches are pickled to be sent, so that they need not be whole before (see ``gathering``).
+        inline: This is the trainer's process: its generators, worker info and collate functions are as before
+            whenever a call returns.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        spec: LoaderSpec,
+        allocator: Allocator | None = None,
+        *,
+        sends: bool = False,
+        inline: bool = False,
+    ) -> None:
+        self._dataset = dataset
+        self._spec = spec
+        self._sends = sends
+        self._inline = inline
+        default = default_collate if spec.auto_collation else default_convert
+        self._collate: Callable[[Any], Any] = default if spec.collate_fn is None else spec.collate_fn
+        self._collate_tensors = TensorCollator(allocator)
+        self._reduced: Reduced | None = None  # what is missing in the batch that is being loaded
+        self._last_try = False
+        self._worker_info: Any = None
+        self._initial_seed: int | None = None  # of torch's generator, if the user's init function has chosen one
+        self._begin()
+        if not spec.num_workers:
+            return
+        # Arguments that all supported versions of torch have.
+        self._worker_info = torch_worker.WorkerInfo(  # type: ignore[no-untyped-call, unused-ignore]  # before 2.12
+            id=spec.worker_id, num_workers=spec.num_workers, seed=spec.base_seed + spec.worker_id, dataset=dataset
+        )
+        with _trainer_restored(inline):
+            torch_worker._worker_info = self._worker_info
+            seeding.set_random_seeds(spec.base_seed, spec.worker_id)
+            _shard_pipe(dataset, spec)
+            if spec.worker_init_fn is not None:
+                spec.worker_init_fn(spec.worker_id)
+                self._initial_seed = seeding.users_torch_seed()
+
+    def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
+        """Begin another pass: from the beginning of the dataset, and with the random numbers of ``epoch``."""
+        self._spec = replace(self._spec, epoch=epoch, first_place=first_place, pipe_seed=pipe_seed, stream=None)
+        self._begin()
+
+    def _begin(self) -> None:
+        """What else there is to do when a pass begins."""
+
+    def load(self, indices: Any, position: int, batch_number: int, last_try: bool = False) -> tuple[BatchMetrics, Any]:
+        """Load one batch.
+
+        Args:
+            indices: A list of indices or, without automatic collation, one index.
+            position: Place of the first sample in this epoch of this rank's loader, from 0.
+            batch_number: Of this rank's loader in this epoch, from 0.
+            last_try: Also skip what is to be tried again otherwise.
+
+        Returns:
+            Timings, and the batch; or, if samples are skipped, a :class:`Reduced` in its place.
+
+        Raises:
+            Exception: Whatever the dataset or the collate function raise.
+        """
+        self._reduced, self._last_try = None, last_try
+        return self._at_work(self._load, indices, position, batch_number)
+
+    def _load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
+        start = time.perf_counter()
+        samples = self._fetch(indices, position)
+        fetched = time.perf_counter()
+        collate = self._collate_seeded if self._reduced is None else self._collate_rest
+        batch = collate(samples, batch_number)
+        return (fetched - start, time.perf_counter() - fetched), batch
+
+    def _at_work(self, load: Callable[..., tuple[BatchMetrics, Any]], *args: Any) -> tuple[BatchMetrics, Any]:
+        """Call ``load`` with what user code may ask for while it loads."""
+        if self._inline:
+            with _trainer_restored(True), seeding.sample_scope():
+                self._prepare()
+                return load(*args)
+        # Without context managers: three of them would cost as much as collating a few numbers.
+        self._prepare()
+        try:
+            return load(*args)
+        finally:
+            seeding.end_sample()
+
+    def _prepare(self) -> None:
+        torch_worker._worker_info = self._worker_info
+        self._collate_tensors.install()
+
+    def _collate_seeded(self, samples: Any, batch_number: int) -> Any:
+        if self._collate not in _TORCH_COLLATE or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
+            self._begin_collate(batch_number)
+        elif self._sends and self._collate is default_collate:
+            return self._collate_for_sending(samples)
+        return self._collate(samples)
+
+    def _collate_rest(self, samples: list[Any], batch_number: int) -> Any:
+        """Collate a batch without the samples that are skipped."""
+        # Not kept until the next batch: it refers to this one, and to the frames of the exceptions.
+        reduced, self._reduced = self._reduced, None
+        assert reduced is not None
+        if samples:
+            reduced.hold(self._collate_seeded(samples, batch_number))
+        return reduced
+
+    def _collate_for_sending(self, samples: list[Any]) -> Any:
+        self._collate_tensors.stacks = find_stacks(samples)
+        try:
+            return self._collate(samples)
+        finally:
+            self._collate_tensors.stacks = {}
+
+    def _fetch(self, indices: Any, position: int) -> Any:
+        dataset = self._dataset
+        single = not self._spec.auto_collation
+        # Asked the way torch asks.
+        if single or (hasattr(dataset, "__getitems__") and dataset.__getitems__):
+            self._begin_sample(position)
+            try:
+                samples = dataset[indices] if single else dataset.__getitems__(indices)
+            except Exception as error:
+                # That was one question, so nothing is left.
+                if not self._skip([indices] if single else indices, error):
+                    raise
+                return []
+            # Of our own, as the dataset may keep the one that it returns.
+            return samples.copy() if type(samples) is list and not single else samples
+        samples = []
+        for place, index in enumerate(indices, position):
+            self._begin_sample(place)
+            try:
+                samples.append(dataset[index])
+            except Exception as error:
+                if not self._skip([index], error):
+                    raise
+        return samples
+
+    def _skip(self, indices: Sequence[Any], error: Exception) -> bool:
+        """Whether samples are left out because of an exception; if so, they are from now on."""
+        spec = self._spec
+        if not spec.skips or isinstance(error, RPCError) or (not self._last_try and isinstance(error, spec.retry_on)):
+            return False
+        self._begin_reduced().leave_out(indices, error)
+        return True
+
+    def _begin_reduced(self) -> Reduced:
+        """What is missing in the batch that is being loaded, which is something."""
+        if self._reduced is None:
+            self._reduced = Reduced(self._spec.worker_id if self._spec.iterable else None)
+        return self._reduced
+
+    def _begin_collate(self, batch_number: int) -> None:
+        spec = self._spec
+        # The same number on two ranks is not the same batch.
+        number = batch_number * spec.world_size + spec.rank
+        self._seed(seeding.batch_seed(spec.base_seed, spec.epoch, number))
+
+    def _begin_sample(self, position: int) -> None:
+        spec = self._spec
+        place = spec.first_place + position * spec.world_size + spec.rank
+        self._seed(seeding.sample_seed(spec.base_seed, spec.epoch, place))
+
+    def _seed(self, seed: int) -> None:
+        seeding.begin_sample(seed, initial_seed=self._initial_seed)
+
+
+def _shard_pipe(dataset: Any, spec: LoaderSpec) -> None:
+    """Tell a pipe of torch which part is this worker's: ranks first, then workers, as torch's loader does."""
+    if isinstance(dataset, (IterDataPipe, MapDataPipe)):
+        place = spec.worker_id * spec.world_size + spec.rank
+        torch.utils.data.graph_settings.apply_sharding(dataset, spec.num_workers * spec.world_size, place)
+
+
+_inline_lock = threading.RLock()
+
+
+def _forget_in_child() -> None:
+    global _inline_lock
+    _inline_lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+
+
+@contextmanager
+def _trainer_restored(inline: bool) -> Iterator[None]:
+    """Undo what loading changes in the process, if ``inline``.
+
+    A worker keeps worker info and collate function between batches, also for threads that the dataset has started.
+    """
+    if not inline:
+        yield
+        return
+    # What is changed belongs to the process: two threads that load at the same time would restore it for each other.
+    with _inline_lock, _process_restored():
+        yield
+
+
+@contextmanager
+def _process_restored() -> Iterator[None]:
+    worker_info = torch_worker._worker_info
+    collate_tensors = default_collate_fn_map[torch.Tensor]
+    with seeding.generators_restored():
+        try:
+            yield
+        finally:
+            torch_worker._worker_info = worker_info
+            default_collate_fn_map[torch.Tensor] = collate_tensors

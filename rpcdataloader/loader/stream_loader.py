@@ -1,0 +1,160 @@
+"""Load the batches of a stream, which is one worker's iterator over an iterable-style dataset."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.utils.data.graph_settings
+from torch.utils.data import IterDataPipe
+
+from rpcdataloader.loader import seeding
+from rpcdataloader.loader.batch_loader import BatchLoader, BatchMetrics, LoaderSpec
+from rpcdataloader.loader.stream_state import (
+    StreamState,
+    load_dataset_state,
+    load_iterator_state,
+    skip_sample,
+    state_of,
+)
+
+
+class StreamLoader(BatchLoader):
+    """Load the batches of one stream of an iterable-style dataset.
+
+    The seeds come from rank, stream and place in the stream.
+    """
+
+    def _begin(self) -> None:
+        self._iterator: Iterator[Any] | None = None
+        self._ended = self._spec.stream is not None and self._spec.stream.ended
+        self._num_samples = 0
+        self._num_batches = 0
+        self._failed_at = -1  # how many samples there were after the last one that was skipped
+
+    def load(
+        self,
+        indices: Any,
+        position: int,  # noqa: ARG002
+        batch_number: int,  # noqa: ARG002
+        last_try: bool = False,
+    ) -> tuple[BatchMetrics, Any]:
+        """Load the next batch.
+
+        Args:
+            indices: A list as long as the batch or, without automatic collation, anything.
+            position: Without meaning, as is ``batch_number``: the stream itself knows where it is.
+            batch_number: See there.
+            last_try: Without meaning, too: nothing is tried again.
+
+        Returns:
+            Timings, and the batch with the :class:`StreamState` after it, or None in its place at the end. With samples
+            that are skipped, or where the stream has ended after one, a :class:`Reduced` in place of the batch.
+
+        Raises:
+            Exception: Whatever the dataset or the collate function raise.
+        """
+        self._reduced, self._last_try = None, last_try
+        return self._at_work(self._load_next, indices)
+
+    def _load_next(self, indices: Any) -> tuple[BatchMetrics, Any]:
+        start = time.perf_counter()
+        try:
+            samples = self._next_samples(len(indices) if self._spec.auto_collation else 1)
+        except StopIteration:
+            self._ended, samples = True, []
+        except BaseException:
+            # As with torch: who has no iterator has no more batches.
+            self._ended = self._ended or self._iterator is None
+            raise
+        fetched = time.perf_counter()
+        if self._ended:
+            self._note_end()
+            if not samples and self._reduced is None:
+                self._iterator = None
+                return (fetched - start, 0.0), (None, None)
+        self._num_batches += 1
+        number = (self._num_batches - 1) * self._spec.num_workers + self._spec.worker_id
+        if self._reduced is not None:
+            batch = self._collate_rest(samples, number)
+        else:
+            batch = self._collate_seeded(samples if self._spec.auto_collation else samples[0], number)
+        return (fetched - start, time.perf_counter() - fetched), (batch, self._state())
+
+    def _next_samples(self, batch_size: int) -> list[Any]:
+        samples: list[Any] = []
+        try:
+            for _ in range(batch_size):
+                try:
+                    samples.append(self._next_sample())
+                except StopIteration:
+                    raise
+                except Exception as error:
+                    if self._iterator is None or not self._skip([self._num_samples - 1], error):
+                        raise
+                    self._failed_at = self._num_samples
+        except StopIteration:
+            self._ended = True
+            if not samples or self._spec.drop_last:
+                raise
+        return samples
+
+    def _note_end(self) -> None:
+        """Tell, once, if the stream has ended right after a sample that was skipped."""
+        if self._failed_at == self._num_samples:
+            self._failed_at = -1
+            self._begin_reduced().ends_stream = True
+
+    def _next_sample(self) -> Any:
+        if self._ended:
+            raise StopIteration
+        if self._iterator is None:
+            self._iterator = self._open_iterator()
+        self._begin_sample(self._num_samples)
+        self._num_samples += 1  # one that fails, too: skipping asks for it again
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            self._num_samples -= 1
+            raise
+
+    def _open_iterator(self) -> Iterator[Any]:
+        """Iterate over the dataset from where the saved stream stopped.
+
+        The conventions are those of torchdata's StatefulDataLoader: the state is the iterator's if it has one, else
+        the dataset's; without one, what was delivered is taken again and thrown away.
+        """
+        saved = self._spec.stream or StreamState()
+        self._begin_sample(-1)
+        _shuffle_pipe(self._dataset, self._spec)
+        load_dataset_state(self._dataset, saved)
+        iterator: Iterator[Any] = iter(self._dataset)
+        load_iterator_state(iterator, saved)
+        for number in range(0 if saved.owner else saved.num_samples):
+            self._begin_sample(number)
+            if not skip_sample(iterator) and self._spec.skips:
+                self._failed_at = number + 1
+        self._num_samples, self._num_batches = saved.num_samples, saved.num_batches
+        return iterator
+
+    def _state(self) -> StreamState:
+        owner, state = state_of(self._iterator, self._dataset)
+        # A worker pickles it now; here it may be the object that the dataset goes on changing.
+        state = copy.deepcopy(state) if self._inline else state
+        return StreamState(self._num_samples, self._num_batches, owner, state, self._ended)
+
+    def _begin_sample(self, position: int) -> None:
+        # -1 stands for what comes before the first sample.
+        super()._begin_sample((position + 1) * self._spec.num_workers + self._spec.worker_id)
+
+
+def _shuffle_pipe(dataset: Any, spec: LoaderSpec) -> None:
+    """Let a pipe of torch shuffle as on all other workers, which then take different parts of the same order."""
+    if isinstance(dataset, IterDataPipe):
+        # One that was built on the nodes is not known to be a pipe where seeds are drawn.
+        seed = seeding.batch_seed(spec.base_seed, spec.epoch, 2**64 - 1) if spec.pipe_seed is None else spec.pipe_seed
+        generator = torch.Generator().manual_seed(seed)
+        torch.utils.data.graph_settings.apply_random_seed(dataset, generator)

@@ -1,0 +1,116 @@
+"""Datasets and loaders that tests of what workers load have in common."""
+
+from __future__ import annotations
+
+import collections
+import collections.abc
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from rpcdataloader.loader import seeding
+from rpcdataloader.loader.batch_loader import BatchLoader, LoaderSpec
+from rpcdataloader.wire.slabs import Block
+
+
+class CountingAllocator:
+    """Fresh memory, and what was asked for."""
+
+    def __init__(self):
+        self.sizes: list[int] = []
+
+    def allocate(self, size_bytes: int) -> Block:
+        self.sizes.append(size_bytes)
+        return Block(torch.full((size_bytes,), 0xA5, dtype=torch.uint8))
+
+
+class Squares:
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return torch.tensor(index**2)
+
+
+class Augmented:
+    """Draws from everything that there is."""
+
+    def __getitem__(self, index):
+        return (
+            index,
+            torch.rand(3),
+            np.random.rand(3),
+            random.random(),
+            torch.tensor(seeding.get_sample_seed()),
+        )
+
+
+def make_spec(**changes: Any) -> LoaderSpec:
+    fields: dict[str, Any] = {
+        "collate_fn": None,
+        "worker_init_fn": None,
+        "auto_collation": True,
+        "iterable": False,
+        "drop_last": False,
+        "base_seed": 2**62 + 5,
+        "epoch": 0,
+        "rank": 0,
+        "world_size": 1,
+        "worker_id": 0,
+        "num_workers": 1,
+    }
+    return LoaderSpec(**{**fields, **changes})
+
+
+def make_loader(dataset, allocator=None, sends=False, inline=False, **changes: Any) -> BatchLoader:
+    return BatchLoader(dataset, make_spec(**changes), allocator, sends=sends, inline=inline)
+
+
+def load(dataset, indices=(0, 1, 2), position=0, batch_number=0, **options: Any):
+    _metrics, batch = make_loader(dataset, **options).load(list(indices), position, batch_number)
+    return batch
+
+
+def assert_same(actual, expected):
+    """Equal in type, structure, dtype, shape, strides and bits."""
+    assert type(actual) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert actual.dtype == expected.dtype
+        assert actual.shape == expected.shape
+        assert actual.stride() == expected.stride()
+        assert actual.is_shared() == expected.is_shared()
+        assert actual.requires_grad == expected.requires_grad
+        if expected.is_floating_point() and expected.element_size() == 1:
+            actual, expected = actual.view(torch.uint8), expected.view(torch.uint8)
+        assert torch.equal(actual, expected)
+    elif isinstance(expected, np.ndarray):
+        assert actual.dtype == expected.dtype
+        np.testing.assert_array_equal(actual, expected)
+    elif isinstance(expected, collections.abc.Mapping):
+        assert list(actual) == list(expected)
+        for key in expected:
+            assert_same(actual[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert actual == expected
+
+
+class Bad(Augmented):
+    def __init__(self, *bad, error=ValueError):
+        self.bad = bad
+        self.error = error
+
+    def __getitem__(self, index):
+        torch.rand(index)  # what a bad sample has drawn before it fails
+        if index in self.bad:
+            raise self.error(f"bad {index}")
+        return super().__getitem__(index)
+
+
+def floats(*shape, dtype=torch.float32):
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)

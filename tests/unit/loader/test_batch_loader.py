@@ -1,0 +1,664 @@
+from __future__ import annotations
+
+import collections
+import collections.abc
+import random
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Subset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
+
+from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.loader import seeding
+from rpcdataloader.loader.bad_samples import Reduced
+from rpcdataloader.loader.collate import TensorCollator
+from rpcdataloader.wire.tensors import Stack
+from tests.unit.loader.loading import (
+    Augmented,
+    Bad,
+    CountingAllocator,
+    Squares,
+    assert_same,
+    floats,
+    load,
+    make_loader,
+)
+
+pytestmark = pytest.mark.usefixtures("_process_restored")
+
+
+# Fetching, as torch does
+
+
+def test_batch_is_fetched_and_collated():
+    assert_same(load(Squares(), [3, 1, 2]), torch.tensor([9, 1, 4]))
+
+
+def test_metrics_are_seconds_per_stage():
+    class Slow(Squares):
+        def __getitem__(self, index):
+            time.sleep(0.01)
+            return index
+
+    (fetch_seconds, collate_seconds), _batch = make_loader(Slow()).load([1], 0, 0)
+    assert fetch_seconds >= 0.01 > collate_seconds > 0
+
+
+@pytest.mark.parametrize("value", [np.arange(3), {"a": np.float32(2)}, (1, np.int64(2)), "text", 4, torch.ones(2)])
+def test_single_index_without_automatic_collation(value):
+    dataset = {"key": value}
+    _metrics, sample = make_loader(dataset, auto_collation=False).load("key", 0, 0)
+    assert_same(sample, default_convert(value))
+
+
+def test_getitems_is_used_when_there():
+    class Batched:
+        def __getitem__(self, index):
+            raise AssertionError
+
+        def __getitems__(self, indices):
+            assert indices == [4, 2]
+            return [index * 10 for index in indices]
+
+    assert_same(load(Batched(), [4, 2]), torch.tensor([40, 20]))
+
+
+def test_getitems_of_none_is_not_used():
+    dataset = Squares()
+    dataset.__getitems__ = None
+    assert_same(load(dataset, [2]), torch.tensor([4]))
+
+
+def test_subset_of_a_dataset():
+    assert_same(load(Subset(Squares(), [5, 6, 7]), [0, 2]), torch.tensor([25, 49]))
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), StopIteration("x"), GeneratorExit(), SystemExit(3)])
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("stage", ["fetch", "collate", "init"])
+def test_errors_propagate_and_leave_nothing_behind(error, inline, stage):
+    def fail(_value):
+        random.random()
+        raise error
+
+    class Failing:
+        def __getitem__(self, index):
+            return fail(index) if stage == "fetch" else index
+
+    state = random.getstate()
+    with pytest.raises(type(error)) as caught:
+        load(
+            Failing(),
+            inline=inline,
+            collate_fn=fail if stage == "collate" else None,
+            worker_init_fn=fail if stage == "init" else None,
+        )
+    assert caught.value is error
+    assert seeding._current_seed is None
+    assert not inline or random.getstate() == state
+
+
+# Seeds
+
+
+def make_epoch(num_workers=1, batch_size=4, epoch=0, indices=range(24), dataset=None, **options: Any) -> list[Any]:
+    """The batches of an epoch, from workers that take turns."""
+    loaders = [
+        make_loader(dataset or Augmented(), worker_id=worker_id, num_workers=num_workers, **options)
+        for worker_id in range(num_workers)
+    ]
+    for loader in loaders:
+        loader.start_epoch(epoch, 0)
+    indices = list(indices)
+    batches = []
+    for number, first in enumerate(range(0, len(indices), batch_size)):
+        loader = loaders[number % num_workers]
+        batches.append(loader.load(indices[first : first + batch_size], first, number)[1])
+    return batches
+
+
+def rows(batches) -> list[tuple]:
+    """What was drawn for each sample."""
+    return [
+        (tuple(a.tolist()), tuple(b.tolist()), c.item(), seed.item())
+        for _index, *drawn in batches
+        for a, b, c, seed in zip(*drawn, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("num_workers", [2, 5])
+def test_batches_do_not_depend_on_the_number_of_workers(num_workers):
+    assert_same(make_epoch(num_workers), make_epoch(1))
+
+
+def test_samples_do_not_depend_on_the_batch_size_or_what_the_process_did_before():
+    random.seed(1)
+    assert rows(make_epoch(batch_size=4)) == rows(make_epoch(batch_size=6))
+
+
+def test_inline_loads_what_workers_load():
+    assert_same(make_epoch(inline=True), make_epoch())
+
+
+def test_repeated_indices_repeat_no_augmentation():
+    drawn = rows(make_epoch(indices=[7] * 24))
+    for column in zip(*drawn, strict=True):
+        assert len(set(column)) == 24
+
+
+def test_epochs_ranks_and_base_seeds_draw_differently():
+    drawn = [
+        *rows(make_epoch()),
+        *rows(make_epoch(epoch=1)),
+        *rows(make_epoch(base_seed=6)),
+        *rows(make_epoch(base_seed=7, rank=0, world_size=2)),
+        *rows(make_epoch(base_seed=7, rank=1, world_size=2)),
+    ]
+    for column in zip(*drawn, strict=True):
+        assert len(set(column)) == 5 * 24
+
+
+def test_epoch_can_come_with_the_spec():
+    assert_same(load(Augmented(), epoch=3), make_epoch(epoch=3, batch_size=3, indices=range(3))[0])
+
+
+def test_global_position_is_position_times_world_size_plus_rank():
+    *_, seeds = load(Augmented(), position=10, rank=1, world_size=4)
+    expected = [seeding.sample_seed(2**62 + 5, 0, position) for position in (41, 45, 49)]
+    assert seeds.tolist() == expected
+
+
+def test_getitems_is_seeded_once_with_its_first_position():
+    class Batched:
+        def __getitems__(self, indices):
+            return [(seeding.get_sample_seed(), torch.rand(()).item()) for _ in indices]
+
+    seeds, drawn = load(Batched(), position=10, batch_number=5)
+    assert set(seeds.tolist()) == {seeding.sample_seed(2**62 + 5, 0, 10)}
+    assert len(set(drawn.tolist())) == 3
+
+
+def test_single_samples_are_seeded_by_their_position():
+    _metrics, sample = make_loader(Augmented(), auto_collation=False).load(3, 17, 17)
+    assert sample[4] == seeding.sample_seed(2**62 + 5, 0, 17)
+
+
+def test_collate_is_seeded_by_the_batch_and_unlike_any_sample():
+    def mix(_samples):
+        return seeding.get_sample_seed(), torch.rand(3).tolist(), random.random()
+
+    def collate(batch_number, **options):
+        # However many numbers the samples have drawn.
+        class Drawing:
+            def __getitem__(self, index):
+                return torch.rand(options.get("draws", 1))
+
+        options = {key: value for key, value in options.items() if key != "draws"}
+        return load(Drawing(), batch_number=batch_number, collate_fn=mix, **options)
+
+    assert collate(1) == collate(1, draws=5)
+    results = [collate(number, rank=rank, world_size=2) for number in range(3) for rank in range(2)]
+    assert len({seed for seed, *_ in results}) == 6
+    assert collate(2)[0] not in {seeding.sample_seed(2**62 + 5, 0, position) for position in range(10)}
+
+
+# Worker info and the init function
+
+
+def test_worker_info_is_what_torch_gives():
+    class Informed:
+        def __getitem__(self, index):
+            return get_worker_info()
+
+    dataset = Informed()
+    infos = load(
+        dataset, base_seed=100, worker_id=3, num_workers=5, collate_fn=lambda samples: [*samples, get_worker_info()]
+    )
+    for info in infos:
+        assert (info.id, info.num_workers, info.seed) == (3, 5, 103)
+        assert info.dataset is dataset
+    assert get_worker_info() is infos[0]  # also for threads of the dataset, between batches
+
+
+def test_init_function_runs_once_with_worker_info_and_seeds():
+    seen = []
+    expected = []
+
+    def init(worker_id):
+        seen.append((worker_id, get_worker_info().id, random.random(), np.random.rand(), torch.rand(1).item()))
+
+    loader = make_loader(Squares(), worker_init_fn=init, worker_id=2, num_workers=3, base_seed=50)
+    for number in range(3):
+        loader.load([1], number, number)
+    loader.start_epoch(1, 0)
+    loader.load([1], 0, 0)
+    seeding.set_random_seeds(50, 2)
+    expected.append((2, 2, random.random(), np.random.rand(), torch.rand(1).item()))
+    assert seen == expected
+
+
+def test_init_function_may_change_the_dataset():
+    def init(worker_id):
+        get_worker_info().dataset["key"] = worker_id
+
+    dataset: dict[str, int] = {}
+    assert load(dataset, ["key"], worker_init_fn=init, worker_id=7, num_workers=8).item() == 7
+
+
+def test_without_workers_there_is_no_worker_info_and_no_init_function():
+    def init(_worker_id):
+        raise AssertionError
+
+    class Informed:
+        def __getitem__(self, index):
+            assert get_worker_info() is None
+            return index
+
+    load(Informed(), worker_init_fn=init, num_workers=0, inline=True)
+
+
+def test_inline_has_worker_info_while_it_loads():
+    class Informed:
+        def __getitem__(self, index):
+            return get_worker_info().id
+
+    assert load(Informed(), worker_id=4, num_workers=5, inline=True).tolist() == [4, 4, 4]
+    assert get_worker_info() is None
+
+
+def test_inline_leaves_the_trainer_as_it_was():
+    def init(_worker_id):
+        assert get_worker_info() is not None
+
+    def collate(samples):
+        assert isinstance(default_collate_fn_map[torch.Tensor], TensorCollator)
+        return default_collate(samples)
+
+    outer_info = object()
+    torch_worker._worker_info = outer_info  # a loader inside a worker of torch
+    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    loader = make_loader(Augmented(), inline=True, worker_init_fn=init, collate_fn=collate)
+    loader.load([1, 2], 0, 0)
+    assert random.getstate() == states[0]
+    for actual, expected in zip(np.random.get_state(), states[1], strict=True):
+        np.testing.assert_array_equal(actual, expected)
+    assert torch.equal(torch.default_generator.get_state(), states[2])
+    assert torch_worker._worker_info is outer_info
+    assert default_collate_fn_map[torch.Tensor] is collate_tensor_fn
+
+
+# The default collate
+
+Point = collections.namedtuple("Point", ["x", "y"])
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+SAMPLES = {
+    "integers": [1, 2, 3],
+    "floats": [1.0, 2.5],
+    "booleans": [True, False],
+    "strings": ["a", "b"],
+    "bytes": [b"a", b"b"],
+    "scalars": [torch.tensor(1.5), torch.tensor(2.5)],
+    "empty": [torch.empty(0, 3), torch.empty(0, 3)],
+    "small": [floats(3), floats(3) + 1],
+    "large": [floats(3, 100, 100), floats(3, 100, 100) + 1],
+    "large uint8": [floats(3, 200, 200, dtype=torch.uint8) for _ in range(3)],
+    "large bool": [floats(300, 200) > 7, floats(300, 200) > 8],
+    "large bfloat16": [floats(300, 200, dtype=torch.bfloat16), floats(300, 200, dtype=torch.bfloat16) - 1],
+    "large float8": [floats(300, 200).to(torch.float8_e4m3fn)] * 2,
+    "large complex": [floats(100, 100) * 1j, floats(100, 100) - 2j],
+    "large conjugate": [(floats(100, 100) * 1j).conj(), (floats(100, 100) * 2j).conj()],
+    "large negative view": [(floats(100, 100) * 1j).conj().imag, floats(100, 100)],
+    "large int64, one sample": [floats(100, 100, dtype=torch.int64)],
+    "just 64 KiB": [floats(1 << 13), floats(1 << 13)],
+    "transposed": [floats(100, 200).T, floats(200, 100)],
+    "channels last": [floats(64, 64, 3).permute(2, 0, 1) + i for i in range(3)],
+    "expanded": [torch.ones(1).expand(200, 200), floats(200, 200)],
+    "large, more dtypes": [floats(200, 200), floats(200, 200, dtype=torch.float64)],
+    "large integers, then floats": [floats(200, 200, dtype=torch.int64), floats(200, 200) + 0.5],
+    "large with grad": [floats(200, 200).requires_grad_(), floats(200, 200)],
+    "large, later with grad": [floats(200, 200), floats(200, 200).requires_grad_()],
+    "subclass": [floats(200, 200).as_subclass(Tagged)] * 2,
+    "subclass later": [floats(200, 200), floats(200, 200).as_subclass(Tagged)],
+    "parameter": [torch.nn.Parameter(floats(200, 200))] * 2,
+    "small array": [np.arange(4.0), np.arange(4.0)],
+    "large array": [np.arange(40000.0).reshape(200, 200), np.ones((200, 200))],
+    "array scalars": [np.float32(1), np.float32(2)],
+    "array booleans": [np.bool_(True), np.bool_(False)],
+    "0-d array": [np.array(1), np.array(2)],
+    "dict": [{"image": floats(200, 200), "label": i, "name": str(i)} for i in range(3)],
+    "ordered dict": [collections.OrderedDict(b=i, a=floats(2)) for i in range(2)],
+    "mapping proxy": [types.MappingProxyType({"a": i}) for i in range(2)],
+    "tuple": [(floats(200, 200), i) for i in range(3)],
+    "list": [[floats(200, 200), i] for i in range(3)],
+    "namedtuple": [Point(floats(200, 200), [i, {"z": 2.0 * i}]) for i in range(3)],
+    "range": [range(3), range(3)],
+    "nothing in it": [(), ()],
+    "many": [[floats(4) + i for i in range(50)] for _ in range(3)],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*np.bool_:DeprecationWarning")  # of torch with numpy 1
+@pytest.mark.parametrize("samples", SAMPLES.values(), ids=SAMPLES.keys())
+@pytest.mark.parametrize("pooled", [True, False])
+def test_default_collate_is_torchs(samples, pooled):
+    expected = default_collate(samples)
+    actual = load(samples, range(len(samples)), allocator=CountingAllocator() if pooled else None)
+    assert_same(actual, expected)
+
+
+def test_large_batches_are_contiguous_as_from_torchs_workers():
+    # The one difference between torch with and without workers that shows in what torch.stack returns.
+    samples = [floats(2, 3, 64, 64).to(memory_format=torch.channels_last)] * 2
+    batch = load(samples, range(2), allocator=CountingAllocator())
+    assert batch.is_contiguous()
+    assert torch.equal(batch, torch.stack(samples))
+
+
+FAULTY_SAMPLES = {
+    "shapes": [floats(3), floats(4)],
+    "large shapes": [floats(200, 200), floats(200, 201)],
+    "large dimensions": [floats(200, 200), floats(1, 200, 200)],
+    "type": [object(), object()],
+    "none": [None, None],
+    "lengths": [[1, 2], [1]],
+    "keys": [{"a": 1}, {"b": 1}],
+    "string array": [np.array(["a"]), np.array(["b"])],
+    "object array": [np.array([{}]), np.array([{}])],
+    "sparse": [floats(3, 3).to_sparse(), floats(3, 3).to_sparse()],
+    "large, later sparse": [floats(200, 200), floats(200, 200).to_sparse()],
+    "nested": [torch.nested.as_nested_tensor([floats(3), floats(4)], layout=torch.jagged)] * 2,
+    "tensor and number": [floats(3), 1],
+    "large tensor and number": [floats(200, 200), 1],
+    "number and tensor": [1, floats(3)],
+    "meta": [floats(200, 200), torch.empty(200, 200, device="meta")],
+    "no samples": [],
+}
+
+
+@pytest.mark.parametrize("samples", FAULTY_SAMPLES.values(), ids=FAULTY_SAMPLES.keys())
+def test_default_collate_fails_like_torchs(samples):
+    with pytest.raises(Exception) as expected:  # noqa: PT011  whatever torch raises
+        default_collate(samples)
+    with pytest.raises(Exception) as actual:  # noqa: PT011
+        load(samples, range(len(samples)), allocator=CountingAllocator())
+    assert type(actual.value) is type(expected.value)
+    assert str(actual.value) == str(expected.value)
+
+
+def test_large_results_are_in_memory_of_the_allocator_and_small_ones_are_not():
+    allocator = CountingAllocator()
+    samples = [(floats(3, 100, 100), floats(1 << 13), i, floats((1 << 13) - 1), floats(3)) for i in range(2)]
+    load(samples, range(2), allocator=allocator)
+    assert allocator.sizes == [2 * 4 * 30000, 1 << 16]
+
+
+def test_arrays_are_stacked_in_memory_of_the_allocator():
+    allocator = CountingAllocator()
+    load([np.ones((200, 200), np.uint8)] * 4, range(4), allocator=allocator)
+    assert allocator.sizes == [160000]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["large, more dtypes", "large, later with grad", "subclass", "subclass later", "parameter", "large shapes"],
+)
+def test_what_cannot_be_stacked_as_it_is_asks_for_no_memory(name):
+    allocator = CountingAllocator()
+    samples = {**SAMPLES, **FAULTY_SAMPLES}[name]
+    try:
+        load(samples, range(len(samples)), allocator=allocator)
+    except RuntimeError:
+        assert name == "large shapes"
+    assert allocator.sizes == []
+
+
+def test_user_function_that_calls_the_default_collate_uses_the_allocator_too():
+    def collate(samples):
+        assert get_worker_info() is not None
+        return default_collate(samples), get_worker_info()
+
+    allocator = CountingAllocator()
+    batch, info = load([floats(200, 200)] * 2, range(2), allocator=allocator, collate_fn=collate)
+    assert_same(batch, torch.stack([floats(200, 200)] * 2))
+    assert info is not None
+    assert len(allocator.sizes) == 1
+
+
+def test_worker_info_is_there_again_after_torchs_own_function():
+    def collate(samples):
+        return default_collate(samples), get_worker_info()
+
+    batch, info = load([floats(3).as_subclass(Tagged)] * 2, range(2), collate_fn=collate)
+    assert_same(batch, torch.stack([floats(3).as_subclass(Tagged)] * 2))
+    assert info is not None
+
+
+def test_tensors_on_a_device_stay_there():
+    batch = load([torch.empty(200, 200, device="meta")] * 2, range(2), allocator=CountingAllocator())
+    assert (batch.device.type, batch.shape) == ("meta", (2, 200, 200))
+
+
+def test_each_loader_collates_into_its_own_memory():
+    allocators = [CountingAllocator(), CountingAllocator()]
+    loaders = [make_loader([floats(200, 200)], allocator) for allocator in allocators]
+    for loader in (loaders[0], loaders[1], loaders[0]):
+        loader.load([0], 0, 0)
+    assert [len(allocator.sizes) for allocator in allocators] == [2, 1]
+
+
+def test_function_that_the_user_registered_for_tensors_stays(monkeypatch):
+    def padded(batch, **_options):
+        return torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
+
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, padded)
+    assert load([floats(2), floats(4)], range(2)).shape == (2, 4)
+
+
+def test_function_that_the_user_registered_for_a_type_is_used(monkeypatch):
+    class Box:
+        pass
+
+    monkeypatch.setitem(default_collate_fn_map, Box, lambda batch, **_options: f"{len(batch)} boxes")
+    assert load([Box(), Box()], range(2)) == "2 boxes"
+
+
+@pytest.mark.parametrize("default", [default_collate, default_convert])
+def test_defaults_of_torch_may_be_given_explicitly(default):
+    allocator = CountingAllocator()
+    samples = [floats(200, 200)] * 2
+    expected = default(samples)
+    assert_same(load(samples, range(2), allocator=allocator, collate_fn=default), expected)
+    assert len(allocator.sizes) == (default is default_collate)
+
+
+def test_falsy_collate_function_is_called():
+    class Collate:
+        def __len__(self):
+            return 0
+
+        def __call__(self, _samples):
+            return "called"
+
+    assert load(Squares(), collate_fn=Collate()) == "called"
+
+
+def test_whole_epoch_is_that_of_torchs_loader():
+    class Mixed(Dataset):
+        def __len__(self):
+            return 10
+
+        def __getitem__(self, index):
+            return {"image": np.full((3, 64, 64), index, np.uint8), "label": index, "box": Point(index * 0.5, [index])}
+
+    expected = list(DataLoader(Mixed(), batch_size=4))
+    assert_same(make_epoch(dataset=Mixed(), indices=range(10), allocator=CountingAllocator()), expected)
+
+
+class Reusing:
+    """Writes its samples into the same memory for each batch."""
+
+    def __init__(self):
+        self.memory = torch.zeros(3, 1 << 16)
+        self.rows = list(self.memory)
+
+    def __getitem__(self, index):
+        return self.rows[index % 3].fill_(index)
+
+
+class ReusingBatches(Reusing):
+    def __getitems__(self, indices):
+        for index in indices:
+            self[index]
+        return self.rows
+
+
+@pytest.mark.parametrize("dataset", [Reusing, ReusingBatches])
+def test_a_dataset_that_uses_its_memory_again_does_not_change_a_batch_on_its_way(dataset):
+    loader = make_loader(dataset(), sends=True)
+    _metrics, batch = loader.load([0, 1, 2], 0, 0)
+    loader.load([3, 4, 5], 3, 1)
+    assert batch[:, 0].tolist() == [0, 1, 2]
+
+
+class Images:
+    def __getitem__(self, index):
+        return {"image": torch.full((1 << 16,), float(index)), "label": index}
+
+
+def test_large_tensors_of_a_batch_are_sent_without_being_copied_together():
+    _metrics, batch = make_loader(Images(), sends=True).load([0, 1, 2], 0, 0)
+    assert type(batch["image"]) is Stack
+    assert batch["label"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sends": False}, {"sends": True, "collate_fn": lambda batch: default_collate(batch)}]
+)
+def test_who_looks_at_a_batch_sees_tensors(changes):
+    _metrics, batch = make_loader(Images(), **changes).load([0, 1, 2], 0, 0)
+    assert batch["image"][:, 0].tolist() == [0, 1, 2]
+
+
+# Skipping
+
+
+@pytest.mark.parametrize("inline", [True, False])
+def test_samples_that_raise_are_left_out_and_change_no_others(inline):
+    def of(*bad):
+        return make_loader(Bad(*bad), skips=True, inline=inline).load([3, 1, 2, 5], 8, 2)[1]
+
+    whole, reduced = of(), of(1, 5)
+    assert type(reduced) is Reduced
+    assert (reduced.num_skipped, reduced.shown, reduced.is_empty) == (2, ["1", "5"], False)
+    assert [error.args for error in reduced.errors] == [("bad 1",), ("bad 5",)]
+    assert_same(reduced.batch, [part[[0, 2]] for part in whole])
+
+
+def test_nothing_is_skipped_unless_asked_for():
+    with pytest.raises(ValueError, match="bad 1"):
+        load(Bad(1))
+
+
+def test_next_batch_knows_nothing_of_the_skipped_ones():
+    loader = make_loader(Bad(1, 4), skips=True)
+    loader.load([1], 0, 0)
+    with pytest.raises(KeyboardInterrupt):
+        make_interrupted(loader).load([4, 9], 1, 1)
+    _metrics, batch = loader.load([2], 3, 2)
+    assert batch[0].tolist() == [2]
+
+
+def make_interrupted(loader):
+    """A bad sample, and then one that is none of ours."""
+    inner = loader._dataset.__class__.__getitem__
+
+    class Interrupted(Bad):
+        def __getitem__(self, index):
+            if index == 9:
+                raise KeyboardInterrupt
+            return inner(self, index)
+
+    loader._dataset.__class__ = Interrupted
+    return loader
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, RPCError, ConnectionLostError])
+def test_what_is_no_fault_of_a_sample_is_raised(error):
+    with pytest.raises(error):
+        load(Bad(1, error=error), skips=True)
+
+
+def test_exceptions_of_the_collate_function_are_raised():
+    def collate(samples):
+        raise ValueError(len(samples))
+
+    with pytest.raises(ValueError, match="2"):
+        load(Bad(1), skips=True, collate_fn=collate)
+
+
+def test_a_batch_without_samples_is_not_collated():
+    _metrics, reduced = make_loader(Bad(1, 2), skips=True, collate_fn=lambda _samples: 1 / 0).load([1, 2], 0, 0)
+    assert (reduced.is_empty, reduced.batch, reduced.num_skipped) == (True, None, 2)
+
+
+def test_questions_for_a_whole_batch_are_skipped_as_a_whole():
+    class Batched(Bad):
+        def __getitems__(self, indices):
+            return [self[index] for index in indices]
+
+    loader = make_loader(Batched(3), skips=True)
+    _metrics, reduced = loader.load([1, 3], 0, 0)
+    assert (reduced.is_empty, reduced.shown) == (True, ["1", "3"])
+    assert loader.load([1, 2], 2, 1)[1][0].tolist() == [1, 2]
+
+
+def test_single_samples_are_skipped():
+    loader = make_loader(Bad(3), skips=True, auto_collation=False)
+    _metrics, reduced = loader.load(3, 0, 0)
+    assert (reduced.is_empty, reduced.shown) == (True, ["3"])
+    assert loader.load(2, 1, 1)[1][0] == 2
+
+
+def test_what_may_pass_is_raised_but_in_the_last_try():
+    loader = make_loader(Bad(1, error=ConnectionResetError), skips=True, retry_on=(OSError,))
+    with pytest.raises(ConnectionResetError):
+        loader.load([1, 2], 0, 0)
+    assert loader.load([1, 2], 0, 0, last_try=True)[1].batch[0].tolist() == [2]
+    with pytest.raises(ConnectionResetError):
+        loader.load([1, 2], 0, 0)
+
+
+class Drawing:
+    def __getitem__(self, index):
+        time.sleep(0)
+        return index, random.random(), float(torch.rand(()))
+
+
+def test_loaders_inside_of_two_threads_do_not_disturb_each_other():
+    def run(seed):
+        loader = make_loader(Drawing(), inline=True, base_seed=seed, collate_fn=list)
+        return [loader.load([number], number, number)[1] for number in range(200)]
+
+    expected = [run(0), run(1)]
+    with ThreadPoolExecutor(2) as executor:
+        assert list(executor.map(run, [0, 1])) == expected
+    assert get_worker_info() is None
