@@ -281,7 +281,7 @@ def test_dropped_iterator_frees_its_workers_in_the_middle_of_a_batch(shared_serv
     loader = RPCDataloader(dataset, workers=shared_server.address, persistent_workers=persistent_workers)
     iterator = iter(loader)
     assert int(next(iterator)) == 0
-    assert len(set(shared_server.processes()) - before) == 2
+    wait_until(lambda: len(set(shared_server.processes()) - before) == 2, what="both workers")
     del iterator, loader
     gc.collect()
     wait_until(lambda: set(shared_server.processes()) <= before, what="the workers of the iterator ended")
