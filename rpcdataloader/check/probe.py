@@ -208,7 +208,7 @@ def _walk(dataset: Any, wanted: Sequence[Wanted]) -> Iterator[Any]:
 
 
 def _seed(position: int) -> None:
-    seeding.begin_sample(seeding.sample_seed(base_seed=0, epoch=0, position=position))
+    seeding.begin_sample(seeding.sample_seeds(base_seed=0, epoch=0, position=position))
 
 
 def _failed(dataset: Any, wanted: Sequence[Wanted], place: int, error: BaseException) -> Failure:

@@ -246,15 +246,14 @@ class BatchLoader:
         spec = self._spec
         # The same number on two ranks is not the same batch.
         number = batch_number * spec.world_size + spec.rank
-        self._seed(seeding.batch_seed(spec.base_seed, spec.epoch, number))
+        seeds = seeding.batch_seeds(spec.base_seed, spec.epoch, number)
+        seeding.begin_sample(seeds, initial_seed=self._initial_seed)
 
     def _begin_sample(self, position: int) -> None:
         spec = self._spec
         place = spec.first_place + position * spec.world_size + spec.rank
-        self._seed(seeding.sample_seed(spec.base_seed, spec.epoch, place))
-
-    def _seed(self, seed: int) -> None:
-        seeding.begin_sample(seed, initial_seed=self._initial_seed)
+        seeds = seeding.sample_seeds(spec.base_seed, spec.epoch, place)
+        seeding.begin_sample(seeds, initial_seed=self._initial_seed)
 
 
 def _shard_pipe(dataset: Any, spec: LoaderSpec) -> None:

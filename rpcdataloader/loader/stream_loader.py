@@ -155,6 +155,8 @@ def _shuffle_pipe(dataset: Any, spec: LoaderSpec) -> None:
     """Let a pipe of torch shuffle as on all other workers, which then take different parts of the same order."""
     if isinstance(dataset, IterDataPipe):
         # One that was built on the nodes is not known to be a pipe where seeds are drawn.
-        seed = seeding.batch_seed(spec.base_seed, spec.epoch, 2**64 - 1) if spec.pipe_seed is None else spec.pipe_seed
+        seed = spec.pipe_seed
+        if seed is None:
+            seed = seeding.batch_seeds(spec.base_seed, spec.epoch, 2**64 - 1)[0]
         generator = torch.Generator().manual_seed(seed)
         torch.utils.data.graph_settings.apply_random_seed(dataset, generator)

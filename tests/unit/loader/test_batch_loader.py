@@ -178,7 +178,7 @@ def test_epoch_can_come_with_the_spec():
 
 def test_global_position_is_position_times_world_size_plus_rank():
     *_, seeds = load(Augmented(), position=10, rank=1, world_size=4)
-    expected = [seeding.sample_seed(2**62 + 5, 0, position) for position in (41, 45, 49)]
+    expected = [seeding.sample_seeds(2**62 + 5, 0, position)[0] for position in (41, 45, 49)]
     assert seeds.tolist() == expected
 
 
@@ -188,13 +188,13 @@ def test_getitems_is_seeded_once_with_its_first_position():
             return [(seeding.get_sample_seed(), torch.rand(()).item()) for _ in indices]
 
     seeds, drawn = load(Batched(), position=10, batch_number=5)
-    assert set(seeds.tolist()) == {seeding.sample_seed(2**62 + 5, 0, 10)}
+    assert set(seeds.tolist()) == {seeding.sample_seeds(2**62 + 5, 0, 10)[0]}
     assert len(set(drawn.tolist())) == 3
 
 
 def test_single_samples_are_seeded_by_their_position():
     _metrics, sample = make_loader(Augmented(), auto_collation=False).load(3, 17, 17)
-    assert sample[4] == seeding.sample_seed(2**62 + 5, 0, 17)
+    assert sample[4] == seeding.sample_seeds(2**62 + 5, 0, 17)[0]
 
 
 def test_collate_is_seeded_by_the_batch_and_unlike_any_sample():
@@ -213,7 +213,7 @@ def test_collate_is_seeded_by_the_batch_and_unlike_any_sample():
     assert collate(1) == collate(1, draws=5)
     results = [collate(number, rank=rank, world_size=2) for number in range(3) for rank in range(2)]
     assert len({seed for seed, *_ in results}) == 6
-    assert collate(2)[0] not in {seeding.sample_seed(2**62 + 5, 0, position) for position in range(10)}
+    assert collate(2)[0] not in {seeding.sample_seeds(2**62 + 5, 0, position)[0] for position in range(10)}
 
 
 # Worker info and the init function

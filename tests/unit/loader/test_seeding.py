@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import random
 from typing import NamedTuple
 
@@ -50,21 +49,23 @@ def draw_torch(source, count) -> list[int]:
 
 def test_seeds_are_pinned():
     # Changing these numbers changes every augmentation: the changelog must say so.
-    assert seeding.sample_seed(0, 0, 0) == 7164415568194269660
-    assert seeding.sample_seed(LARGEST, 3, 10**9) == 5877191601680336308
-    assert seeding.batch_seed(0, 0, 0) == 8588873355964337777
+    first, another = seeding.sample_seeds(0, 0, 0), seeding.sample_seeds(LARGEST, 3, 10**9)
+    batch = seeding.batch_seeds(0, 0, 0)
+    assert first == (1134789983623107974, 8693072347268702877, 265151668, 941572882)
+    assert another == (5495875880838284195, 17922270945573925468, 4294291904, 2269416550)
+    assert batch == (5986860245025877345, 4786845041662790429, 1875654636, 3036767808)
 
 
 def test_seeds_are_non_negative_and_fit_int64():
-    seeds = [seeding.sample_seed(LARGEST, epoch, position) for epoch in (0, 2**31) for position in range(5000)]
+    seeds = [seeding.sample_seeds(LARGEST, epoch, position)[0] for epoch in (0, 2**31) for position in range(5000)]
     assert all(0 <= seed <= LARGEST for seed in seeds)
     assert max(seeds) > 2**62
 
 
 def test_seeds_differ_by_base_epoch_position_and_purpose():
     seeds = [
-        derive(base, epoch, number)
-        for derive in (seeding.sample_seed, seeding.batch_seed)
+        derive(base, epoch, number)[0]
+        for derive in (seeding.sample_seeds, seeding.batch_seeds)
         for base in (0, 1, 2, LARGEST)
         for epoch in range(5)
         for number in range(200)
@@ -73,8 +74,10 @@ def test_seeds_differ_by_base_epoch_position_and_purpose():
 
 
 def test_neighbouring_positions_give_unrelated_bits():
-    seeds = [seeding.sample_seed(7, 0, position) for position in range(4001)]
-    flips = np.array([[(a ^ b) >> bit & 1 for bit in range(63)] for a, b in itertools.pairwise(seeds)])
+    seeds = [seeding.sample_seeds(7, 0, position) for position in range(4001)]
+    sizes = (63, 64, 32, 32)
+    bits = np.array([[seed >> k & 1 for seed, n in zip(row, sizes, strict=True) for k in range(n)] for row in seeds])
+    flips = bits[1:] != bits[:-1]
     # Each bit flips half of the time; 4,000 fair coins leave 0.45 to 0.55 once in 10**9.
     assert flips.mean(axis=0).min() > 0.45
     assert flips.mean(axis=0).max() < 0.55
@@ -83,38 +86,41 @@ def test_neighbouring_positions_give_unrelated_bits():
 # Seeding the generators
 
 
+def begin(position=0, **options):
+    seeding.begin_sample(seeding.sample_seeds(0, 0, position), **options)
+
+
 def test_equal_seeds_give_equal_draws_whatever_was_drawn_before():
-    seeding.seed_generators(5)
+    begin(5)
     expected = draw()
     # Half of a pair of normal numbers is kept for the next call by all three.
     random.gauss(0, 1)
     np.random.normal()
     torch.randn(1)
-    seeding.seed_generators(5)
+    begin(5)
     assert draw() == expected
-    seeding.seed_generators(5)
+    begin(5)
     normal = random.gauss(0, 1), np.random.normal(), torch.randn(1).item()
-    seeding.seed_generators(5)
+    begin(5)
     assert (random.gauss(0, 1), np.random.normal(), torch.randn(1).item()) == normal
 
 
 def test_different_seeds_give_different_draws_in_all_three():
-    seeds = [0, 1, 2**32, 2**33, LARGEST, 2**64 - 1]
     draws = []
-    for seed in seeds:
-        seeding.seed_generators(seed)
+    for position in range(6):
+        begin(position)
         draws.append(draw())
     for generator in zip(*draws, strict=True):
-        assert len(set(map(tuple, generator))) == len(seeds)
+        assert len(set(map(tuple, generator))) == 6
 
 
 def test_generators_share_no_stream_with_each_other_or_with_one_seeded_by_the_user():
-    seed = 12345
-    seeding.seed_generators(seed)
+    begin()
     draws = draw(64)
+    seed = get_sample_seed()
     own = (
         draw_python(random.Random(seed), 64),
-        draw_numpy(np.random.RandomState(seed), 64),
+        draw_numpy(np.random.RandomState(seed % 2**32), 64),
         draw_torch(torch.Generator().manual_seed(seed), 64),
     )
     assert own[1] == own[2]  # what makes this test necessary
@@ -123,11 +129,11 @@ def test_generators_share_no_stream_with_each_other_or_with_one_seeded_by_the_us
 
 
 def test_seed_that_the_user_gave_to_torch_is_reported_and_changes_no_number():
-    seeding.seed_generators(7)
+    begin(7)
     expected = torch.rand(3), random.random(), np.random.rand()
     for initial_seed in (0, 12345, 2**64 - 1):
         torch.manual_seed(99)
-        seeding.seed_generators(7, initial_seed=initial_seed)
+        begin(7, initial_seed=initial_seed)
         assert torch.initial_seed() == initial_seed
         assert torch.rand(3).equal(expected[0])
         assert (random.random(), np.random.rand()) == expected[1:]
@@ -145,24 +151,24 @@ def test_set_random_seeds_does_what_torch_does_in_its_workers():
 
 def test_generators_are_restored_also_after_an_error():
     before = draw()
-    seeding.seed_generators(1)
+    begin(1)
     random.gauss(0, 1)
     expected_state = random.getstate()
 
     @seeding.generators_restored()
     def fail():
-        seeding.seed_generators(2)
+        begin(2)
         raise KeyError
 
     with pytest.raises(KeyError):
         fail()
     assert random.getstate() == expected_state
-    seeding.seed_generators(1)
+    begin(1)
     expected = draw()
     assert expected != before
-    seeding.seed_generators(1)
+    begin(1)
     with seeding.generators_restored():
-        seeding.seed_generators(2)
+        begin(2)
         draw(1000)
     assert draw() == expected
 
@@ -172,23 +178,15 @@ def test_generators_are_restored_also_after_an_error():
 
 def test_sample_seed_is_the_same_throughout_a_sample():
     with seeding.sample_scope():
-        seeding.begin_sample(17)
+        seeding.begin_sample((17, 1, 2, 3))
         assert [get_sample_seed(), get_sample_seed()] == [17, 17]
-        seeding.begin_sample(18)
+        seeding.begin_sample((18, 1, 2, 3))
         assert get_sample_seed() == 18
-
-
-def test_begin_sample_seeds_the_generators():
-    with seeding.sample_scope():
-        seeding.begin_sample(17)
-        drawn = draw()
-    seeding.seed_generators(17)
-    assert draw() == drawn
 
 
 def test_sample_seed_draws_nothing_from_the_generators_in_a_sample():
     with seeding.sample_scope():
-        seeding.begin_sample(17)
+        seeding.begin_sample((17, 1, 2, 3))
         state = torch.default_generator.get_state()
         get_sample_seed()
         assert torch.equal(torch.default_generator.get_state(), state)
@@ -206,7 +204,7 @@ def test_sample_seed_is_drawn_from_torch_outside_of_a_sample():
 def test_sample_seed_ends_with_its_scope_also_after_an_error():
     @seeding.sample_scope()
     def fail():
-        seeding.begin_sample(17)
+        seeding.begin_sample((17, 1, 2, 3))
         raise KeyError
 
     with pytest.raises(KeyError):
@@ -216,7 +214,7 @@ def test_sample_seed_ends_with_its_scope_also_after_an_error():
 
 def test_scopes_nest():
     with seeding.sample_scope():
-        seeding.begin_sample(17)
+        seeding.begin_sample((17, 1, 2, 3))
         with seeding.sample_scope():
-            seeding.begin_sample(18)
+            seeding.begin_sample((18, 1, 2, 3))
         assert get_sample_seed() == 17
