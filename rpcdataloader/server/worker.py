@@ -96,7 +96,8 @@ def run_worker_process(
         return
     row = context.counters.row(event["row"])
     row.connected(os.fstat(channel.fileno()).st_ino)
-    channel.stream.count_in(row.traffic)
+    if event["row"] is not None:
+        channel.stream.count_in(row.traffic)
     Worker(channel, session, datasets, number, context, row).run()
 
 

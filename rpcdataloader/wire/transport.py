@@ -123,30 +123,26 @@ class Stream:
         self._sock.settimeout(remaining)
 
     def send(self, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
-        """Send all of ``pieces`` one after the other, without joining or copying them.
+        """Send all of ``pieces``, which are views of bytes, one after the other, without joining or copying them.
 
         Raises:
             ConnectionLostError: The peer is gone.
         """
-        first = 0
+        first = size = 0
         try:
             while first < len(pieces):
                 window = pieces[first : first + MAX_PIECES]
+                size = sum(map(len, window))
+                # Counted before: when the peer has all of it, it may close, and so end this process, at any moment.
+                self._traffic[1] += size
                 sent = self._sock.sendmsg(window)
-                self._traffic[1] += sent
-                for piece in window:
-                    size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
-                    if sent < size:
-                        break
-                    sent -= size
-                    first += 1
+                if sent == size:
+                    first += len(window)
                 else:
-                    continue
-                # A partial send: go on inside the piece where the kernel stopped.
-                rest = memoryview(pieces[first]).cast("B")[sent:]
-                pieces = [rest, *pieces[first + 1 :]]
-                first = 0
+                    self._traffic[1] -= size - sent
+                    pieces, first = _without_start(pieces[first:], sent), 0
         except OSError as exc:
+            self._traffic[1] -= size
             if _is_limit(exc):
                 raise RPCTimeoutError(f"{self.name} takes no data") from exc
             raise ConnectionLostError(f"connection to {self.name} lost while sending: {exc.strerror or exc}") from exc
@@ -272,6 +268,15 @@ def _recv(sock: socket.socket, views: Sequence[memoryview], flags: int) -> int:
     if len(views) == 1:
         return sock.recv_into(views[0], 0, flags)
     return sock.recvmsg_into(views, 0, flags)[0]
+
+
+def _without_start(views: Sequence[bytes | bytearray | memoryview], size_bytes: int) -> list[Any]:
+    """All but the first ``size_bytes`` of what ``views`` hold, which is more."""
+    position = 0
+    while len(views[position]) <= size_bytes:
+        size_bytes -= len(views[position])
+        position += 1
+    return [memoryview(views[position])[size_bytes:], *views[position + 1 :]]
 
 
 def _without_end(views: Sequence[memoryview], size_bytes: int) -> list[memoryview]:

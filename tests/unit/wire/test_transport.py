@@ -73,7 +73,7 @@ def test_pieces_arrive_in_order_whatever_their_number_and_kind(pair):
     """More than the kernel takes at once, and more than the socket holds."""
     ours, theirs = pair
     pieces = [struct.pack("<I", number) for number in range(3 * transport.MAX_PIECES)]
-    pieces += [bytearray(b"x" * 5_000_000), memoryview(b"y" * 7), memoryview(bytearray(8)).cast("Q"), b"z"]
+    pieces += [bytearray(b"x" * 5_000_000), memoryview(b"y" * 7), b"", b"z"]
     expected = b"".join(pieces)
     sending = in_thread(ours.send, pieces)
     assert read(theirs, len(expected)) == expected
@@ -82,6 +82,7 @@ def test_pieces_arrive_in_order_whatever_their_number_and_kind(pair):
 
 def test_partial_sends_go_on_where_the_kernel_stopped(pair):
     ours, theirs = pair
+    traffic = ours._traffic
     ours._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     pieces = [bytes([number % 251]) * (number * 37 % 3000 + 1) for number in range(500)]
     sending = in_thread(ours.send, pieces)
@@ -91,6 +92,25 @@ def test_partial_sends_go_on_where_the_kernel_stopped(pair):
         received += read(theirs, min(1000, len(expected) - len(received)))
     assert received == expected
     sending.result(FOREVER)
+    assert traffic == [0, len(expected)]
+
+
+def test_what_the_peer_may_have_is_counted_and_what_was_not_sent_is_not(pair):
+    class Watched:
+        def sendmsg(self, pieces):
+            seen.append(list(ours._traffic))
+            if len(seen) > 1:
+                raise ConnectionResetError(errno.ECONNRESET, "reset")
+            return sum(map(len, pieces))
+
+    (ours, _theirs), seen = pair, []
+    sock, ours._sock = ours._sock, Watched()
+    ours.send([b"abc", b"de"])
+    with pytest.raises(ConnectionLostError):
+        ours.send([b"more"])
+    ours._sock = sock
+    assert seen == [[0, 5], [0, 9]]
+    assert ours._traffic == [0, 5]
 
 
 def test_pieces_are_not_copied(pair):
