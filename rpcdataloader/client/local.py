@@ -72,19 +72,24 @@ class LocalServer:
                 self._start()
 
     def _start(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, _PACKAGE_FOLDER],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         settings = {"path": self.address.path, "token": self.credentials.secret.decode()}
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(json.dumps(settings).encode() + b"\n")
-            self._process.stdin.flush()
         try:
+            # Interrupted in here, it closes the pipe, which ends the server.
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, _PACKAGE_FOLDER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._remove_folder()
+            raise
+        try:
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.write(json.dumps(settings).encode() + b"\n")
+                self._process.stdin.flush()
             line = self._process.stdout.readline()
         except BaseException:  # Ctrl-C, while it imports torch
             self._end()
@@ -107,6 +112,9 @@ class LocalServer:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def forget_in_child(self) -> None:

@@ -91,13 +91,14 @@ def _get_cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _flow(batches: Iterator[Any], seconds: float) -> Flow:
+def _flow(batches: Iterator[Any], seconds: float, round_length: int = 1) -> Flow:
+    """Take batches for that long, and on to the end of a round of so many."""
     switches = proc.count_switches()
     cpu, thread = _get_cpu_seconds(), time.thread_time()
     start = time.perf_counter()
     num_batches = 0
     elapsed = 0.0
-    while elapsed < seconds:
+    while elapsed < seconds or num_batches % round_length:
         next(batches)
         num_batches += 1
         elapsed = time.perf_counter() - start
@@ -114,7 +115,8 @@ def _measure_naps(task: Task) -> Flow:
     wait_for_workers(batches, task.num_workers, lambda batch: batch)
     for _ in range(2 * task.num_workers):  # what has waited meanwhile comes at once
         next(batches)
-    return _flow(batches, task.seconds)
+    # Workers that sleep for the same time are done together.
+    return _flow(batches, task.seconds, task.num_workers)
 
 
 def _measure_bytes(task: Task) -> Flow:

@@ -14,6 +14,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -800,7 +801,17 @@ def test_ctrl_c_while_the_embedded_pool_starts_leaves_nothing(monkeypatch, long_
     monkeypatch.setenv("TMPDIR", str(long_tmpdir))
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(local, "STOP_TIMEOUT", 0.1)
-    monkeypatch.setattr(local, "_BOOT", f"import os, signal; os.kill({os.getpid()}, signal.SIGINT); signal.pause()")
+    boot = f"import os, signal; input(); os.kill({os.getpid()}, signal.SIGINT); signal.pause()"
+    monkeypatch.setattr(local, "_BOOT", boot)
+    with pytest.raises(KeyboardInterrupt):
+        local.LocalServer()
+    assert os.listdir(long_tmpdir) == []
+
+
+def test_ctrl_c_before_the_embedded_pool_starts_leaves_nothing(monkeypatch, long_tmpdir):
+    monkeypatch.setenv("TMPDIR", str(long_tmpdir))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(local.subprocess, "Popen", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         local.LocalServer()
     assert os.listdir(long_tmpdir) == []
