@@ -485,7 +485,6 @@ class NodeServer:
     def _drain(self) -> None:
         if self._drain_deadline is not None:
             return
-        logger.info("draining: %d sessions, at most %g s", len(self._busy()), self._grace)
         self._counters.drain()
         self._spares.close()
         self._drain_deadline = time.monotonic() + self._grace
@@ -494,6 +493,8 @@ class NodeServer:
             self._announcement.end()
         self._unwatch(self._listener.fileno())
         self._listener.close()
+        # Who reads this may start another server at the same address.
+        logger.info("draining: %d sessions, at most %g s", len(self._busy()), self._grace)
         for child in self._busy():
             if child.session_id is None:
                 child.end("the node server is draining")
