@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 # Slow machines multiply every limit of the tests.
 TIMEOUT_SCALE = float(os.environ.get("RPCDATALOADER_TEST_TIMEOUT_SCALE", "1"))
 
+# Seconds that are less than the package ever waits for somebody who does not answer.
+AT_ONCE = 1.9 * TIMEOUT_SCALE
+
 # Scripts that need them would import them for seconds, each time.
 LIBRARIES = ("accelerate", "datasets", "pytorch_lightning", "sklearn.datasets", "tqdm", "transformers.trainer")
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rpcdataloader import rpc_async
+from tests.conftest import TIMEOUT_SCALE
 from tests.integration.quick import QuickServer, quick_server
 from tests.integration.zygote import Zygote
 
@@ -58,4 +59,4 @@ def fifo(tmp_path: Path) -> str:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Node servers that are not there are waited for only shortly."""
-    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.5")
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", str(TIMEOUT_SCALE))

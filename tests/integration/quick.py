@@ -7,6 +7,10 @@ import os
 import signal
 from collections.abc import Iterator
 
+from rpcdataloader.errors import ConnectError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.transport import connect
 from tests.conftest import READY_LINE, TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
 from tests.integration.zygote import Ended, Script, Zygote
 
@@ -60,8 +64,19 @@ class QuickServer:
         """Wait for its end; gives the exit status."""
         if self._ended is None:
             self._ended = self._script.wait(seconds * TIMEOUT_SCALE)
+            if self._ended.status == -signal.SIGKILL:
+                # A spare that it had just forked may end a moment later.
+                wait_until(lambda: not self._listens(), what="the end of all that listens")
             assert READY_LINE.fullmatch(self._ended.output), "more than the ready line on standard output"
         return self._ended.status
+
+    def _listens(self) -> bool:
+        address = Address.parse(self.address)
+        try:
+            connect(address, Deadline(1.0)).close()
+        except ConnectError:
+            return False
+        return True
 
     def stop(self) -> None:
         """End it at once, and wait until nothing of it is left."""

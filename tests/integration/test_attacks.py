@@ -36,7 +36,7 @@ from rpcdataloader.wire.handshake import ClientHandshake
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call, Exited, pack_handles
 from rpcdataloader.wire.pickling import dumps, loads_exception
-from tests.conftest import TIMEOUT_SCALE, descendants, is_running, wait_until
+from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, wait_until
 from tests.integration.quick import quick_server
 from tests.integration.tampering import recv_frame
 
@@ -60,8 +60,9 @@ FEW = settings(
 def server(zygote):
     """A server that does not wait long for strangers; at the end of the module, nothing is left of them in it."""
     limits = "node.GATE_TIMEOUT = 1.0; session.HANDSHAKE_TIMEOUT = 1.0; node.MAX_GATES = 8; node.GATE_PATIENCE = 0.05"
-    limits += "; context.MAX_REFUSALS = 10000"
+    limits += "; context.MAX_REFUSALS = 10000; spares.MAX_SPARES = 1"
     with quick_server(zygote, "--max-connections", "64", before=limits) as server:
+        wait_until(lambda: list(map(process_name, descendants(server.pid))) == ["rpcdl-spare"])
         descriptors = descriptors_of(server)
         yield server
         assert serves(server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -285,9 +286,11 @@ class Twice(Bad):
     def __getitem__(self, index):
         if index == 12:
             note(self.log, index)
-            attempt = len(notes(self.log))
-            if attempt <= 2:
-                os.close(os.open(self.fifo, os.O_RDONLY if attempt == 1 else os.O_WRONLY))
+            for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY)):
+                with contextlib.suppress(FileExistsError):  # that is another one's
+                    os.close(os.open(f"{self.log}.{number}", os.O_CREAT | os.O_EXCL))
+                    os.close(os.open(self.fifo, flags))
+                    break
             raise Lost(index)
         return super().__getitem__(index)
 
@@ -298,7 +301,7 @@ def test_a_second_copy_of_a_batch_is_not_its_last_try(server, tmp_path, fifo, mo
     log = str(tmp_path / "log")
     loader = make(Twice(log, fifo), server.address, batch_size=1, retry_on=Lost, max_retries=1)
     assert [int(batch["index"]) for batch in loader] == [index for index in range(20) if index != 12]
-    assert len(notes(log)) == 3
+    assert len(notes(log)) >= 3  # the last one may get a second copy, too
 
 
 def test_without_tries_all_is_skipped_at_once(tmp_path):

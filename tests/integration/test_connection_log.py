@@ -88,7 +88,7 @@ def test_connections_of_a_session_that_was_killed_are_closed_too(serve):
 
 
 def test_client_that_gets_no_worker_is_refused_by_name(serve, monkeypatch):
-    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.2")
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "2")
     server = serve("--max-connections-per-client", "1")
     dataset = RPCDataset([server.address], range, 3)
     assert dataset[1] == 1  # by a worker that is kept

@@ -184,7 +184,8 @@ class _Release(logging.Handler):
 
 
 def test_slow_build_is_logged_with_the_nodes_that_are_waited_for(two_nodes, tmp_path, fifo, monkeypatch):
-    monkeypatch.setattr(client_datasets, "SLOW_BUILD_SECONDS", 0.3)
+    monkeypatch.setattr(client_datasets, "SLOW_BUILD_SECONDS", 1.0)
+    sessions = RPCDataset(two_nodes, datasets.Numbers)
     handler = _Release(fifo)
     logger = logging.getLogger("rpcdataloader.client")
     logger.addHandler(handler)
@@ -192,7 +193,7 @@ def test_slow_build_is_logged_with_the_nodes_that_are_waited_for(two_nodes, tmp_
         dataset = RPCDataset(two_nodes, datasets.build_slowly_once, str(tmp_path / "marker"), fifo)
     finally:
         logger.removeHandler(handler)
-    assert len(dataset) == 20
+    assert len(dataset) == len(sessions) == 20
     (line,) = handler.lines
     assert line.levelno == logging.WARNING
     assert line.getMessage().startswith("dataset build_slowly_once is being built on ")

@@ -246,7 +246,7 @@ def test_difference_which_worker_loads_a_batch(addresses, tmp_path):
     first = [next(iterator) for _ in range(6)]
     open(fifo, "w").close()
     assert len({worker for _index, worker in first}) == 1
-    assert {index for index, _worker in first} > {2, 4}
+    assert len({index for index, _worker in first} & {2, 4, 6}) >= 2
     list(iterator)
 
 

@@ -114,7 +114,9 @@ def test_workers_can_be_added_and_removed_by_hand(serve):
     assert take(iterator, 300) == ([*range(140, 300)], {servers[2].pid})
     assert take(iter(loader), 300) == ([*range(300)], {servers[2].pid})
     loader.add_workers(servers[0].address)
-    assert take(iter(loader), 300) == ([*range(300)], {servers[0].pid, servers[2].pid})
+    iterator = iter(loader)
+    wait_for_crew(iterator, 2)
+    assert take(iterator, 300) == ([*range(300)], {servers[0].pid, servers[2].pid})
 
 
 def test_server_that_was_removed_can_be_added_again_in_the_same_epoch(serve):

@@ -120,14 +120,14 @@ def test_digits_in_two_training_processes_get_the_same_batches_wherever_they_are
 def test_digits_that_are_told_to_stop_go_on_with_the_next_batch(zygote, shared_server, tmp_path):
     workers = ("--workers", shared_server.address)
     checkpoint = tmp_path / "checkpoint.pt"
-    whole = output_of(start_digits(zygote, *workers, epochs=3))
-    first = start_digits(zygote, *workers, "--checkpoint", checkpoint, epochs=3)
+    whole = output_of(start_digits(zygote, *workers, epochs=10))
+    first = start_digits(zygote, *workers, "--checkpoint", checkpoint, epochs=10)
     wait_until(lambda: "epoch  1" in first.output, 60, "an epoch")
     os.kill(first.pid, signal.SIGUSR1)
     assert first.wait(60).status == os.EX_TEMPFAIL
     saved = torch.load(checkpoint, weights_only=True)
-    assert 23 < saved["schedule"]["last_epoch"] < 3 * 23  # batches
-    rest = output_of(start_digits(zygote, *workers, "--checkpoint", checkpoint, epochs=3))
+    assert 23 < saved["schedule"]["last_epoch"] < 10 * 23  # batches
+    rest = output_of(start_digits(zygote, *workers, "--checkpoint", checkpoint, epochs=10))
     assert rest.splitlines()[-2:] == whole.splitlines()[-2:]  # the checksum of all batches, and the accuracy
 
 

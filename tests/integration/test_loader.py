@@ -346,7 +346,7 @@ def test_timeout_is_an_error_as_with_torch_and_waiting_may_go_on(workers, fifo):
         open(fifo, "w").close()
         return type(caught.value), str(caught.value), flat(iterator)
 
-    dataset, timeout = datasets.Gated(6, 0, fifo), 0.5 * TIMEOUT_SCALE
+    dataset, timeout = datasets.Gated(6, 0, fifo), TIMEOUT_SCALE
     error, text, rest = run(DataLoader(dataset, num_workers=2, timeout=timeout))
     gc.collect()  # torch's iterator, which the traceback refers to
     assert run(RPCDataloader(dataset, workers=workers, timeout=timeout)) == (error, text, rest)
@@ -561,7 +561,7 @@ def test_drained_server_hands_its_batches_to_another(serve, shared_server, tmp_p
 
 def test_drain_of_the_only_server_is_an_error(serve, fifo):
     server = serve("--num-workers", "1")
-    iterator = iter(RPCDataloader(datasets.Gated(40, 5, fifo), workers=server.address, reconnect_timeout=0))
+    iterator = iter(RPCDataloader(datasets.Gated(1_000_000, 5, fifo), workers=server.address, reconnect_timeout=0))
     for _ in range(5):
         next(iterator)
     server.signal(signal.SIGTERM)

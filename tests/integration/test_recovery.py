@@ -226,7 +226,9 @@ def wait_for_crew(iterator, num_workers):
 def test_epoch_begins_with_the_nodes_that_are_there_and_takes_in_those_that_come_back(serve):
     lost, other = [serve("--num-workers", "1") for _ in range(2)]
     loader = RPCDataloader(RPCDataset([lost.address, other.address], Hosted, 200))
-    assert take(iter(loader), 200) == ([*range(200)], {lost.pid, other.pid})
+    iterator = iter(loader)
+    wait_for_crew(iterator, 2)
+    assert take(iterator, 200) == ([*range(200)], {lost.pid, other.pid})
     lost.signal(signal.SIGKILL)
     lost.wait()
     iterator = iter(loader)
@@ -242,6 +244,7 @@ def test_rank_whose_nodes_are_gone_takes_workers_elsewhere_and_gives_them_back(s
     iterator = iter(RPCDataloader(dataset, partition=(0, 2)))
     assert take(iterator, 20) == ([*range(20)], {lost.pid})
     lost.signal(signal.SIGKILL)
+    lost.wait()
     wait_until(lambda: {worker.session.name for worker in iterator._run.crew._workers} == {other.address})
     indices, _pids = take(iterator, 20)
     assert indices == [*range(20, 40)]

@@ -101,7 +101,7 @@ class Zygote:
         self._process.stdin.write(json.dumps([str(folder), ends_quickly, *map(str, args)]).encode() + b"\n")
         started: list[int] = []
         while not started:
-            self._read(60.0, started)
+            self._read(120.0, started)
         return Script(self, started[0], folder)
 
     def wait(self, pid: int, seconds: float) -> tuple[int, float]:
