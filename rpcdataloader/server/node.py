@@ -494,7 +494,8 @@ class NodeServer:
         self._unwatch(self._listener.fileno())
         self._listener.close()
         # Who reads this may start another server at the same address.
-        logger.info("draining: %d sessions, at most %g s", len(self._busy()), self._grace)
+        num_sessions = sum(child.session_id is not None for child in self._busy())
+        logger.info("draining: %d sessions, at most %g s", num_sessions, self._grace)
         for child in self._busy():
             if child.session_id is None:
                 child.end("the node server is draining")
