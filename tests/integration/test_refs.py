@@ -168,7 +168,8 @@ def impatient_server(serve):
 def test_result_of_a_call_that_was_given_up_does_not_stay(impatient_server, fifo, monkeypatch):
     monkeypatch.setattr(Connection, "release", lambda _self, _handle: pytest.fail("released by the client"))
     address = impatient_server.address
-    future = rpc_async(address, tasks.make_slowly, (fifo,), rref=True, timeout=0.3)
+    rpc_async(address, tasks.num_calls).wait()  # what is given up before there is a connection is never sent
+    future = rpc_async(address, tasks.make_slowly, (fifo,), rref=True, timeout=1.0)
     with pytest.raises(RPCTimeoutError):
         future.wait()
     # Too long to overtake the news that the first call was given up: once this is answered, the worker knows.
@@ -188,12 +189,13 @@ def test_result_beyond_the_limit_of_the_server_does_not_stay(impatient_server, f
     assert rpc_async(address, tasks.num_probes).wait() == 0
 
 
-def test_references_to_a_worker_that_is_gone_are_dropped_in_peace(call, keep):
+def test_references_to_a_worker_that_is_gone_are_dropped_in_peace(shared_server, call, keep, fifo):
     worker, _session = call(tasks.whereabouts)
     refs = [keep(tasks.Probe) for _ in range(10)]
+    running = rpc_async(shared_server.address, tasks.read_all, (fifo,))
     os.kill(worker, signal.SIGKILL)
     with pytest.raises(ConnectionLostError, match="SIGKILL"):
-        call(tasks.read_all, "/dev/zero")
+        running.wait()
     future = rpc_async(refs[0].owner.session.name, tasks.identity, (refs[0],))
     with pytest.raises(ConnectionLostError, match=rf"the object behind RRef\(1 in worker 1 \(pid {worker}\).*was lost"):
         future.wait()

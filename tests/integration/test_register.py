@@ -212,11 +212,11 @@ def test_servers_that_come_and_go_are_reported(register, folder):
     server, _path = register()
     came = time.monotonic()
     assert changes.next() == ((Address.parse(server.address),), ())
-    assert time.monotonic() - came < 2 * TIMEOUT_SCALE
+    assert time.monotonic() - came < 5 * TIMEOUT_SCALE
     server.signal(signal.SIGTERM)
     went = time.monotonic()
     assert changes.next() == ((), (Address.parse(server.address),))
-    assert time.monotonic() - went < 2 * TIMEOUT_SCALE
+    assert time.monotonic() - went < 5 * TIMEOUT_SCALE
     watch.close()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, rpc_async
-from rpcdataloader.errors import ConnectionLostError
+from rpcdataloader.errors import ConnectError, ConnectionLostError
 from tests.integration import tasks
 from tests.integration.datasets import Fields, FieldStream, StatefulFieldStream
 from tests.integration.quick import quick_server
@@ -143,7 +143,8 @@ def test_drain_does_not_wait_for_a_client_that_always_wants_more(serve):
             futures.append(rpc_async(server.address, time.sleep, (0.002,)))
             futures.popleft().wait()
 
-    with pytest.raises(ConnectionLostError, match="has not begun this request: its node server ends"):
+    # The other one of a client that was not there for a moment, and sends nothing before the server has ended.
+    with pytest.raises((ConnectionLostError, ConnectError), match=r"not begun this request|refused"):
         go_on()
     torch.futures.wait_all([future.then(lambda _: None) for future in futures])
     assert server.wait() == 0

@@ -104,11 +104,7 @@ class Starter:
 
     def connection_to(self, host: str) -> int:
         """The ssh process of a host."""
-        (found,) = [
-            pid
-            for pid in descendants(self.process.pid)
-            if f"\0{host}\0exec ".encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
-        ]
+        (found,) = [pid for pid in descendants(self.process.pid) if f"\0{host}\0exec ".encode() in command_line_of(pid)]
         return found
 
     def servers(self) -> dict[int, str]:
@@ -185,8 +181,15 @@ def test_training_goes_on_without_a_host_that_is_lost_and_ctrl_c_ends_the_others
         assert "draining" in starter.errors
 
 
+def command_line_of(pid):
+    """Empty if it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
+
+
 def is_server(pid):
-    words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    words = command_line_of(pid).split(b"\0")
     return b"rpcdataloader.launch" in words and words[0] != b"sh"
 
 

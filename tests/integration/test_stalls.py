@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, get_worker_info
 from rpcdataloader import RPCDataloader
 from rpcdataloader.loader import pace as pace_module
 from tests.conftest import wait_until
+from tests.integration.test_recovery import wait_for_crew
 
 NUM_WORKERS = 8
 
@@ -41,7 +42,7 @@ class OnFileSystem(Dataset):
 @pytest.mark.parametrize("cached", [0, 9], ids=["nothing cached", "most cached"])
 @pytest.mark.parametrize(
     ("seconds", "late_seconds"),
-    [(1.2, 0.1), pytest.param(120.0, 1.0, marks=pytest.mark.slow)],
+    [(3.0, 0.5), pytest.param(120.0, 1.0, marks=pytest.mark.slow)],
     ids=["short", "real"],
 )
 def test_file_system_that_stalls_is_waited_for(serve, tmp_path, monkeypatch, caplog, cached, seconds, late_seconds):
@@ -49,6 +50,7 @@ def test_file_system_that_stalls_is_waited_for(serve, tmp_path, monkeypatch, cap
     server = serve("--num-workers", str(NUM_WORKERS))
     dataset = OnFileSystem(str(tmp_path), cached)
     iterator = iter(RPCDataloader(dataset, batch_size=None, workers=server.address))
+    wait_for_crew(iterator, NUM_WORKERS)
     batches = [next(iterator).tolist() for _ in range(100)]
     workers = {pid for _index, pid in batches}
     assert len(workers) == NUM_WORKERS

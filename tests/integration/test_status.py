@@ -198,6 +198,7 @@ def test_what_runs_and_what_waits_is_told(serve, look_at, fifo):
         return worker
 
     with open(fifo, "w"):  # it has begun
+        wait_until(lambda: worker()["process_state"] == "S")
         before = worker()
         assert (before["pid"], before["state"], before["process_state"]) == (pid, "running", "S")
         assert (before["queued"], before["unread_bytes"]) == (0, 0)
@@ -268,6 +269,7 @@ def test_totals_do_not_go_back_when_workers_are_killed(serve, look_at):
         before = sent
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda number=number: look_at(server)["ended_workers"] == number)
+        wait_until(lambda: not session_on(server)._workers)  # or the next call would go to the dead one
         node = look_at(server)
         assert (node["calls"], node["clients"][0]["calls"], workers_of(node)) == (number, number, [])
         assert node["sent_bytes"] >= sent
@@ -442,20 +444,18 @@ def test_full_server_answers(serve, look_at):
 
 def test_open_status_connections_take_nobody_elses_place(serve, asker):
     """They are authenticated, so neither the limit of time nor the number of gates is for them."""
-    server = serve(
-        "--max-connections", "1", before="node.MAX_GATES = 1; node.GATE_TIMEOUT = 0.5; node.GATE_PATIENCE = 0"
-    )
-    others = [Asker(None, PROMPTLY) for _ in range(3)]
-    assert all(ask(one, server).status for one in others)
-    assert rpc_async(server.address, os.getpid).wait()
-    start = time.monotonic()
-    wait_until(lambda: ask(asker, server).status.uptime_seconds > 1 and time.monotonic() - start > 0.6)
-    gates = [channel.peer.pid for one in others for channel in one._channels.values()]
-    assert len(gates) == 3
-    assert all(ask(one, server).status for one in others)
-    assert [channel.peer.pid for one in others for channel in one._channels.values()] == gates
-    for one in others:
-        one.close()
+    limits = "node.MAX_GATES = 3; node.GATE_TIMEOUT = 0.5; node.GATE_PATIENCE = 0.3"
+    server = serve("--max-connections", "1", before=limits)
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context(contextlib.closing(Asker(None, PROMPTLY))) for _ in range(3)]
+        assert all(ask(one, server).status for one in others)
+        assert rpc_async(server.address, os.getpid).wait()
+        start = time.monotonic()
+        wait_until(lambda: ask(asker, server).status.uptime_seconds > 1 and time.monotonic() - start > 0.6)
+        gates = [channel.peer.pid for one in others for channel in one._channels.values()]
+        assert len(gates) == 3
+        assert all(ask(one, server).status for one in others)
+        assert [channel.peer.pid for one in others for channel in one._channels.values()] == gates
     wait_until(lambda: not any(map(is_running, gates)))
     assert "refused" not in server.log
 
@@ -533,7 +533,8 @@ def test_stacks_of_the_workers_of_all_clients(serve, zygote, look_at):
     script = zygote.start(CLIENT, server.address)
     try:
         wait_until(lambda: len(workers_of(look_at(server))) == 2, 20)
-        wait_until(lambda: "in sleep" in str(workers_of(look_at(server, "--stacks"))), what="the stack")
+        for where in "in sleep", "in _receive":
+            wait_until(lambda where=where: where in str(workers_of(look_at(server, "--stacks"))), what=where)
         stacks = {worker["pid"]: worker["stack"] for worker in workers_of(look_at(server, "--stacks"))}
         assert len(stacks) == 2
         assert "in sleep" in stacks.pop(pid)

@@ -63,6 +63,9 @@ class Pace:
 REAL = Pace(transport.KEEPALIVE_IDLE, transport.KEEPALIVE_INTERVAL, transport.KEEPALIVE_PROBES, transport.LOOK_INTERVAL)
 FAST = Pace(1, 1, 2, 0.2)
 
+# Seconds that a machine with a dozen nodes on it may take beyond that.
+SLACK = 4.0
+
 
 @pytest.fixture(params=[FAST, pytest.param(REAL, marks=pytest.mark.slow)], ids=["fast", "real"])
 def pace(request, monkeypatch):
@@ -342,7 +345,7 @@ def test_host_that_vanishes_is_noticed_during_any_wait(start_node, pace, tmp_pat
         sessions = {type(wait).__name__: wait.node.server.processes() for wait in waits}
         futures = {type(wait).__name__: threads.submit(seconds_to_fail, wait, start) for wait in waits}
         try:
-            wait_until(lambda: all(future.done() for future in futures.values()), pace.limit + 1.5, "all waits")
+            wait_until(lambda: all(future.done() for future in futures.values()), pace.limit + SLACK, "all waits")
         finally:
             ended = {name: future.result() for name, future in futures.items() if future.done()}
             print({name: (round(seconds, 1), str(error)) for name, (seconds, error) in ended.items()})  # noqa: T201
@@ -352,8 +355,8 @@ def test_host_that_vanishes_is_noticed_during_any_wait(start_node, pace, tmp_pat
     # Who has not been connected yet may be told so by the limit of connecting.
     assert all(isinstance(error, (ConnectError, ConnectionLostError)) for _seconds, error in ended.values()), ended
     for name, pids in sessions.items():
-        rest = start + pace.limit + 1.5 - time.monotonic()
-        wait_until(lambda pids=pids: not any(map(is_running, pids)), max(rest, 0.1), f"end of {name} on its node")
+        rest = start + pace.limit + SLACK - time.monotonic()
+        wait_until(lambda pids=pids: not any(map(is_running, pids)), max(rest, 1.0), f"end of {name} on its node")
 
 
 class Consumer:
@@ -388,9 +391,10 @@ def test_epoch_goes_on_elsewhere_and_takes_hosts_in_again_that_come_back(start_n
     cut.cable.cut()
     off.lose_power()
     consumer.take_until(
-        lambda _pids: caplog.text.count("going on with") == 2, pace.limit + 1.5, "the loss of two nodes"
+        lambda _pids: caplog.text.count("going on with") == 2, pace.limit + SLACK, "the loss of two nodes"
     )
-    wait_until(lambda: not any(map(is_running, below)), start + pace.limit + 1.5 - time.monotonic(), "end of a session")
+    rest = start + pace.limit + SLACK - time.monotonic()
+    wait_until(lambda: not any(map(is_running, below)), max(rest, 1.0), "end of a session")
     # Not by waiting for the loss: what is late is asked for elsewhere.
     assert consumer.longest < 2.5
     port = int(off.address.rpartition(":")[2])

@@ -30,10 +30,10 @@ def calls():
 
 def test_functions_are_called_in_the_order_of_their_times(alarm, calls):
     start = time.monotonic()
-    for seconds in (0.15, 0.05, 0.1):
+    for seconds in (0.9, 0.3, 0.6):
         alarm.call_after(seconds, lambda seconds=seconds: calls.put((seconds, time.monotonic() - start)))
     called = [calls.get(timeout=LIMIT) for _ in range(3)]
-    assert [seconds for seconds, _elapsed in called] == [0.05, 0.1, 0.15]
+    assert [seconds for seconds, _elapsed in called] == [0.3, 0.6, 0.9]
     assert all(elapsed >= seconds for seconds, elapsed in called)
 
 
@@ -50,8 +50,8 @@ def test_earlier_time_overtakes_one_that_is_waited_for(alarm, calls):
 
 
 def test_cancelled_function_is_not_called(alarm, calls):
-    timer = alarm.call_after(0.05, lambda: calls.put("cancelled"))
-    alarm.call_after(0.05, lambda: calls.put("called"))
+    timer = alarm.call_after(0.5, lambda: calls.put("cancelled"))
+    alarm.call_after(0.5, lambda: calls.put("called"))
     timer.cancel()
     timer.cancel()
     assert calls.get(timeout=LIMIT) == "called"

@@ -435,8 +435,8 @@ def test_every_address_of_a_name_is_tried_within_the_one_deadline(monkeypatch):
         known = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in (silent, listener.getsockname())]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: known)
         start = time.monotonic()
-        connect(Address("node07", 6543), Deadline(1.0)).close()
-        assert time.monotonic() - start < 0.9
+        connect(Address("node07", 6543), Deadline(3.0)).close()
+        assert time.monotonic() - start < 2.7
         known.reverse()
         connect(Address("node07", 6543), Deadline(2.0)).close()
         known[:] = [known[1], known[1]]
