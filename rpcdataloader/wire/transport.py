@@ -62,6 +62,7 @@ _NOT_YET = {
     errno.ECONNREFUSED,
     errno.ECONNRESET,
     errno.ECONNABORTED,
+    errno.ENOTCONN,  # it was reset before its options were set
     errno.EHOSTUNREACH,
     errno.ENETUNREACH,
     errno.ETIMEDOUT,

@@ -397,6 +397,15 @@ def test_waiting_for_a_server_that_is_not_there_yet(tmp_path, caplog):
     assert caplog.text.count("still waiting") == 1
 
 
+def test_connection_that_is_reset_at_once_is_tried_again(tmp_path, monkeypatch):
+    """By the backlog of a server that ends, for example."""
+    tune = Mock(side_effect=[OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN)), None])
+    monkeypatch.setattr(transport, "tune", tune)
+    with listen_unix(str(tmp_path / "socket")):
+        connect(Address(path=str(tmp_path / "socket")), Impatient(FOREVER), retry=True).close()
+    assert tune.call_count == 2
+
+
 def test_waiting_ends_at_the_deadline_and_when_it_is_cancelled(tmp_path):
     address = Address(path=str(tmp_path / "socket"))
     with pytest.raises(ConnectError, match="No such file or directory"):
