@@ -54,8 +54,12 @@ class CrewOwner(Protocol):
     def leaving(self, worker: Worker) -> None:
         """The worker answers what it has, and takes no more."""
 
-    def left(self, worker: Worker, error: RPCError, *, died: bool) -> None:
-        """A worker that had joined is gone; ``died`` says whether what it was loading may be the reason."""
+    def left(self, worker: Worker, error: RPCError, *, died: bool) -> bool:
+        """A worker that had joined is gone; ``died`` says whether what it was loading may be the reason.
+
+        Returns:
+            Whether a batch is blamed for it.
+        """
 
     def needs(self, worker_id: int) -> bool:
         """Whether anybody would miss this worker."""
@@ -88,7 +92,8 @@ class Crew:
         placement: Where they should be.
         condition: Guards the pass. Methods that say so are called with it.
         needs_all: None of them can be missing: each has a stream of its own.
-        max_deaths: So many in a row, without an answer of any worker, and the last ones are not replaced.
+        max_deaths: Workers that die in a row while no batch is to blame, without an answer of any worker: the next ones
+            are not replaced. The deaths at a batch have a limit of their own.
         reconnect_timeout: Seconds to wait for nodes when no worker is left.
     """
 
@@ -117,6 +122,7 @@ class Crew:
         self._nodes = dict.fromkeys((*placement.homes, *placement.others))
         self._workers: dict[Worker, tuple[int, Node]] = {}  # with its number, and where it is
         self._ready: set[Worker] = set()
+        self._at_work: set[Worker] = set()  # those that have answered the first request of this epoch
         self._draining: set[Worker] = set()
         self._num_deaths = 0  # since the last answer
         self._stuck_since: float | None = None
@@ -176,6 +182,7 @@ class Crew:
     def begin_epoch(self) -> list[tuple[int, Node]]:
         """Every place is needed again, and workers that are ready join anew; returns the places to :meth:`fill`."""
         self._roster.reopen()
+        self._at_work.clear()
         # Who leaves has no part in this one.
         self._ready -= self._draining
         for worker in list(self._sent_away):
@@ -225,6 +232,8 @@ class Crew:
         with contextlib.suppress(ReferenceError):  # closed meanwhile, and gone
             self._owner.opened(reply)
         with self._condition:
+            if worker in self._workers and isinstance(reply, Message):
+                self._at_work.add(worker)
             self._close_idle(worker)
 
     def worker_ready(self, worker: Worker) -> None:
@@ -276,9 +285,12 @@ class Crew:
                 error = ConnectionLostError(f"{worker.session.name} is shutting down")
             # A node that goes with all of its workers says nothing about what one of them was loading.
             died = is_up and not never_came and not was_draining
+            is_blamed = False
             if worker in self._ready:
                 self._ready.discard(worker)
-                self._owner.left(worker, error, died=died)
+                # One that was still starting has not loaded anything.
+                is_blamed = self._owner.left(worker, error, died=died and worker in self._at_work)
+            self._at_work.discard(worker)
             if worker.was_refused:
                 self._roster.refused(worker_id, node)
             else:
@@ -293,7 +305,7 @@ class Crew:
                 self._promised.add(worker_id)
             else:
                 self._reasons[node] = self._last_error = error
-                if died or (never_came and is_up and not worker.was_refused):
+                if not is_blamed and (died or (never_came and is_up and not worker.was_refused)):
                     self._count_death(worker_id)
                 self._tell(worker_id, error)
             places = self._plan()

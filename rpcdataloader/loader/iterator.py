@@ -389,14 +389,16 @@ class _Run:
         if isinstance(self._table, Scheduler):
             self._table.worker_draining(worker)
 
-    def left(self, worker: Worker, error: RPCError, *, died: bool) -> None:
+    def left(self, worker: Worker, error: RPCError, *, died: bool) -> bool:
         number = self._table.running(worker)
         self._interrupted = [] if number is None else [self._table.payload(number)]
         for lost in self._table.in_flight(worker):
             self._sent.pop((worker, lost), None)
         self._table.worker_left(worker, time.monotonic())
-        if died and number is not None:
-            self._blame(number, self._interrupted[0], error)
+        if not died or number is None:
+            return False
+        self._blame(number, self._interrupted[0], error)
+        return True
 
     def needs(self, worker_id: int) -> bool:
         return not (isinstance(self._table, StreamTable) and self._table.has_ended(worker_id))

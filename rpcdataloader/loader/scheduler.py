@@ -58,6 +58,11 @@ class _Task(Generic[W]):
     size_bytes: int | None = None  # of the reply; None until it is there
     num_deaths: int = 0  # of workers that were at work on it
 
+    @property
+    def may_be_doubled(self) -> bool:
+        """Whether a second copy helps: one is in flight, and the task has killed no worker yet."""
+        return self.size_bytes is None and len(self.holders) == 1 and not self.num_deaths
+
 
 class Scheduler(Generic[W]):
     """Decide which worker gets which task, and in which order the answers are delivered.
@@ -170,7 +175,8 @@ class Scheduler(Generic[W]):
         """A worker died at work on this task, and has left.
 
         The death counts, but does not condemn the task while another worker has a copy, which may still be answered.
-        If that one leaves without a word about the task, it is given out once more.
+        If that one leaves without a word about the task, it is given out once more. From the first death on there is
+        no second copy: a task that is late because it kills its workers would always have one somewhere.
 
         Returns:
             Whether that was one too many: the task counts as answered, and what is delivered for it is an error.
@@ -469,7 +475,7 @@ class Scheduler(Generic[W]):
     def _hedge_at(self) -> float:
         """When there will be a reason for a second copy, as far as time alone can make one."""
         task = self._awaited() if self._may_hedge else None
-        return math.inf if task is None or len(task.holders) > 1 else self._late_at(task)
+        return self._late_at(task) if task is not None and task.may_be_doubled else math.inf
 
     def _hedge(self, now: float) -> tuple[W, int] | None:
         """Send a second copy of a late task, the oldest first, while what everybody waits for is one of these."""
@@ -477,7 +483,7 @@ class Scheduler(Generic[W]):
         if awaited is None or now < self._late_at(awaited):
             return None
         for number, task in self._tasks.items():
-            if task.size_bytes is None and len(task.holders) == 1 and self._late_at(task) <= now:
+            if task.may_be_doubled and self._late_at(task) <= now:
                 record = choose_second(self._workers.values(), task.holders[0], now)
                 if record is None:
                     return None

@@ -206,6 +206,7 @@ class Interleavings(RuleBasedStateMachine):
     def check_hedge(self, worker, number):
         assert self.hedging
         assert self.is_open(number)
+        assert not self.deaths[number]
         (first,) = self.holders(number)
         assert first != worker
         records = self.scheduler._workers
@@ -232,7 +233,8 @@ class Interleavings(RuleBasedStateMachine):
         if has_room and self.waiting and self.may_send(min(self.waiting)):
             assert due is not None
         awaited = len(self.delivered)
-        if self.hedging and self.in_order and not self.hedged() and self.is_open(awaited):
+        may_be_doubled = self.is_open(awaited) and not self.deaths[awaited]
+        if self.hedging and self.in_order and not self.hedged() and may_be_doubled:
             for worker in self.holders(awaited):
                 late_at = self.scheduler._workers[worker].since + self.scheduler._pace.late_seconds
                 assert late_at in (math.inf, due) or late_at <= self.now or (due is not None and due < late_at)
