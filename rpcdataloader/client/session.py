@@ -270,6 +270,7 @@ class Session:
             _NO_SESSION,
             self._deadline,
             retry=self._settings.waits_for_servers,
+            label=self._partition.label,
             tls=self._settings.tls_for(self.address),
         )
         self._welcome = read_welcome(channel, self._deadline)

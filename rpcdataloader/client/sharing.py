@@ -27,6 +27,11 @@ class Partition:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} of world size {self.world_size}: rank must be 0 to world size - 1")
 
+    @property
+    def label(self) -> str:
+        """Beginning of a message of this rank: ``"[rank 3 of 8] "``, or nothing where there is one rank only."""
+        return f"[rank {self.rank} of {self.world_size}] " if self.world_size > 1 else ""
+
 
 def current_partition(environ: Mapping[str, str] = os.environ) -> Partition:
     """The rank of this process: from torch.distributed if initialised, else from RANK and WORLD_SIZE, which torchrun

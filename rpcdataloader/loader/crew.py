@@ -20,9 +20,10 @@ from typing import Any, Protocol
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.session import Session
 from rpcdataloader.client.watcher import Watch
 from rpcdataloader.client.worker import Worker
-from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
+from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.roster import Roster
 from rpcdataloader.wire.address import Address
@@ -91,6 +92,7 @@ class Crew:
         dataset: What they use; on the nodes of ``placement`` that are there.
         placement: Where they should be.
         condition: Guards the pass. Methods that say so are called with it.
+        label: Beginning of what is logged: the rank, if there are several.
         needs_all: None of them can be missing: each has a stream of its own.
         max_deaths: Workers that die in a row while no batch is to blame, without an answer of any worker: the next ones
             are not replaced. The deaths at a batch have a limit of their own.
@@ -104,6 +106,7 @@ class Crew:
         placement: Placement,
         condition: threading.Condition,
         *,
+        label: str,
         needs_all: bool,
         max_deaths: int,
         reconnect_timeout: float,
@@ -115,6 +118,7 @@ class Crew:
         self._client = get_client()
         self._max_deaths = max_deaths
         self._reconnect_timeout = reconnect_timeout
+        self._label = label
         self._needs_all = needs_all
         self._placement = placement
         # Guarded by the condition:
@@ -128,6 +132,7 @@ class Crew:
         self._stuck_since: float | None = None
         self._reasons: dict[Node, BaseException] = {}  # why each node is of no use
         self._last_error: BaseException | None = None  # how the last worker ended
+        self._gone: dict[Node, Session] = {}  # the last session of each node, if that is known to be lost
         self._sent_away: set[Worker] = set()
         self._promised: set[int] = set()  # places whose worker has retired, so that there is room for the next
         self._joining: set[Node] = set()  # looked at, as it is not known yet what they offer
@@ -307,7 +312,7 @@ class Crew:
                 self._reasons[node] = self._last_error = error
                 if not is_blamed and (died or (never_came and is_up and not worker.was_refused)):
                     self._count_death(worker_id)
-                self._tell(worker_id, error)
+                self._tell(worker, worker_id, node, error)
             places = self._plan()
         self.fill(places)
         self._tell_owner()
@@ -317,12 +322,17 @@ class Crew:
         if self._num_deaths > self._max_deaths:
             self._roster.close(worker_id)  # they die before they answer anything
 
-    def _tell(self, worker_id: int, error: RPCError) -> None:
-        """Log how a worker ended, and what follows."""
+    def _tell(self, worker: Worker, worker_id: int, node: Node, error: RPCError) -> None:
+        """Log how a worker ended, and what follows; of a node that is lost with all of its workers, once."""
+        if not worker.session.is_ready:
+            if self._gone.get(node) is worker.session:
+                return
+            self._gone[node] = worker.session
         if self._roster.is_home_up(worker_id):
-            logger.warning("%s; another worker starts there", error)
+            logger.warning("%s%s; another worker starts there", self._label, error)
         else:
-            logger.warning("going on with %d of %d workers: %s", len(self._workers), self._num_wanted, error)
+            num_left = sum(other.session.is_ready for other in self._workers)
+            logger.warning("%sgoing on with %d of %d workers: %s", self._label, num_left, self._num_wanted, error)
 
     def _plan(self) -> list[tuple[int, Node]]:
         """Look for the nodes that are worth it, and return the places to fill; with the condition.
@@ -463,7 +473,7 @@ class Crew:
             share = min(share, max(0, self._placement.max_workers - self._roster.num_places))
         self._roster.add(node, 0 if self._needs_all else share)
         self._resize()
-        logger.info("%s joins with %d workers", node.address, share)
+        logger.info("%s%s joins with %d workers", self._label, node.address, share)
 
     def _try(self, node: Node, *, joins: bool) -> bool:
         """Connect, and build the dataset there; returns whether it is known now if the node can be used."""
@@ -472,32 +482,43 @@ class Crew:
             session.wait(lambda: not self._closed.is_set())
             session.follow_rank()
             self._dataset.build_on([session])
-        except (ConnectError, ConnectionLostError) as exc:
+        except (ConnectError, ConnectionLostError, RemoteProtocolError, AuthenticationError) as exc:
+            is_foreign = isinstance(exc, (RemoteProtocolError, AuthenticationError))
+            if is_foreign and joins:
+                return self._give_up(node, exc)
             with self._condition:
                 if joins and node not in self._joining:
                     return True  # removed meanwhile
+                if is_foreign and str(exc) != str(self._reasons.get(node)):
+                    # Another server has the port for a moment, or the right one was started with other settings.
+                    logger.warning("%s%s is tried again: %s", self._label, node.address, exc)
                 self._reasons[node] = exc
                 self._roster.node_failed(node)
                 places = self._plan()
             self.fill(places)
             return False
         except BaseException as exc:
-            logger.warning("%s is not used any more: %s", node.address, exc)
-            with self._condition:
-                self._joining.discard(node)
-                self._reasons[node] = exc
-                self._roster.node_hopeless(node)
-                places = self._plan()
-        else:
-            with self._condition:
-                if joins and node not in self._joining:
-                    return True  # removed meanwhile
-                if joins:
-                    self._join(node)
-                elif not self._closed.is_set():
-                    logger.warning("%s is there again", node.address)
-                self._reasons.pop(node, None)
-                self._roster.node_up(node)
-                places = self._plan()
+            return self._give_up(node, exc)
+        with self._condition:
+            if joins and node not in self._joining:
+                return True  # removed meanwhile
+            if joins:
+                self._join(node)
+            elif self._gone.pop(node, session) is not session and not self._closed.is_set():
+                logger.warning("%s%s is there again", self._label, node.address)
+            self._reasons.pop(node, None)
+            self._roster.node_up(node)
+            places = self._plan()
+        self.fill(places)
+        return True
+
+    def _give_up(self, node: Node, error: BaseException) -> bool:
+        """The node can never be used, which is known now."""
+        logger.warning("%s%s is not used any more: %s", self._label, node.address, error)
+        with self._condition:
+            self._joining.discard(node)
+            self._reasons[node] = error
+            self._roster.node_hopeless(node)
+            places = self._plan()
         self.fill(places)
         return True

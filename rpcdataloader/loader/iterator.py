@@ -31,7 +31,7 @@ from rpcdataloader.loader.crew import Crew, Opening
 from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass, loader_spec, undone_afterwards, warn_if_longer
 from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.progress import Progress
-from rpcdataloader.loader.ranks import label, of_rank
+from rpcdataloader.loader.ranks import of_rank
 from rpcdataloader.loader.retries import Sent, end_late_workers, retry
 from rpcdataloader.loader.scheduler import Scheduler
 from rpcdataloader.loader.settings import PassSettings
@@ -173,6 +173,7 @@ class _Run:
                 dataset,
                 placement,
                 self._condition,
+                label=settings.partition.label,
                 needs_all=settings.iterable,
                 max_deaths=settings.max_retries * self._num_workers,
                 reconnect_timeout=settings.reconnect_timeout,
@@ -259,8 +260,8 @@ class _Run:
             due = self._table.due(now)
             if deadline is not None and deadline <= now:
                 # torch's exception and text, which scripts may look for.
-                rank = label(self._settings.partition)
-                raise RuntimeError(f"{rank}DataLoader timed out after {self._settings.timeout} seconds")
+                label = self._settings.partition.label
+                raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
             without_workers = self.crew.time_left()
             if without_workers is not None and without_workers <= 0:
                 self._error = _with_batch(self.crew.verdict(), self._interrupted)

@@ -9,17 +9,12 @@ from rpcdataloader import errors
 from rpcdataloader.client.sharing import Partition
 
 
-def label(partition: Partition) -> str:
-    """What messages begin with: ``"[rank 3 of 8] "``, or nothing where there is one rank only."""
-    return f"[rank {partition.rank} of {partition.world_size}] " if partition.world_size > 1 else ""
-
-
 def of_rank(error: BaseException, partition: Partition) -> BaseException:
     """The error to raise: a copy that begins with the rank if it is one of this package.
 
     Exceptions of user code stay as they are; where they come from a worker, their cause names the rank.
     """
-    text = label(partition)
+    text = partition.label
     cause = error.__cause__
     if text and isinstance(cause, errors.RemoteTraceback):
         where = str(cause.args[0])

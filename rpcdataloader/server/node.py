@@ -359,7 +359,9 @@ class NodeServer:
             self._counters.close_worker(child.worker_rows.pop(event["worker"]))
             self._admission.release(child.session_id)
             if event["reason"] != "exited with status 0":
-                logger.warning("worker %d of %s %s", event["worker"], child.client, event["reason"])
+                # Of an embedded pool this is the trainer's own terminal, and the trainer says so itself.
+                level = logging.WARNING if self._context.tells_clients else logging.INFO
+                logger.log(level, "worker %d of %s %s", event["worker"], child.client, event["reason"])
         elif kind == "refused":
             child.is_refused = True
         elif kind == "status":

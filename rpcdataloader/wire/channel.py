@@ -175,6 +175,7 @@ def open_channel(
     deadline: Deadline,
     *,
     retry: bool = False,
+    label: str = "",
     tls: TlsCredentials | None = None,
 ) -> Channel:
     """Connect to a node server and authenticate both sides.
@@ -183,6 +184,7 @@ def open_channel(
         session_id: 16 bytes; zeros ask for a new session.
         deadline: Bounds connecting and the handshake together.
         retry: Wait for a server that is not there yet (see :func:`~rpcdataloader.wire.transport.connect`).
+        label: Beginning of the warning when that takes long.
         tls: Speak TLS; None to do without. Not for Unix sockets, which nobody can listen to.
 
     Raises:
@@ -190,7 +192,7 @@ def open_channel(
         AuthenticationError: One side does not know the secret of the other, or does not accept its certificate.
         RemoteProtocolError: The peer is no node server, or one of another version.
     """
-    stream = connect(address, deadline, retry=retry)
+    stream = connect(address, deadline, retry=retry, label=label)
     try:
         if credentials.insecure:
             stream.require_same_user()

@@ -314,13 +314,14 @@ def peer_of(sock: socket.socket) -> Peer:
     return Peer(pid, uid)
 
 
-def connect(address: Address, deadline: Deadline, *, retry: bool = False) -> Stream:
+def connect(address: Address, deadline: Deadline, *, retry: bool = False, label: str = "") -> Stream:
     """Connect to ``address``.
 
     Args:
         deadline: Bounds name resolution's results taken together and all tries; resolution itself is the C
             library's and takes what its own configuration says. Cancelled, it ends the wait, and the connection.
         retry: Try again, with growing pauses, while nobody listens there: the server may still be starting.
+        label: Beginning of the warning when that takes long.
 
     Raises:
         ConnectError: Nobody answered before the deadline; tells why.
@@ -338,10 +339,11 @@ def connect(address: Address, deadline: Deadline, *, retry: bool = False) -> Str
             if pause >= 1.0 and not reported:
                 reported = True
                 logger.warning(
-                    "still waiting for %s, %g s at most (RPCDATALOADER_CONNECT_TIMEOUT): %s",
+                    "%sstill waiting for %s: %s (this attempt ends after %g s, RPCDATALOADER_CONNECT_TIMEOUT)",
+                    label,
                     address,
-                    deadline.timeout or math.inf,
                     _reason(exc),
+                    deadline.timeout or math.inf,
                 )
         pause = min(2 * pause, 1.0)
 

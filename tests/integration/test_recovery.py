@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
+import socket
 
 import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.client import worker as client_worker
 from rpcdataloader.client.datasets import RemoteDataset
+from rpcdataloader.client.pool import close_client
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.loader import retries
 from rpcdataloader.loader.crew import Crew
@@ -472,6 +476,72 @@ def test_embedded_pool_that_is_killed_is_started_again(caplog):
     indices += take(iterator, 100)[0]
     assert indices == [*range(100)]
     assert "the embedded pool has ended (exit status -9), and is started again" in caplog.text
+
+
+@pytest.mark.usefixtures("clean_client")
+def test_death_in_an_embedded_pool_is_told_once(caplog, capfd):
+    iterator = iter(RPCDataloader(datasets.Processes(100), workers="local:1"))
+    os.kill(int(next(iterator)[1]), signal.SIGKILL)
+    assert len(list(iterator)) == 99
+    close_client()  # so that the pool has said everything
+    assert sum("was killed by SIGKILL" in message for message in caplog.messages) == 1
+    assert "SIGKILL" not in capfd.readouterr().err
+
+
+def test_loss_of_a_node_and_its_return_are_told_once_with_the_rank(serve, caplog):
+    lost, other = [serve("--num-workers", "6") for _ in range(2)]
+    iterator = iter(RPCDataloader(RPCDataset([lost.address, other.address], Hosted, 10_000), partition=(1, 3)))
+    wait_for_crew(iterator, 4)
+    next(iterator)
+    lost.signal(signal.SIGKILL)
+    lost.wait()
+    wait_for_crew(iterator, 2)
+    news = f"[rank 1 of 3] going on with 2 of 4 workers: {lost.address} is gone"
+    assert [message.startswith(news) for message in caplog.messages if "going on" in message] == [True]
+    serve("--num-workers", "6", "--port", port_of(lost))
+    wait_for_crew(iterator, 4)
+    assert [message for message in caplog.messages if "again" in message] == [
+        f"[rank 1 of 3] {lost.address} is there again"
+    ]
+
+
+def test_node_that_never_left_is_not_there_again(workers, monkeypatch, caplog):
+    """A connection that fails says nothing about its node, whose session is there all the time."""
+    opened = client_worker.open_channel
+    failures = [ConnectError("no route to host, for a moment")]
+
+    def fail_once(*args, **kwargs):
+        if failures:
+            raise failures.pop()
+        return opened(*args, **kwargs)
+
+    loader = RPCDataloader(RPCDataset(workers, datasets.Numbers))
+    monkeypatch.setattr(client_worker, "open_channel", fail_once)
+    iterator = iter(loader)
+    wait_for_crew(iterator, 2)
+    assert not failures
+    assert len(list(iterator)) == 20
+    assert "no route to host, for a moment" in caplog.text
+    assert "again" not in caplog.text
+
+
+def test_another_server_that_has_the_port_for_a_moment_does_not_cost_the_node(serve, caplog):
+    lost, other = [serve("--num-workers", "1") for _ in range(2)]
+    iterator = iter(RPCDataloader(RPCDataset([lost.address, other.address], Hosted, 1000)))
+    wait_for_crew(iterator, 2)
+    lost.signal(signal.SIGKILL)
+    lost.wait()
+    with socket.create_server(("127.0.0.1", int(port_of(lost)))) as stranger:
+        for _ in range(2):
+            accepted, _peer = stranger.accept()
+            with accepted, contextlib.suppress(ConnectionResetError):
+                accepted.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 1000\r\n\r\n" + bytes(1000))
+                while accepted.recv(1024):
+                    pass
+    again = serve("--num-workers", "1", "--port", port_of(lost))
+    wait_for_crew(iterator, 2)
+    assert sum(f"{lost.address} is tried again: " in message for message in caplog.messages) == 1
+    assert again.pid in take(iterator, 1000)[1]
 
 
 def test_node_server_that_does_not_answer_any_more_costs_no_batch(serve, monkeypatch):

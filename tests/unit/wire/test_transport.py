@@ -390,8 +390,8 @@ class Impatient(Deadline):
 def test_waiting_for_a_server_that_is_not_there_yet(tmp_path, caplog):
     """Trainers and node servers of a job start at the same time."""
     address = Address(path=str(tmp_path / "socket"))
-    connecting = in_thread(lambda: connect(address, Impatient(FOREVER), retry=True))
-    wait_until(lambda: "still waiting for unix:" in caplog.text, 20)
+    connecting = in_thread(lambda: connect(address, Impatient(FOREVER), retry=True, label="[rank 1 of 2] "))
+    wait_until(lambda: "[rank 1 of 2] still waiting for unix:" in caplog.text, 20)
     with listen_unix(address.path):
         connecting.result(FOREVER).close()
     assert caplog.text.count("still waiting") == 1
