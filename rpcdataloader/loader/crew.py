@@ -25,7 +25,7 @@ from rpcdataloader.client.watcher import Watch
 from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.loader.placement import Placement
-from rpcdataloader.loader.roster import Roster
+from rpcdataloader.plan.roster import Roster
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.pickling import Encoded

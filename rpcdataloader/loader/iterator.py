@@ -33,11 +33,11 @@ from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.ranks import of_rank
 from rpcdataloader.loader.retries import Sent, end_late_workers, retry
-from rpcdataloader.loader.scheduler import Scheduler
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.stream_state import StreamState
-from rpcdataloader.loader.streams import StreamTable
 from rpcdataloader.loader.tasks import Task, describe, load_request
+from rpcdataloader.plan.batches import BatchTable
+from rpcdataloader.plan.streams import StreamTable
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.movable import Movable
@@ -194,7 +194,7 @@ class _Run:
             self.progress.streams = [StreamState()] * self._num_workers
         self._streams = list(self.progress.streams)
 
-    def _new_table(self, batch_size_bytes: float) -> Scheduler[Worker] | StreamTable[Worker]:
+    def _new_table(self, batch_size_bytes: float) -> BatchTable[Worker] | StreamTable[Worker]:
         settings = self._settings
         options: dict[str, Any] = {
             "prefetch_factor": settings.prefetch_factor,
@@ -206,7 +206,7 @@ class _Run:
         }
         if settings.iterable:
             return StreamTable(num_streams=self._num_workers, turn=self.progress.turn, **options)
-        return Scheduler(num_workers=self._wanted_workers, hedging=True, **options)
+        return BatchTable(num_workers=self._wanted_workers, hedging=True, **options)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:
         """The persistent id of the dataset, also where a function of the user holds it, as a bound method does."""
@@ -327,7 +327,7 @@ class _Run:
         try:
             indices, position, number = next(source)
         except StopIteration:
-            if isinstance(self._table, Scheduler):  # that of an iterable-style dataset never ends
+            if isinstance(self._table, BatchTable):  # that of an iterable-style dataset never ends
                 with self._condition:
                     self._table.end_of_input()
             return None
@@ -387,7 +387,7 @@ class _Run:
             self._table.worker_joined(worker, time.monotonic(), host=worker.session.name)
 
     def leaving(self, worker: Worker) -> None:
-        if isinstance(self._table, Scheduler):
+        if isinstance(self._table, BatchTable):
             self._table.worker_draining(worker)
 
     def left(self, worker: Worker, error: RPCError, *, died: bool) -> bool:
@@ -406,7 +406,7 @@ class _Run:
 
     def resized(self, num_workers: int) -> None:
         self._wanted_workers = max(1, num_workers)
-        if isinstance(self._table, Scheduler):
+        if isinstance(self._table, BatchTable):
             self._table.resize(self._wanted_workers)
 
     def failed(self, error: BaseException) -> None:
@@ -491,14 +491,14 @@ class _Run:
         due = self._table.due(time.monotonic())
         return due is not None and due < self._wakes_at
 
-    def _retried(self, table: Scheduler[Worker], sent: Sent | None, result: Any) -> bool:
+    def _retried(self, table: BatchTable[Worker], sent: Sent | None, result: Any) -> bool:
         """Whether the answer is an exception that may pass, so that the task is tried again."""
         if not isinstance(result, Failure) or not isinstance(result.error, self._settings.retry_on) or sent is None:
             return False
         return retry(table, sent, result.error, self._settings.max_retries)
 
     def _task_replied(
-        self, table: Scheduler[Worker], worker: Worker, number: int, answer: Answer
+        self, table: BatchTable[Worker], worker: Worker, number: int, answer: Answer
     ) -> list[tuple[Worker, Sent]]:
         """Take the answer; returns the copies of the task that nobody waits for any more."""
         now = time.monotonic()

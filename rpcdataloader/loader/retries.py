@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from rpcdataloader.client.worker import Worker
 from rpcdataloader.loader.passes import Pass
-from rpcdataloader.loader.scheduler import Scheduler
 from rpcdataloader.loader.tasks import Task, describe
+from rpcdataloader.plan.batches import BatchTable
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -36,7 +36,7 @@ class Sent:
     request_id: int = 0
 
 
-def retry(table: Scheduler[Worker], sent: Sent, error: BaseException, max_retries: int) -> bool:
+def retry(table: BatchTable[Worker], sent: Sent, error: BaseException, max_retries: int) -> bool:
     """Try a task again that has failed with an exception that may pass.
 
     Returns:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import math
 
-from rpcdataloader.loader.choosing import choose, choose_second, keep_until
-from rpcdataloader.loader.pace import Pace, WorkerPace
+from rpcdataloader.plan.choosing import choose, choose_second, keep_until
+from rpcdataloader.plan.pace import Pace, WorkerPace
 
 
 def workers(*task_seconds, hosts=(None,) * 9) -> list[WorkerPace[int]]:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Hashable, Iterator
 from operator import itemgetter
 from typing import TypeVar
 
-from rpcdataloader.loader.pace import WorkerPace
+from rpcdataloader.plan.pace import WorkerPace
 
 W = TypeVar("W", bound=Hashable)
 

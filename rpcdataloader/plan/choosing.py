@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Hashable, Iterable
 from typing import NamedTuple, TypeVar
 
-from rpcdataloader.loader.pace import WorkerPace
+from rpcdataloader.plan.pace import WorkerPace
 
 W = TypeVar("W", bound=Hashable)
 

@@ -8,14 +8,14 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.loader.streams import StreamTable
+from rpcdataloader.plan.streams import StreamTable
 
 
 def start(workers="ab", **options) -> StreamTable[str]:
     """A table whose streams have these workers, in this order."""
     table: StreamTable[str] = StreamTable(**{"num_streams": len(workers), **options})
     for stream, worker in enumerate(workers):
-        table.worker_joined(worker, stream)
+        table.worker_joined(worker, place=stream)
     return table
 
 
@@ -71,9 +71,9 @@ def test_in_any_order_answers_are_delivered_as_they_come():
 def test_stream_that_has_ended_leaves_its_place_to_the_others():
     table = start("ab", prefetch_factor=2)
     fill(table)
-    assert not table.has_ended(0)
+    assert table.needs(0)
     assert table.ended("a", 0)
-    assert table.has_ended(0)
+    assert not table.needs(0)
     assert not table.wants_input  # two tasks of one stream
     for number in 1, 3:
         table.replied("b", number, size_bytes=1)
@@ -99,9 +99,9 @@ def test_batches_before_the_end_of_a_stream_are_delivered():
 
 def test_stream_waits_for_its_worker_and_no_other_serves_it():
     table: StreamTable[str] = StreamTable(num_streams=2, prefetch_factor=1)
-    table.worker_joined("b", 1)
+    table.worker_joined("b", place=1)
     assert fill(table) == [("b", 1)]
-    table.worker_joined("a", 0)
+    table.worker_joined("a", place=0)
     assert fill(table) == [("a", 0)]
 
 
@@ -112,7 +112,7 @@ def test_tasks_of_a_worker_that_left_go_to_its_successor_in_order():
     assert table.worker_left("a", 0.0) == [2]
     assert fill(table) == []
     assert not table.replied("a", 2, size_bytes=1)
-    table.worker_joined("c", 0)
+    table.worker_joined("c", place=0)
     assert fill(table) == [("c", 2)]
 
 
@@ -123,10 +123,10 @@ def test_task_that_ends_too_many_workers_counts_as_answered_and_ends_its_stream(
         table.worker_left(worker, 0.0)
         assert table.blame(0) == (attempt == 1)
         if attempt == 0:
-            table.worker_joined("c", 0)
+            table.worker_joined("c", place=0)
             fill(table)
     assert deliver(table) == [0]
-    assert table.has_ended(0)
+    assert not table.needs(0)
     assert table.in_flight("b") == [1, 3]
 
 
@@ -184,7 +184,7 @@ def test_task_over_its_time_at_too_many_workers_ends_its_stream():
         ((worker, number),) = table.timed_out(attempt * 10.0 + 10.0)
         table.worker_left(worker, attempt * 10.0 + 10.0)
         assert table.blame(number) == (attempt == 1)
-        table.worker_joined("a", 0)
+        table.worker_joined("a", place=0)
     assert deliver(table) == [0]
     assert table.finished
 
@@ -198,8 +198,8 @@ def test_settings_are_checked(name):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda table: table.worker_joined("a", 5),
-        lambda table: table.worker_joined("c", 0),
+        lambda table: table.worker_joined("a", place=5),
+        lambda table: table.worker_joined("c", place=0),
         lambda table: table.worker_left("c", 0.0),
         lambda table: table.in_flight("c"),
         lambda table: table.add_task(None),
@@ -259,7 +259,7 @@ class Interleavings(RuleBasedStateMachine):
     def bring(self, stream):
         self.num_workers += 1
         self.owners[stream] = self.num_workers
-        self.table.worker_joined(self.num_workers, stream)
+        self.table.worker_joined(self.num_workers, place=stream)
 
     @rule()
     def fill(self):

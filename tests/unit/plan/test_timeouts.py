@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from rpcdataloader.loader.timeouts import Timeouts
+from rpcdataloader.plan.timeouts import Timeouts
 
 
 def test_workers_expire_in_the_order_in_which_they_began_each_once():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpcdataloader.loader.budget import ByteBudget
+from rpcdataloader.plan.budget import ByteBudget
 
 
 def test_everything_fits_while_sizes_are_unknown():

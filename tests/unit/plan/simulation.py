@@ -9,7 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from rpcdataloader.loader.scheduler import Scheduler
+from rpcdataloader.plan.batches import BatchTable
 
 
 class Simulation:
@@ -22,7 +22,7 @@ class Simulation:
     """
 
     def __init__(self, num_workers: int, seconds: Callable[[int, float], float], *, spread=0.3, seed=0, **options):
-        self.scheduler: Scheduler[int] = Scheduler(num_workers=num_workers, **options)
+        self.scheduler: BatchTable[int] = BatchTable(num_workers=num_workers, **options)
         self.seconds = seconds
         self.spread = spread
         self.random = random.Random(seed)

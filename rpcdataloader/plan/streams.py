@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.loader.budget import ByteBudget
-from rpcdataloader.loader.timeouts import Timeouts
+from rpcdataloader.plan.budget import ByteBudget
+from rpcdataloader.plan.timeouts import Timeouts
 
 W = TypeVar("W", bound=Hashable)
 
@@ -80,16 +80,28 @@ class StreamTable(Generic[W]):
         self._tasks: dict[int, _Task] = {}  # undelivered, in the order of delivery
         self._waiting: list[int] = []  # those of them to be sent; sorted
         self._num_added = 0
+        self._num_undelivered: Counter[int] = Counter()  # by stream
         self._answered: deque[int] = deque()  # in the order of the answers; unused when in_order
 
     # Workers
 
-    def worker_joined(self, worker: W, stream: int) -> None:
-        """From now on this worker serves the stream."""
+    def worker_joined(self, worker: W, now: float = 0.0, host: Hashable = None, place: int = 0) -> None:  # noqa: ARG002
+        """From now on this worker serves the stream of its place; where it runs makes no difference."""
+        stream = place
         if worker in self._workers or stream in self._owners:
             raise LocalProtocolError(f"{worker!r} cannot take stream {stream}: one of them is taken")
         self._workers[worker] = stream
         self._owners[stream] = worker
+
+    def worker_draining(self, worker: W) -> None:
+        """Its stream has no other worker: it answers what it can, and what it cannot goes to the next one."""
+
+    def needs(self, place: int) -> bool:
+        """Whether the stream of this place has not ended."""
+        return place in self._turn
+
+    def resize(self, num_workers: int) -> None:
+        """The number of streams never changes."""
 
     def worker_left(self, worker: W, now: float) -> list[int]:  # noqa: ARG002  as for the scheduler
         """A worker is gone; returns the numbers of its unanswered tasks, which wait for another worker."""
@@ -151,15 +163,27 @@ class StreamTable(Generic[W]):
         return len(self._tasks) < len(self._turn) * self._prefetch_factor
 
     def add_task(self, payload: Any) -> int:
-        """Add a task for the stream whose turn it is; returns its number."""
+        """Add a task for the stream whose turn it is; returns its number.
+
+        Out of order, a stream that has all of its share of the window is passed over, as by torch's loader: the
+        others do not wait for a slow one.
+        """
         if not self.wants_input:
             raise LocalProtocolError(f"no task can be added: {len(self._tasks)} tasks for {len(self._turn)} streams")
         number = self._num_added
         self._num_added += 1
-        self._tasks[number] = _Task(payload, self._turn[0])
+        stream = self._turn[0]
+        if not self._in_order:
+            stream = next(stream for stream in self._turn if self._num_undelivered[stream] < self._prefetch_factor)
+        self._tasks[number] = _Task(payload, stream)
+        self._num_undelivered[stream] += 1
         self._waiting.append(number)
-        self._turn.rotate(-1)
+        self._turn.remove(stream)
+        self._turn.append(stream)
         return number
+
+    def end_of_input(self) -> None:
+        """Streams end by themselves."""
 
     def payload(self, number: int) -> Any:
         """What was added under ``number``, until it is delivered or dropped."""
@@ -194,13 +218,22 @@ class StreamTable(Generic[W]):
 
     # Answers, from a worker to the consumer
 
-    def replied(self, worker: W, number: int, *, size_bytes: int, now: float = 0.0) -> bool:
+    def replied(
+        self,
+        worker: W,
+        number: int,
+        *,
+        size_bytes: int,
+        task_seconds: float | None = None,  # noqa: ARG002  a stream cannot be given to a faster worker
+        now: float = 0.0,
+    ) -> bool:
         """A worker answered a task with a batch, or with an exception.
 
         Args:
             worker: Whoever answered; one that left is no error.
             number: The task.
             size_bytes: What the answer occupies in this process.
+            task_seconds: As for map-style datasets.
             now: Time of the answer, which only a task timeout needs.
 
         Returns:
@@ -218,7 +251,14 @@ class StreamTable(Generic[W]):
             self._begin_next(worker, now)
         return True
 
-    def ended(self, worker: W, number: int) -> bool:
+    def retry(self, worker: W, number: int, *, delay: float, now: float) -> None:
+        """Nothing is tried again: a stream that has raised an exception is past the place, or at its end."""
+
+    def losers(self, number: int) -> list[W]:  # noqa: ARG002  as for map-style datasets
+        """No task has a second copy."""
+        return []
+
+    def ended(self, worker: W, number: int, now: float = 0.0) -> bool:  # noqa: ARG002  every event carries its time
         """A worker answered that its stream was at its end before this task; returns False as :meth:`replied` does."""
         task = self._tasks.get(number)
         if task is None or not self._is_in_flight(task, self._workers.get(worker)):
@@ -241,12 +281,10 @@ class StreamTable(Generic[W]):
         if not self.has_deliverable:
             return None
         number = next(iter(self._tasks)) if self._in_order else self._answered.popleft()
-        self._budget.delivered(self._tasks.pop(number).size_bytes or 0)
+        task = self._tasks.pop(number)
+        self._num_undelivered[task.stream] -= 1
+        self._budget.delivered(task.size_bytes or 0)
         return number
-
-    def has_ended(self, stream: int) -> bool:
-        """Whether a stream needs no worker any more."""
-        return stream not in self._turn
 
     @property
     def finished(self) -> bool:
@@ -263,6 +301,7 @@ class StreamTable(Generic[W]):
     def _drop_from(self, stream: int, first: int) -> None:
         """The stream has ended before task ``first``."""
         for number in [number for number, task in self._tasks.items() if task.stream == stream and number >= first]:
+            self._num_undelivered[stream] -= 1
             if self._tasks.pop(number).is_sent:
                 self._budget.num_in_flight -= 1
             else:

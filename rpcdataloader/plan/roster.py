@@ -76,6 +76,10 @@ class Roster(Generic[N]):
         self._forget_trying(node)
         self._hopeless.add(node)
 
+    def is_hopeless(self, node: N) -> bool:
+        """Whether a node is not used any more, or was removed."""
+        return node in self._hopeless
+
     def add(self, node: N, num_places: int) -> None:
         """A node is there for this pass, or is again after it was removed: it has the places that it had then.
 

@@ -5,7 +5,7 @@ invariant: each task that was added and not delivered is in exactly one of three
 flight at one or two workers, or answered. Delivered tasks leave nothing behind but copies that nobody waits for, until
 their workers have answered these too, so an event costs the same in the millionth batch as in the first.
 
-The driver's loop, whenever something has changed, and when :meth:`Scheduler.due` says so::
+The driver's loop, whenever something has changed, and when :meth:`BatchTable.due` says so::
 
     for worker, number in scheduler.timed_out(now):
         kill(worker)  # to be reported with worker_left, and blame for the number
@@ -22,7 +22,7 @@ When an answer has come::
             cancel(other, number)  # its answer goes to replied, too, whatever it is
 
 A batch that everybody waits for may be at two workers. The second copy is sent when the batch is late by far, for
-which see :mod:`rpcdataloader.loader.pace`; the first answer counts, be it an exception. The other copy occupies its
+which see :mod:`rpcdataloader.plan.pace`; the first answer counts, be it an exception. The other copy occupies its
 worker until that has answered or left.
 """
 
@@ -37,11 +37,11 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.loader.budget import ByteBudget
-from rpcdataloader.loader.choosing import choose, choose_second, keep_until
-from rpcdataloader.loader.pace import Pace, WorkerPace
-from rpcdataloader.loader.ranking import Ranking
-from rpcdataloader.loader.timeouts import Timeouts
+from rpcdataloader.plan.budget import ByteBudget
+from rpcdataloader.plan.choosing import choose, choose_second, keep_until
+from rpcdataloader.plan.pace import Pace, WorkerPace
+from rpcdataloader.plan.ranking import Ranking
+from rpcdataloader.plan.timeouts import Timeouts
 
 W = TypeVar("W", bound=Hashable)
 
@@ -64,7 +64,7 @@ class _Task(Generic[W]):
         return self.size_bytes is None and len(self.holders) == 1 and not self.num_deaths
 
 
-class Scheduler(Generic[W]):
+class BatchTable(Generic[W]):
     """Decide which worker gets which task, and in which order the answers are delivered.
 
     Args:
@@ -132,13 +132,14 @@ class Scheduler(Generic[W]):
 
     # Workers
 
-    def worker_joined(self, worker: W, now: float, host: Hashable = None) -> None:
+    def worker_joined(self, worker: W, now: float, host: Hashable = None, place: int = 0) -> None:  # noqa: ARG002
         """A worker may be given tasks from now on. One that left may join again, with nothing remembered of it.
 
         Args:
             worker: Names it.
             now: Time of the event.
             host: Where it runs, for second copies and retries, which prefer another one; None if that is not known.
+            place: Without meaning here: any worker may load any task.
         """
         if worker in self._workers:
             raise LocalProtocolError(f"{worker!r} has joined already")
@@ -191,6 +192,10 @@ class Scheduler(Generic[W]):
         task.size_bytes = 0
         if not self._in_order:
             self._answered.append(number)
+        return True
+
+    def needs(self, place: int) -> bool:  # noqa: ARG002  a place is as good as any other
+        """Whether a worker is missed where there is none: always."""
         return True
 
     def in_flight(self, worker: W) -> list[int]:
@@ -263,6 +268,9 @@ class Scheduler(Generic[W]):
     def payload(self, number: int) -> Any:
         """What was added under ``number``, until it is delivered."""
         return self._get_task(number).payload
+
+    def stream_of(self, number: int) -> None:
+        """There are no streams."""
 
     def assign(self, now: float) -> tuple[W, int] | None:
         """Send a task; returns the worker and the number, None while none may be sent.
@@ -342,6 +350,10 @@ class Scheduler(Generic[W]):
         if not task.holders:
             heapq.heappush(self._pausing, (now + delay, number))
         return True
+
+    def ended(self, worker: W, number: int, now: float) -> bool:
+        """Only streams end."""
+        raise LocalProtocolError(f"task {number} of {worker!r} is no task of a stream, and cannot be its end ({now})")
 
     def losers(self, number: int) -> list[W]:
         """The workers that have a copy of an answered task, which is not delivered yet: they may as well drop it."""

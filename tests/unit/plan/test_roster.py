@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rpcdataloader.loader.roster import Roster
+from rpcdataloader.plan.roster import Roster
 
 
 def fill(roster: Roster[str]) -> dict[int, str]:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from rpcdataloader.loader.pace import Pace, WorkerPace
-from rpcdataloader.loader.ranking import Ranking
+from rpcdataloader.plan.pace import Pace, WorkerPace
+from rpcdataloader.plan.ranking import Ranking
 
 
 def workers(count) -> list[WorkerPace[int]]:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from rpcdataloader.loader.pace import Pace, WorkerPace
+from rpcdataloader.plan.pace import Pace, WorkerPace
 
 
 def worker(pace=None) -> WorkerPace[str]:

@@ -7,8 +7,8 @@ from collections import deque
 
 import pytest
 
-from rpcdataloader.loader.streams import StreamTable
-from tests.unit.loader.simulation import Simulation
+from rpcdataloader.plan.streams import StreamTable
+from tests.unit.plan.simulation import Simulation
 
 
 def count_calls(num_workers, num_tasks, **options) -> float:
@@ -63,7 +63,7 @@ def run_streams(num_streams, num_tasks, in_order) -> None:
     """Every stream answers in turn, and the consumer takes at once."""
     table: StreamTable[int] = StreamTable(num_streams=num_streams, in_order=in_order)
     for stream in range(num_streams):
-        table.worker_joined(stream, stream)
+        table.worker_joined(stream, place=stream)
     in_flight: deque[tuple[int, int]] = deque()
     num_delivered = 0
     while num_delivered < num_tasks:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.unit.loader.simulation import Simulation
+from tests.unit.plan.simulation import Simulation
 
 SEEDS = range(3)
 

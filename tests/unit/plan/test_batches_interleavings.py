@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rpcdataloader.loader.scheduler import Scheduler
+from rpcdataloader.plan.batches import BatchTable
 
 HOSTS = [None, "x", "y"]
 
@@ -36,7 +36,7 @@ class Interleavings(RuleBasedStateMachine):
         task_timeout,
         num_tasks,
     ):
-        self.scheduler: Scheduler[int] = Scheduler(
+        self.scheduler: BatchTable[int] = BatchTable(
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             in_order=in_order,

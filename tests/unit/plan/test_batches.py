@@ -6,11 +6,11 @@ from collections import deque
 import pytest
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.loader.scheduler import Scheduler
+from rpcdataloader.plan.batches import BatchTable
 
 
-def start(workers="ab", **options) -> Scheduler[str]:
-    scheduler: Scheduler[str] = Scheduler(**{"num_workers": len(workers) or 1, **options})
+def start(workers="ab", **options) -> BatchTable[str]:
+    scheduler: BatchTable[str] = BatchTable(**{"num_workers": len(workers) or 1, **options})
     for worker in workers:
         scheduler.worker_joined(worker, 0.0)
     return scheduler
@@ -398,7 +398,7 @@ def test_size_estimate_follows_the_largest_and_sinks_slowly():
 @pytest.mark.parametrize("name", ["num_workers", "prefetch_factor", "max_in_flight_bytes"])
 def test_settings_are_checked(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, not 0"):
-        Scheduler(**{"num_workers": 1, name: 0})
+        BatchTable(**{"num_workers": 1, name: 0})
 
 
 @pytest.mark.parametrize(

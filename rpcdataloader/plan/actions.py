@@ -1,0 +1,69 @@
+"""What the engine wants done. The driver carries these out without its lock, in the order in which they came. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+N = TypeVar("N", bound=Hashable)
+
+
+class Load(NamedTuple):
+    """Send a task to a worker: what was added under its number; ``is_last`` asks for the request of the last try."""
+
+    worker: int
+    number: int
+    payload: Any
+    is_last: bool
+
+
+class Cancel(NamedTuple):
+    """A worker need not load a task any more. It answers all the same."""
+
+    worker: int
+    number: int
+
+
+class Open(NamedTuple, Generic[N]):
+    """Ask a node for a worker. ``is_promised``: there will be room for it, so a busy node is waited for."""
+
+    worker: int
+    place: int
+    node: N
+    is_promised: bool
+
+
+class Close(NamedTuple):
+    """End a worker that has nothing to do here any more."""
+
+    worker: int
+
+
+class End(NamedTuple):
+    """End a worker that is over its time with a task, and keep its stack for the error."""
+
+    worker: int
+    number: int
+
+
+class Restart(NamedTuple):
+    """Tell a worker that another epoch begins, before anything else is sent to it."""
+
+    worker: int
+
+
+class Seek(NamedTuple, Generic[N]):
+    """Try to reach a node after ``delay`` seconds, and say what came of it."""
+
+    node: N
+    delay: float
+
+
+class Say(NamedTuple):
+    """Tell the user."""
+
+    text: str
+    is_warning: bool = True
+
+
+Action = Load | Cancel | Open[Any] | Close | End | Restart | Seek[Any] | Say
