@@ -38,6 +38,9 @@ class Node:
         self._rpc_worker: Worker | None = None
         self._num_workers: int | None = None
 
+    def __str__(self) -> str:
+        return str(self.address)
+
     def session(self) -> Session:
         """The current session, begun now if there is none; it may still be connecting."""
         with self._lock:

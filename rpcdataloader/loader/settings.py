@@ -57,6 +57,11 @@ class PassSettings:
     partition: Partition = field(default_factory=current_partition)
 
     @property
+    def marks_last_try(self) -> bool:
+        """Whether the last try of a batch is another request: only then are samples left out that may still come."""
+        return self.skips and bool(self.retry_on)
+
+    @property
     def samplers(self) -> tuple[Any, ...]:
         """The sampler, and what it draws from."""
         return self.sampler, getattr(self.sampler, "sampler", None)

@@ -134,7 +134,7 @@ def test_the_consumer_waits_for_each_copy_before_it_sees_the_batch(device, worke
 
 def test_one_batch_is_copied_ahead_and_no_more(device, workers):
     iterator = iter(RPCDataloader(Images(), batch_size=1, device=NAME, workers=workers, prefetch_factor=4))
-    run = iterator._run
+    run = iterator._driver
     for num_delivered in range(1, 5):
         next(iterator)
         # The others have arrived, and wait for their turn in the memory of this process. One place of the window may
@@ -269,9 +269,9 @@ def test_what_the_processor_reads_stays(device, workers):
 def test_an_iterator_that_is_dropped_lets_everything_go(device, workers):
     iterator = iter(RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers))
     next(iterator)
-    run = iterator._run
+    run = iterator._driver
     iterator = None
-    wait_until(lambda: run._closed, what="the end of the iterator")
+    wait_until(lambda: run._closed.is_set(), what="the end of the iterator")
     wait_until(lambda: run._ahead is None and not run._results, what="what it had")
     assert device.copied
 

@@ -10,8 +10,9 @@ from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import ConnectError
 from tests.conftest import wait_until
 from tests.integration import datasets
+from tests.integration.crew import wait_for_crew
 from tests.integration.datasets import FieldStream
-from tests.integration.test_recovery import Hosted, loader_of, samples_of, take, wait_for_crew
+from tests.integration.test_recovery import Hosted, loader_of, samples_of, take
 
 
 @pytest.fixture

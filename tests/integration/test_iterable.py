@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.conftest import wait_until
+from tests.integration.crew import workers_of
 from tests.integration.datasets import notes
 from tests.integration.streams import Broken, Drawn, Informed, Parts
 
@@ -181,7 +182,7 @@ def test_worker_at_the_end_of_its_stream_is_not_needed_any_more(serve, caplog):
     samples = [next(iterator) for _ in range(4)]
     done, busy = samples[0], samples[1]
     os.kill(done[-1], signal.SIGKILL)
-    wait_until(lambda: len(iterator._run.crew._workers) == 1, what="loss of the worker")
+    wait_until(lambda: len(workers_of(iterator)) == 1, what="loss of the worker")
     samples += iterator
     assert [sample[-1] for sample in samples] == [done[-1]] + [busy[-1]] * 30
     assert "another worker starts" not in caplog.text

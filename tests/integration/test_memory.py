@@ -18,6 +18,7 @@ from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.wire.slabs import PageablePool, PinnedAllocator, _round_up
 from tests.conftest import wait_until
+from tests.integration.crew import workers_of
 from tests.integration.datasets import note, notes, wait_for
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -73,14 +74,14 @@ def pool(request, monkeypatch):
         return
     pool = PageablePool()
     allocator = PinnedAllocator(lambda size_bytes: pool.allocate(size_bytes).tensor)
-    monkeypatch.setattr("rpcdataloader.loader.iterator.pinned_allocator", lambda: allocator)
+    monkeypatch.setattr("rpcdataloader.loader.driver.pinned_allocator", lambda: allocator)
     monkeypatch.setattr("rpcdataloader.loader.answers.pin", lambda batch: batch)
     yield pool
 
 
 def is_idle(iterator):
     """Whether the workers of an iterator have nothing to do."""
-    workers = list(iterator._run.crew)
+    workers = workers_of(iterator)
     return len(workers) == 2 and not any(worker.connection.num_pending for worker in workers)
 
 
@@ -107,7 +108,7 @@ def test_nothing_grows_while_the_consumer_stops(server, pool, in_order):
     window = sorted(waiting)[:4]
     held_bytes = sum(_round_up(Uneven.sizes[index]) for index in window)
     wait_until(lambda: pool.stats().leased_bytes == held_bytes, what="memory of the window, and no more")
-    assert max(private_bytes(worker.pid) for worker in iterator._run.crew) < 200 * MIB
+    assert max(private_bytes(worker.pid) for worker in workers_of(iterator)) < 200 * MIB
     iterator = None
     wait_until(lambda: pool.stats().leased_bytes == 0, what="memory of an iterator that is gone")
 
@@ -125,7 +126,7 @@ def test_half_of_a_batch_does_not_stay(server):
     iterator = iter(RPCDataloader(Giant(), batch_size=None, workers=server.address, num_workers=1))
     pool = get_client().allocator
     wait_until(lambda: pool.stats().leased_bytes, what="the beginning of a batch")
-    (worker,) = iterator._run.crew
+    (worker,) = workers_of(iterator)
     os.kill(worker.pid, signal.SIGSTOP)
     gc.disable()
     try:
@@ -165,7 +166,7 @@ def test_late_answer_of_a_second_copy_keeps_no_memory(server, monkeypatch, fifo,
     wait_until(lambda: is_idle(iterator), what="the late answer")
     assert int(next(iterator)[0]) == 7
     wait_until(lambda: get_client().allocator.stats().leased_bytes == 0)
-    wait_until(lambda: iterator._run._table._budget.num_in_flight == 0)
+    wait_until(lambda: iterator._driver._engine._table._budget.num_in_flight == 0)
 
 
 # --- asked for more than is read

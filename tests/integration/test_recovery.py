@@ -17,10 +17,11 @@ from rpcdataloader.client import worker as client_worker
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.pool import close_client
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
-from rpcdataloader.loader import retries
-from rpcdataloader.loader.crew import Crew
+from rpcdataloader.loader.driver import Driver
+from rpcdataloader.plan import engine
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration import datasets
+from tests.integration.crew import wait_for_crew, workers_of
 from tests.integration.datasets import Fields, FieldStream, StatefulFieldStream, draw
 
 
@@ -38,7 +39,7 @@ class DeadlyStream(IterableDataset):
 @pytest.fixture(autouse=True)
 def short_searches(monkeypatch):
     """Nodes that are gone are looked for more often than usual."""
-    monkeypatch.setattr("rpcdataloader.loader.crew.MAX_PAUSE", 0.2)
+    monkeypatch.setattr("rpcdataloader.plan.engine.MAX_PAUSE", 0.2)
 
 
 @pytest.fixture
@@ -223,11 +224,6 @@ def take(iterator, count):
     return [index for index, _pid in samples], {pid for _index, pid in samples}
 
 
-def wait_for_crew(iterator, num_workers):
-    crew = iterator._run.crew
-    wait_until(lambda: len(crew._workers) == len(crew._ready) == num_workers, what=f"{num_workers} workers")
-
-
 def test_epoch_begins_with_the_nodes_that_are_there_and_takes_in_those_that_come_back(serve):
     lost, other = [serve("--num-workers", "1") for _ in range(2)]
     loader = RPCDataloader(RPCDataset([lost.address, other.address], Hosted, 200))
@@ -250,7 +246,7 @@ def test_rank_whose_nodes_are_gone_takes_workers_elsewhere_and_gives_them_back(s
     assert take(iterator, 20) == ([*range(20)], {lost.pid})
     lost.signal(signal.SIGKILL)
     lost.wait()
-    wait_until(lambda: {worker.session.name for worker in iterator._run.crew._workers} == {other.address})
+    wait_until(lambda: {worker.session.name for worker in workers_of(iterator)} == {other.address})
     indices, _pids = take(iterator, 20)
     assert indices == [*range(20, 40)]
     assert take(iterator, 20) == ([*range(40, 60)], {other.pid})
@@ -275,19 +271,19 @@ def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
     assert all(f"{server.address}: " in text for server in servers)
 
 
-@pytest.mark.parametrize(("method", "what"), [("start", "it is not there"), ("_open", "it is not there any more")])
+@pytest.mark.parametrize(("method", "what"), [("_start", "it is not there"), ("_ask", "it is not there any more")])
 def test_error_names_a_node_that_goes_before_its_first_worker(serve, monkeypatch, method, what):
     server = serve("--num-workers", "1")
-    go_on = getattr(Crew, method)
+    go_on = getattr(Driver, method)
 
-    def lose_the_node(crew, *args):
+    def lose_the_node(driver, *args):
         monkeypatch.undo()
-        (node,) = crew._nodes
+        (node,) = driver._engine._nodes
         server.signal(signal.SIGKILL)
         wait_until(lambda: not node.session().is_ready)
-        return go_on(crew, *args)
+        return go_on(driver, *args)
 
-    monkeypatch.setattr(Crew, method, lose_the_node)
+    monkeypatch.setattr(Driver, method, lose_the_node)
     with pytest.raises(ConnectionLostError) as caught:
         next(iter(RPCDataloader(datasets.Numbers(), workers=server.address, reconnect_timeout=0)))
     assert str(caught.value).endswith(f"within 0 s (reconnect_timeout): {server.address}: {what}")
@@ -434,7 +430,7 @@ def loader_of_one(dataset, workers, **options):
 
 @pytest.fixture
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(retries, "RETRY_PAUSE", 0.01)
+    monkeypatch.setattr(engine, "RETRY_PAUSE", 0.01)
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -571,13 +567,12 @@ def test_worker_that_drains_when_an_epoch_begins_is_replaced_when_it_ends(worker
     loader = loader_of(dataset, workers, persistent_workers=True)
     left = iter(loader)
     next(left)
-    crew = left._run.crew
     wait_for_crew(left, 2)
-    draining, _other = crew
-    crew.worker_draining(draining)
+    draining, _other = left._driver.seats.values()
+    draining.worker_draining(draining.worker)
     iterator = iter(loader)
-    os.kill(draining.pid, signal.SIGKILL)
-    wait_until(lambda: draining not in list(crew), what="the end of the worker")
+    os.kill(draining.worker.pid, signal.SIGKILL)
+    wait_until(lambda: draining.worker not in workers_of(iterator), what="the end of the worker")
     wait_for_crew(iterator, 2)
     # The order of another epoch is not that of the first one; but each has all samples.
     assert len([samples_of(batch) for batch in iterator]) == len(undisturbed)

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, get_worker_info
 from rpcdataloader import RPCDataloader
 from rpcdataloader.plan import pace as pace_module
 from tests.conftest import wait_until
-from tests.integration.test_recovery import wait_for_crew
+from tests.integration.crew import wait_for_crew
 
 NUM_WORKERS = 8
 
