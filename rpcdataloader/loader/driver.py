@@ -45,7 +45,9 @@ from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.stream_state import StreamState
 from rpcdataloader.loader.tasks import Task, describe, load_request
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, Restart, Say, Seek
-from rpcdataloader.plan.engine import Engine, PlanOptions
+from rpcdataloader.plan.crew import Loss
+from rpcdataloader.plan.engine import Engine
+from rpcdataloader.plan.options import PlanOptions
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.frames import BlockBytes, Message
 from rpcdataloader.wire.messages import Call
@@ -195,7 +197,8 @@ class Driver:
                     self._engine.node_up(node, session)
                 else:
                     self._engine.node_missing(node, ConnectionLostError("it is not there"))
-            self._engine.expects_more = placement.register is not None
+            if placement.register is not None:
+                self._engine.expect_more()
             actions = self._engine.act(time.monotonic())
         # All before the first is asked for, so that what cannot be pickled is found early.
         openings = {action.place: self._opening(action.place) for action in actions if isinstance(action, Open)}
@@ -408,17 +411,14 @@ class Driver:
         if self._client.is_closed:
             self._fail(error)
             return
-        self.feed(
-            lambda engine, now: engine.worker_lost(
-                seat.number,
-                error,
-                now,
-                node_is_up=worker.session.is_ready,
-                came=not isinstance(error, ConnectError),
-                was_refused=worker.was_refused,
-                has_retired=worker.retired,
-            )
+        loss = Loss(
+            error,
+            node_is_up=worker.session.is_ready,
+            came=not isinstance(error, ConnectError),
+            was_refused=worker.was_refused,
+            has_retired=worker.retired,
         )
+        self.feed(lambda engine, now: engine.worker_lost(seat.number, loss, now))
 
     def _replied(self, seat: Seat, begun: Pass, number: int, reply: Message | RPCError) -> None:
         if not isinstance(reply, Message):

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.errors import BadSamplesError, RemoteTraceback
-from rpcdataloader.plan import engine, pace
+from rpcdataloader.plan import pace, retries
 from tests.integration.datasets import Augmented, note, notes
 
 BAD = (1, 6, 7, 8, 14)
@@ -247,7 +247,7 @@ def test_streams_go_on_after_skipped_batches(where, generator):
 
 @pytest.fixture
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(engine, "RETRY_PAUSE", 0.01)
+    monkeypatch.setattr(retries, "RETRY_PAUSE", 0.01)
 
 
 @pytest.mark.usefixtures("short_pauses")

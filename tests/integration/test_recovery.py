@@ -18,7 +18,7 @@ from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.pool import close_client
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.loader.driver import Driver
-from rpcdataloader.plan import engine
+from rpcdataloader.plan import retries
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration import datasets
 from tests.integration.crew import wait_for_crew, workers_of
@@ -39,7 +39,7 @@ class DeadlyStream(IterableDataset):
 @pytest.fixture(autouse=True)
 def short_searches(monkeypatch):
     """Nodes that are gone are looked for more often than usual."""
-    monkeypatch.setattr("rpcdataloader.plan.engine.MAX_PAUSE", 0.2)
+    monkeypatch.setattr("rpcdataloader.plan.crew.MAX_PAUSE", 0.2)
 
 
 @pytest.fixture
@@ -278,7 +278,7 @@ def test_error_names_a_node_that_goes_before_its_first_worker(serve, monkeypatch
 
     def lose_the_node(driver, *args):
         monkeypatch.undo()
-        (node,) = driver._engine._nodes
+        (node,) = driver._engine._crew._nodes
         server.signal(signal.SIGKILL)
         wait_until(lambda: not node.session().is_ready)
         return go_on(driver, *args)
@@ -430,7 +430,7 @@ def loader_of_one(dataset, workers, **options):
 
 @pytest.fixture
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(engine, "RETRY_PAUSE", 0.01)
+    monkeypatch.setattr(retries, "RETRY_PAUSE", 0.01)
 
 
 @pytest.mark.usefixtures("short_pauses")
