@@ -97,8 +97,8 @@ class Seat:
     def worker_draining(self, worker: Worker) -> None:  # noqa: ARG002
         self._driver.feed(lambda engine, _now: engine.worker_draining(self.number))
 
-    def worker_lost(self, worker: Worker, error: RPCError) -> None:  # noqa: ARG002
-        self._driver.lost(self, error)
+    def worker_lost(self, worker: Worker, error: RPCError) -> None:
+        self._driver.lost(self, worker, error)
 
     def started(self, reply: Message | RPCError) -> None:
         """The worker has answered the first request of an epoch."""
@@ -403,9 +403,8 @@ class Driver:
             self._fail(exc)
         self.feed(lambda engine, _now: engine.worker_at_work(seat.number))
 
-    def lost(self, seat: Seat, error: RPCError) -> None:
+    def lost(self, seat: Seat, worker: Worker, error: RPCError) -> None:
         """A worker has ended, or never came to be."""
-        worker = seat.worker
         with self._condition:
             self.seats.pop(seat.number, None)
         if self._client.is_closed:
