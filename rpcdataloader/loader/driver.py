@@ -261,13 +261,14 @@ class Driver:
                 label = self._settings.partition.label
                 raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
             due = engine.due(now)
-            if due is not None and due <= now:
-                engine.tick(now)
-                return None
             times = [moment for moment in (due, deadline) if moment is not None]
             self._wakes_at = min(times, default=math.inf)
             self._condition.wait(self._wakes_at - now if times else None)
             self._wakes_at = -math.inf
+            now = time.monotonic()
+            if due is not None and due <= now:
+                engine.tick(now)
+                return None
 
     def _pop(self) -> Any:
         """What is delivered next, if it is there; with the condition."""
