@@ -29,7 +29,7 @@ from rpcdataloader.loader.placement import Placement, place, prepare, warn_of_fe
 from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.ranks import errors_of_rank
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.states import check_state, end_pass, to_state
+from rpcdataloader.loader.states import VERSION, check_state, end_pass, to_state
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -229,7 +229,7 @@ class RPCDataloader(DataLoader[_T_co]):
         iterable-style datasets that have a ``state_dict()`` of their own are part of it.
         """
         if self._progress is None:
-            return dict(self._saved or {"version": 1})
+            return dict(self._saved or {"version": VERSION})
         return to_state(*self._progress)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
