@@ -248,13 +248,13 @@ def skip_delivered(
     Raises:
         ValueError: The sampler is shorter than that, or its batches have another size.
     """
-    if saved["streams"] or settings.resumable is not None:
-        # It begins there by itself.
-        return samples, 0
     if saved["whole"] and not _is_same_pass(settings, saved):
         # Nothing is left for other samplers and ranks, either.
         _restore_generators(settings, saved["generators"])
         return iter(()), saved["num_samples"]
+    if saved["streams"] or settings.resumable is not None:
+        # It begins there by itself.
+        return samples, 0
     anchor = saved["sampler"]
     if anchor is None:
         samples, num_samples = skip(
