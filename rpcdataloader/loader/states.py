@@ -252,9 +252,11 @@ def skip_delivered(
         # Nothing is left for other samplers and ranks, either.
         _restore_generators(settings, saved["generators"])
         return iter(()), saved["num_samples"]
-    if saved["streams"] or settings.resumable is not None:
-        # It begins there by itself.
+    if saved["streams"]:
         return samples, 0
+    if settings.resumable is not None:
+        # It begins there by itself; now, so that its length is that of a whole epoch again.
+        return skip(samples, settings.sampler, 0, auto_collation=settings.auto_collation)
     anchor = saved["sampler"]
     if anchor is None:
         samples, num_samples = skip(
