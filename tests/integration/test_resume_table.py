@@ -218,8 +218,11 @@ def test_middle_of_an_epoch_without_workers(saved):
             check_pair(saved, (kind, ranks, size), seen, states, own, workers=None)
 
 
-ENDS = ["distributed", "resumable", "own batches, resumable", "own", "hidden", "shuffled", "single"]
-ENDS = [(kind, ranks, 4) for kind in ENDS for ranks in (1, 2)]
+ENDS = [
+    (kind, ranks, 4)
+    for kind in ("distributed", "resumable", "own batches, resumable", "own", "hidden", "shuffled", "single")
+    for ranks in (1, 2)
+]
 
 
 @pytest.mark.parametrize("where", ["inline", None])
@@ -276,13 +279,17 @@ def test_ranks_that_are_not_in_step_need_their_own_states(kind):
 
 
 VALUES = [
-    (lambda: DistributedSampler(range(20), 1, 0, seed=1), lambda: DistributedSampler(range(20), 1, 0, seed=2), "seed"),
     (
-        lambda: DistributedSampler(range(20), 1, 0),
-        lambda: DistributedSampler(range(20), 1, 0, shuffle=False),
+        lambda: DistributedSampler(Numbers(20), 1, 0, seed=1),
+        lambda: DistributedSampler(Numbers(20), 1, 0, seed=2),
+        "seed",
+    ),
+    (
+        lambda: DistributedSampler(Numbers(20), 1, 0),
+        lambda: DistributedSampler(Numbers(20), 1, 0, shuffle=False),
         "shuffle",
     ),
-    (lambda: DistributedSampler(range(20), 4, 0), lambda: DistributedSampler(range(19), 4, 0), "length"),
+    (lambda: DistributedSampler(Numbers(20), 4, 0), lambda: DistributedSampler(Numbers(19), 4, 0), "length"),
     (lambda: RandomSampler(range(20), num_samples=20), lambda: RandomSampler(range(19), num_samples=20), "length"),
     (lambda: RandomSampler(range(20), True, 20), lambda: RandomSampler(range(20), False, 20), "replacement"),
     (lambda: WeightedRandomSampler([1, 2], 9), lambda: WeightedRandomSampler([1, 2], 8), "num samples"),

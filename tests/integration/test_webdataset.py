@@ -93,11 +93,11 @@ def test_saved_pass_goes_on_where_it_was(shards, server):
     assert begun + numbers_of(resumed, [server.pid], 2) == whole
 
 
-def test_saved_pass_goes_on_on_as_many_ranks_only(shards, monkeypatch):
+def test_saved_pass_goes_on_on_as_many_ranks_only(shards, server, monkeypatch):
     def begin(rank, world_size, state=None):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
-        loader = RPCDataloader(pipeline(shards), 4, collate_fn=trace, workers="inline")
+        loader = load(pipeline(shards), server, num_workers=1)
         if state is not None:
             loader.load_state_dict(state)
         return loader
