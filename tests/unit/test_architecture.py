@@ -43,6 +43,7 @@ PURE = {
     "rpcdataloader.status.report",
     "rpcdataloader.client.slurm",
     "rpcdataloader.loader.budget",
+    "rpcdataloader.loader.origin",
     "rpcdataloader.loader.roster",
     "rpcdataloader.loader.choosing",
     "rpcdataloader.loader.pace",
