@@ -28,7 +28,6 @@ class Facts(NamedTuple):
     """
 
     text: str
-    is_iterable: bool
     length: int | None
     not_shared: str | None
 
@@ -67,7 +66,8 @@ class Probe:
         what = "is iterable" if is_iterable else "has no length (RPCDataloader needs a sampler)"
         text = f"{kind}, which {what}," if length is None else f"{kind} of {length:,} samples"
         self.dataset = made
-        self.facts = Facts(text, is_iterable, length, why_not_shared(threads, files))
+        self.facts = Facts(text, length, why_not_shared(threads, files))
+        self._is_iterable = is_iterable
         self._stream: Iterator[Any] = iter(())
         self._place = -2
 
@@ -76,7 +76,7 @@ class Probe:
         start = time.perf_counter()
         seeding.begin_sample(seeding.sample_seeds(base_seed=0, epoch=0, position=index))
         try:
-            sample = self._next(index) if self.facts.is_iterable else self._get(int(index))
+            sample = self._next(index) if self._is_iterable else self._get(int(index))
         except StopIteration:
             return []
         # Encoded in either case, so that errors call it a sample.
