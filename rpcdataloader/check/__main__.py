@@ -74,6 +74,8 @@ def _rate(text: str) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Check a dataset; returns the exit status."""
     options = make_parser().parse_args(arguments)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     failed = []
 
     def report(level: str, name: str, text: str, details: Sequence[str] = ()) -> None:

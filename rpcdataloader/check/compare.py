@@ -18,8 +18,6 @@ OTHER_NODE = "on another node"
 SENT = "sent as an instance"
 HERE = "in this process"
 
-_SEED_ADVICE = "draw from the global generators, or seed your own with get_sample_seed() in each sample"
-
 # Objects that are being compared, by their ids: those above the ones at hand, which may lead back to them.
 _Above = frozenset[tuple[int, int]]
 
@@ -104,4 +102,4 @@ def explain(runs: Collection[str]) -> str:
         cause = "state that is kept from sample to sample: a generator made in the constructor, a cache that changes"
     else:
         return "the order of a set or folder (sort it), hash() of a string, or other versions, files or paths there"
-    return f"{cause}: {_SEED_ADVICE}"
+    return f"{cause}: draw from the global generators, or seed your own with get_sample_seed() in each sample"
