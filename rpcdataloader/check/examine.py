@@ -22,7 +22,7 @@ from rpcdataloader.check.compare import AGAIN, HERE, OTHER_NODE, OTHER_WORKER, S
 from rpcdataloader.check.probe import Facts, Probe, Timed
 from rpcdataloader.client.discovery import Registered, Remote, Where
 from rpcdataloader.client.pool import get_client
-from rpcdataloader.errors import RemoteTraceback
+from rpcdataloader.errors import RemoteTraceback, RPCError
 from rpcdataloader.loader.dataloader import RPCDataloader
 from rpcdataloader.loader.dataset import RPCDataset
 from rpcdataloader.loader.seeding import generators_restored
@@ -37,7 +37,7 @@ MAX_SECONDS = 10.0
 # How many parts of a sample, and frames of a traceback, are shown.
 MAX_SHOWN = 10
 
-BUILD_ADVICE = "MODULE is imported there, and FACTORY called with no arguments: def make(): return Data(root=...)"
+ADVICE = "MODULE is imported there, and FACTORY called with no arguments: def make(): return Data(root=...)"
 
 # What code of the user raises; Ctrl-C is the user's own.
 _ERRORS = (Exception, SystemExit)
@@ -86,7 +86,7 @@ def _build(nodes: Sequence[str], target: str, report: Report) -> tuple[list[RPCD
         except _ERRORS as error:
             text, frames = f"not {where}: {_words(error)}", _frames(error)
             if node != "inline":
-                raise Failure("builds", text, [*frames, BUILD_ADVICE]) from None
+                raise Failure("builds", text, frames if isinstance(error, RPCError) else [*frames, ADVICE]) from None
             report("note", "builds", text, frames)
         else:
             report("ok", "builds", f"{facts.text} {where}, after {time.perf_counter() - start:.1f} s")
