@@ -1,11 +1,11 @@
-"""From the command line to a question to a report; nothing else."""
+"""From the command line to questions to an exit status; nothing else."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
+import faulthandler
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -14,8 +14,9 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
-from rpcdataloader.check.examine import Question, examine  # noqa: E402
-from rpcdataloader.check.report import Finding, Report, Stop  # noqa: E402
+from rpcdataloader.check.examine import Failure, examine  # noqa: E402
+from rpcdataloader.client.discovery import Inline, Where, find_workers  # noqa: E402
+from rpcdataloader.errors import RPCError  # noqa: E402
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -29,70 +30,75 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "dataset",
+        type=_target,
         metavar="MODULE:FACTORY",
         help="a class or function without required arguments that makes the dataset, or a dataset; MODULE is imported, "
         "from the current folder too",
     )
     parser.add_argument(
         "--workers",
+        type=_workers,
         metavar="ADDRESS,...",
         help="node servers to ask, each of them (default: a pool of its own on this machine)",
     )
     parser.add_argument(
-        "--collate-fn", metavar="MODULE:FUNCTION", help="makes a batch of a list of samples (default: torch's)"
+        "--rate", type=_rate, metavar="R", help="samples per second that the trainer wants (default: not known)"
     )
-    parser.add_argument(
-        "--samples",
-        dest="num_samples",
-        type=int,
-        default=Question.num_samples,
-        metavar="N",
-        help="measure at most so many samples (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=Question.seconds,
-        metavar="SECONDS",
-        help="measure for about so many seconds at most (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--rate", type=float, metavar="R", help="samples per second that the trainer wants (default: not known)"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines (default: off)")
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a dataset; returns the exit status: 0 if all is well, 1 if not, 2 for wrong arguments."""
-    parser = make_parser()
-    options = vars(parser.parse_args(arguments))
-    as_json = options.pop("json")
+def _target(text: str) -> str:
+    name = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
+    if text.partition(":")[0].endswith(".py") or not re.fullmatch(f"{name}:{name}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} names no object of a module, such as mydata:make_dataset")
+    return text
+
+
+def _workers(text: str) -> Where | None:
     try:
-        question = Question(**options)
-    except ValueError as exc:
-        parser.error(str(exc))
-    report = Report(show=_hide if as_json else _print)
-    # What the dataset prints is not for scripts.
-    output = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
-    with output, contextlib.suppress(Stop):
-        examine(question, report)
-    if as_json:
-        print(json.dumps({"dataset": question.dataset, **report.as_data()}, indent=2))
-    elif report.failed:
-        print(f"{question.dataset} does not work as it is: {', '.join(report.failed)}")
-    else:
-        print(f"{question.dataset} works remotely")
-    return 1 if report.failed else 0
+        where = find_workers(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if isinstance(where, Inline):
+        raise argparse.ArgumentTypeError("inline has no workers; leave it out for a pool on this machine")
+    return where
 
 
-def _print(finding: Finding) -> None:
-    print(*finding.lines(), sep="\n", flush=True)
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+    return rate
 
 
-def _hide(_finding: Finding) -> None:
-    pass
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check a dataset; returns the exit status."""
+    options = make_parser().parse_args(arguments)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    failed = []
+
+    def report(level: str, name: str, text: str, details: Sequence[str] = ()) -> None:
+        if level == "FAILED":
+            failed.append(name)
+        print(f"{level:<7} {name:<9} {text}", *(f"{'':<18}{line}" for line in details), sep="\n", flush=True)
+
+    try:
+        examine(options.dataset, options.workers, options.rate, report)
+    except Failure as failure:
+        report("FAILED", *failure.args)
+    except RPCError as error:
+        report("FAILED", "workers", str(error))
+    except KeyboardInterrupt:
+        return 130
+    if failed:
+        print(f"{options.dataset} does not work as it is: {', '.join(failed)}")
+        return 1
+    print(f"{options.dataset} works remotely")
+    return 0
 
 
 if __name__ == "__main__":
+    # A constructor that crashes in this process, too, says where.
+    faulthandler.enable()
     sys.exit(main())

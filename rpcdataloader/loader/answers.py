@@ -9,6 +9,7 @@ import torch
 import torch.utils.data._utils.pin_memory
 
 from rpcdataloader.client.exchange import result_of
+from rpcdataloader.loader.stopping import stopped
 from rpcdataloader.loader.stream_state import StreamState
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.movable import Movable
@@ -62,6 +63,10 @@ def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, 
         if pins:
             # What came in band, and batch types with a pin_memory method of their own. What is pinned stays.
             result = pin(result)
+    except StopIteration as exc:
+        error = stopped("receiving a batch")
+        error.__cause__ = exc
+        return Answer(Failure(error), size_bytes, seconds, stream, None)
     except BaseException as exc:
         return Answer(Failure(exc), size_bytes, seconds, stream, None)
     return Answer(result, size_bytes, seconds, stream, movable)

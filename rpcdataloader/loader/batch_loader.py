@@ -24,6 +24,7 @@ from rpcdataloader.loader import seeding
 from rpcdataloader.loader.bad_samples import Reduced
 from rpcdataloader.loader.collate import TensorCollator
 from rpcdataloader.loader.gathering import find_stacks
+from rpcdataloader.loader.stopping import dataset_stopped, stopped
 from rpcdataloader.loader.stream_state import StreamState
 from rpcdataloader.wire.slabs import Allocator
 
@@ -126,7 +127,10 @@ class BatchLoader:
             seeding.set_random_seeds(spec.base_seed, spec.worker_id)
             _shard_pipe(dataset, spec)
             if spec.worker_init_fn is not None:
-                spec.worker_init_fn(spec.worker_id)
+                try:
+                    spec.worker_init_fn(spec.worker_id)
+                except StopIteration as stop:
+                    raise stopped("worker_init_fn") from stop
                 self._initial_seed = seeding.users_torch_seed()
 
     def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
@@ -150,7 +154,7 @@ class BatchLoader:
             Timings, and the batch; or, if samples are skipped, a :class:`Reduced` in its place.
 
         Raises:
-            Exception: Whatever the dataset or the collate function raise.
+            Exception: Whatever the dataset or the collate function raise; a ``RuntimeError`` for ``StopIteration``.
         """
         self._reduced, self._last_try = None, last_try
         return self._at_work(self._load, indices, position, batch_number)
@@ -185,7 +189,10 @@ class BatchLoader:
             self._begin_collate(batch_number)
         elif self._sends and self._collate is default_collate:
             return self._collate_for_sending(samples)
-        return self._collate(samples)
+        try:
+            return self._collate(samples)
+        except StopIteration as stop:
+            raise stopped("collate_fn") from stop
 
     def _collate_rest(self, samples: list[Any], batch_number: int) -> Any:
         """Collate a batch without the samples that are skipped."""
@@ -210,7 +217,10 @@ class BatchLoader:
         if single or (hasattr(dataset, "__getitems__") and dataset.__getitems__):
             self._begin_sample(position)
             try:
-                samples = dataset[indices] if single else dataset.__getitems__(indices)
+                try:
+                    samples = dataset[indices] if single else dataset.__getitems__(indices)
+                except StopIteration as stop:
+                    raise dataset_stopped(dataset, indices, at_once=not single) from stop
             except Exception as error:
                 # That was one question, so nothing is left.
                 if not self._skip([indices] if single else indices, error):
@@ -222,7 +232,10 @@ class BatchLoader:
         for place, index in enumerate(indices, position):
             self._begin_sample(place)
             try:
-                samples.append(dataset[index])
+                try:
+                    samples.append(dataset[index])
+                except StopIteration as stop:
+                    raise dataset_stopped(dataset, index) from stop
             except Exception as error:
                 if not self._skip([index], error):
                     raise

@@ -29,7 +29,7 @@ from rpcdataloader.loader.placement import Placement, place, prepare, warn_of_fe
 from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.ranks import errors_of_rank
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.states import check_state, end_pass, to_state
+from rpcdataloader.loader.states import VERSION, check_state, end_pass, to_state
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -61,7 +61,7 @@ class RPCDataloader(DataLoader[_T_co]):
             None for any time: a batch that is late by far is sent to a second worker all the same.
         retry_on: Exceptions of the dataset that may pass, such as ``OSError``: up to ``max_retries`` times, the batch
             is tried again after a pause, on another node if there is one, with the same random numbers. Not for
-            iterable-style datasets, which cannot be asked again.
+            iterable-style datasets, which cannot be asked again. ``StopIteration`` is a ``RuntimeError`` here.
         on_error: ``"skip"`` leaves out of its batch a sample whose dataset raises an exception, after ``retry_on``; a
             batch of which nothing is left is not delivered. ``__getitems__`` is asked for a batch at once, so that is
             left out as a whole. A warning tells which samples are missing. ``"raise"`` raises the exception in place of
@@ -229,7 +229,7 @@ class RPCDataloader(DataLoader[_T_co]):
         iterable-style datasets that have a ``state_dict()`` of their own are part of it.
         """
         if self._progress is None:
-            return dict(self._saved or {"version": 1})
+            return dict(self._saved or {"version": VERSION})
         return to_state(*self._progress)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -413,6 +413,8 @@ def _exceptions(types: type[BaseException] | Iterable[type[BaseException]]) -> t
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise TypeError(f"retry_on must be exception classes, but one is {kind!r}")
+        if issubclass(kind, StopIteration):
+            raise ValueError("retry_on: a StopIteration of the dataset is raised as a RuntimeError; name that instead")
     return kinds
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rpcdataloader.loader.copying import make_carrier
+from rpcdataloader.loader.indices import describe_indices
 from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.seeding import generators_restored
 from rpcdataloader.loader.settings import PassSettings
@@ -18,6 +19,7 @@ from rpcdataloader.loader.states import (
     sampler_state,
     skip_delivered,
 )
+from rpcdataloader.loader.stopping import stopped
 from rpcdataloader.loader.stream_state import (
     StreamState,
     load_dataset_state,
@@ -105,11 +107,19 @@ class LocalIterator:
 
     def __next__(self) -> Any:
         number = self._indices.number
+        num_samples = self._samples.number if self._settings.iterable else 0
         try:
             batch = next(self._iterator)
-        except StopIteration:
-            self.progress.finished = True
-            raise
+        except StopIteration as stop:
+            if self._is_end(number, num_samples):
+                self.progress.finished = True
+                raise
+            self._delivered(failed=True)
+            if self._settings.iterable:
+                raise stopped("collate_fn") from stop
+            raise stopped(
+                f"{type(self._dataset).__name__} or collate_fn, at indices {describe_indices(self._indices.last)},"
+            ) from stop
         except Exception:
             # It takes the place of a batch, unless it is the sampler's. An interrupt does not.
             if self._indices.number != number:
@@ -117,6 +127,19 @@ class LocalIterator:
             raise
         self._delivered()
         return batch if self._carrier is None else self._carrier.send(batch)
+
+    def _is_end(self, number: int, num_samples: int) -> bool:
+        """Whether the sampler or the stream has ended, and not user code raised what looks like it.
+
+        Args:
+            number: Of the batch that was asked for.
+            num_samples: Taken from the stream before.
+        """
+        if not self._settings.iterable:
+            return self._indices.number == number
+        # A rest that drop_last leaves out is taken, too.
+        was_dropped = self._settings.drop_last and self._iterator._dataset_fetcher.ended
+        return self._samples.number == num_samples or was_dropped
 
     def __len__(self) -> int:
         return len(self._iterator)

@@ -23,8 +23,9 @@ class Progress:
         turn: The stream whose batch comes next.
         num_yielded: Batches delivered in this process, without empty ones.
         num_skipped: Samples that were missing in what was delivered.
+        in_step: No batch was left out as a whole, so that other ranks have delivered batches of the same numbers.
         finished: Everything was delivered.
-        start: What the pass began with: states of the generators, and of a :class:`ResumableDistributedSampler`.
+        start: What the pass began with: states of the generators, and rank and samplers.
         sampler: The last state of a sampler that has one, and how many batches and samples it had given then.
     """
 
@@ -37,6 +38,7 @@ class Progress:
     turn: int = 0
     num_yielded: int = 0
     num_skipped: int = 0
+    in_step: bool = True
     finished: bool = False
     start: dict[str, Any] = field(default_factory=dict)
     sampler: dict[str, Any] | None = None
@@ -66,3 +68,4 @@ class Progress:
         """The batch that was delivered last lacked some samples; an empty one the consumer does not get."""
         self.num_skipped += num_skipped
         self.num_yielded -= is_empty
+        self.in_step &= not is_empty

@@ -74,13 +74,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
 
         Left out, it is where the next pass begins: the sampler does not know what was delivered, its loader does.
         """
-        return {
-            "epoch": self.epoch,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "length": self._length,
-            "start": self.start if start is None else min(start, self._length),
-        }
+        return order_of(self, self._length, self.start if start is None else min(start, self._length))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass go on where the saved one was.
@@ -96,3 +90,14 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         self.seed, self.shuffle = state["seed"], state["shuffle"]
         super().set_epoch(state["epoch"])
         self.start = state["start"]
+
+
+def order_of(sampler: DistributedSampler[Any], length: int, start: int) -> dict[str, Any]:
+    """The order that all ranks of torch's sampler or ours share, and a place in it: what ours needs to go on there."""
+    return {
+        "epoch": sampler.epoch,
+        "seed": sampler.seed,
+        "shuffle": sampler.shuffle,
+        "length": length,
+        "start": start,
+    }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.loader.memory import default_in_flight_bytes
@@ -67,16 +68,34 @@ class PassSettings:
         return self.sampler, getattr(self.sampler, "sampler", None)
 
     @property
+    def chain(self) -> list[Any]:
+        """The sampler, what it draws from, and so on: other libraries put samplers around samplers."""
+        found, sampler = [], self.sampler
+        while sampler is not None:
+            found.append(sampler)
+            # Lightning's for distributed jobs has the one inside as a dataset. One that is not here must not be asked.
+            inside = vars(sampler).get("dataset") if hasattr(sampler, "__dict__") else None
+            inside = vars(inside).get("_sampler") if hasattr(inside, "__dict__") else None
+            sampler = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", inside))
+        return found
+
+    @property
+    def distributed(self) -> DistributedSampler[Any] | None:
+        """The sampler of which all ranks take samples in turn, torch's own or ours, if batches keep its order."""
+        batches, sampler = self.samplers
+        if type(batches).__iter__ is not BatchSampler.__iter__:
+            sampler = batches
+        is_known = type(sampler) is DistributedSampler or isinstance(sampler, ResumableDistributedSampler)
+        return sampler if is_known else None
+
+    @property
     def resumable(self) -> ResumableDistributedSampler | None:
-        """Our own sampler, if it is used: its place is computed."""
-        return next((found for found in self.samplers if isinstance(found, ResumableDistributedSampler)), None)
+        """The same, if it is ours: its place is computed."""
+        sampler = self.distributed
+        return sampler if isinstance(sampler, ResumableDistributedSampler) else None
 
     @property
     def own_generators(self) -> list[torch.Generator]:
         """Generators that belong to loader and samplers, each once; who has none draws from the global ones."""
-        owners, owner = [self], self.sampler
-        while owner is not None:  # other libraries put batch samplers around batch samplers
-            owners.append(owner)
-            owner = getattr(owner, "sampler", getattr(owner, "batch_sampler", None))
-        found = [getattr(owner, "generator", None) for owner in owners]
+        found = [getattr(owner, "generator", None) for owner in (self, *self.chain)]
         return list(dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator)))

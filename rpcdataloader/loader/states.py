@@ -2,40 +2,63 @@
 
 It keeps where the random generators stood when the pass began, and how many batches were delivered. To go on, the
 sampler is started again in the same state and skips as much; no sample is loaded twice for that. A sampler with a state
-of its own, as torchdata's have, is asked for it after each batch and skips nothing.
+of its own, as torchdata's have, is asked for it after each batch and skips nothing. It also keeps which rank that was,
+and whose order (see ``origin``), so that what cannot go on exactly is refused.
 """
 
 from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from rpcdataloader.client.sharing import current_partition
+from rpcdataloader.loader.origin import Origin, check_order, check_rank, describe_samplers
 from rpcdataloader.loader.progress import Progress
+from rpcdataloader.loader.sampler import ResumableDistributedSampler, order_of
 from rpcdataloader.loader.seeding import generators_restored
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.skipping import skip
 from rpcdataloader.loader.stream_state import StreamState
 from rpcdataloader.wire.generators import get_states, set_states, states_from_plain, states_to_plain
 
-_VERSION = 1
+# 1 knew neither ranks nor samplers.
+VERSION = 2
+
+# Whose len is the number of batches of the next pass.
+_SIZED = (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+)
 
 
 def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
     """What to keep of a pass: plain containers, numbers and strings, apart from states that are not ours."""
+    if progress.ahead and settings.resumable is not None:
+        raise ValueError("a ResumableDistributedSampler cannot be saved with in_order=False: batches are missing")
     start = progress.start
-    resumable = settings.resumable
-    if resumable is not None:
-        if progress.ahead:
-            raise ValueError("a ResumableDistributedSampler cannot be saved with in_order=False: batches are missing")
-        consumed = start["sampler"]["start"] + progress.num_samples * resumable.num_replicas
-        start = {**start, "sampler": {**start["sampler"], "start": min(consumed, start["sampler"]["length"])}}
+    order, sampler = start["order"], settings.distributed
+    if order is not None and sampler is not None:
+        # How far all ranks together have come in it.
+        consumed = order["start"] + progress.num_samples * sampler.num_replicas
+        order = None if progress.ahead else {**order, "start": min(consumed, order["length"])}
     return {
-        "version": _VERSION,
+        "version": VERSION,
         "base_seed": progress.base_seed,
         "epoch": progress.epoch,
         "num_batches": progress.num_batches,
@@ -44,11 +67,18 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         "streams": [list(stream) for stream in progress.streams],
         "turn": progress.turn,
         "num_skipped": progress.num_skipped,
+        "in_step": progress.in_step and settings.in_order,
+        "whole": _is_whole(progress),
         "finished": progress.finished,
         "generators": [_to_hex(generator.get_state()) for generator in settings.own_generators],
-        "start": start,
+        "start": {**start, "order": order},
         "sampler": progress.sampler,
     }
+
+
+def _is_whole(progress: Progress) -> bool:
+    """Whether it is known that nothing is left, on any rank, though the consumer has not been told of the end."""
+    return progress.in_step and not progress.ahead and progress.num_batches == progress.start["num_batches"]
 
 
 def check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
@@ -60,10 +90,10 @@ def check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
     """
     if not isinstance(state, Mapping):
         raise TypeError(f"state_dict must be what state_dict() returned, but is a {type(state).__name__}")
-    if state.get("version") != _VERSION:
+    if state.get("version") != VERSION:
         raise ValueError(
             f"this is no state of an RPCDataloader of this version: its version is {state.get('version')!r}, not "
-            f"{_VERSION}"
+            f"{VERSION}"
         )
     if state.keys() <= {"version"}:
         return
@@ -72,8 +102,8 @@ def check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
         raise ValueError(f"this state of an RPCDataloader is not whole: {', '.join(sorted(missing))} is missing")
     kinds = ("a map-style dataset", "an iterable-style dataset")
     _check_same("dataset", kinds[bool(state["streams"])], kinds[settings.iterable])
-    kinds = ("another sampler", "a ResumableDistributedSampler")
-    _check_same("sampler", kinds[state["start"]["sampler"] is not None], kinds[settings.resumable is not None])
+    if _is_midway(state):
+        check_order(_origin(state["start"]), _origin(new["start"]), epochs=False)
     if state["sampler"] is not None and "sampler" in state["sampler"]["state"]:
         kinds = ("one without load_state_dict", "one with a state of its own")
         _check_same("sampler", kinds[1], kinds[any(map(_is_stateful, settings.samplers))])
@@ -83,6 +113,29 @@ def check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
             f"the state is of a loader whose samplers draw from {num_saved} generators of their own, but here there "
             f"are {num_here}: give it generator= as before"
         )
+
+
+def _is_midway(state: Mapping[str, Any]) -> bool:
+    """Whether some of the pass was delivered, and some may be left. Anything can follow upon the end of one."""
+    if state["finished"] or state["whole"]:
+        return False
+    order = state["start"]["order"]
+    return bool(state["num_batches"] or state["ahead"] or (order is not None and order["start"]))
+
+
+def _is_same_pass(settings: PassSettings, saved: Mapping[str, Any]) -> bool:
+    """Whether the samplers would give again what was delivered."""
+    here = _origin(_capture_samplers(settings))
+    try:
+        check_order(_origin(saved["start"]), here)
+        check_rank(_origin(saved["start"]), here, in_step=saved["in_step"])
+    except ValueError:
+        return False
+    return True
+
+
+def _origin(start: Mapping[str, Any]) -> Origin:
+    return Origin(**start["origin"], one_order=start["order"] is not None)
 
 
 def _check_same(what: str, saved: str, here: str) -> None:
@@ -105,26 +158,70 @@ def check_one_stream(saved: Mapping[str, Any], workers: str) -> None:
 
 def capture_start(settings: PassSettings) -> dict[str, Any]:
     """What a pass that begins now begins with."""
-    resumable = settings.resumable
     return {
         "global": states_to_plain(get_states()),
         "generators": [_to_hex(generator.get_state()) for generator in settings.own_generators],
-        "sampler": None if resumable is None else resumable.state_dict(),
+        **_capture_samplers(settings),
     }
 
 
+def _capture_samplers(settings: PassSettings) -> dict[str, Any]:
+    """Which ranks draw the samples, and in whose order."""
+    job, partition = current_partition(), settings.partition
+    samplers = [] if settings.iterable else settings.chain
+    is_sized = bool(samplers) and all(type(sampler) in _SIZED for sampler in samplers)
+    return {
+        "origin": {
+            "job": [job.rank, job.world_size],
+            "partition": [partition.rank, partition.world_size],
+            "samplers": describe_samplers(samplers),
+        },
+        "order": _capture_order(settings),
+        "num_batches": len(settings.sampler) if is_sized else None,
+    }
+
+
+def _capture_order(settings: PassSettings) -> dict[str, Any] | None:
+    """What a ResumableDistributedSampler needs to go on with this pass, if one can."""
+    if settings.resumable is not None:
+        return settings.resumable.state_dict()
+    sampler = settings.distributed
+    return None if sampler is None else order_of(sampler, len(sampler.dataset), 0)  # type: ignore[arg-type]  # it has one
+
+
 def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring generators, also the global ones, and sampler to where the saved pass began; returns the new start."""
+    """Bring generators, also the global ones, and samplers to where the saved pass began; returns the new start.
+
+    Raises:
+        ValueError: Another rank draws another order.
+    """
     start = saved["start"]
     set_states(states_from_plain(start["global"]))
     _restore_generators(settings, start["generators"])
+    if not saved["finished"]:
+        _restore_epochs(settings, start["origin"]["samplers"])
     resumable = settings.resumable
     if resumable is not None:
-        resumable.load_state_dict(start["sampler"])
+        if start["order"] is not None:
+            resumable.load_state_dict(start["order"])
     elif saved["sampler"] is not None and "sampler" in saved["sampler"]["state"]:
         sampler = next(filter(_is_stateful, settings.samplers))
         sampler.load_state_dict(copy.deepcopy(saved["sampler"]["state"]["sampler"]))
-    return dict(start)
+    new = {**start, **_capture_samplers(settings)}
+    if _is_midway(saved):
+        here = _origin(new)
+        check_order(_origin(start), here)
+        check_rank(_origin(start), here, in_step=saved["in_step"])
+    if saved["whole"]:
+        new["num_batches"] = start["num_batches"]
+    return new
+
+
+def _restore_epochs(settings: PassSettings, samplers: Sequence[Mapping[str, Any]]) -> None:
+    """Choose the order of the saved pass; others may have been chosen before the state was loaded, or none."""
+    for sampler, saved in zip(settings.chain, samplers, strict=False):
+        if type(sampler).__qualname__ == saved["kind"] and "set_epoch" in saved and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(saved["set_epoch"])
 
 
 def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
@@ -137,6 +234,7 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
         streams=[StreamState(*stream) for stream in saved["streams"]],
         turn=saved["turn"],
         num_skipped=saved["num_skipped"],
+        in_step=saved["in_step"],
         start=start,
         sampler=saved["sampler"],
     )
@@ -150,9 +248,15 @@ def skip_delivered(
     Raises:
         ValueError: The sampler is shorter than that, or its batches have another size.
     """
-    if saved["streams"] or settings.resumable is not None:
-        # It begins there by itself.
+    if saved["whole"] and not _is_same_pass(settings, saved):
+        # Nothing is left for other samplers and ranks, either.
+        _restore_generators(settings, saved["generators"])
+        return iter(()), saved["num_samples"]
+    if saved["streams"]:
         return samples, 0
+    if settings.resumable is not None:
+        # It begins there by itself; now, so that its length is that of a whole epoch again.
+        return skip(samples, settings.sampler, 0, auto_collation=settings.auto_collation)
     anchor = saved["sampler"]
     if anchor is None:
         samples, num_samples = skip(
@@ -217,7 +321,9 @@ def _stateful(settings: PassSettings, samples: Iterator[Any]) -> dict[str, Any]:
 
 
 def _is_stateful(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+    # Ours knows its place by itself, or not at all.
+    is_ours = isinstance(value, ResumableDistributedSampler)
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict") and not is_ours
 
 
 def _to_hex(state: torch.Tensor) -> str:

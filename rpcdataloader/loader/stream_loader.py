@@ -13,6 +13,7 @@ from torch.utils.data import IterDataPipe
 
 from rpcdataloader.loader import seeding
 from rpcdataloader.loader.batch_loader import BatchLoader, BatchMetrics, LoaderSpec
+from rpcdataloader.loader.stopping import stopped
 from rpcdataloader.loader.stream_state import (
     StreamState,
     load_dataset_state,
@@ -112,7 +113,10 @@ class StreamLoader(BatchLoader):
         if self._ended:
             raise StopIteration
         if self._iterator is None:
-            self._iterator = self._open_iterator()
+            try:
+                self._iterator = self._open_iterator()
+            except StopIteration as stop:
+                raise stopped(f"{type(self._dataset).__name__}.__iter__()") from stop
         self._begin_sample(self._num_samples)
         self._num_samples += 1  # one that fails, too: skipping asks for it again
         try:

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rpcdataloader.loader import remote
+from rpcdataloader.loader.indices import describe_indices
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import NO_TENSORS, dumps
 
 logger = logging.getLogger("rpcdataloader.loader")
-
-# How many indices of a batch an error message shows.
-MAX_SHOWN_INDICES = 16
 
 
 @dataclass(slots=True)
@@ -139,7 +137,4 @@ def load_request(indices: Any, position: int, number: int, *, last_try: bool = F
 
 def describe(task: Task) -> str:
     """A batch in an error message."""
-    shown = str(task.indices)
-    if isinstance(task.indices, (list, tuple)) and len(task.indices) > MAX_SHOWN_INDICES:
-        shown = f"[{', '.join(map(str, task.indices[:MAX_SHOWN_INDICES]))}, ... {len(task.indices)} in all]"
-    return f"batch {task.number} (indices {shown})"
+    return f"batch {task.number} (indices {describe_indices(task.indices)})"

@@ -733,7 +733,6 @@ ROWS: dict[str, Row] = {
     "dataset fails in a batch": Row(lambda: Failing(12, {3: (IndexError, "x")}), options(batch_size=4)),
     "dataset fails without batches": Row(lambda: Failing(6, {3: (RuntimeError, "x")}), options(batch_size=None)),
     "dataset fails at the first": Row(lambda: Failing(6, {0: (AssertionError,)}), options(batch_size=2, shuffle=True)),
-    "dataset stops the iteration": Row(lambda: Failing(6, {3: (StopIteration, "no")})),
     "__getitems__ fails": Row(Half, options(batch_size=3)),
     "dataset is shorter than it says": Row(Shrinking, options(batch_size=3)),
     "dataset forgets to return": Row(Nothing, options(batch_size=3)),

@@ -8,13 +8,14 @@ import re
 import traceback
 
 import pytest
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import RemoteError, RemoteTraceback, SerializationError
 from tests.integration import failures, kinds
 from tests.integration.comparison import assert_same
 from tests.integration.failures import EXITS, MAKERS, Failures
+from tests.integration.streams import Parts
 
 pytestmark = [
     pytest.mark.usefixtures("clean_client"),
@@ -71,7 +72,7 @@ def raised(shared_server):
     return dict(zip(MAKERS, found[::2], strict=False))
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "stop"])
 def test_exception_has_its_type_text_and_attributes(raised, name):
     expected, actual = MAKERS[name](), raised[name]
     wanted, found = attributes(expected), attributes(actual)
@@ -112,7 +113,7 @@ def test_cause_shows_chains_and_notes(raised):
 
 
 def test_torch_raises_the_same_types_where_it_can(raised):
-    indices = [name for name in MAKERS if name not in NEVER_ARRIVE_WITH_TORCH]
+    indices = [name for name in MAKERS if name not in NEVER_ARRIVE_WITH_TORCH and name != "stop"]
     found = [type(step) for step in load(functools.partial(DataLoader, num_workers=2), [*indices, 5])]
     gc.collect()  # torch's iterator
     *theirs, batch, end = found
@@ -229,14 +230,12 @@ def single(at):
 
 
 PASSES = {
-    "dataset stops": lambda: {"sampler": [0, "stop", 2, 3, 4], "batch_size": None},
     "asked at once": lambda: {
         "dataset": failures.FailuresAtOnce(),
         "sampler": [0, 1, 2, "keyword", 4],
         "batch_size": 2,
     },
     "collate": lambda: {"collate_fn": failures.fail_at, "dataset": [0, "memory", "required arguments", 3, 4]},
-    "collate stops": lambda: {"collate_fn": failures.fail_at, "dataset": [0, "stop", 2, 3, 4]},
     "length of the batch sampler": lambda: pieces("length"),
     "start of the sampler": lambda: single("iter"),
     "sampler, before the first batch": lambda: single(2),
@@ -277,7 +276,7 @@ def test_errors_come_where_torch_raises_them_and_the_pass_goes_on(workers, name)
 
     theirs = run(DataLoader, num_workers=2)
     gc.collect()  # torch's iterators
-    assert any(isinstance(step, tuple) and step[0] is not StopIteration for step in theirs) or "stops" in name
+    assert any(isinstance(step, tuple) and step[0] is not StopIteration for step in theirs)
     for persistent_workers in (False, True):
         assert_same(run(RPCDataloader, workers=workers, persistent_workers=persistent_workers), theirs)
 
@@ -294,9 +293,115 @@ def test_error_of_the_length_of_a_dataset_is_the_one_of_torch(workers, dataset):
     assert_same(run(RPCDataloader(dataset, workers=workers)), expected)
 
 
-def test_a_loop_ends_where_a_dataset_stops_it(workers):
-    """As with torch."""
-    assert list(RPCDataloader(Failures(), sampler=[0, 1, "stop", 3], batch_size=None, workers=workers)) == [0, 1]
+class StoppedAtOnce(Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitems__(self, indices):
+        return fail_if_in(indices, 20)
+
+
+def fail_if_in(indices, index):
+    if index in indices:
+        raise StopIteration("no more")
+    return indices
+
+
+def stop_at_two(samples):
+    return fail_if_in(samples, 2)
+
+
+STOPS = {
+    "sample": (
+        lambda: {"sampler": [0, 1, "stop", 3], "batch_size": None, "dataset": Failures()},
+        [0, 1, "Failures.__getitem__(stop)", 3],
+    ),
+    "sample of a batch": (
+        lambda: {"dataset": Failures(), "batch_sampler": [[0, 1], [2, "stop"], [4]], "collate_fn": kinds.as_is},
+        [[0, 1], "Failures.__getitem__(stop)", [4]],
+    ),
+    "samples at once": (
+        lambda: {"dataset": StoppedAtOnce(), "batch_size": 20, "collate_fn": len},
+        [20, f"StoppedAtOnce.__getitems__([{', '.join(map(str, range(20, 36)))}, ... 20 in all])"],
+    ),
+    "collate": (
+        lambda: {"dataset": range(5), "batch_size": 2, "collate_fn": stop_at_two},
+        [[0, 1], "collate_fn", [4]],
+    ),
+    "collate of a stream": (
+        lambda: {"dataset": Parts([5]), "batch_size": 2, "collate_fn": stop_at_two},
+        [[0, 1], "collate_fn", [4]],
+    ),
+    "collate of the rest of a stream": (
+        lambda: {"dataset": Parts([3]), "batch_size": 2, "collate_fn": stop_at_two},
+        [[0, 1], "collate_fn"],
+    ),
+    "stream without batches": (
+        lambda: {"dataset": Parts([4]), "batch_size": None, "collate_fn": lambda sample: stop_at_two([sample])[0]},
+        [0, 1, "collate_fn", 3],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", [None, "inline", "workers"])
+@pytest.mark.parametrize("name", STOPS)
+def test_stop_iteration_of_user_code_is_an_error_in_place_of_its_batch(workers, name, where):
+    """With torch, the epoch ends there, without a word."""
+    make, expected = STOPS[name]
+    options = {"workers": workers, "num_workers": 1} if where == "workers" else {"workers": where}
+    loader = RPCDataloader(**make(), **options)
+    *found, end = steps(iter(loader))
+    assert type(end) is StopIteration
+    assert len(found) == len(expected)
+    for step, text in zip(found, expected, strict=True):
+        if not isinstance(text, str):
+            assert step == text
+            continue
+        assert type(step) is RuntimeError
+        if where is None and "stream" not in name:
+            assert "raised StopIteration, which would have ended the epoch" in str(step)
+        else:
+            assert str(step) == f"{text} raised StopIteration, which would have ended the epoch"
+        cause = step.__cause__
+        assert "StopIteration: " in str(cause) if where == "workers" else type(cause) is StopIteration
+    assert loader.state_dict()["num_batches"] == len(expected)
+
+
+@pytest.mark.parametrize("where", [None, "inline", "workers"])
+def test_rest_that_is_dropped_is_the_end_of_a_stream(workers, where):
+    options = {"workers": workers, "num_workers": 1} if where == "workers" else {"workers": where}
+    loader = RPCDataloader(Parts([5]), 2, drop_last=True, collate_fn=kinds.as_is, **options)
+    assert list(loader) == [[0, 1], [2, 3]]
+    assert loader.state_dict()["finished"]
+
+
+def stop_here(_worker_id):
+    raise StopIteration
+
+
+class NeverBegun(IterableDataset):
+    def __iter__(self):
+        raise StopIteration
+
+
+def test_worker_or_stream_that_stops_at_its_start_is_an_error(workers):
+    for where in {"workers": "inline"}, {"workers": workers, "num_workers": 1}:
+        with pytest.raises(RuntimeError, match=r"NeverBegun\.__iter__\(\) raised StopIteration"):
+            list(RPCDataloader(NeverBegun(), **where))
+    with pytest.raises(RuntimeError, match="worker_init_fn raised StopIteration"):
+        list(RPCDataloader(range(4), worker_init_fn=stop_here, workers=workers))
+
+
+def test_stopped_samples_are_skipped_and_tried_again_as_other_errors(workers, caplog):
+    options = {"sampler": [0, 1, "stop", 3], "batch_size": 2, "collate_fn": kinds.as_is, "workers": workers}
+    loader = RPCDataloader(Failures(), **options, on_error="skip")
+    assert list(loader) == [[0, 1], [3]]
+    assert loader.num_skipped == 1
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        list(RPCDataloader(Failures(), **options, retry_on=RuntimeError, max_retries=1))
+    assert "is tried again" in caplog.text
+    with pytest.raises(ValueError, match="retry_on: a StopIteration of the dataset is raised as a RuntimeError"):
+        RPCDataloader(Failures(), **options, retry_on=StopIteration)
 
 
 # Before the first sample
@@ -394,6 +499,6 @@ def test_batch_that_cannot_be_brought_over_is_named_and_the_next_one_comes(worke
 def test_failures_are_as_they_are_without_workers():
     """Debugging with workers="inline" shows the exception itself."""
     found = load(functools.partial(RPCDataloader, workers="inline"), ["required arguments", 1, "stop", "lock", 2])
-    types = [failures.RequiredArguments, int, StopIteration, failures.WithLock, int, StopIteration]
+    types = [failures.RequiredArguments, int, RuntimeError, failures.WithLock, int, StopIteration]
     assert [type(step) for step in found] == types
     assert found[0].__cause__ is None

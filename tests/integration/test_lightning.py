@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
-from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 from tests.integration.origins import run_ranks
 from tests.integration.training import Points, PointStream, Seen, collate, flat
 
@@ -114,6 +114,32 @@ def test_checkpoint_in_the_middle_of_an_epoch_goes_on_with_the_next_batch(make_l
     assert trainer.global_step == 8
 
 
+def test_checkpoint_of_a_later_epoch_goes_on_in_its_order_and_on_as_many_ranks(shared_server, tmp_path):
+    """Lightning begins the pass before it tells the sampler which epoch this is."""
+    checkpoint = tmp_path / "checkpoint"
+
+    def make_loader(kind, num_ranks):
+        dataset = RPCDataset(shared_server.address, Points, 12)
+        return RPCDataloader(dataset, 2, sampler=kind(dataset, num_ranks, 0), collate_fn=collate)
+
+    def resume(kind, num_ranks):
+        model = Model(shared_server.pid)
+        loader = make_loader(kind, num_ranks)
+        make_trainer(num_sanity_val_steps=0).fit(model, loader, ckpt_path=checkpoint, weights_only=False)
+        return model.trained.indices
+
+    whole = Model(shared_server.pid, save=(4, checkpoint))
+    make_trainer(num_sanity_val_steps=0).fit(whole, make_loader(DistributedSampler, 2))
+    assert len(whole.trained.indices) == 6
+    assert resume(DistributedSampler, 2) == whole.trained.indices[4:]
+    with pytest.raises(ValueError, match=r"on rank 0 of 2, and here is .*0 of 1: .* ResumableDistributedSampler"):
+        resume(DistributedSampler, 1)
+    # One batch of each rank was delivered.
+    sampler = DistributedSampler(range(12), 1, 0)
+    sampler.set_epoch(1)
+    assert flat(resume(ResumableDistributedSampler, 1)) == list(sampler)[4:]
+
+
 class OwnBatchSampler(BatchSampler):
     """Lightning makes those again whose class is not torch's."""
 
@@ -139,7 +165,7 @@ def train_as_rank(address, server, store):
         trainer = make_trainer(devices=2, strategy="ddp")
         trainer.fit(model, loader)
         assert isinstance(trainer.train_dataloader, RPCDataloader)
-        assert isinstance(trainer.train_dataloader.batch_sampler.sampler, torch.utils.data.DistributedSampler)
+        assert isinstance(trainer.train_dataloader.batch_sampler.sampler, DistributedSampler)
         seen.append(model.trained.indices)
     torch.distributed.destroy_process_group()
     return seen

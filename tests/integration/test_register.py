@@ -198,7 +198,7 @@ def test_server_with_another_secret_is_left_out(register, where, tmp_path, caplo
 def test_check_takes_a_directory(register, where, capsys):
     addresses = [register()[0].address for _ in range(2)]
     name = "tests.integration.datasets:Numbers"
-    assert check([name, "--workers", where, "--seconds", "0.05"]) == 0
+    assert check([name, "--workers", where]) == 0
     output = capsys.readouterr().out
     assert all(f"on {address}, after" in output for address in addresses)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -90,6 +91,28 @@ def test_saved_pass_goes_on_where_it_was(shards, server):
     resumed = load(shuffled(shards), server)
     resumed.load_state_dict(loader.state_dict())
     assert begun + numbers_of(resumed, [server.pid], 2) == whole
+
+
+def test_saved_pass_goes_on_on_as_many_ranks_only(shards, server, monkeypatch):
+    def begin(rank, world_size, state=None):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        loader = load(pipeline(shards), server, num_workers=1)
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader
+
+    numbers, states = [], []
+    for rank in range(2):
+        loader = begin(rank, 2)
+        numbers += [number for batch in itertools.islice(loader, 2) for number in batch.numbers]
+        states.append(loader.state_dict())
+    for other in (1, 4):
+        with pytest.raises(ValueError, match=rf"rank 0 of 2, and here is .* of {other}: .* go on with as many ranks"):
+            begin(0, other, states[0])
+    for rank in range(2):
+        numbers += [number for batch in begin(rank, 2, states[rank]) for number in batch.numbers]
+    assert sorted(numbers) == NUMBERS
 
 
 def load_share(address, shards, pid):

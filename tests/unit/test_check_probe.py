@@ -1,15 +1,16 @@
-"""What is asked of a dataset where it is."""
+"""What stands for the dataset where it is."""
 
 from __future__ import annotations
 
 import random
+import sys
+import types
 
+import pytest
 from torch.utils.data import IterableDataset
 
-from rpcdataloader.check.probe import Description, Failure, Load, Measure, Measured, Probe, describe
+from rpcdataloader.check.probe import Probe, Timed
 from rpcdataloader.wire.pickling import dumps_reply
-
-WANTED = [(3, 0), (1, 1), (2, 2)]
 
 
 class Batched(list):
@@ -22,54 +23,77 @@ class Stream(IterableDataset):
         return iter(range(5))
 
 
-def test_measuring_ends_with_the_time_but_not_before_the_first_sample():
-    measured = Probe(lambda: list(range(9)))[Measure(WANTED, 1e-9)]
-    assert measured.num_samples == 1
-    assert measured.samples_per_second > 0
-    measured = Probe(lambda: ["", "a" * 90, "a" * 10, "a" * 50])[Measure(WANTED, 60.0)]
-    sizes = [dumps_reply("a" * number).size_bytes for number in (50, 90, 10)]
-    assert isinstance(measured, Measured)
-    assert measured.num_samples == 3
-    assert (measured.smallest_bytes, measured.largest_bytes) == (min(sizes), max(sizes))
-    assert measured.mean_bytes == sum(sizes) / 3
+class Drawn:
+    def __getitem__(self, index):
+        return random.random()
 
 
-def test_samples_are_those_of_the_indices_or_the_first_of_a_stream():
-    load = Load(WANTED)
-    assert Probe(lambda: [10, 11, 12, 13])[load] == [13, 11, 12]
-    assert Probe(lambda: Batched([10, 11, 12, 13]))[load] == [("batched", 13), ("batched", 11), ("batched", 12)]
-    assert Probe(Stream)[load] == [0, 1, 2]
-    assert Probe(Stream)[Load([(0, place) for place in range(9)])] == [0, 1, 2, 3, 4]
+@pytest.fixture
+def probe(monkeypatch):
+    """Makes a probe of what it is given, or of what that makes."""
+
+    def probe(given):
+        module = types.ModuleType("checked")
+        module.given = given
+        monkeypatch.setitem(sys.modules, "checked", module)
+        return Probe("checked:given")
+
+    return probe
 
 
-def test_failures_name_the_sample_and_the_line():
-    failure = Probe(lambda: [1, 2])[Load(WANTED)]
-    assert isinstance(failure, Failure)
-    assert failure.what == "dataset[3]: IndexError: list index out of range"
-
-    def make():
-        raise ValueError("no files")
-
-    failure = Probe(make)[describe]
-    assert failure.what == "ValueError: no files"
-    assert failure.frames[-1] == '    raise ValueError("no files")'
-    assert failure.frames[-2].startswith(__file__)
+def test_samples_are_those_of_the_indices(probe):
+    found = probe(lambda: [10, 11, 12, 13])
+    assert [found[index] for index in (3, 1)] == [[13], [11]]
+    assert probe(Batched([10, 11]))[1] == [("batched", 11)]
 
 
-def test_description():
-    assert describe([1, 2]) == Description("list", "map", 2)
-    assert describe(Stream()).style == "iterable"
-    assert describe(5) == Description("int", "", None)
+def test_stream_begins_again_where_it_is_asked_for_another_place_than_the_next(probe):
+    found = probe(Stream)
+    assert [found[place] for place in (0, 1, 2, 0, 1)] == [[0], [1], [2], [0], [1]]
+    # As of the worker after one that has died.
+    assert probe(Stream)[3] == [3]
+    assert [found[place] for place in (0, 0)] == [[0], [0]]
+    assert [found[place] for place in range(7)] == [[0], [1], [2], [3], [4], [], []]
 
 
-def test_seed_depends_on_the_position_alone():
-    class Drawn:
-        def __getitem__(self, index):
-            return random.random()
+def test_sample_that_is_timed_stays_there(probe):
+    ((seconds, size_bytes),) = probe(lambda: ["a" * 90])[Timed(0)]
+    assert 0 < seconds < 60
+    assert size_bytes == dumps_reply("a" * 90).size_bytes
 
+
+def test_seed_depends_on_the_index_alone(probe):
+    found = probe(Drawn)
     state = random.getstate()
-    forwards = Probe(Drawn)[Load([(0, 0), (1, 1)])]
-    backwards = Probe(Drawn)[Load([(5, 1), (6, 0)])]
+    forwards = [found[index] for index in (0, 1)]
+    backwards = [found[index] for index in (1, 0)]
     random.setstate(state)
     assert forwards == backwards[::-1]
     assert forwards[0] != forwards[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "text", "length"),
+    [
+        ([1, 2], "list of 2 samples", 2),
+        (lambda: range(1000), "range of 1,000 samples", 1000),
+        (Stream, f"{__name__}.Stream, which is iterable,", None),
+        (Stream(), f"{__name__}.Stream, which is iterable,", None),
+        (Drawn, f"{__name__}.Drawn, which has no length (RPCDataloader needs a sampler),", None),
+    ],
+)
+def test_facts(probe, given, text, length):
+    assert probe(given).facts == (text, length, None)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        (lambda: None, TypeError, "checked:given gives NoneType, which has no __getitem__ .* is a return missing?"),
+        (5, TypeError, "checked:given gives int, which has no __getitem__"),
+        (list, ValueError, "list is empty: its length is 0. Is the path right"),
+    ],
+)
+def test_what_is_no_dataset(probe, given, kind, message):
+    with pytest.raises(kind, match=message):
+        probe(given)

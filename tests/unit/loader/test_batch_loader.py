@@ -3,6 +3,7 @@ from __future__ import annotations
 import collections
 import collections.abc
 import random
+import re
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -100,14 +101,18 @@ def test_errors_propagate_and_leave_nothing_behind(error, inline, stage):
             return fail(index) if stage == "fetch" else index
 
     state = random.getstate()
-    with pytest.raises(type(error)) as caught:
+    stops = isinstance(error, StopIteration)
+    with pytest.raises(RuntimeError if stops else type(error)) as caught:
         load(
             Failing(),
             inline=inline,
             collate_fn=fail if stage == "collate" else None,
             worker_init_fn=fail if stage == "init" else None,
         )
-    assert caught.value is error
+    assert (caught.value.__cause__ if stops else caught.value) is error
+    if stops:
+        place = {"fetch": r"Failing\.__getitem__\(\d+\)", "collate": "collate_fn", "init": "worker_init_fn"}[stage]
+        assert re.match(f"{place} raised StopIteration, which would have ended the epoch", str(caught.value))
     assert seeding._current_seed is None
     assert not inline or random.getstate() == state
 
