@@ -57,15 +57,7 @@ PURE = {
     "rpcdataloader.plan.batches",
     "rpcdataloader.plan.streams",
     "rpcdataloader.plan.timeouts",
-    "rpcdataloader.loader.budget",
     "rpcdataloader.loader.origin",
-    "rpcdataloader.loader.roster",
-    "rpcdataloader.loader.choosing",
-    "rpcdataloader.loader.pace",
-    "rpcdataloader.loader.ranking",
-    "rpcdataloader.loader.scheduler",
-    "rpcdataloader.loader.streams",
-    "rpcdataloader.loader.timeouts",
 }
 IMPURE = {
     "asyncio",
