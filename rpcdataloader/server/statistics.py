@@ -226,6 +226,11 @@ class StacksAsked:
         self._has_unsent = not self._link.flush()
 
     @property
+    def has_unsent(self) -> bool:
+        """Whether something waits for room."""
+        return self._has_unsent
+
+    @property
     def is_over(self) -> bool:
         """Whether everything has been said."""
         return not self._waiting and not self._has_unsent
