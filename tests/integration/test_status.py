@@ -705,7 +705,7 @@ def test_watch_draws_on_the_alternate_screen_and_leaves_it(serve, number, status
 def test_watch_shows_the_top_of_what_a_terminal_has_no_room_for(serve):
     server = serve()
     others = [f"127.0.0.1:{port}" for port in range(1, 20)]  # of no server
-    with watched(server.address, *others, "--watch", "0.05", lines=8) as (watching, read_until):
+    with watched(server.address, *others, "--watch", "0.05", lines=8) as (_watching, read_until):
         read_until(lambda text: text.count("\x1b[J") >= 2)
     picture = read_until.text.split("\x1b[H")[1].split("\x1b[J")[0].split("\r\n")
     assert len(picture) == 8
