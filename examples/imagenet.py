@@ -11,8 +11,12 @@ Under Slurm, export ``MASTER_ADDR`` and ``MASTER_PORT`` in the job script, and s
 
     srun python examples/imagenet.py DATA --workers node01:6543 node02:6543
 
-Workers decode, crop and flip. Images travel as uint8, a quarter of the bytes of float32, arrive on the GPU, and are
-normalised there.
+Workers decode, crop and flip. Images travel as uint8, a quarter of the bytes of float32. The loader delivers them on
+the GPU, which normalises them.
+
+The checkpoint is written after each epoch. On SIGUSR1 or SIGTERM it is written after the batch that is under way, and
+the script ends with exit code 75: it wants to be started again. Training goes on with the next batch, also on another
+number of GPUs or with other workers. Each epoch shows each image once, however often it was interrupted.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
+import sys
 import time
 from typing import Any
 
@@ -28,10 +34,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
-from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 
 # Of the pixels 0 to 255 of ImageNet, per channel.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
@@ -64,10 +69,57 @@ def normalise(images: Tensor) -> Tensor:
     return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
 
 
+def find_learning_rate(num_epochs: float, world_size: int, args: argparse.Namespace) -> float:
+    """Rise in proportion, then fall along a cosine; a function of what was seen, for any number of ranks.
+
+    Args:
+        num_epochs: Passes over the training images until now.
+    """
+    peak: float = args.lr * args.batch_size * world_size / 256
+    if num_epochs < args.warmup_epochs:
+        return peak * num_epochs / args.warmup_epochs
+    rest = (num_epochs - args.warmup_epochs) / max(1, args.epochs - args.warmup_epochs)
+    return peak * (0.5 + 0.5 * math.cos(math.pi * min(1, rest)))
+
+
 def sum_over_ranks(values: Tensor) -> list[float]:
     if dist.is_initialized():
         dist.all_reduce(values)
     return values.tolist()
+
+
+class StopRequest:
+    """Whether this training is to end, and to go on another time: SIGUSR1 or SIGTERM has come."""
+
+    def __init__(self) -> None:
+        self._has_come = False
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, self._take)
+
+    def _take(self, _number: int, _frame: object) -> None:
+        self._has_come = True
+
+    def is_known_to_a_rank(self) -> bool:
+        """To be asked after each batch: the signal finds ranks at different ones, and all must stop at the same."""
+        return sum_over_ranks(torch.tensor([float(self._has_come)]))[0] > 0
+
+
+def save_checkpoint(path: str, rank: int, parts: dict[str, Any], **progress: Any) -> None:
+    """Let rank 0 save the states of all parts. If it is killed meanwhile, the checkpoint before is still there."""
+    if rank == 0:
+        states = {name: part.state_dict() for name, part in parts.items()}
+        torch.save({**states, "generator": torch.get_rng_state(), **progress}, f"{path}.new")
+        os.replace(f"{path}.new", path)
+    if dist.is_initialized():
+        dist.barrier()  # the first rank that ends makes torchrun end the others
+
+
+def load_checkpoint(path: str, parts: dict[str, Any]) -> dict[str, Any]:
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(state[name])
+    torch.set_rng_state(state["generator"])
+    return state
 
 
 def evaluate(network: nn.Module, loader: RPCDataloader, precision: dict[str, Any], device: torch.device) -> list[float]:
@@ -108,7 +160,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--weight-decay", type=float, default=1e-4, help="of SGD (default: %(default)s)")
     add("--amp", choices=["bfloat16", "float16", "off"], default="bfloat16", help="precision (default: %(default)s)")
     add("--seed", type=int, default=0, help="for weights, order and augmentation (default: %(default)s)")
-    add("--checkpoint", metavar="FILE", default="resnet50.pt", help="overwritten each epoch (default: %(default)s)")
+    add("--checkpoint", metavar="FILE", default="resnet50.pt", help="save and go on there (default: %(default)s)")
     return parser.parse_args(argv)
 
 
@@ -123,12 +175,12 @@ def main() -> None:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     if world_size > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, rank=rank, world_size=world_size)
     torch.manual_seed(args.seed)
 
     train_set, val_set = build_datasets(args.data, args.image_size, args.workers)
-    sampler: DistributedSampler = DistributedSampler(train_set, world_size, rank, seed=args.seed)
+    sampler = ResumableDistributedSampler(train_set, world_size, rank, seed=args.seed)
     train_loader = RPCDataloader(train_set, args.batch_size, sampler=sampler, device=device)
     # A DistributedSampler would count some images twice, to give each rank the same number of them.
     share = range(rank, len(val_set), world_size)
@@ -140,22 +192,15 @@ def main() -> None:
     if precision["enabled"]:
         precision["dtype"] = getattr(torch, args.amp)
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "float16")
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=args.lr * args.batch_size * world_size / 256,
-        momentum=args.momentum,
-        weight_decay=args.weight_decay,
-    )
-    num_warmup, num_steps = (n * len(train_loader) for n in (args.warmup_epochs, args.epochs))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=args.momentum, weight_decay=args.weight_decay)
+    parts = {"network": network, "optimizer": optimizer, "scaler": scaler, "loader": train_loader}
+    first_epoch, num_seen = 0, 0  # images of this epoch, by all ranks
+    stop = StopRequest()
+    if os.path.exists(args.checkpoint):
+        progress = load_checkpoint(args.checkpoint, parts)  # by all ranks: they were at the same batch
+        first_epoch, num_seen = progress["epoch"], progress["num_seen"]
 
-    def warmup_then_cosine(step: int) -> float:
-        if step < num_warmup:
-            return (step + 1) / num_warmup
-        return 0.5 + 0.5 * math.cos(math.pi * (step - num_warmup) / max(1, num_steps - num_warmup))
-
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup_then_cosine)
-
-    for epoch in range(args.epochs):
+    for epoch in range(first_epoch, args.epochs):
         sampler.set_epoch(epoch)
         model.train()
         sums = torch.zeros(3, device=device, dtype=torch.float64)
@@ -165,28 +210,34 @@ def main() -> None:
             train_loader, f"epoch {epoch + 1}", leave=False, disable=None if rank == 0 else True
         ):
             waited += time.perf_counter() - asked
+            num_seen += len(labels) * world_size
+            for group in optimizer.param_groups:
+                group["lr"] = find_learning_rate(epoch + num_seen / len(train_set), world_size, args)
             with torch.autocast(**precision):
                 loss = F.cross_entropy(model(normalise(images)), labels)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-            schedule.step()
             sums[0] += loss.detach() * len(labels)
             sums[1] += len(labels)
+            if stop.is_known_to_a_rank():
+                save_checkpoint(args.checkpoint, rank, parts, epoch=epoch, num_seen=num_seen)
+                sys.exit(os.EX_TEMPFAIL)
             asked = time.perf_counter()
+        num_seen = 0
         sums[2] += waited
         loss_sum, num_images, waited = sum_over_ranks(sums)
         seconds = time.perf_counter() - start
         accuracy, accuracy_of_five = evaluate(network, val_loader, precision, device)
         if rank == 0:
             print(
-                f"epoch {epoch + 1:2}  loss {loss_sum / num_images:.4f}  {num_images / seconds:6.0f} images/s  "
+                f"epoch {epoch + 1:2}  loss {loss_sum / max(1, num_images):.4f}  {num_images / seconds:6.0f} images/s  "
                 f"waiting for data {waited / world_size / seconds:4.0%}  "
                 f"validation accuracy {accuracy:.4f}, within five guesses {accuracy_of_five:.4f}",
                 flush=True,
             )
-            torch.save({"epoch": epoch + 1, "network": network.state_dict()}, args.checkpoint)
+        save_checkpoint(args.checkpoint, rank, parts, epoch=epoch + 1, num_seen=num_seen)
 
     if world_size > 1:
         # Before the group: what ends with the model holds the interpreter while it waits for threads that may want it.

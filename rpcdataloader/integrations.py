@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -89,17 +89,26 @@ class TrainerMixin:
         # To go on in the middle of an epoch, a Trainer skips by this function, and offers no other way to choose it.
         importlib.import_module("transformers.trainer").skip_first_batches = skip_first_batches  # type: ignore[attr-defined]
         parent: Any = super()
-        return self._keep_workers(parent.get_train_dataloader())
+        return self._with_workers(parent.get_train_dataloader)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         parent: Any = super()
-        return self._keep_workers(parent.get_eval_dataloader(eval_dataset))
+        return self._with_workers(parent.get_eval_dataloader, eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         parent: Any = super()
-        return self._keep_workers(parent.get_test_dataloader(test_dataset))
+        return self._with_workers(parent.get_test_dataloader, test_dataset)
 
-    def _keep_workers(self, prepared: Any) -> Any:
+    def _with_workers(self, make: Callable[..., Any], *dataset: Any) -> Any:
+        this: Any = self
+        # The Trainer makes a loader of torch's first, which refuses persistent workers where there are 0. Ours takes 0
+        # for all workers, so the Trainer is told of 1 for this moment.
+        num_workers = this.args.dataloader_num_workers
+        this.args.dataloader_num_workers = num_workers or 1
+        try:
+            prepared = make(*dataset)
+        finally:
+            this.args.dataloader_num_workers = num_workers
         loader = prepared.base_dataloader
         if isinstance(loader, RPCDataloader):  # one that the Trainer has kept
             return prepared
@@ -108,6 +117,8 @@ class TrainerMixin:
             prepared,
             loader,
             worker_init_fn=None,
+            num_workers=num_workers,
+            prefetch_factor=this.args.dataloader_prefetch_factor,
             workers=None if isinstance(loader.dataset, RPCDataset) else self.workers,
         )
 

@@ -492,7 +492,7 @@ class BatchTable(Generic[W]):
     def _hedge(self, now: float) -> tuple[W, int] | None:
         """Send a second copy of a late task, the oldest first, while what everybody waits for is one of these."""
         awaited = self._awaited() if self._may_hedge else None
-        if awaited is None or now < self._late_at(awaited):
+        if awaited is None or awaited.num_deaths or now < self._late_at(awaited):
             return None
         for number, task in self._tasks.items():
             if task.may_be_doubled and self._late_at(task) <= now:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from rpcdataloader.errors import RemoteProtocolError
 from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.counters import Seen, View
+from rpcdataloader.server.counters import WORK, Seen, View
 from rpcdataloader.server.cpus import available_cpus
 from rpcdataloader.server.link import Link
 from rpcdataloader.wire.cgroups import read
@@ -99,45 +100,49 @@ def describe(
         stacks: By process id of a worker; None if they were not asked for.
     """
     node = view.node
-    clients: dict[int, ClientStatus] = {}
-    work = node.counts
+    clients = []
     for session in view.sessions:
-        own = session.counts
-        workers = []
-        for worker in view.workers:
-            if worker.session == session.place:
-                own += worker.counts
-                workers.append(_describe_worker(worker, now, see(worker.pid), unread, stacks))
+        seen = [worker for worker in view.workers if worker.session == session.place]
+        last = max([session, *seen], key=lambda row: row.failed)
+        workers = [_describe_worker(worker, now, see(worker.pid), unread, stacks) for worker in seen]
         host, _, pid = session.client.rpartition(":")
-        clients[session.place] = ClientStatus(
-            host=host,
-            pid=int(pid) if pid.isdecimal() else 0,
-            rank=session.rank,
-            job=session.job,
-            session_pid=session.pid,
-            state=_state_of(session),
-            state_seconds=_seconds(now, session.since),
-            age_seconds=_seconds(now, session.started),
-            workers=sorted(workers, key=lambda worker: worker.number),
-            **asdict(own),
+        clients.append(
+            ClientStatus(
+                host=host,
+                pid=int(pid) if pid.isdecimal() else 0,
+                rank=None if session.rank < 0 else session.rank,
+                job=session.job,
+                session_pid=session.pid,
+                state=_state_of(session),
+                state_seconds=_seconds(now, session.since),
+                age_seconds=_seconds(now, session.started),
+                last_error=last.error or None,
+                last_error_seconds=_seconds(now, last.failed) if last.error else None,
+                workers=sorted(workers, key=lambda worker: worker.number),
+                **_sum(session, *seen),
+            )
         )
-        work += own
-    meminfo = dict(line.split(":", 1) for line in read("/proc/meminfo").splitlines() if ":" in line)
+    memory = {name: 1024 * int(size) for name, size in re.findall(r"(\w+): +(\d+) kB", read("/proc/meminfo"))}
     return NodeStatus(
         host=context.node,
         pid=node.pid,
         uptime_seconds=_seconds(now, node.started),
-        draining=node.draining,
-        num_workers=view.num_workers,
-        max_connections=view.max_connections,
+        draining=bool(node.draining),
+        num_workers=node.num_workers,
+        max_connections=None if node.max_connections < 0 else node.max_connections,
         cpus=available_cpus(),
-        memory_total_bytes=_kilobytes(meminfo.get("MemTotal", "")),
-        memory_available_bytes=_kilobytes(meminfo.get("MemAvailable", "")),
+        load_average=os.getloadavg()[0],
+        memory_total_bytes=memory.get("MemTotal", 0),
+        memory_available_bytes=memory.get("MemAvailable", 0),
         ended_workers=node.ended_workers + sum(session.ended_workers for session in view.sessions),
-        refused_connections=view.refused,
-        clients=list(clients.values()),
-        **asdict(work),
+        refused_connections=node.refused,
+        clients=clients,
+        **_sum(node, *view.sessions, *view.workers),
     )
+
+
+def _sum(*rows: Seen) -> dict[str, int]:
+    return {name: sum(getattr(row, name) for row in rows) for name in WORK}
 
 
 def _describe_worker(
@@ -148,7 +153,7 @@ def _describe_worker(
         pid=worker.pid,
         state=_state_of(worker),
         state_seconds=_seconds(now, worker.since),
-        draining=worker.draining,
+        draining=bool(worker.draining),
         process_state=use.state,
         age_seconds=_seconds(now, worker.started),
         queued=max(0, worker.unanswered - worker.running),
@@ -156,7 +161,7 @@ def _describe_worker(
         cpu_seconds=use.cpu_seconds,
         memory_bytes=use.memory_bytes,
         stack=None if stacks is None else stacks.get(worker.pid, _NO_STACK),
-        **asdict(worker.counts),
+        **_sum(worker),
     )
 
 
@@ -169,11 +174,6 @@ def _state_of(seen: Seen) -> str:
 
 def _seconds(now: int, then: int) -> float:
     return max(0, now - then) / 1e9
-
-
-def _kilobytes(text: str) -> int:
-    number = text.split()[0] if text.split() else ""
-    return 1024 * int(number) if number.isdecimal() else 0
 
 
 def ask_for_stacks(node: Link) -> dict[int, str]:

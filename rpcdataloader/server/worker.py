@@ -20,6 +20,7 @@ import queue
 import select
 import threading
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -345,17 +346,23 @@ class Worker:
         return timer
 
     def _reply_error(self, request_id: int, error: BaseException) -> None:
-        self._reply(request_id, MessageType.ERROR, Encoded(dumps_exception(error, self._where), []))
+        text = " ".join("".join(traceback.format_exception_only(error)).split())
+        self._reply(request_id, MessageType.ERROR, Encoded(dumps_exception(error, self._where), []), error=text)
 
-    def _reply(self, request_id: int, type: MessageType, encoded: Encoded, task: bool = False) -> bool:
+    def _reply(
+        self, request_id: int, type: MessageType, encoded: Encoded, task: bool = False, error: str | None = None
+    ) -> bool:
         """Answer a request, once; returns False if it was answered before, by the time limit."""
         with self._lock:
             if request_id not in self._unanswered:
                 return False
             self._unanswered.discard(request_id)
             # Before the client has the answer, so that it finds it counted.
-            what = ERRORS if type == MessageType.ERROR else TASKS if task else CALLS
-            self._row.answered(None if request_id in self._cancelled else what, len(self._unanswered))
+            what = ERRORS if error is not None else TASKS if task else CALLS
+            wanted = request_id not in self._cancelled
+            self._row.answered(what if wanted else None, len(self._unanswered))
+            if error is not None and wanted:
+                self._row.failed(error)
             self._cancelled.discard(request_id)
         if not self._outbox.empty() or not self._send_now(type, request_id, encoded):
             self._replies.take(encoded.size_bytes)

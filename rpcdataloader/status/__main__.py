@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rpcdataloader.errors import AuthenticationError
 from rpcdataloader.status.asking import Asker, Places
 from rpcdataloader.status.report import Look, as_data, as_text
 from rpcdataloader.wire.certificates import client_tls
 
-# Cursor to the upper left corner, and everything away.
-_CLEAR = "\x1b[H\x1b[2J\x1b[3J"
+# The alternate screen of a terminal, which leaves what the user had on it alone, without wrapping long lines.
+_ENTER, _LEAVE = "\x1b[?1049h\x1b[?7l", "\x1b[?7h\x1b[?1049l"
+# Cursor to the upper left corner; away with the rest of a line, and of the screen.
+_HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -42,16 +47,19 @@ def make_parser() -> argparse.ArgumentParser:
         type=_seconds,
         const=2.0,
         metavar="SECONDS",
-        help="look again and again, so often, until Ctrl-C (default: once; %(const)g s if nothing else is said)",
+        help="look again every SECONDS (default: %(const)g), until Ctrl-C; on a terminal's alternate screen",
     )
+    parser.add_argument("--workers", action="store_true", help="show each client and each worker, too")
     parser.add_argument("--json", action="store_true", help="print a JSON document per look (default: text)")
-    parser.add_argument("--stacks", action="store_true", help="show where each worker is in its Python code")
+    parser.add_argument(
+        "--stacks", action="store_true", help="show where each worker is in its Python code; implies --workers"
+    )
     parser.add_argument(
         "--timeout",
         type=_seconds,
         default=5.0,
         metavar="SECONDS",
-        help="wait so long for the answer of a node server (default: %(default)g)",
+        help="limit for the answer of each node server (default: %(default)g)",
     )
     return parser
 
@@ -73,14 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, AuthenticationError) as exc:
         parser.error(str(exc))
     before: Look | None = None
+    redraw = options.watch is not None and not options.json and sys.stdout.isatty()
     try:
-        while True:
-            look = _look(places, asker, stacks=options.stacks)
-            _show(look, before, as_json=options.json, redraw=options.watch is not None and sys.stdout.isatty())
-            before = look
-            if options.watch is None:
-                return look.exit_status
-            time.sleep(options.watch)
+        with _alternate_screen() if redraw else contextlib.nullcontext():
+            while True:
+                addresses = places.find()
+                answers = asker.ask(addresses, stacks=options.stacks)
+                look = Look(time.time(), answers, places.problems(), () if addresses else places.names())
+                text = _describe(look, before, options)
+                sys.stdout.write(_fit(text) if redraw else text)
+                sys.stdout.flush()
+                before = look
+                if options.watch is None:
+                    return look.exit_status
+                time.sleep(options.watch)
     except KeyboardInterrupt:
         return 1 if before is None else before.exit_status
     except BrokenPipeError:
@@ -91,23 +105,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asker.close()
 
 
-def _look(places: Places, asker: Asker, *, stacks: bool) -> Look:
-    addresses = places.find()
-    answers = asker.ask(addresses, stacks=stacks)
-    return Look(time.time(), answers, places.problems(), () if addresses else places.names())
+@contextlib.contextmanager
+def _alternate_screen() -> Iterator[None]:
+    """Leave it whatever happens, SIGTERM included."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+    try:
+        sys.stdout.write(_ENTER)
+        yield
+    finally:
+        sys.stdout.write(_LEAVE)
+        sys.stdout.flush()
 
 
-def _show(look: Look, before: Look | None, *, as_json: bool, redraw: bool) -> None:
-    if as_json:
-        text = json.dumps(as_data(look, before)) + "\n"
-    else:
-        text = as_text(look, before, time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(look.time)))
-        if redraw:
-            text = _CLEAR + text
-        elif before is not None:
-            text = "\n" + text
-    sys.stdout.write(text)
-    sys.stdout.flush()
+def _describe(look: Look, before: Look | None, options: argparse.Namespace) -> str:
+    if options.json:
+        return json.dumps(as_data(look, before)) + "\n"
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(look.time))
+    text = as_text(look, before, when, workers=options.workers or options.stacks)
+    return text if before is None else "\n" + text
+
+
+def _fit(text: str) -> str:
+    """As much from the beginning of a text as the screen has room for."""
+    lines = text.strip("\n").splitlines()
+    room = os.get_terminal_size(sys.stdout.fileno()).lines or len(lines)  # 0 if it does not know
+    if len(lines) > room:
+        lines[room - 1 :] = [f"... {len(lines) - room + 1} more lines than this terminal has"]
+    return _HOME + f"{_END_OF_LINE}\n".join(lines) + _END_OF_LINE + _END_OF_SCREEN
 
 
 if __name__ == "__main__":

@@ -6,16 +6,13 @@ import dataclasses
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rpcdataloader.wire.printable import printable
 from rpcdataloader.wire.status import ClientStatus, NodeStatus, Work, WorkerStatus
 
 #: Of the JSON document; it changes when a key is renamed or goes.
 SCHEMA = 1
-
-#: Columns of the text, stacks and errors apart.
-WIDTH = 100
 
 State = Literal["ready", "draining", "unreachable", "refused"]
 
@@ -68,13 +65,8 @@ def state_of(answer: Answer) -> State:
     return "draining" if answer.status.draining else "ready"
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Per second of an interval, or since the beginning.
-
-    Attributes:
-        cpu: CPU time per time; 1 for one CPU.
-    """
+class Rates(NamedTuple):
+    """Per second of an interval, or since the beginning; CPU time per time, which is 1 for one CPU."""
 
     tasks: float
     sent_bytes: float
@@ -82,66 +74,50 @@ class Rates:
     cpu: float
 
 
-def rates_of(now: Work, before: Work | None, seconds: float, cpu_seconds: float = 0.0) -> Rates:
-    """What was done between two looks.
-
-    Args:
-        before: None for everything until now.
-        seconds: Between the two, or since it began.
-        cpu_seconds: That were used in this time.
-    """
-    seconds = max(seconds, 1e-3)
-
-    def rate(name: str) -> float:
-        value: int = getattr(now, name) - (0 if before is None else getattr(before, name))
-        return max(0, value) / seconds
-
-    return Rates(rate("tasks"), rate("sent_bytes"), rate("received_bytes"), max(0.0, cpu_seconds) / seconds)
-
-
 class Comparison:
-    """A node server now and, if it was looked at before, then.
+    """A node server now and, if there was a look before and it was not restarted since, then.
 
     Attributes:
         interval: Seconds between the two on its clock; None if there was no look before: all rates are averages then,
-            each since its process, or its connection, began.
+            each since its process, or its connection, began. The CPU time of node and client is that of their present
+            workers.
     """
 
     def __init__(self, now: NodeStatus, before: NodeStatus | None) -> None:
-        if before is not None and (before.pid, before.host) != (now.pid, now.host):
-            before = None  # it was restarted
+        seconds = 0.0
+        if before is not None and (before.pid, before.host) == (now.pid, now.host):
+            seconds = now.uptime_seconds - before.uptime_seconds
         self.now = now
-        self._before = before
-        self.interval = None if before is None else now.uptime_seconds - before.uptime_seconds
-        if self.interval is not None and self.interval <= 0:
-            self._before = self.interval = None
-        clients = [] if self._before is None else self._before.clients
-        self._clients = {_name(client): client for client in clients}
+        self.interval = seconds if seconds > 0 else None
+        self._before = before if self.interval else None
+        clients = self._before.clients if self._before else []
+        self._clients = {(client.session_pid, client.host, client.pid): client for client in clients}
         self._workers = {(worker.pid, worker.number): worker for client in clients for worker in client.workers}
 
     def node(self) -> Rates:
-        """Of the node; its CPU time is that of the workers that are there."""
-        rates = rates_of(self.now, self._before, self.interval or self.now.uptime_seconds)
-        return dataclasses.replace(rates, cpu=sum(self.worker(worker).cpu for worker in self.now.workers))
+        """Those of the node."""
+        return self._rates(self.now, self._before, self.now.uptime_seconds, self.now.workers)
 
     def client(self, client: ClientStatus) -> Rates:
-        """Of one of its clients, as for the node."""
-        before = self._clients.get(_name(client))
-        rates = rates_of(client, before, self._seconds(before, client.age_seconds))
-        return dataclasses.replace(rates, cpu=sum(self.worker(worker).cpu for worker in client.workers))
+        """Those of one of its clients."""
+        before = self._clients.get((client.session_pid, client.host, client.pid))
+        return self._rates(client, before, client.age_seconds, client.workers)
 
     def worker(self, worker: WorkerStatus) -> Rates:
-        """Of one of its workers."""
+        """Those of one of its workers."""
         before = self._workers.get((worker.pid, worker.number))
-        cpu = worker.cpu_seconds - (0.0 if before is None else before.cpu_seconds)
-        return rates_of(worker, before, self._seconds(before, worker.age_seconds), cpu)
+        rates = self._rates(worker, before, worker.age_seconds, [])
+        seconds = self._seconds(before, worker.age_seconds)
+        cpu = worker.cpu_seconds - (before.cpu_seconds if before else 0.0)
+        return rates._replace(cpu=max(0.0, cpu) / seconds)
+
+    def _rates(self, now: Work, before: Work | None, age: float, workers: list[WorkerStatus]) -> Rates:
+        names, seconds = Rates._fields[:-1], self._seconds(before, age)
+        done = (max(0, getattr(now, name) - getattr(before, name, 0)) / seconds for name in names)
+        return Rates._make([*done, sum(self.worker(worker).cpu for worker in workers)])
 
     def _seconds(self, before: Work | None, age: float) -> float:
-        return age if before is None or self.interval is None else self.interval
-
-
-def _name(client: ClientStatus) -> tuple[int, str, int]:
-    return client.session_pid, client.host, client.pid
+        return max(1e-3, age if before is None or self.interval is None else self.interval)
 
 
 def compare(look: Look, before: Look | None) -> list[tuple[Answer, Comparison | None]]:
@@ -164,10 +140,9 @@ def as_data(look: Look, before: Look | None) -> dict[str, Any]:
             "address": answer.address,
             "state": state_of(answer),
             "error": answer.error or None,
-            "interval_seconds": None,
+            "interval_seconds": comparison and comparison.interval,
         }
         if comparison is not None:
-            node["interval_seconds"] = comparison.interval
             node |= _flat(comparison.now, comparison.node())
             node["clients"] = [
                 _flat(client, comparison.client(client))
@@ -185,54 +160,111 @@ def as_data(look: Look, before: Look | None) -> dict[str, Any]:
 
 
 def _flat(work: Work, rates: Rates) -> dict[str, Any]:
-    return dataclasses.asdict(work) | {
-        "tasks_per_second": rates.tasks,
-        "sent_bytes_per_second": rates.sent_bytes,
-        "received_bytes_per_second": rates.received_bytes,
-        "cpu_percent": 100 * rates.cpu,
-    }
+    *done, cpu = rates._asdict().items()
+    return (
+        dataclasses.asdict(work) | {f"{name}_per_second": rate for name, rate in done} | {"cpu_percent": 100 * cpu[1]}
+    )
 
 
 # --- text
 
 
-def as_text(look: Look, before: Look | None, when: str) -> str:
-    """One block per node server.
+def as_text(look: Look, before: Look | None, when: str, *, workers: bool = False) -> str:
+    """One line of totals, one per node server, and one per client that has had errors.
 
     Args:
         when: The time of the look, for people.
+        workers: With a block per node server, in which each client and worker has a line.
     """
-    blocks = []
     compared = compare(look, before)
-    for answer, comparison in compared:
-        blocks.append(_describe_failure(answer) if comparison is None else _describe_node(answer, comparison))
-    blocks += [f"{printable(name)}: no node server has registered there" for name in look.nowhere]
-    if look.ignored:
-        blocks.append("\n".join(f"ignored {printable(path)}: {printable(why)}" for path, why in look.ignored.items()))
-    intervals = [comparison.interval for _answer, comparison in compared if comparison and comparison.interval]
+    intervals = [seen.interval for _answer, seen in compared if seen and seen.interval]
     rates = f"over the last {in_time(max(intervals))}" if intervals else "averages since each began"
-    return "\n\n".join([f"{when}, rates: {rates}", *blocks]) + "\n"
+    lines = [f"{when}, rates: {rates}"]
+    if compared:
+        lines += _describe_nodes(compared)
+    lines += [f"{printable(name)}: no node server has registered there" for name in look.nowhere]
+    lines += [f"ignored {printable(path)}: {printable(why)}" for path, why in look.ignored.items()]
+    lines += _describe_errors([client for _answer, seen in compared if seen for client in seen.now.clients])
+    if workers:
+        for answer, comparison in compared:
+            if comparison is not None:
+                lines += ["", *_describe_node(answer, comparison)]
+    return "\n".join(lines) + "\n"
 
 
-def _describe_failure(answer: Answer) -> str:
-    return f"{printable(answer.address)}  {state_of(answer)}: {printable(answer.error)}"
+_NODE_HEADER = ("node", "state", "clients", "workers", "CPU", "load", "CPUs", "mem %", "batch/s", "MB/s", "errors")
+_NODE_COLUMNS = "{:<26} {:<8} {:>7} {:>7} {:>6} {:>6} {:>5} {:>5} {:>7} {:>7} {:>6}"
 
 
-def _describe_node(answer: Answer, comparison: Comparison) -> str:
-    node, rates = comparison.now, comparison.node()
+def _describe_nodes(compared: list[tuple[Answer, Comparison | None]]) -> list[str]:
+    """Totals first, and then what needs a look, as a terminal may have no room for all."""
+    seen = [comparison for _answer, comparison in compared if comparison is not None]
+    ready = sum(state_of(answer) == "ready" for answer, _comparison in compared)
+    lines = [_NODE_COLUMNS.format(*_NODE_HEADER), _describe_sum(f"all: {ready} of {len(compared)} ready", "", seen)]
+    for answer, comparison in sorted(compared, key=lambda item: state_of(item[0]) == "ready"):
+        if comparison is None:
+            lines.append(f"{printable(answer.address)}  {state_of(answer)}: {printable(answer.error)}")
+        else:
+            lines.append(_describe_sum(_cut(answer.address, 26, keep=8), state_of(answer), [comparison]))
+    return lines
+
+
+def _describe_sum(name: str, state: str, seen: list[Comparison]) -> str:
+    nodes, rates = [one.now for one in seen], [one.node() for one in seen]
+    memory = sum(node.memory_total_bytes for node in nodes)
+    used = memory - sum(node.memory_available_bytes for node in nodes)
+    return _NODE_COLUMNS.format(
+        name,
+        state,
+        len({(client.host, client.pid) for node in nodes for client in node.clients if _is_here(client)}),
+        sum(len(node.workers) for node in nodes),
+        in_digits(sum(one.cpu for one in rates)),
+        in_digits(sum(node.load_average for node in nodes)),
+        sum(node.cpus for node in nodes),
+        f"{100 * used / max(1, memory):.0f}",
+        in_digits(sum(one.tasks for one in rates)),
+        in_digits(sum(one.sent_bytes for one in rates) / 1e6),
+        sum(node.errors for node in nodes),
+    ).rstrip()
+
+
+def _is_here(client: ClientStatus) -> bool:
+    """Whether it uses that node: a rank has a session on every node, but workers on those of its share."""
+    return bool(client.workers) or client.state != "idle"
+
+
+def _describe_errors(clients: list[ClientStatus]) -> list[str]:
+    lines = []
+    failed = [client for client in clients if client.last_error is not None]
+    for name in dict.fromkeys(map(_describe_name, failed)):
+        same = [client for client in failed if _describe_name(client) == name]
+        when, text = min((client.last_error_seconds or 0.0, client.last_error or "") for client in same)
+        count = _count(sum(client.errors for client in same), "error")
+        lines.append(f"{name}: {count}, the last one {in_time(when)} ago: {printable(text)}")
+    return lines
+
+
+def _describe_name(client: ClientStatus) -> str:
+    rank = "" if client.rank is None else f" rank {client.rank}"
+    job = f" job {_cut(client.job, 16)}" if client.job else ""
+    return f"client {_cut(client.host, 40)}:{client.pid}{rank}{job}"
+
+
+def _describe_node(answer: Answer, comparison: Comparison) -> list[str]:
+    node = comparison.now
+    here = [client for client in node.clients if _is_here(client)]
     most = "" if node.max_connections is None else f" of at most {node.max_connections}"
-    used = node.memory_total_bytes - node.memory_available_bytes
     lines = [
         f"{_cut(answer.address, 48)}  {state_of(answer)}, up {in_time(node.uptime_seconds)}, pid {node.pid}",
-        f"  {_count(len(node.clients), 'client')}, {_count(len(node.workers), 'worker')}{most}, "
+        f"  {_count(len(here), 'client')}, {_count(len(node.workers), 'worker')}{most}, "
         f"{node.num_workers:,} offered, {node.ended_workers:,} ended, {node.refused_connections:,} refused",
-        f"  {_describe_work(node, rates)}",
-        f"  CPU {rates.cpu:.1f} of {node.cpus} by workers, memory {in_bytes(used)} of "
-        f"{in_bytes(node.memory_total_bytes)} in use on the machine",
+        f"  {_describe_work(node, comparison.node())}",
     ]
-    for client in node.clients:
+    for client in here:
         lines += _describe_client(client, comparison)
-    return "\n".join(lines)
+    if others := len(node.clients) - len(here):
+        lines.append(f"  {_count(others, 'more client')} with a session and without workers here")
+    return lines
 
 
 def _describe_work(work: Work, rates: Rates) -> str:
@@ -242,25 +274,23 @@ def _describe_work(work: Work, rates: Rates) -> str:
     )
 
 
-_HEADER = ("worker", "pid", "state", "queue", "batches", "/s", "MB/s", "CPU %", "memory", "errors")
-_COLUMNS = "    {:>6} {:>8}  {:<24} {:>5} {:>11} {:>6} {:>6} {:>5} {:>8} {:>6}"
+_WORKER_HEADER = ("worker", "pid", "state", "queue", "batches", "/s", "MB/s", "CPU %", "memory", "errors")
+_WORKER_COLUMNS = "    {:>6} {:>8}  {:<24} {:>5} {:>11} {:>6} {:>6} {:>5} {:>8} {:>6}"
 
 
 def _describe_client(client: ClientStatus, comparison: Comparison) -> list[str]:
-    rank = "" if client.rank is None else f" rank {client.rank}"
-    job = f" job {_cut(client.job, 16)}" if client.job else ""
     lines = [
-        f"  client {_cut(client.host, 40)}:{client.pid}{rank}{job}",
+        f"  {_describe_name(client)}",
         f"    session {client.session_pid} {_cut(client.state, 24)} {in_time(client.state_seconds)}, "
         f"here {in_time(client.age_seconds)}",
         f"    {_describe_work(client, comparison.client(client))}",
     ]
     if client.workers:
-        lines.append(_COLUMNS.format(*_HEADER).rstrip())
+        lines.append(_WORKER_COLUMNS.format(*_WORKER_HEADER))
     for worker in client.workers:
         rates = comparison.worker(worker)
         lines.append(
-            _COLUMNS.format(
+            _WORKER_COLUMNS.format(
                 worker.number,
                 worker.pid,
                 _cut(_describe_state(worker), 24),
@@ -294,9 +324,12 @@ def _count(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + 's'}"
 
 
-def _cut(text: str, num_chars: int) -> str:
+def _cut(text: str, num_chars: int, keep: int = 0) -> str:
+    """At most ``num_chars``, of which the last ``keep`` are those of the end."""
     text = printable(text)
-    return text if len(text) <= num_chars else text[: num_chars - 3] + "..."
+    if len(text) <= num_chars:
+        return text
+    return text[: num_chars - 3 - keep] + "..." + text[len(text) - keep :]
 
 
 def in_digits(number: float) -> str:

@@ -105,6 +105,8 @@ class ClientStatus(Work):
         state: ``"idle"``, or ``"running"`` while the session builds a dataset or answers another request.
         state_seconds: Since that changed.
         age_seconds: Since it has connected.
+        last_error: Text of the last exception that a worker answered with; None if there was none.
+        last_error_seconds: Since then.
         workers: Those that are there, in the order of their numbers.
     """
 
@@ -116,6 +118,8 @@ class ClientStatus(Work):
     state: str
     state_seconds: float
     age_seconds: float
+    last_error: str | None
+    last_error_seconds: float | None
     workers: list[WorkerStatus]
 
 
@@ -131,6 +135,8 @@ class NodeStatus(Work):
         num_workers: What it offers.
         max_connections: Cap on workers; None for no cap.
         cpus: That it may use.
+        load_average: Of the machine, over the last minute: threads of all its programs that run, wait for a CPU, or are
+            blocked in the kernel.
         memory_total_bytes: Of the machine.
         memory_available_bytes: Of the machine.
         ended_workers: How many have ended, for whatever reason.
@@ -145,6 +151,7 @@ class NodeStatus(Work):
     num_workers: int
     max_connections: int | None
     cpus: int
+    load_average: float
     memory_total_bytes: int
     memory_available_bytes: int
     ended_workers: int
@@ -184,6 +191,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "bool": (bool,),
     "int | None": (int, type(None)),
+    "float | None": (int, float, type(None)),
     "str | None": (str, type(None)),
     "list[WorkerStatus]": (list,),
     "list[ClientStatus]": (list,),

@@ -69,7 +69,8 @@ NOT_RUN = {
     ],
     "performance.md": ["$ python -m tests.benchmark --quick"],
     "status.md": [
-        "$ python -m rpcdataloader.status node01:6543",
+        "$ python -m rpcdataloader.status node01:6543 node02:6543 node03:6543",
+        "$ python -m rpcdataloader.status node01:6543 --workers",
         "$ until python -m rpcdataloader.status @pool > /dev/null; do [ $? -eq 1 ] || break; sleep 2; done",
     ],
     "slurm.md": ["$ sbatch train.sbatch", "$ export POOL=$PWD/pool"],

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -20,6 +23,7 @@ import torch
 
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.integration.quick import quick_server
+from tests.integration.training import flat
 from tests.integration.zygote import Script, Zygote
 
 ROOT = Path(__file__).parents[2]
@@ -179,22 +183,114 @@ def test_imagenet_normalises_bytes():
     np.testing.assert_allclose(imagenet.normalise(images).permute(0, 2, 3, 1).numpy(), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("start", [PYTHON, TORCHRUN], ids=["alone", "torchrun"])
-def test_imagenet_trains_for_an_epoch(start, tmp_path):
-    if importlib.util.find_spec("torchvision") is None:
-        pytest.skip("torchvision is not installed")
+RECORDER = ROOT / "tests" / "integration" / "imagenet_recorder.py"
+NUM_IMAGES, BATCH_SIZE = 24, 2
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """A folder of images whose blue is their number, and whose red tells where they are cropped and flipped."""
     from PIL import Image
 
-    random = np.random.default_rng(0)
-    for part, number in ("train", 6), ("val", 3):
-        for label in "cat", "dog":
-            folder = tmp_path / part / label
-            folder.mkdir(parents=True)
-            for k in range(number):
-                pixels = random.integers(256, size=(80, 100, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{k}.jpg")
-    checkpoint = tmp_path / "checkpoint.pt"
-    options = ("--epochs", 1, "--batch-size", 4, "--image-size", 64, "--checkpoint", checkpoint)
-    output = run(*start, EXAMPLES / "imagenet.py", tmp_path, *options)
-    assert re.fullmatch(r"epoch +1  loss \d+\.\d{4}  .*within five guesses 1\.0000\n", output)
-    assert checkpoint.stat().st_size > 2**20
+    folder = tmp_path_factory.mktemp("images")
+    for part, number in ("train", NUM_IMAGES), ("val", 6):
+        for k in range(number):
+            path = folder / part / ("cat", "dog")[k % 2] / f"{k}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            pixels = np.full((60, 80, 3), (0, 200 * (k % 2), k), dtype=np.uint8)
+            pixels[:, :, 0] = 3 * np.arange(80)
+            Image.fromarray(pixels).save(path)
+    return folder
+
+
+@dataclass
+class ImageNet:
+    """What is the same in all trainings of a test."""
+
+    zygote: Zygote
+    images: Path
+    folder: Path
+
+    def train(self, checkpoint, num_ranks, *, record, stop="", torchrun=False):
+        """Train for two epochs, or on from the checkpoint, or until it stops; gives the standard output."""
+        env = {"OMP_NUM_THREADS": "1", "RPCDATALOADER_WORKERS": "local:2", "RECORD": str(self.folder / record)}
+        paths = [] if importlib.util.find_spec("torchvision") else [str(RECORDER.parent / "standins")]
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, str(ROOT), os.environ.get("PYTHONPATH")]))
+        if stop:
+            env["STOP"] = stop
+        options = {"epochs": 2, "batch-size": BATCH_SIZE, "image-size": 32, "warmup-epochs": 1, "amp": "off"}
+        words = [self.images, "--checkpoint", self.folder / checkpoint]
+        words += [f"--{name}={value}" for name, value in options.items()]
+        if torchrun:
+            command = [*TORCHRUN[:-1], num_ranks, RECORDER, *words]
+            done = subprocess.run(
+                list(map(str, command)), env={**os.environ, **env}, capture_output=True, text=True, timeout=100
+            )
+            assert done.returncode == bool(stop), done.stderr
+            # torchrun tells in its own words that ranks have ended, and how.
+            assert not stop or f"exitcode  : {os.EX_TEMPFAIL}" in done.stderr, done.stderr
+            return done.stdout
+        if num_ranks > 1:
+            store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            env |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+            env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        source = (
+            "import os, runpy, sys; os.environ.update({env}); sys.path[:0] = {paths};"
+            f"runpy.run_path({str(RECORDER)!r}, run_name='__main__')"
+        )
+        ranks = [
+            self.zygote.start(source.format(env={**env, "RANK": str(rank)}, paths=paths), *words, ends_quickly=True)
+            for rank in range(num_ranks)
+        ]
+        for script in ranks:
+            ended = script.wait(100)
+            assert ended.status == (os.EX_TEMPFAIL if stop else 0), ended.errors
+        return ranks[0].output
+
+    def seen(self, record: str) -> list[list[int]]:
+        """The numbers of the images that were trained with, in this order, per rank."""
+        files = sorted(self.folder.glob(f"{record}-*"))
+        return [flat(map(json.loads, file.read_text().splitlines())) for file in files]
+
+    def network(self, checkpoint: str) -> dict[str, torch.Tensor]:
+        saved = torch.load(self.folder / checkpoint, weights_only=True)
+        assert saved["epoch"] == 2
+        return saved["network"]
+
+
+@pytest.fixture
+def imagenet(library_zygote, images, tmp_path):
+    return ImageNet(library_zygote, images, tmp_path)
+
+
+EVERY_IMAGE = list(range(NUM_IMAGES))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2], ids=["alone", "torchrun"])
+def test_imagenet_that_is_told_to_stop_shows_each_image_once(imagenet, num_ranks):
+    # A signal that finds the last rank at its third batch.
+    stop = f"{num_ranks - 1} 3"
+    assert imagenet.train("stopped.pt", num_ranks, record="first", stop=stop, torchrun=num_ranks > 1) == ""
+    first = imagenet.seen("first")
+    assert [len(images) for images in first] == [3 * BATCH_SIZE] * num_ranks
+    shutil.copy(imagenet.folder / "stopped.pt", imagenet.folder / "other.pt")
+
+    def go_on(checkpoint, num_ranks, record):
+        output = imagenet.train(checkpoint, num_ranks, record=record)
+        assert re.fullmatch(r"(epoch +[12]  loss \d+\.\d{4}  .*within five guesses 1\.0000\n){2}", output), output
+        rest = imagenet.seen(record)
+        num_left = (NUM_IMAGES - sum(map(len, first))) // num_ranks
+        assert sorted(flat(first) + flat(images[:num_left] for images in rest)) == EVERY_IMAGE
+        assert sorted(flat(images[num_left:] for images in rest)) == EVERY_IMAGE
+        return rest
+
+    rest = go_on("stopped.pt", num_ranks, "rest")
+    if num_ranks > 1:
+        go_on("other.pt", 1, "rest of one rank")
+        return
+    # All else is as if nothing had happened, too.
+    assert imagenet.train("whole.pt", num_ranks, record="whole").count("\n") == 2
+    assert imagenet.seen("whole") == [first[0] + rest[0]]
+    whole, stopped = imagenet.network("whole.pt"), imagenet.network("stopped.pt")
+    assert whole.keys() == stopped.keys()
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
 import os
 import pty
+import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -61,6 +65,10 @@ def read_text(path):
 
 def sleep():
     time.sleep(600)
+
+
+def fail(error):
+    raise error
 
 
 # --- helpers
@@ -293,10 +301,49 @@ def test_text_is_for_people(serve, capsys):
     pid = rpc_async(server.address, os.getpid).wait()
     assert main([server.address]) == 0
     text = capsys.readouterr().out
+    _when, header, total, node = text.splitlines()
+    assert header.split()[:4] == ["node", "state", "clients", "workers"]
+    assert total.startswith("all: 1 of 1 ready  ")
+    assert node.split()[:4] == [server.address, "ready", "1", "1"]
+    assert node.split()[2:] == total.split()[5:]
+    assert main([server.address, "--workers"]) == 0
+    text = capsys.readouterr().out
     assert f"{server.address}  ready, up " in text
     assert "1 client, 1 worker of at most 8, 2 offered" in text
     assert f"client {socket.gethostname()}:{os.getpid()}\n" in text
     assert f"{pid:>8}  " in text
+    assert main([server.address, "--stacks"]) == 0
+    assert "in _receive" in capsys.readouterr().out
+
+
+def test_last_error_of_a_client_is_told(serve, look_at, capsys):
+    class Awkward(Exception):
+        def __str__(self):
+            return "a damaged\nfile"
+
+    server = serve()
+    rpc_async(server.address, os.getpid).wait()
+    (client,) = look_at(server)["clients"]
+    assert (client["last_error"], client["last_error_seconds"]) == (None, None)
+    for error in ValueError("first"), Awkward():
+        with pytest.raises(type(error)):
+            rpc_async(server.address, fail, (error,)).wait()
+    (client,) = look_at(server)["clients"]
+    assert client["last_error"].endswith("Awkward: a damaged file")
+    assert 0 <= client["last_error_seconds"] < PROMPTLY
+    # It is known when its worker has ended, too.
+    (worker,) = client["workers"]
+    os.kill(worker["pid"], signal.SIGKILL)
+    wait_until(lambda: not workers_of(look_at(server)))
+    assert main([server.address]) == 0
+    name = f"client {socket.gethostname()}:{os.getpid()}"
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"{name}: 2 errors, the last one ")
+    assert last.endswith("Awkward: a damaged file")
+
+
+def test_load_of_the_machine_is_told(serve, look_at):
+    assert 0 <= look_at(serve())["load_average"] < 10**4
 
 
 # --- who is there, and who is not
@@ -322,7 +369,8 @@ def test_unreachable_server(serve, capsys):
     gone.stop()
     assert main([server.address, gone.address]) == 1
     text = capsys.readouterr().out
-    assert f"{server.address}  ready" in text
+    assert any(line.split()[:2] == [server.address, "ready"] for line in text.splitlines())
+    assert "all: 1 of 2 ready" in text
     assert f"{gone.address}  unreachable: cannot connect to {gone.address}: connection refused" in text
 
 
@@ -613,28 +661,67 @@ def test_watch_tells_rates_of_the_interval_and_leaves_quietly(serve):
     assert (watching.returncode, errors) == (0, "")
 
 
-def test_watch_draws_anew_on_a_terminal_and_appends_elsewhere(serve):
-    server = serve()
-    clear = "\x1b[H\x1b[2J\x1b[3J"
+@contextlib.contextmanager
+def watched(*arguments, lines):
+    """A terminal of so many lines in which ``--watch`` runs; gives its process and a function to read on until a text.
+
+    What was read is in the attribute ``text`` of the function.
+    """
     terminal, inside = pty.openpty()
-    with (
-        open(terminal, "rb", buffering=0) as screen,
-        start_watching(server.address, "--watch", "0.05", stdout=inside) as watching,
-    ):
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("4H", lines, 80, 0, 0))
+    with open(terminal, "rb", buffering=0) as screen, start_watching(*arguments, stdout=inside) as watching:
         os.close(inside)
-        text = b""
-        while text.count(b"ready, up") < 2:
-            text += screen.read(65536)
-        watching.send_signal(signal.SIGINT)
-        assert watching.wait(PROMPTLY) == 0
-    assert text.decode().startswith(clear)
-    assert text.decode().count(clear) >= 2
+
+        def read_until(done):
+            while not done(read_until.text):
+                read_until.text += screen.read(65536).decode()
+
+        read_until.text = ""
+        try:
+            yield watching, read_until
+        finally:
+            watching.kill()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_watch_draws_on_the_alternate_screen_and_leaves_it(serve, number, status):
+    server = serve()
+    with watched(server.address, "--watch", "0.05", lines=24) as (watching, read_until):
+        read_until(lambda text: text.count("all: 1 of 1 ready") >= 3)
+        watching.send_signal(number)
+        read_until(lambda text: "\x1b[?1049l" in text)
+        assert watching.wait(PROMPTLY) == status
+    text = read_until.text
+    assert text.startswith("\x1b[?1049h")
+    assert (text.count("\x1b[?1049h"), text.count("\x1b[?1049l")) == (1, 1)
+    assert text.rstrip().endswith("\x1b[?1049l")
+    assert text.count("\x1b[H") >= 3
+    # What the user had in the terminal stays, and so does what can be scrolled back to.
+    assert not set(re.findall("\x1b\\[[23]J", text))
+    # Long lines are not wrapped, or the top would scroll away; afterwards they are.
+    assert text.index("\x1b[?7l") < text.index("all:") < text.index("\x1b[?7h")
+
+
+def test_watch_shows_the_top_of_what_a_terminal_has_no_room_for(serve):
+    server = serve()
+    others = [f"127.0.0.1:{port}" for port in range(1, 20)]  # of no server
+    with watched(server.address, *others, "--watch", "0.05", lines=8) as (_watching, read_until):
+        read_until(lambda text: text.count("\x1b[J") >= 2)
+    picture = read_until.text.split("\x1b[H")[1].split("\x1b[J")[0].split("\r\n")
+    assert len(picture) == 8
+    assert picture[2].startswith("all: 1 of 20 ready")
+    assert "127.0.0.1:1  unreachable" in picture[3]
+    assert picture[-1].startswith("... 16 more lines than this terminal has")
+
+
+def test_watch_appends_where_there_is_no_terminal(serve):
+    server = serve()
     with start_watching(server.address, "--watch", "0.05", stdout=subprocess.PIPE) as watching:
         text = ""
-        while text.count("ready, up") < 2:
+        while text.count("all: 1 of 1 ready") < 2:
             text += watching.stdout.readline()
-        watching.send_signal(signal.SIGINT)
-        assert watching.wait(PROMPTLY) == 0
+        watching.send_signal(signal.SIGTERM)
+        assert watching.wait(PROMPTLY) == -signal.SIGTERM
     assert "\x1b" not in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -128,6 +129,31 @@ class NamedInputs:
 
     def save_pretrained(self, folder):
         pass
+
+
+@pytest.mark.parametrize("kind", ["RPCDataset", "ordinary dataset"])
+def test_all_workers_are_kept_for_the_next_epoch(make_trainer, model, kind, monkeypatch):
+    """torch refuses to keep 0 workers; here, 0 stands for all of them."""
+    pids = []
+    monkeypatch.setattr(model.trained, "add", lambda batch: pids.append(batch["fetched"][0].item()))
+    trainer = make_trainer(model, kind, dataloader_num_workers=0, dataloader_persistent_workers=True)
+    trainer.train()
+    assert set(pids[:4]) & set(pids[4:])
+    trainer.evaluate()
+    assert trainer.get_eval_dataloader() is trainer.get_eval_dataloader()
+    loader = trainer.get_train_dataloader().base_dataloader
+    assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (0, True, 2)
+    assert trainer.args.dataloader_num_workers == 0
+
+
+def test_trainer_that_names_no_workers_loads_in_its_own_process(make_trainer, model):
+    trainer = make_trainer(model, "ordinary dataset")
+    trainer.workers = None
+    assert {pid for batch in trainer.get_train_dataloader() for pid in batch["fetched"].tolist()} == {os.getpid()}
+    trainer.args.dataloader_persistent_workers = True
+    with pytest.raises(ValueError, match="persistent_workers option needs num_workers > 0"):
+        trainer.train()
+    assert trainer.args.dataloader_num_workers == 0
 
 
 @pytest.mark.parametrize("kind", ["RPCDataset", "ordinary dataset"])

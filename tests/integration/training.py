@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
 
 
-def flat(batches: list[list[int]]) -> list[int]:
+def flat(batches: Iterable[list[int]]) -> list[int]:
     """The indices of all batches."""
     return list(itertools.chain.from_iterable(batches))
 

@@ -8,7 +8,6 @@ import json
 import pytest
 
 from rpcdataloader.status.report import (
-    WIDTH,
     Answer,
     Comparison,
     Look,
@@ -20,6 +19,9 @@ from rpcdataloader.status.report import (
     state_of,
 )
 from tests.unit.wire.test_status import CLIENT, NODE, WORKER
+
+# Columns of the text; stacks, errors and reasons apart.
+WIDTH = 100
 
 READY = Answer("node01:6543", NODE)
 DRAINING = Answer("node02:6543", dataclasses.replace(NODE, draining=True))
@@ -124,6 +126,8 @@ def test_data():
     assert (node["tasks"], node["tasks_per_second"], node["ended_workers"]) == (8, 0.08, 3)
     (client,) = node["clients"]
     assert (client["host"], client["pid"], client["rank"], client["tasks"]) == ("gpu01", 2304, None, 7)
+    assert (client["last_error"], client["last_error_seconds"]) == ("LookupError: a damaged file", 3)
+    assert node["load_average"] == 1.5
     (worker,) = client["workers"]
     assert (worker["pid"], worker["state"], worker["cpu_percent"], worker["stack"]) == (300, "running", 40, None)
 
@@ -148,23 +152,68 @@ def test_data_of_a_second_look_tells_the_interval():
 # --- text
 
 
-def test_text():
-    assert as_text(look(READY, GONE), None, "2026-11-21 12:00:00") == (
-        """2026-11-21 12:00:00, rates: averages since each began
+def details(*answers):
+    return as_text(look(*answers), None, "now", workers=True)
 
-node01:6543  ready, up 1 min 40 s, pid 100
+
+def test_text():
+    busy = dataclasses.replace(NODE, load_average=2.5)
+    assert as_text(look(READY, Answer("node02:6543", busy), GONE), None, "2026-11-21 12:00:00") == (
+        """2026-11-21 12:00:00, rates: averages since each began
+node                       state    clients workers    CPU   load  CPUs mem % batch/s    MB/s errors
+all: 2 of 3 ready                         1       2    0.8      4     4    50    0.16       0      4
+node03:6543  unreachable: cannot connect to node03:6543: connection refused
+node01:6543                ready          1       1    0.4    1.5     2    50    0.08       0      2
+node02:6543                ready          1       1    0.4    2.5     2    50    0.08       0      2
+client gpu01:2304: 4 errors, the last one 3.0 s ago: LookupError: a damaged file
+"""
+    )
+
+
+def test_text_with_workers():
+    text = details(READY, GONE)
+    assert text.split("\n\n")[1] == (
+        """node01:6543  ready, up 1 min 40 s, pid 100
   1 client, 1 worker, 2 offered, 3 ended, 4 refused
   8 batches (0.08/s), 1 call, 2 errors, 20 B sent (0.2 B/s)
-  CPU 0.4 of 2 by workers, memory 537 MB of 1.07 GB in use on the machine
   client gpu01:2304
     session 200 idle 1.0 s, here 11 s
     7 batches (0.636/s), 1 call, 2 errors, 20 B sent (1.82 B/s)
     worker      pid  state                    queue     batches     /s   MB/s CPU %   memory errors
          1      300  running 0.5 s                1           5    0.5      0    40  1.05 MB      0
-
-node03:6543  unreachable: cannot connect to node03:6543: connection refused
 """
     )
+
+
+def test_text_without_node_servers_has_no_table():
+    assert as_text(look(nowhere=["@/pool"]), None, "now").splitlines()[1:] == [
+        "@/pool: no node server has registered there"
+    ]
+
+
+def test_client_without_workers_is_not_shown_as_idle():
+    elsewhere = dataclasses.replace(CLIENT, pid=2305, rank=7, workers=[], last_error=None)
+    node = dataclasses.replace(NODE, clients=[CLIENT, elsewhere, elsewhere])
+    text = details(Answer("node01:6543", node))
+    assert "rank 7" not in text
+    assert "\n  1 client, 1 worker," in text
+    assert text.endswith("\n  2 more clients with a session and without workers here\n")
+    assert text.splitlines()[2].split()[5:7] == ["1", "1"]
+    # One whose session builds a dataset is at work.
+    building = dataclasses.replace(elsewhere, state="running")
+    text = details(Answer("node01:6543", dataclasses.replace(NODE, clients=[CLIENT, building])))
+    assert "  client gpu01:2305 rank 7\n    session 200 running" in text
+    assert text.splitlines()[2].split()[5:7] == ["2", "1"]
+
+
+def test_last_error_is_that_of_the_node_where_it_came_last():
+    other = dataclasses.replace(CLIENT, errors=5, last_error="ValueError: \x1b[2J", last_error_seconds=1.0)
+    well = dataclasses.replace(CLIENT, pid=1, errors=0, last_error=None, last_error_seconds=None)
+    nodes = dataclasses.replace(NODE, clients=[CLIENT, well]), dataclasses.replace(NODE, clients=[other])
+    for order in nodes, nodes[::-1]:
+        text = as_text(look(*(Answer(f"node:{port}", node) for port, node in enumerate(order))), None, "now")
+        assert text.splitlines()[-1] == "client gpu01:2304: 7 errors, the last one 1.0 s ago: ValueError: ?[2J"
+        assert "gpu01:1" not in text
 
 
 def test_text_of_a_second_look_tells_the_interval():
@@ -181,7 +230,7 @@ def test_text_names_empty_registers_and_files_that_were_ignored():
 def test_text_names_rank_job_cap_and_drain():
     client = dataclasses.replace(CLIENT, rank=3, job="4711")
     node = dataclasses.replace(NODE, clients=[client], max_connections=8, draining=True)
-    text = as_text(look(Answer("node01:6543", node)), None, "now")
+    text = details(Answer("node01:6543", node))
     assert "client gpu01:2304 rank 3 job 4711\n" in text
     assert "1 worker of at most 8," in text
     assert "node01:6543  draining, up" in text
@@ -198,17 +247,17 @@ def test_text_names_rank_job_cap_and_drain():
     ],
 )
 def test_state_of_a_worker(worker, shown):
-    assert f"  {shown}" in as_text(look(Answer("a:1", with_worker(**worker))), None, "now")
+    assert f"  {shown}" in details(Answer("a:1", with_worker(**worker)))
 
 
 @pytest.mark.parametrize(("unread", "shown"), [(0, " 3 "), (None, " 3 "), (1, " 4+ ")])
 def test_requests_that_were_not_received_wait_too(unread, shown):
-    text = as_text(look(Answer("a:1", with_worker(queued=3, unread_bytes=unread, tasks=999))), None, "now")
+    text = details(Answer("a:1", with_worker(queued=3, unread_bytes=unread, tasks=999)))
     assert shown in text.splitlines()[-1]
 
 
 def test_stack_is_below_its_worker():
-    text = as_text(look(Answer("a:1", with_worker(stack="state: S\nMain thread:\n  File x"))), None, "now")
+    text = details(Answer("a:1", with_worker(stack="state: S\nMain thread:\n  File x")))
     assert text.endswith("      0\n        state: S\n        Main thread:\n          File x\n")
 
 
@@ -228,7 +277,15 @@ def test_text_fits_into_its_width_whatever_the_numbers():
         memory_bytes=10**14,
     )
     client = dataclasses.replace(
-        CLIENT, **huge, host="h" * 250, pid=4194304, rank=10**6, job="j" * 60, age_seconds=10**6, workers=[worker]
+        CLIENT,
+        **huge,
+        host="h" * 250,
+        pid=4194304,
+        rank=10**6,
+        job="j" * 60,
+        age_seconds=10**6,
+        last_error=None,
+        workers=[worker],
     )
     node = dataclasses.replace(
         NODE,
@@ -238,18 +295,20 @@ def test_text_fits_into_its_width_whatever_the_numbers():
         ended_workers=10**7,
         refused_connections=10**8,
         uptime_seconds=10**6,
+        cpus=10**4,
+        load_average=10**4 + 0.1,
         memory_total_bytes=10**14,
         memory_available_bytes=10**11,
         clients=[client],
     )
-    text = as_text(look(Answer("a" * 200 + ":6543", node)), None, "2026-11-21 12:00:00")
+    text = as_text(look(Answer("a" * 200 + ":6543", node)), None, "2026-11-21 12:00:00", workers=True)
     assert max(map(len, text.splitlines())) <= WIDTH, text
 
 
 def test_names_cannot_do_anything_to_a_terminal():
     evil = "\x1b[2J\r\u202e"
     client = {"host": evil, "job": evil, "state": evil}
-    text = as_text(look(Answer("a:1", with_worker(client=client, stack=f"{evil}\nnext"))), None, "now")
+    text = details(Answer("a:1", with_worker(client={**client, "last_error": evil}, stack=f"{evil}\nnext")))
     assert not set(evil) & set(text) - set("[2J")
     assert "?[2J??\n        next" in text
 

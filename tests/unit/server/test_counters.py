@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcdataloader.server.counters import CALLS, ERRORS, TASKS, CounterTable, Counts, Row
+from rpcdataloader.server.counters import CALLS, ERRORS, TASKS, WORK, CounterTable, Row
 
 SECOND = 10**9
 
@@ -23,11 +23,12 @@ def make_table(**options):
     return table
 
 
+def counts(*rows):
+    return tuple(sum(getattr(row, name) for row in rows) for name in WORK)
+
+
 def total(view):
-    counts = view.node.counts
-    for seen in view.sessions + view.workers:
-        counts += seen.counts
-    return counts
+    return counts(view.node, *view.sessions, *view.workers)[0]
 
 
 def ended(view):
@@ -36,15 +37,16 @@ def ended(view):
 
 def test_new_table_tells_of_the_node_server_alone():
     view = make_table().look()
-    assert (view.node.pid, view.node.started, view.num_workers, view.max_connections) == (100, SECOND, 2, 8)
-    assert (view.sessions, view.workers, view.refused, view.node.draining) == ([], [], 0, False)
-    assert view.node.counts == Counts(0, 0, 0, 0, 0)
+    node = view.node
+    assert (node.pid, node.started, node.num_workers, node.max_connections) == (100, SECOND, 2, 8)
+    assert (view.sessions, view.workers, node.refused, node.draining) == ([], [], 0, 0)
+    assert counts(view.node) == (0, 0, 0, 0, 0)
 
 
-def test_no_cap_is_none():
+def test_no_cap_is_below_zero():
     table = CounterTable(num_rows=2)
     table.begin(pid=1, now=0, num_workers=2, max_connections=None)
-    assert table.look().max_connections is None
+    assert table.look().node.max_connections == -1
 
 
 def test_session_and_worker_are_seen_with_what_they_do():
@@ -61,12 +63,12 @@ def test_session_and_worker_are_seen_with_what_they_do():
     (seen,) = view.workers
     assert (seen.pid, seen.number, seen.session, seen.started) == (300, 7, session, 3 * SECOND)
     assert (seen.running, seen.unanswered, seen.since, seen.draining) == (1, 3, 4 * SECOND, False)
-    assert seen.counts == Counts(0, 0, 0, 10, 20)
+    assert counts(seen) == (0, 0, 0, 10, 20)
     row.answered(TASKS, 2)
     row.drain()
     (seen,) = table.look().workers
     assert (seen.running, seen.unanswered, seen.since, seen.draining) == (1, 2, 4 * SECOND, True)
-    assert seen.counts == Counts(1, 0, 0, 10, 20)
+    assert counts(seen) == (1, 0, 0, 10, 20)
     row.rests(5 * SECOND)
     (seen,) = table.look().workers
     assert (seen.running, seen.unanswered, seen.since) == (0, 0, 5 * SECOND)
@@ -77,14 +79,14 @@ def test_each_kind_of_answer_has_its_counter():
     row = table.row(table.open_worker(table.open_session(2, 0, "a:1", None, ""), 1, 3, 0))
     for what in (TASKS, CALLS, CALLS, ERRORS, ERRORS, ERRORS, None):
         row.answered(what, 0)
-    assert table.look().workers[0].counts == Counts(1, 2, 3, 0, 0)
+    assert counts(table.look().workers[0]) == (1, 2, 3, 0, 0)
 
 
-def test_rank_of_nobody_is_none():
+def test_no_rank_is_below_zero():
     table = make_table()
     table.open_session(2, 0, "a:1", None, "")
     table.open_session(3, 0, "a:2", 0, "")
-    assert [seen.rank for seen in table.look().sessions] == [None, 0]
+    assert [seen.rank for seen in table.look().sessions] == [-1, 0]
 
 
 @pytest.mark.parametrize(
@@ -115,12 +117,12 @@ def test_work_of_ended_workers_stays_with_their_session_and_then_with_the_node()
     table.row(second).answered(ERRORS, 0)
     table.close_worker(first)
     view = table.look()
-    assert (view.sessions[0].counts, view.sessions[0].ended_workers) == (Counts(1, 0, 0, 0, 0), 1)
+    assert (counts(view.sessions[0]), view.sessions[0].ended_workers) == ((1, 0, 0, 0, 0), 1)
     assert [seen.number for seen in view.workers] == [2]
     table.close_session(session)
     view = table.look()
     assert (view.sessions, view.workers) == ([], [])
-    assert (view.node.counts, view.node.ended_workers) == (Counts(1, 0, 1, 0, 0), 2)
+    assert (counts(view.node), view.node.ended_workers) == ((1, 0, 1, 0, 0), 2)
 
 
 def test_session_leaves_the_workers_of_others_alone():
@@ -141,13 +143,13 @@ def test_rows_are_used_again_and_begin_at_zero():
         row.runs(1, 1, 9)
         row.answered(TASKS, 9)
         row.drain()
-        assert table.look().workers[0].counts.tasks == 1
+        assert table.look().workers[0].tasks == 1
         table.close_worker(place)
-    assert table.look().sessions[0].counts.tasks == 19
+    assert table.look().sessions[0].tasks == 19
     table.close_session(session)
     table.open_session(3, 0, "b:1", None, "")
     (seen,) = table.look().sessions
-    assert (seen.client, seen.job, seen.rank, seen.counts.tasks) == ("b:1", "", None, 0)
+    assert (seen.client, seen.job, seen.rank, seen.tasks) == ("b:1", "", -1, 0)
 
 
 def test_row_of_a_process_that_lives_on_is_not_given_to_another():
@@ -185,7 +187,7 @@ def test_full_table_gives_none_and_a_private_row_works():
         row.traffic[1] += 7
     table.close_worker(None)
     table.close_session(None)
-    assert table.look().node.counts == Counts(0, 0, 0, 0, 0)
+    assert counts(table.look().node) == (0, 0, 0, 0, 0)
 
 
 def test_refusals_and_drain_are_seen():
@@ -194,7 +196,7 @@ def test_refusals_and_drain_are_seen():
     table.refused()
     table.drain()
     view = table.look()
-    assert (view.refused, view.node.draining) == (2, True)
+    assert (view.node.refused, view.node.draining) == (2, 1)
 
 
 def test_copy_in_the_middle_of_a_change_is_thrown_away():
@@ -203,27 +205,45 @@ def test_copy_in_the_middle_of_a_change_is_thrown_away():
     session = table.open_session(2, 0, "a:1", None, "")
     worker = table.open_worker(session, 1, 3, 0)
     table.row(worker).answered(TASKS, 0)
-    real, copies = table._shared, []
+    real, copies = table._rows, []
 
     class Disturbed:
         """While the first copy is made, the worker ends."""
 
         def __getitem__(self, key):
-            data = bytes(real[key])
+            data = real[key].copy()
             if not copies:
-                table._shared = real
+                table._rows = real
                 table.close_worker(worker)
-                table._shared = self
+                table._rows = self
                 # What a slow reader would have: the row as it was, and the totals as they are.
-                data = bytes(real[: worker * (len(data) // 3)]) + data[worker * (len(data) // 3) :]
+                data[session] = real[session]
             copies.append(data)
             return data
 
-    table._shared = Disturbed()
+    table._rows = Disturbed()
     view = table.look()
     assert len(copies) == 2
-    assert total(view).tasks == 1
+    assert total(view) == 1
     assert (view.workers, ended(view)) == ([], 1)
+
+
+def test_last_error_of_a_session_is_that_of_its_worker_that_failed_last():
+    table = make_table()
+    session = table.open_session(2, 0, "a:1", None, "")
+    first, second = (table.open_worker(session, number, 10 + number, 0) for number in (1, 2))
+    table.row(first).failed("first")
+    table.row(second).failed("日" * 100)
+    assert [(seen.error, seen.failed > 0) for seen in table.look().workers] == [("first", True), ("日" * 64, True)]
+    table.close_worker(second)
+    table.close_worker(first)
+    assert [seen.error for seen in table.look().sessions] == ["日" * 64]
+    table.row(table.open_worker(session, 3, 20, 0)).failed("later")
+    table.close_session(session)
+    view = table.look()
+    assert (view.node.error, view.sessions) == ("later", [])
+    table.open_session(3, 0, "a:1", None, "")
+    assert [seen.error for seen in table.look().sessions] == [""]
 
 
 def test_writes_of_a_fork_are_seen():
@@ -234,7 +254,7 @@ def test_writes_of_a_fork_are_seen():
         table.row(worker).answered(TASKS, 0)
         os._exit(0)
     os.waitpid(pid, 0)
-    assert table.look().workers[0].counts.tasks == 1
+    assert table.look().workers[0].tasks == 1
 
 
 @settings(max_examples=100, deadline=None)
@@ -263,7 +283,7 @@ def test_counters_never_go_backwards_and_lose_nothing(steps):
             workers = [worker for worker in workers if worker[0] != session]
             table.close_session(session)
         view = table.look()
-        assert total(view).tasks == done >= total(before).tasks
+        assert total(view) == done >= total(before)
         assert ended(view) + len(view.workers) == num_opened
         assert len(view.sessions) == len(sessions)
         assert sorted(seen.place for seen in view.workers) == sorted(place for _session, place in workers)

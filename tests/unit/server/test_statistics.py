@@ -32,6 +32,7 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     for row in rows:
         table.row(row).answered(TASKS, 0)
     table.row(table.open_worker(other, 1, 400, SECOND)).answered(ERRORS, 0)
+    table.row(rows[0]).failed("LookupError: a damaged file")
     table.close_worker(rows[0])
     row = table.row(rows[1])
     row.traffic[1] = 50
@@ -52,6 +53,9 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     first, second = node.clients
     assert (first.host, first.pid, first.rank, first.job, first.session_pid) == ("gpu01", 2304, 3, "4711", 200)
     assert (first.tasks, first.errors, first.sent_bytes, first.age_seconds) == (2, 0, 50, 5)
+    assert (first.last_error, first.last_error_seconds) == ("LookupError: a damaged file", 0)
+    assert (second.last_error, second.last_error_seconds) == (None, None)
+    assert node.load_average >= 0
     assert (second.host, second.rank, second.tasks, second.errors) == ("gpu02", None, 0, 1)
     (worker,) = first.workers
     assert (worker.number, worker.pid, worker.tasks, worker.age_seconds) == (2, 302, 1, 4)

@@ -42,6 +42,8 @@ CLIENT = ClientStatus(
     state="idle",
     state_seconds=1.0,
     age_seconds=11.0,
+    last_error="LookupError: a damaged file",
+    last_error_seconds=3.0,
     workers=[WORKER],
 )
 NODE = NodeStatus(
@@ -57,6 +59,7 @@ NODE = NodeStatus(
     num_workers=2,
     max_connections=None,
     cpus=2,
+    load_average=1.5,
     memory_total_bytes=2**30,
     memory_available_bytes=2**29,
     ended_workers=3,
