@@ -10,10 +10,10 @@ from tests.conftest import wait_until
 
 def workers_of(iterator: Any) -> list[Worker]:
     """Those that were asked for, and are not lost."""
-    return [seat.worker for seat in list(iterator._driver.seats.values())]
+    return list(iterator._driver.workers)
 
 
 def wait_for_crew(iterator: Any, num_workers: int) -> None:
     """Wait until there are as many workers as this, and all of them take tasks."""
     driver = iterator._driver
-    wait_until(lambda: len(driver.seats) == driver._engine.num_workers == num_workers, what=f"{num_workers} workers")
+    wait_until(lambda: len(driver.workers) == driver._engine.num_workers == num_workers, what=f"{num_workers} workers")

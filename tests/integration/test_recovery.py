@@ -15,10 +15,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client import worker as client_worker
 from rpcdataloader.client.datasets import RemoteDataset
-from rpcdataloader.client.pool import close_client
+from rpcdataloader.client.pool import close_client, get_client
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.loader.driver import Driver
+from rpcdataloader.loader.executor import Executor
 from rpcdataloader.plan import retries
+from rpcdataloader.wire.address import Address
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration import datasets
 from tests.integration.crew import wait_for_crew, workers_of
@@ -271,19 +273,22 @@ def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
     assert all(f"{server.address}: " in text for server in servers)
 
 
-@pytest.mark.parametrize(("method", "what"), [("_start", "it is not there"), ("_ask", "it is not there any more")])
-def test_error_names_a_node_that_goes_before_its_first_worker(serve, monkeypatch, method, what):
+@pytest.mark.parametrize(
+    ("owner", "method", "what"),
+    [(Driver, "_start", "it is not there"), (Executor, "_ask", "it is not there any more")],
+)
+def test_error_names_a_node_that_goes_before_its_first_worker(serve, monkeypatch, owner, method, what):
     server = serve("--num-workers", "1")
-    go_on = getattr(Driver, method)
+    go_on = getattr(owner, method)
 
-    def lose_the_node(driver, *args):
+    def lose_the_node(*args):
         monkeypatch.undo()
-        (node,) = driver._engine._crew._nodes
+        node = get_client().node(Address.parse(server.address))
         server.signal(signal.SIGKILL)
         wait_until(lambda: not node.session().is_ready)
-        return go_on(driver, *args)
+        return go_on(*args)
 
-    monkeypatch.setattr(Driver, method, lose_the_node)
+    monkeypatch.setattr(owner, method, lose_the_node)
     with pytest.raises(ConnectionLostError) as caught:
         next(iter(RPCDataloader(datasets.Numbers(), workers=server.address, reconnect_timeout=0)))
     assert str(caught.value).endswith(f"within 0 s (reconnect_timeout): {server.address}: {what}")
@@ -568,7 +573,7 @@ def test_worker_that_drains_when_an_epoch_begins_is_replaced_when_it_ends(worker
     left = iter(loader)
     next(left)
     wait_for_crew(left, 2)
-    draining, _other = left._driver.seats.values()
+    draining, _other = left._driver._executor.seats.values()
     draining.worker_draining(draining.worker)
     iterator = iter(loader)
     os.kill(draining.worker.pid, signal.SIGKILL)

@@ -59,6 +59,19 @@ def test_batches_are_delivered_in_turn_whoever_answers_first():
     assert deliver(table) == [0, 1]
 
 
+def test_in_any_order_a_slow_stream_does_not_hold_up_the_batches_of_the_others():
+    """Each has its own share of the window, as in torch's loader."""
+    table = start("ab", prefetch_factor=2, in_order=False)
+    delivered = []
+    for _ in range(10):
+        for worker, number in fill(table):
+            if worker == "b":
+                assert table.replied(worker, number, size_bytes=1)
+        delivered += deliver(table)
+    assert table.in_flight("a") == [0, 2]
+    assert len(delivered) >= 10
+
+
 def test_in_any_order_answers_are_delivered_as_they_come():
     table = start("ab", prefetch_factor=1, in_order=False)
     fill(table)

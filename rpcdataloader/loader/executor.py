@@ -1,0 +1,292 @@
+"""Carries out what the engine wants done: requests are sent, workers opened and ended, nodes looked for.
+
+Any thread, and never with the pass's condition, so that no thread waits for another one's send. What comes of it is
+told to the driver, in whichever thread notices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rpcdataloader.client.datasets import RemoteDataset, dumps_named
+from rpcdataloader.client.exchange import reference_of
+from rpcdataloader.client.node import Node
+from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.worker import Worker
+from rpcdataloader.errors import (
+    AuthenticationError,
+    ConnectError,
+    ConnectionLostError,
+    RemoteProtocolError,
+    RPCError,
+)
+from rpcdataloader.loader import remote
+from rpcdataloader.loader.passes import Pass, loader_spec
+from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.tasks import Task, describe
+from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, Restart, Say, Seek
+from rpcdataloader.wire.frames import BlockBytes, Message
+from rpcdataloader.wire.messages import Call
+from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.slabs import Allocator
+
+if TYPE_CHECKING:
+    from rpcdataloader.loader.driver import Driver
+
+logger = logging.getLogger("rpcdataloader.loader")
+
+
+@dataclass(frozen=True, slots=True)
+class _Opening:
+    """The first request to a worker, and the epoch that it was made for."""
+
+    payload: bytes
+    buffers: Sequence[BlockBytes]
+    begun: Pass
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A copy of a task that was sent to a worker; ``request_id`` of its connection, 0 while it is being sent."""
+
+    task: Task
+    request_id: int = 0
+
+
+class Seat:
+    """A worker of this pass, and what was sent to it; told by the worker's receiver thread what happens to it."""
+
+    def __init__(self, driver: Driver, number: int) -> None:
+        self.number = number
+        self.worker: Worker  # as soon as it was asked for
+        self.sent: dict[int, _Sent] = {}  # and not answered, by task
+        self._driver = driver
+
+    def worker_ready(self, worker: Worker) -> None:  # noqa: ARG002  there is one
+        self._driver.feed(lambda engine, now: engine.worker_ready(self.number, now))
+
+    def worker_draining(self, worker: Worker) -> None:  # noqa: ARG002
+        self._driver.feed(lambda engine, _now: engine.worker_draining(self.number))
+
+    def worker_lost(self, worker: Worker, error: RPCError) -> None:
+        self._driver.lost(self, worker, error)
+
+    def started(self, reply: Message | RPCError) -> None:
+        """The worker has answered the first request of an epoch."""
+        self._driver.started(self, reply)
+
+
+class Executor:
+    """The workers of a pass, and what is done with them.
+
+    Args:
+        driver: Told what comes of it.
+        settings: The arguments of the loader.
+        dataset: What the workers use.
+        allocator: Where batches are received.
+        condition: The pass's own.
+        closed: Set when the pass is over.
+
+    Attributes:
+        seats: The workers that were asked for and are not lost, by number.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        settings: PassSettings,
+        dataset: RemoteDataset,
+        allocator: Allocator,
+        condition: threading.Condition,
+        closed: threading.Event,
+    ) -> None:
+        self.seats: dict[int, Seat] = {}
+        self._driver = driver
+        self._settings = settings
+        self._dataset = dataset  # held for as long as there are workers
+        self._allocator = allocator
+        self._condition = condition
+        self._closed = closed
+        self._unwanted: set[int] = set()  # workers that were to be closed before they were asked for
+        self._sought: set[Node] = set()  # whose waits are ended at the end
+
+    def close(self) -> None:
+        """End all workers, and the waits of threads that look for nodes."""
+        with self._condition:
+            workers = [seat.worker for seat in self.seats.values()]
+        for worker in workers:
+            worker.close()
+        for node in list(self._sought):
+            node.wake()
+
+    def carry_out(self, actions: Sequence[Action], begun: Pass, openings: Mapping[int, _Opening] | None = None) -> None:
+        """Do what the engine wants; without the condition.
+
+        Args:
+            actions: In this order.
+            begun: The pass that they are of.
+            openings: First requests that are made already, by place.
+        """
+        ends: list[End] = []
+        for action in actions:
+            if type(action) is Load:
+                self._load(action, begun)
+            elif isinstance(action, Cancel):
+                self._cancel(action)
+            elif isinstance(action, Open):
+                self._open(action, None if openings is None else openings[action.place])
+            elif isinstance(action, Close):
+                self._close(action.worker)
+            elif isinstance(action, Restart):
+                self._restart(action.worker, begun)
+            elif isinstance(action, Seek):
+                self._sought.add(action.node)
+                seek = functools.partial(self._seek, action.node, action.delay)
+                get_client().start_thread(f"rpcdl-seek {action.node}", seek, self._closed)
+            elif isinstance(action, End):
+                ends.append(action)
+            elif isinstance(action, Say):
+                logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
+        if ends:
+            self._end(ends)
+
+    def _load(self, action: Load, begun: Pass) -> None:
+        seat = self.seats.get(action.worker)
+        if seat is None:
+            return  # the worker was lost in between
+        number, task = action.number, action.payload
+        complete = functools.partial(self._driver.replied, seat, begun, number)
+        seat.sent[number] = sent = _Sent(task)
+        # Fails where the worker was lost in between, which is about to be reported, and will put the task back.
+        with contextlib.suppress(RPCError):
+            request = task.last_request if action.is_last else task.request
+            sent.request_id = seat.worker.submit(request, [], complete, self._allocator, cancellable=True)
+
+    def _cancel(self, action: Cancel) -> None:
+        seat = self.seats.get(action.worker)
+        if seat is not None and (sent := seat.sent.get(action.number)):
+            seat.worker.connection.cancel(sent.request_id)
+
+    def _close(self, number: int) -> None:
+        with self._condition:
+            seat = self.seats.get(number)
+            if seat is None:
+                self._unwanted.add(number)
+        if seat is not None:
+            seat.worker.close()
+
+    def _restart(self, number: int, begun: Pass) -> None:
+        seat = self.seats.get(number)
+        if seat is None:
+            return
+        seat.worker.connection.cancel_all()
+        seat.sent.clear()
+        args = begun.progress.epoch, begun.order.first, begun.order.pipe_seed
+        starting = dumps(Call(remote.start_epoch, args, {}, ordered=True).fields())
+        # Fails where the worker was lost in between, which is about to be reported.
+        with contextlib.suppress(RPCError):
+            seat.worker.submit(starting.payload, starting.buffers, seat.started)
+
+    def _open(self, action: Open[Node], opening: _Opening | None) -> None:
+        """Ask for a worker, if its node is still there."""
+        while True:
+            if opening is None:
+                try:
+                    opening = self.opening(action.place)
+                except BaseException as exc:
+                    self._driver.fail(exc)
+                    return
+            with self._condition:
+                if self._closed.is_set():
+                    return
+                if opening.begun is self._driver.begun:
+                    error = self._ask(action, opening)
+                    break
+            opening = None  # another epoch has begun meanwhile
+        if error is not None:
+            self._driver.feed(lambda engine, _now: engine.open_failed(action.worker, error))
+
+    def _ask(self, action: Open[Node], opening: _Opening) -> RPCError | None:
+        """Ask for a worker; returns why it cannot be had.
+
+        With the condition, so that it is ready only after its first request is on the way.
+        """
+        try:
+            session = action.node.session()
+        except RPCError as exc:  # an embedded pool that does not start again
+            return exc
+        if action.worker in self._unwanted or not session.is_ready or not self._dataset.is_on(session):
+            self._unwanted.discard(action.worker)
+            return ConnectionLostError("it is not there any more")
+        seat = Seat(self._driver, action.worker)
+        keep_waiting = self._driver.is_open if action.is_promised else self._driver.is_alone
+        seat.worker = self._dataset.open_worker(session, seat, keep_waiting)
+        self.seats[action.worker] = seat
+        # Fails where it is lost already, which is about to be reported.
+        with contextlib.suppress(RPCError):
+            seat.worker.submit(opening.payload, opening.buffers, seat.started)
+        return None
+
+    def opening(self, place: int) -> _Opening:
+        """The first request to a worker, in which there is what is the user's to pickle."""
+        settings, begun = self._settings, self._driver.begun
+        # Of a worker that has joined later, the number may be a higher one.
+        num_workers = max(self._driver.num_streams, place + 1)
+        spec = loader_spec(settings, begun, place, num_workers, self._driver.stream_at(place))
+        call = Call(remote.open_loader, (self._dataset.ref, spec), {}, ordered=True)
+        parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
+        encoded = dumps_named(call.fields(), parts, persistent_id=self._reference_of)
+        return _Opening(encoded.payload, encoded.buffers, begun)
+
+    def _reference_of(self, value: Any) -> tuple[str, int] | None:
+        """The persistent id of the dataset, also where a function of the user holds it, as a bound method does."""
+        return reference_of(self._dataset.ref if value is self._settings.dataset else value)
+
+    def _end(self, ends: Sequence[End]) -> None:
+        """End workers that are at a task for too long, and note in the tasks where they were."""
+        with self._condition:
+            late = [
+                # Not the engine's task: another worker may have answered it, and it may be delivered.
+                (seat.worker, sent.task)
+                for end in ends
+                if (seat := self.seats.get(end.worker)) is not None and (sent := seat.sent.get(end.number)) is not None
+            ]
+        limit = self._settings.task_timeout
+        endings = [
+            worker.session.end_worker(worker.number, f"{describe(task)} took longer than {limit:g} s")
+            for worker, task in late
+        ]
+        for (worker, task), wait in zip(late, endings, strict=True):
+            task.stack = wait()
+            logger.warning(
+                "%s took longer than %g s (task_timeout) on %s, which was here:\n%s",
+                describe(task),
+                limit,
+                worker.name,
+                task.stack,
+            )
+
+    def _seek(self, node: Node, delay: float) -> None:
+        """Connect to a node, and build the dataset there; in a thread of its own."""
+        if self._closed.wait(delay):
+            return
+        try:
+            session = node.session()
+            session.wait(lambda: not self._closed.is_set())
+            session.follow_rank()
+            self._dataset.build_on([session])
+            num_offered = node.num_workers()
+        except (ConnectError, ConnectionLostError, RemoteProtocolError, AuthenticationError) as exc:
+            failure, is_foreign = exc, isinstance(exc, (RemoteProtocolError, AuthenticationError))
+            self._driver.feed(lambda engine, _now: engine.node_failed(node, failure, is_foreign=is_foreign))
+        except BaseException as exc:
+            reason = exc
+            self._driver.feed(lambda engine, _now: engine.node_hopeless(node, reason))
+        else:
+            self._driver.feed(lambda engine, _now: engine.node_up(node, session, num_offered))
