@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
+from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.channel import Channel
-from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
+from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import pack_handles
 from rpcdataloader.wire.slabs import Allocator, Block
 

@@ -20,8 +20,9 @@ from rpcdataloader.server.processes import name_process
 from rpcdataloader.server.session import run_session
 from rpcdataloader.server.statistics import serve_status
 from rpcdataloader.wire.channel import Channel, accept_channel, recv_preamble
-from rpcdataloader.wire.frames import STATUS_ID, MessageType, Preamble, encode
+from rpcdataloader.wire.frames import MessageType, encode
 from rpcdataloader.wire.identity import local_identity
+from rpcdataloader.wire.preamble import STATUS_ID, Preamble
 from rpcdataloader.wire.transport import Stream
 
 logger = logging.getLogger("rpcdataloader.server")

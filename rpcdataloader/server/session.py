@@ -31,9 +31,10 @@ from rpcdataloader.server.statistics import StacksAsked
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
-from rpcdataloader.wire.frames import PREAMBLE_SIZE, Flag, Message, MessageType, Preamble
+from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.messages import Build, Call, Exited, Stack, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import dumps_exception, dumps_reply, loads
+from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.transport import Stream
 

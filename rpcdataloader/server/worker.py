@@ -35,10 +35,11 @@ from rpcdataloader.server.output import tell_client
 from rpcdataloader.server.processes import keep_freed_memory, name_process, prefer_for_oom
 from rpcdataloader.server.room import Room
 from rpcdataloader.wire.channel import Channel, accept_channel
-from rpcdataloader.wire.frames import Flag, Message, MessageType, Preamble
+from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Encoded, dumps_exception, dumps_reply, loads
+from rpcdataloader.wire.preamble import Preamble
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.transport import Stream
 

@@ -20,24 +20,23 @@ from rpcdataloader.errors import (
     RPCTimeoutError,
 )
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsCredentials, TlsFiles
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
-    PREAMBLE_SIZE,
     Allocate,
     Block,
-    BlockBytes,
     Decoder,
     Limits,
     Message,
     MessageType,
-    Preamble,
     Sealer,
     encode,
 )
 from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake, TlsError
+from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.tls import AnsweredInClearError, TlsStream
 from rpcdataloader.wire.transport import Stream, connect
 

@@ -1,16 +1,7 @@
 """The wire format: what one message looks like as bytes. Little-endian, without I/O.
 
-A connection starts with a preamble from the client, in clear, 32 bytes::
-
-    offset  size  field
-         0     8  magic          b"RPCDLDR\\x01"
-         8     2  version        of the protocol; judged in the handshake, where both sides can be named
-        10     2  flags          bit 0: TLS follows at once; others zero, ignored when received
-        12     4  reserved       zero; ignored when received
-        16    16  session id     zero: start a session; 1: tell the status of the node; else: start a worker of that
-                                 session
-
-then messages in both directions, each a header, a body and blocks::
+After the preamble (``preamble.py``), a connection carries messages in both directions, each a header, a body and
+blocks::
 
     offset  size  field
          0     4  magic          b"RPDL"
@@ -27,7 +18,7 @@ then messages in both directions, each a header, a body and blocks::
                                  SHA-256 of the blocks (32 bytes); then the payload
                   blocks         back to back
 
-The preamble, the header and the HELLO message look the same in every version of the protocol, so that sides of
+The header and the HELLO message look the same in every version of the protocol, as the preamble does, so that sides of
 different versions can tell each other so.
 
 Invariant: no length is believed before its MAC and its limit have been checked, no block is allocated before the
@@ -48,19 +39,7 @@ from enum import IntEnum, IntFlag
 from typing import Any, Protocol
 
 from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
-
-PROTOCOL_VERSION = 1
-
-Buffer = bytes | bytearray | memoryview
-
-_PREAMBLE = struct.Struct("<8sHHI16s")
-_PREAMBLE_MAGIC = b"RPCDLDR\x01"
-_PREAMBLE_TLS = 1
-PREAMBLE_SIZE = _PREAMBLE.size
-SESSION_ID_SIZE = 16
-
-# Where a session id would be, it asks for a status connection. Ids of sessions are random.
-STATUS_ID = bytes([1]).ljust(SESSION_ID_SIZE, b"\0")
+from rpcdataloader.wire.buffers import Buffer, Pieces, as_bytes, pieces_of
 
 _HEADER = struct.Struct("<4sBBHQQII32s16s")
 _SEALED_PART = struct.Struct("<4sBBHQQII32s")
@@ -108,45 +87,6 @@ _OPTIONAL = int(Flag.OPTIONAL)
 _WITH_BLOCK_DIGEST = frozenset((MessageType.CALL, MessageType.BUILD))
 _DIGEST_SIZE = 32
 _KNOWN_FLAGS = _OPTIONAL
-
-
-@dataclass(frozen=True, slots=True)
-class Preamble:
-    """The first bytes of a connection, from the client.
-
-    Attributes:
-        session_id: 16 bytes; zero to start a new session, ``STATUS_ID`` for a status connection.
-        version: Version of the protocol that the client speaks.
-        tls: Whether the client speaks TLS from here on. A server that does not, or that wants it, can then say so.
-    """
-
-    session_id: bytes = bytes(SESSION_ID_SIZE)
-    version: int = PROTOCOL_VERSION
-    tls: bool = False
-
-    def __post_init__(self) -> None:
-        if len(self.session_id) != SESSION_ID_SIZE:
-            raise ValueError(f"a session id has {SESSION_ID_SIZE} bytes, not {len(self.session_id)}")
-        if not 0 <= self.version < 2**16:
-            raise ValueError(f"protocol version {self.version} does not fit into two bytes")
-
-    def encode(self) -> bytes:
-        """The 32 bytes to send."""
-        return _PREAMBLE.pack(_PREAMBLE_MAGIC, self.version, _PREAMBLE_TLS * self.tls, 0, self.session_id)
-
-    @classmethod
-    def decode(cls, data: Buffer) -> Preamble:
-        """Read the 32 bytes that a client sent.
-
-        Raises:
-            RemoteProtocolError: These are not the first bytes of our protocol.
-        """
-        if len(data) != PREAMBLE_SIZE:
-            raise RemoteProtocolError(f"the preamble has {PREAMBLE_SIZE} bytes, the peer sent {len(data)}")
-        magic, version, flags, _, session_id = _PREAMBLE.unpack(data)
-        if magic != _PREAMBLE_MAGIC:
-            raise RemoteProtocolError(f"the peer does not speak this protocol: its first bytes are {magic!r}")
-        return cls(session_id, version, bool(flags & _PREAMBLE_TLS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,29 +211,6 @@ class Sealer:
             )
 
 
-class Pieces:
-    """A block whose bytes lie in several places, which the kernel gathers when it is sent.
-
-    Args:
-        pieces: In order, each as a block of its own would be.
-    """
-
-    __slots__ = ("nbytes", "pieces")
-
-    def __init__(self, pieces: Sequence[Buffer]) -> None:
-        self.pieces = [_as_bytes(piece) for piece in pieces]
-        self.nbytes = sum(map(len, self.pieces))
-
-
-BlockBytes = memoryview | Pieces
-"""What a block that is sent consists of."""
-
-
-def pieces_of(block: Buffer | Pieces) -> list[memoryview]:
-    """The bytes of a block, wherever they are, in order."""
-    return block.pieces if isinstance(block, Pieces) else [_as_bytes(block)]
-
-
 def encode(
     sealer: Sealer | None,
     type: int,
@@ -322,7 +239,7 @@ def encode(
     Raises:
         LocalProtocolError: The message is over the limits.
     """
-    payload = _as_bytes(payload)
+    payload = as_bytes(payload)
     blocks: list[memoryview] = []
     sizes: list[int] = []
     for buffer in buffers:
@@ -353,13 +270,6 @@ def encode(
         encoded.append(payload)
     encoded += filter(None, blocks)
     return encoded
-
-
-def _as_bytes(buffer: Buffer) -> memoryview:
-    """A view of format ``"B"`` and one dimension; TypeError when the buffer is not contiguous."""
-    view = memoryview(buffer)
-    # An empty view of another shape or format cannot be cast.
-    return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 def _digest(blocks: Sequence[memoryview]) -> bytes:

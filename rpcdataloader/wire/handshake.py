@@ -28,7 +28,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from rpcdataloader.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
-from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, PREAMBLE_SIZE, Message, MessageType, Preamble, Sealer, encode
+from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, Message, MessageType, Sealer, encode
+from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.printable import printable
 
 NONCE_SIZE = 32

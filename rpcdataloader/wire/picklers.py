@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from rpcdataloader.errors import SerializationError
 from rpcdataloader.wire import definitions
-from rpcdataloader.wire.frames import BlockBytes
+from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Packer, Stack, is_dense
 
 #: Returns what stands for an object on the wire, None for all that is pickled as usual.

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from rpcdataloader.errors import RPCError, SerializationError
+from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.diagnose import USER_ERRORS, find_culprit
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
-from rpcdataloader.wire.frames import BlockBytes
 from rpcdataloader.wire.movable import Movable, MovableUnpickler
 from rpcdataloader.wire.picklers import PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler, UnresolvedError
 from rpcdataloader.wire.rebuild import inline_memory, rebuild, rebuild_inline

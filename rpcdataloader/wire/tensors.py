@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rpcdataloader.wire.frames import BlockBytes, Pieces
+from rpcdataloader.wire.buffers import BlockBytes, Pieces
 
 #: Regions of this size travel alone, without a copy. Below it, gathering costs less than one more block.
 MIN_BLOCK_BYTES = 1 << 16

@@ -22,7 +22,7 @@ from rpcdataloader import RPCDataset, rpc_async
 from rpcdataloader.client import local, pool
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.frames import PREAMBLE_SIZE, Preamble
+from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, wait_until
 
 pytestmark = pytest.mark.usefixtures("clean_client")

@@ -34,8 +34,10 @@ BELOW = {
 }
 PURE = {
     "rpcdataloader.wire.address",
+    "rpcdataloader.wire.buffers",
     "rpcdataloader.wire.frames",
     "rpcdataloader.wire.handshake",
+    "rpcdataloader.wire.preamble",
     "rpcdataloader.wire.printable",
     "rpcdataloader.server.tracebacks",
     "rpcdataloader.wire.registration",

@@ -24,10 +24,11 @@ from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, HeapBlock, accept_channel, open_channel, recv_preamble
 from rpcdataloader.wire.credentials import INSECURE, Credentials
 from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.frames import Flag, Limits, MessageType, Preamble, encode
+from rpcdataloader.wire.frames import Flag, Limits, MessageType, encode
 from rpcdataloader.wire.handshake import ClientHandshake
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.listening import accept, listen_unix
+from rpcdataloader.wire.preamble import Preamble
 from rpcdataloader.wire.transport import Peer, Stream
 from tests.conftest import TIMEOUT_SCALE
 

@@ -17,16 +17,14 @@ from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
     HEADER_SIZE,
     MAC_SIZE,
-    PREAMBLE_SIZE,
-    STATUS_ID,
     Decoder,
     Flag,
     Limits,
     MessageType,
-    Preamble,
     Sealer,
     encode,
 )
+from rpcdataloader.wire.preamble import PREAMBLE_SIZE, STATUS_ID, Preamble
 
 KEY = bytes(range(32))
 UNKNOWN_TYPE = 99

@@ -11,16 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
-from rpcdataloader.wire.frames import (
-    HANDSHAKE_LIMITS,
-    PREAMBLE_SIZE,
-    Decoder,
-    Message,
-    MessageType,
-    Preamble,
-    encode,
-)
+from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, Decoder, Message, MessageType, encode
 from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake, TlsError
+from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 
 SECRET = b"a secret of the test"
 SESSION_ID = bytes(range(16))

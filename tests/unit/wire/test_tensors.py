@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.wire import tensors
-from rpcdataloader.wire.frames import BlockBytes, pieces_of
+from rpcdataloader.wire.buffers import BlockBytes, pieces_of
 from rpcdataloader.wire.rebuild import MAX_PINNED_COPIES, rebuild
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PinnedAllocator
 from rpcdataloader.wire.tensors import Index, Packer, Stack, is_dense
