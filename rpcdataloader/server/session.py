@@ -32,7 +32,7 @@ from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.frames import Flag, Message, MessageType
-from rpcdataloader.wire.messages import Build, Call, Exited, Stack, Welcome, unpack_handles
+from rpcdataloader.wire.messages import Build, Call, Exited, Log, Stack, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import dumps_exception, dumps_reply, loads
 from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.slabs import PageablePool
@@ -176,7 +176,8 @@ class Session:
         # A warning may come from a finalizer, in the middle of a message that this very thread sends: it waits then.
         while self._logs and not self._channel.is_sending:
             with contextlib.suppress(IndexError):  # another thread was faster
-                self._channel.send_json(MessageType.LOG, self._logs.popleft(), Flag.OPTIONAL)
+                log = Log(**self._logs.popleft())
+                self._channel.send(MessageType.LOG, payload=log.encode(), flags=Flag.OPTIONAL)
 
     def _on_control(self) -> None:
         self._receive()

@@ -6,10 +6,10 @@ sealed; one thread receives.
 
 from __future__ import annotations
 
-import json
+import functools
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rpcdataloader.errors import (
     AuthenticationError,
@@ -27,13 +27,12 @@ from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
     Allocate,
-    Block,
     Decoder,
-    Limits,
     Message,
     MessageType,
     Sealer,
     encode,
+    heap_blocks,
 )
 from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake, TlsError
 from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
@@ -43,18 +42,20 @@ from rpcdataloader.wire.transport import Stream, connect
 MAX_SENT_NOW_BYTES = 4096
 
 
-class HeapBlock:
-    """A receive buffer of ordinary memory, for messages whose blocks need no pool."""
+@dataclass(slots=True)
+class Outgoing:
+    """A message that waits to be sent; the fields are the arguments of :meth:`Channel.send`."""
 
-    __slots__ = ("view",)
+    type: MessageType
+    request_id: int = 0
+    payload: bytes = b""
+    buffers: Sequence[BlockBytes] = ()
+    flags: int = 0
 
-    def __init__(self, size_bytes: int) -> None:
-        self.view = memoryview(bytearray(size_bytes))
-
-
-def heap_blocks(_request_id: int, sizes: Sequence[int]) -> list[Block]:
-    """Allocate blocks of ordinary memory (an ``Allocate``)."""
-    return [HeapBlock(size) for size in sizes]
+    @property
+    def size_bytes(self) -> int:
+        """Payload and blocks together."""
+        return len(self.payload) + sum(buffer.nbytes for buffer in self.buffers)
 
 
 class Channel:
@@ -64,6 +65,9 @@ class Channel:
         name: The peer, for messages: an address or ``"client host:pid"``.
         peer: What the peer's HELLO said of it.
         differences: Versions that differ between the two sides without being refused.
+        recv: Receives the next message; None when the peer has finished and closed between two messages. Raises
+            RemoteProtocolError when the peer sent something forbidden, or somebody altered it on the way, and
+            ConnectionLostError when the connection broke, perhaps in the middle of a message.
     """
 
     def __init__(self, stream: Stream, handshake: ClientHandshake | ServerHandshake, name: str) -> None:
@@ -76,7 +80,8 @@ class Channel:
         self.stream = stream
         self._sealer: Sealer = established.send
         self._send_lock = threading.Lock()
-        self._decoder = Decoder(heap_blocks, established.receive, Limits())
+        self._decoder = Decoder(heap_blocks, established.receive)
+        self.recv: Callable[[], Message | None] = functools.partial(_recv, stream, self._decoder)
 
     def fileno(self) -> int:
         """The descriptor, for polling."""
@@ -130,19 +135,6 @@ class Channel:
             raise
         finally:
             self._send_lock.release()
-
-    def send_json(self, type: MessageType, fields: Mapping[str, Any], flags: int = 0) -> None:
-        """Send a message whose payload is a JSON object."""
-        self.send(type, payload=json.dumps(fields).encode(), flags=flags)
-
-    def recv(self) -> Message | None:
-        """Receive the next message; None when the peer has finished and closed between two messages.
-
-        Raises:
-            RemoteProtocolError: The peer sent something forbidden, or somebody altered it on the way.
-            ConnectionLostError: The connection broke, perhaps in the middle of a message.
-        """
-        return _recv(self.stream, self._decoder)
 
     def abandon(self) -> None:
         """Let go of a message that was received in part; nothing can be received any more.

@@ -156,10 +156,8 @@ class Stream:
         Raises:
             ConnectionLostError: The kernel reported an error.
         """
-        if self._ahead is None:
-            return self._recv(views)
         if not self._unread:
-            if len(views) > 1 or len(views[0]) >= READ_AHEAD_BYTES:
+            if self._ahead is None or len(views) > 1 or len(views[0]) >= READ_AHEAD_BYTES:
                 return self._recv(views)
             size = self._recv([self._ahead], 0)
             if size == 0:
@@ -196,8 +194,10 @@ class Stream:
         try:
             if self._is_tcp and sum(map(len, views)) >= 4 * LOW_WATER_BYTES:
                 size = self._recv_large(views, flags)
+            elif len(views) == 1:
+                size = self._sock.recv_into(views[0], 0, flags)
             else:
-                size = _recv(self._sock, views, flags)
+                size = self._sock.recvmsg_into(views, 0, flags)[0]
             self._traffic[0] += size
             return size
         except OSError as exc:
@@ -210,7 +210,7 @@ class Stream:
         views = _without_end(views, LOW_WATER_BYTES)
         self._set_low_water(LOW_WATER_BYTES)
         try:
-            return _recv(self._sock, views, flags)
+            return self._sock.recvmsg_into(views, 0, flags)[0]
         finally:
             self._set_low_water(1)
 
@@ -263,12 +263,6 @@ class Stream:
                 f"{self.name} belongs to user id {peer.uid} and this process to {os.geteuid()}: "
                 "without a secret only the same user may connect"
             )
-
-
-def _recv(sock: socket.socket, views: Sequence[memoryview], flags: int) -> int:
-    if len(views) == 1:
-        return sock.recv_into(views[0], 0, flags)
-    return sock.recvmsg_into(views, 0, flags)[0]
 
 
 def _without_start(views: Sequence[bytes | bytearray | memoryview], size_bytes: int) -> list[Any]:

@@ -129,8 +129,7 @@ def test_keys_fit_together_and_differ_by_direction_and_connection():
     header = b"header"
     macs = [one.send.seal(header), two.send.seal(header), other.send.seal(header), other.receive.seal(header)]
     assert len(set(macs)) == 4
-    two.receive.verify(header, macs[0])
-    one.receive.verify(header, macs[1])
+    assert [two.receive.seal(header), one.receive.seal(header)] == macs[:2]
 
 
 def test_golden_handshake():
