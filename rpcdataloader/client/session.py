@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
-from rpcdataloader.client.exchange import Answer, ClientSettings, log_from_server, read_welcome, reference_of, result_of
+from rpcdataloader.client.exchange import Answer, ClientSettings, log_from_server, read_welcome, reference_of
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import Worker, WorkerOwner
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
@@ -25,7 +25,7 @@ from rpcdataloader.wire.environment import collect, install, set_rank
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call, Exited, Stack, Welcome
-from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.pickling import dumps, result_of
 
 logger = logging.getLogger("rpcdataloader.client")
 

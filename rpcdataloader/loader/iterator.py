@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
-from rpcdataloader.client.exchange import reference_of, result_of
+from rpcdataloader.client.exchange import reference_of
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.worker import Worker
@@ -41,7 +41,7 @@ from rpcdataloader.loader.tasks import Task, describe, load_request
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.movable import Movable
-from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.pickling import dumps, result_of
 from rpcdataloader.wire.slabs import Allocator, pinned_allocator
 
 

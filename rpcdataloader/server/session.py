@@ -228,7 +228,7 @@ class Session:
         return {"shared": True, "length": length_of(dataset), "kind": kind_of(dataset)}
 
     def _call(self, message: Message) -> Any:
-        call = Call.decode(loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))
+        call = Call(*loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))
         return call.func(*call.args, **call.kwargs)
 
     def _resolve(self, reference: tuple[str, int]) -> Any:

@@ -152,13 +152,8 @@ class Call:
     task: bool = False
 
     def fields(self) -> tuple[Any, ...]:
-        """What is pickled: a plain tuple is smaller and faster than the object."""
+        """What is pickled, in the order of the arguments: a plain tuple is smaller and faster than the object."""
         return (self.func, self.args, self.kwargs, self.keep, self.ordered, self.limited, self.task)
-
-    @classmethod
-    def decode(cls, fields: tuple[Any, ...]) -> Call:
-        """From the unpickled fields."""
-        return cls(*fields)
 
 
 def pack_handles(handles: Iterable[int]) -> bytes:

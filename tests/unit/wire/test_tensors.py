@@ -267,9 +267,6 @@ class TestSending:
         assert torch.frombuffer(buffer, dtype=torch.float32).unique().tolist() == [3]
         del others
 
-    def test_nothing_is_made_of_no_tensors(self):
-        assert pack([]) == (None, [])
-
 
 @pytest.mark.parametrize("count", [2, 64, 65, 2000])
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
