@@ -14,14 +14,12 @@ is the one that waits.
 from __future__ import annotations
 
 import collections
-import enum
 import logging
 import os
 import select
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
@@ -29,7 +27,9 @@ from rpcdataloader.server.connections import Origin
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import CALLS, ERRORS, TASKS, Row
 from rpcdataloader.server.datasets import DatasetTable
+from rpcdataloader.server.events import Authenticated, Decided, Drain, GaveUp
 from rpcdataloader.server.handles import HandleTable
+from rpcdataloader.server.life import Life
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.outbox import Outbox
 from rpcdataloader.server.output import tell_client
@@ -74,18 +74,18 @@ def run_worker_process(
         context.log_refusal(stream.name, exc, "worker")
         stream.linger()
         return
-    session.send("authenticated", origin=asdict(Origin.of(channel.peer)))
-    draining = False
-    while True:
+    session.send(Authenticated(Origin.of(channel.peer)))
+    is_draining, decided = False, None
+    while decided is None:
         received = session.recv()
         if received is None:
             return
-        event, _descriptors = received
-        draining = draining or event["event"] == "drain"
-        if event["event"] == "admitted":
-            break
-    if draining or event["reason"]:
-        reason = "the node server is draining" if draining else event["reason"]
+        match received[0]:
+            case Drain():
+                is_draining = True
+            case Decided():
+                decided = received[0]
+    if reason := "the node server is draining" if is_draining else decided.reason:
         channel.send(MessageType.BUSY, payload=Busy(reason).encode())
         channel.stream.finish()
         return
@@ -95,19 +95,10 @@ def run_worker_process(
     except ConnectionLostError:
         # A pass that was over before its last worker was there.
         return
-    row = context.counters.row(event["row"])
+    row = context.counters.row(decided.row)
     row.connected(os.fstat(channel.fileno()).st_ino)
-    if event["row"] is not None:
-        channel.stream.count_in(row.traffic)
+    channel.stream.count_in(row.traffic)
     Worker(channel, session, datasets, number, context, row).run()
-
-
-class Life(enum.Enum):
-    """Of a worker; it never goes back."""
-
-    SERVING = "takes requests"
-    DRAINING = "takes no more, since the node server ends"
-    RETIRING = "takes no more, since it has done its share"
 
 
 class Worker:
@@ -186,7 +177,7 @@ class Worker:
         except RPCError as exc:
             logger.warning("%s: %s", self._where, exc)
             # The client hears of it on its control connection.
-            self._session.send("failed", reason=str(exc))
+            self._session.send(GaveUp(str(exc)))
             os._exit(1)
 
     # --- the main thread receives
@@ -285,7 +276,7 @@ class Worker:
                 received = self._session.recv()
                 if received is None:
                     os._exit(0)
-                if received[0]["event"] == "drain":
+                if isinstance(received[0], Drain):
                     os.write(self._drain_write, b".")
 
     # --- requests
@@ -305,14 +296,17 @@ class Worker:
         timer = self._limit(request_id) if call.limited and self._context.timeout > 0 else None
         if self._pool is None or call.ordered:
             self._execute(request_id, size_bytes, call, timer)
-            if call.task:
-                self._num_tasks += 1
-                if self._num_tasks == self._context.max_tasks and self._life is Life.SERVING:
-                    self._begin_drain(Life.RETIRING)
+            if call.task and self._context.max_tasks:
+                self._count_task()
         else:
             self._pool.submit(self._execute, request_id, size_bytes, call, timer)
             with self._lock:
                 self._row.answered(None, len(self._unanswered))
+
+    def _count_task(self) -> None:
+        self._num_tasks += 1
+        if self._num_tasks == self._context.max_tasks and self._life is Life.SERVING:
+            self._begin_drain(Life.RETIRING)
 
     def _execute(self, request_id: int, size_bytes: int, call: Call, timer: threading.Timer | None) -> None:
         handle = None

@@ -1,8 +1,9 @@
-"""What messages consist of: bytes of any kind, and blocks whose bytes lie in several places. Pure."""
+"""What blocks of messages consist of: what is sent, and the memory that it is received into. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 Buffer = bytes | bytearray | memoryview
 
@@ -35,3 +36,29 @@ def as_bytes(buffer: Buffer) -> memoryview:
     view = memoryview(buffer)
     # An empty view of another shape or format cannot be cast.
     return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+class Block(Protocol):
+    """Memory that one block of a message is received into."""
+
+    @property
+    def view(self) -> memoryview:
+        """Writable, contiguous, format ``"B"``, of exactly the requested size, which may be 0."""
+
+
+Allocate = Callable[[int, Sequence[int]], list[Any]]
+"""``allocate(request_id, sizes in bytes)`` gives one :class:`Block` per size, in order."""
+
+
+class HeapBlock:
+    """A block of ordinary memory, for messages that need no pool."""
+
+    __slots__ = ("view",)
+
+    def __init__(self, size_bytes: int) -> None:
+        self.view = memoryview(bytearray(size_bytes))
+
+
+def heap_blocks(_request_id: int, sizes: Sequence[int]) -> list[Any]:
+    """Allocate blocks of ordinary memory (an ``Allocate``)."""
+    return [HeapBlock(size) for size in sizes]

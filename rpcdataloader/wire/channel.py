@@ -20,19 +20,17 @@ from rpcdataloader.errors import (
     RPCTimeoutError,
 )
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.buffers import BlockBytes
+from rpcdataloader.wire.buffers import Allocate, BlockBytes, heap_blocks
 from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsCredentials, TlsFiles
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
-    Allocate,
     Decoder,
     Message,
     MessageType,
     Sealer,
     encode,
-    heap_blocks,
 )
 from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake, TlsError
 from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble

@@ -34,12 +34,12 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import Any, Protocol
+from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
-from rpcdataloader.wire.buffers import Buffer, Pieces, as_bytes, pieces_of
+from rpcdataloader.wire.buffers import Allocate, Buffer, Pieces, as_bytes, heap_blocks, pieces_of
 
 _HEADER = struct.Struct("<4sBBHQQII32s16s")
 _SEALED_PART = struct.Struct("<4sBBHQQII32s")
@@ -101,16 +101,6 @@ class Limits:
     block_size_bytes: int = 2**40
     message_size_bytes: int = 2**42
 
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{item.name} must be an int, not {value!r}")
-            if value < 0:
-                raise ValueError(f"{item.name} must not be negative, but is {value}")
-        if self.num_blocks >= 2**32:
-            raise ValueError(f"num_blocks is {self.num_blocks}, but the header counts blocks in 32 bits")
-
     def find_excess(self, payload_size: int, num_blocks: int, block_sizes: Sequence[int] = ()) -> str | None:
         """What is too large about a message, in words; None when it is within the limits.
 
@@ -135,18 +125,6 @@ DEFAULT_LIMITS = Limits()
 
 # Whoever reaches the port may send these messages, so they are small, and the allocator is out of the game.
 HANDSHAKE_LIMITS = Limits(payload_size_bytes=4096, num_blocks=0, block_size_bytes=0, message_size_bytes=4096)
-
-
-class Block(Protocol):
-    """Memory that one block of a message is received into."""
-
-    @property
-    def view(self) -> memoryview:
-        """Writable, contiguous, format ``"B"``, of exactly the requested size, which may be 0."""
-
-
-Allocate = Callable[[int, Sequence[int]], list[Any]]
-"""``allocate(request_id, sizes in bytes)`` gives one :class:`Block` per size, in order."""
 
 
 @dataclass(slots=True)
@@ -273,20 +251,6 @@ def _digest(blocks: Sequence[memoryview]) -> bytes:
     for block in blocks:
         digest.update(block)
     return digest.digest()
-
-
-class HeapBlock:
-    """A block of ordinary memory, for messages that need no pool."""
-
-    __slots__ = ("view",)
-
-    def __init__(self, size_bytes: int) -> None:
-        self.view = memoryview(bytearray(size_bytes))
-
-
-def heap_blocks(_request_id: int, sizes: Sequence[int]) -> list[Any]:
-    """Allocate blocks of ordinary memory (an ``Allocate``)."""
-    return [HeapBlock(size) for size in sizes]
 
 
 class Decoder:

@@ -21,10 +21,11 @@ from rpcdataloader.errors import (
 )
 from rpcdataloader.wire import channel
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.buffers import HeapBlock
 from rpcdataloader.wire.channel import Channel, accept_channel, open_channel, recv_preamble
 from rpcdataloader.wire.credentials import INSECURE, Credentials
 from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.frames import Flag, HeapBlock, Limits, MessageType, encode
+from rpcdataloader.wire.frames import Flag, Limits, MessageType, encode
 from rpcdataloader.wire.handshake import ClientHandshake
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.listening import accept, listen_unix

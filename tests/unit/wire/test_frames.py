@@ -508,21 +508,6 @@ def test_limits_can_change_between_messages():
         feed(decoder, data)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("payload_size_bytes", -1, ValueError),
-        ("num_blocks", 2**32, ValueError),
-        ("block_size_bytes", 1.5, TypeError),
-        ("message_size_bytes", "1", TypeError),
-        ("num_blocks", True, TypeError),
-    ],
-)
-def test_wrong_limit_is_refused_when_built(name, value, error):
-    with pytest.raises(error, match=name):
-        Limits(**{name: value})
-
-
 # ---------------------------------------------------------------------------------------------------- seals
 
 
