@@ -22,6 +22,7 @@ from rpcdataloader.errors import (
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.buffers import Allocate, BlockBytes, heap_blocks
 from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsCredentials, TlsFiles
+from rpcdataloader.wire.connecting import connect
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import (
@@ -35,7 +36,7 @@ from rpcdataloader.wire.frames import (
 from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake, TlsError
 from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.tls import AnsweredInClearError, TlsStream
-from rpcdataloader.wire.transport import Stream, connect
+from rpcdataloader.wire.transport import Stream
 
 MAX_SENT_NOW_BYTES = 4096
 
@@ -171,7 +172,7 @@ def open_channel(
     Args:
         session_id: 16 bytes; zeros ask for a new session.
         deadline: Bounds connecting and the handshake together.
-        retry: Wait for a server that is not there yet (see :func:`~rpcdataloader.wire.transport.connect`).
+        retry: Wait for a server that is not there yet (see :func:`~rpcdataloader.wire.connecting.connect`).
         tls: Speak TLS; None to do without. Not for Unix sockets, which nobody can listen to.
 
     Raises:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.connecting import connect
 from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.transport import connect
 from tests.conftest import READY_LINE, TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
 from tests.integration.zygote import Ended, Script, Zygote
 
