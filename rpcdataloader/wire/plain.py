@@ -19,10 +19,10 @@ def load(data: bytes | bytearray | memoryview) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        ValueError: It is something else, in words that go on after "it ".
+        ValueError: It is something else; the message begins with "is".
     """
     try:
-        fields = json.loads(bytes(data))
+        fields = json.loads(bytes(data).decode())
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     except ValueError:

@@ -37,6 +37,7 @@ PURE = {
     "rpcdataloader.wire.buffers",
     "rpcdataloader.wire.frames",
     "rpcdataloader.wire.handshake",
+    "rpcdataloader.wire.plain",
     "rpcdataloader.wire.preamble",
     "rpcdataloader.wire.printable",
     "rpcdataloader.server.tracebacks",
