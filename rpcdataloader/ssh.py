@@ -37,7 +37,7 @@ HEARTBEAT = 10.0
 _READY = re.compile(rb"rpcdataloader ready (\S+) num_workers=(\d+) pid=\d+")
 
 # Options of launch that say where the server listens, and with which secret; without them, we do.
-_PLACES = ("--host", "--interface")
+_PLACES = ("--host",)
 _SECRETS = ("--token-file", "--insecure", "--insecure-tcp")
 
 

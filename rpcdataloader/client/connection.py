@@ -14,11 +14,12 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
-from rpcdataloader.wire.channel import Channel
-from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
+from rpcdataloader.wire.buffers import BlockBytes
+from rpcdataloader.wire.channel import Channel, Outgoing
+from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import pack_handles
 from rpcdataloader.wire.slabs import Allocator, Block
 
@@ -84,7 +85,7 @@ class Connection:
         self._allocator = allocator
         self._channel: Channel | None = None
         # SimpleQueue.put may be interrupted by another put of the same thread, so finalizers may use it.
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._pending: dict[int, Request] = {}
@@ -116,20 +117,17 @@ class Connection:
             number = self._last_request
             self._pending[number] = request
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one it serves.
-            # Only requests of a loader, whose workers are its own: Ctrl-C in the middle ends the connection.
-            if self._num_queued or not request.cancellable or not self._send_now(type, number, payload, buffers):
-                self._num_queued += 1
-                self._outbox.put((type, number, payload, buffers))
+            if request.cancellable and self._channel is not None and not self._num_queued:
+                # Only requests of a loader, whose workers are its own: Ctrl-C in the middle ends the connection.
+                try:
+                    if len(self._pending) <= MAX_SENT_NOW and self._channel.send_now(type, number, payload, buffers):
+                        return number
+                except RPCError:
+                    # The receiver sees the same and tells everybody.
+                    return number
+            self._num_queued += 1
+            self._outbox.put(Outgoing(type, number, payload, buffers))
         return number
-
-    def _send_now(self, type: MessageType, number: int, payload: bytes, buffers: Sequence[BlockBytes]) -> bool:
-        if self._channel is None or len(self._pending) > MAX_SENT_NOW:
-            return False
-        try:
-            return self._channel.send_now(type, number, payload, buffers)
-        except RPCError:
-            # The receiver sees the same and tells everybody.
-            return True
 
     def cancel(self, number: int) -> None:
         """Ask the server not to begin a request, or to send no result of it. It is answered all the same.
@@ -140,14 +138,14 @@ class Connection:
             if self._channel is None:
                 self._pending.pop(number, None)
             elif number in self._pending:
-                self._outbox.put((MessageType.CANCEL, number))
+                self._outbox.put(Outgoing(MessageType.CANCEL, number))
 
     def cancel_all(self) -> None:
         """Cancel every request that is cancellable."""
         with self._lock:
             for number, request in list(self._pending.items()):
                 if request.cancellable:
-                    self._outbox.put((MessageType.CANCEL, number))
+                    self._outbox.put(Outgoing(MessageType.CANCEL, number))
 
     def fail_above(self, number: int, error: RPCError) -> None:
         """Fail the requests above ``number``, each with a copy of ``error``; for the receiver thread."""
@@ -158,7 +156,7 @@ class Connection:
 
     def release(self, handle: int) -> None:
         """Let an object of the server go. Never blocks, takes no lock: finalizers call this."""
-        self._outbox.put(handle)
+        self._outbox.put(Outgoing(MessageType.RELEASE, payload=pack_handles([handle])))
 
     @property
     def is_open(self) -> bool:
@@ -286,18 +284,18 @@ class Connection:
         channel = self._channel
         assert channel is not None
         try:
-            while True:
-                item = self._outbox.get()
-                while isinstance(item, int):
-                    item = self._send_releases(channel, item)
-                if item is None:
-                    return
-                if item[1] in self._pending:
-                    channel.send(*item)
-                if item[0] is not MessageType.CANCEL:
+            message = self._outbox.get()
+            while message is not None:
+                if message.type == MessageType.RELEASE:
+                    message = self._send_releases(channel, message)
+                    continue
+                if message.request_id in self._pending:
+                    channel.send(message.type, message.request_id, message.payload, message.buffers)
+                if message.type != MessageType.CANCEL:
                     with self._lock:
                         self._num_queued -= 1
-                del item
+                del message
+                message = self._outbox.get()
         except RPCError:
             # The receiver sees the same and tells everybody.
             channel.stream.shutdown()
@@ -305,20 +303,19 @@ class Connection:
             logger.exception("the sender of %s failed", self.name)
             channel.stream.shutdown()
 
-    def _send_releases(self, channel: Channel, handle: int) -> Any:
-        """Send this and all handles that wait as one message; returns the next thing to send."""
-        handles = [handle]
-        item: Any = None
+    def _send_releases(self, channel: Channel, first: Outgoing) -> Outgoing | None:
+        """Send this and all releases that wait as one message; returns what comes after them."""
+        payloads = [first.payload]
         while True:
             try:
-                item = self._outbox.get_nowait()
+                following = self._outbox.get_nowait()
             except queue.Empty:
-                channel.send(MessageType.RELEASE, payload=pack_handles(handles))
+                channel.send(MessageType.RELEASE, payload=b"".join(payloads))
                 return self._outbox.get()
-            if not isinstance(item, int):
-                channel.send(MessageType.RELEASE, payload=pack_handles(handles))
-                return item
-            handles.append(item)
+            if following is None or following.type != MessageType.RELEASE:
+                channel.send(MessageType.RELEASE, payload=b"".join(payloads))
+                return following
+            payloads.append(following.payload)
 
 
 def _without_frames(error: RPCError) -> RPCError:

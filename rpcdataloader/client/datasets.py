@@ -26,7 +26,8 @@ from rpcdataloader.client.refs import DatasetRef
 from rpcdataloader.client.session import Session
 from rpcdataloader.client.worker import Worker, WorkerOwner
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError, SerializationError
-from rpcdataloader.wire.frames import Message, pieces_of
+from rpcdataloader.wire.buffers import pieces_of
+from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.generators import get_states
 from rpcdataloader.wire.messages import Build, Call
 from rpcdataloader.wire.picklers import PersistentId

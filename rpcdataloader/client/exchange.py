@@ -18,8 +18,7 @@ from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Busy, Log, Welcome
-from rpcdataloader.wire.movable import Movable
-from rpcdataloader.wire.pickling import loads, loads_exception
+from rpcdataloader.wire.pickling import result_of
 from rpcdataloader.wire.slabs import Allocator
 
 worker_logger = logging.getLogger("rpcdataloader.worker")
@@ -107,19 +106,6 @@ class Answer:
         self._arrived.wait()
         assert self._reply is not None
         return result_of(self._reply, self._allocator)
-
-
-def result_of(message: Message | RPCError, allocator: Allocator, movable: Movable | None = None) -> Any:
-    """The result that a reply carries; ``movable`` as for ``loads``.
-
-    Raises:
-        Exception: What the request raised, or why there is no reply.
-    """
-    if not isinstance(message, Message):
-        raise message
-    if message.type == MessageType.ERROR:
-        raise loads_exception(message.payload)
-    return loads(message.payload, message.blocks, allocator=allocator, movable=movable)
 
 
 def log_from_server(name: str, message: Message) -> None:

@@ -13,11 +13,15 @@ import threading
 import time
 from collections.abc import Mapping
 
+from rpcdataloader.wire import safe_files
 from rpcdataloader.wire.identity import machine_id
 from rpcdataloader.wire.printable import printable
 from rpcdataloader.wire.registration import MAX_FILE_BYTES, MAX_SILENCE, SUFFIX, Registration
+from rpcdataloader.wire.safe_files import UnsafeFileError
 
 logger = logging.getLogger("rpcdataloader.client")
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 # A file that is unusable this many times in a row is not merely being written: it is warned of, once.
 PATIENCE = 3
@@ -128,9 +132,14 @@ class Register:
         return statuses
 
     def _take(self, name: str, status: os.stat_result) -> Registration:
-        _check_owner(status)
-        if name not in self._read:
-            self._read[name] = Registration.decode(_read(os.path.join(self.directory, name)))
+        try:
+            safe_files.check(status, _OTHERS_WRITE)
+            if name not in self._read:
+                path = os.path.join(self.directory, name)
+                data = safe_files.read(path, MAX_FILE_BYTES, _OTHERS_WRITE, follow=False)
+                self._read[name] = Registration.decode(data)
+        except UnsafeFileError as exc:
+            raise ValueError(f"it {exc}") from None
         registration = self._read[name]
         if registration.is_for_its_machine_alone and registration.machine != machine_id():
             raise ValueError(
@@ -144,24 +153,3 @@ class Register:
         level = logging.WARNING if count == PATIENCE else logging.DEBUG
         # Others may have named it, where they may write to the directory.
         logger.log(level, "%s", printable(f"{os.path.join(self.directory, name)} is not used: {problem}"))
-
-
-def _check_owner(status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("it is no regular file")
-    if os.name != "posix":  # there, permission bits mean nothing
-        return
-    if status.st_uid not in (os.geteuid(), 0):
-        raise ValueError(f"it belongs to user {status.st_uid}")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise ValueError(f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o})")
-
-
-def _read(path: str) -> bytes:
-    # Not blocking: opening a named pipe would wait for its writer.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0))
-    try:
-        _check_owner(os.fstat(descriptor))  # again: it may be another file by now
-        return os.read(descriptor, MAX_FILE_BYTES + 1)
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,6 @@ from typing import Any
 from torch.futures import Future
 
 from rpcdataloader.client.alarm import Timer
-from rpcdataloader.client.exchange import result_of
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.refs import RRef
 from rpcdataloader.client.worker import Worker
@@ -17,6 +16,7 @@ from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call
+from rpcdataloader.wire.pickling import result_of
 from rpcdataloader.wire.slabs import pinned_allocator
 
 

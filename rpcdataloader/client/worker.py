@@ -10,9 +10,10 @@ from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.exchange import BusyError, ClientSettings, log_from_server, read_welcome, reference_of
 from rpcdataloader.client.refs import RRef
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError, SerializationError
+from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.channel import Channel, open_channel
 from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
+from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call, Goaway
 from rpcdataloader.wire.pickling import dumps

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.utils.data._utils.pin_memory
 
-from rpcdataloader.client.exchange import result_of
 from rpcdataloader.loader.stopping import stopped
 from rpcdataloader.loader.stream_state import StreamState
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.movable import Movable
+from rpcdataloader.wire.pickling import result_of
 from rpcdataloader.wire.slabs import Allocator
 
 

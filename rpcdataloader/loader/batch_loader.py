@@ -182,7 +182,8 @@ class BatchLoader:
 
     def _prepare(self) -> None:
         torch_worker._worker_info = self._worker_info
-        self._collate_tensors.install()
+        if default_collate_fn_map.get(torch.Tensor) is not self._collate_tensors:
+            self._collate_tensors.install()
 
     def _collate_seeded(self, samples: Any, batch_number: int) -> Any:
         if self._collate not in _TORCH_COLLATE or len(default_collate_fn_map) > _NUM_TORCH_TYPES:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rpcdataloader.wire.frames import pieces_of
+from rpcdataloader.wire.buffers import pieces_of
 from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import dumps_reply, loads
 from rpcdataloader.wire.slabs import Allocator, Block, pinned_allocator_for

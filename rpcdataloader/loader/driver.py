@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rpcdataloader.client.datasets import RemoteDataset
-from rpcdataloader.client.exchange import result_of
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.watcher import Watch
@@ -47,6 +46,7 @@ from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.options import PlanOptions
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.frames import Message
+from rpcdataloader.wire.pickling import result_of
 from rpcdataloader.wire.slabs import Allocator, pinned_allocator
 
 logger = logging.getLogger("rpcdataloader.loader")

@@ -31,7 +31,8 @@ from rpcdataloader.loader.passes import Pass, loader_spec
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Task, describe
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, Restart, Say, Seek
-from rpcdataloader.wire.frames import BlockBytes, Message
+from rpcdataloader.wire.buffers import BlockBytes
+from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.slabs import Allocator

@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import secrets
 import tempfile
+import time
 from types import TracebackType
 
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.wire.registration import Registration
+from rpcdataloader.wire.registration import RENEWAL_PERIOD, Registration
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -26,6 +28,9 @@ class Announcement:
         directory: Absolute path. It is made if it is missing, for its owner alone.
         registration: What to say; the time in it is replaced by that of the file system.
 
+    Attributes:
+        due: When to :meth:`renew` it, on the clock of :func:`time.monotonic`.
+
     Raises:
         ConnectError: When the block begins: nothing can be written there.
     """
@@ -36,6 +41,7 @@ class Announcement:
         self._path = os.path.join(directory, registration.file_name(secrets.token_hex(4)))
         self._has_ended = False
         self._has_failed = False
+        self.due = time.monotonic() + RENEWAL_PERIOD
 
     def __enter__(self) -> Announcement:
         try:
@@ -53,9 +59,10 @@ class Announcement:
         self.end()
 
     def renew(self) -> None:
-        """Say that the server still lives; to be called every ``RENEWAL_PERIOD``. Problems are logged."""
+        """Say that the server still lives; to be called when it is :attr:`due`. Problems are logged."""
         if self._has_ended:
             return
+        self.due = time.monotonic() + RENEWAL_PERIOD
         try:
             try:
                 os.utime(self._path)  # the clock of the file server
@@ -73,6 +80,7 @@ class Announcement:
         if self._has_ended:
             return
         self._has_ended = True
+        self.due = math.inf
         try:
             os.unlink(self._path)
         except FileNotFoundError:

@@ -24,25 +24,13 @@ Kind = Literal["control", "worker", "status"]
 MAX_VALUE_CHARS = 255
 MAX_REASON_CHARS = 600
 
-# Of one session: the first place is its control connection's, a worker's the one of its number, which begins again
-# when the numbers have come around. Memory that nobody has touched is not there.
-_NUM_COUNTERS = 4096
 
-
-class TrafficCounters:
-    """Bytes received and sent by the connections of one session, shared with the processes that are forked from here.
+def shared_traffic() -> memoryview:
+    """Two counters, bytes received and sent, that this process shares with those that are forked from it.
 
     So they are known of a process that was killed, too.
     """
-
-    def __init__(self) -> None:
-        self._shared = memoryview(mmap.mmap(-1, 16 * _NUM_COUNTERS)).cast("Q")
-
-    def of(self, worker: int) -> memoryview:
-        """The two counters of a worker, or of the control connection (0): received and sent, in bytes."""
-        place = 2 * (worker % _NUM_COUNTERS)
-        traffic: memoryview = self._shared[place : place + 2]
-        return traffic
+    return memoryview(mmap.mmap(-1, 16)).cast("Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +58,11 @@ class AcceptedConnection:
 
     Args:
         peer: Address at the other end.
-        traffic: Its counters.
+        traffic: Its counters; None if nobody counts.
         worker: Number of the worker in its session; 0 for a control connection.
     """
 
-    def __init__(self, peer: str, origin: Origin, traffic: memoryview, worker: int = 0) -> None:
+    def __init__(self, peer: str, origin: Origin, traffic: memoryview | None, worker: int = 0) -> None:
         self._peer = peer
         self.origin = origin
         self._traffic = traffic
@@ -84,7 +72,7 @@ class AcceptedConnection:
 
     def closed(self, reason: str) -> None:
         """Write the line of its end."""
-        received, sent = self._traffic
+        received, sent = (None, None) if self._traffic is None else self._traffic
         seconds = f"{time.monotonic() - self._start:.3f}"
         self._log("closed", seconds=seconds, received=received, sent=sent, reason=reason)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -15,13 +14,14 @@ os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 from rpcdataloader.server.run import run_server  # noqa: E402
 from rpcdataloader.server.settings import ServerSettings  # noqa: E402
+from rpcdataloader.wire import plain  # noqa: E402
 from rpcdataloader.wire.credentials import Credentials  # noqa: E402
 
 
 def main() -> None:
     """Read settings from standard input, whose end of file later means that the trainer has gone; serve until then."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    fields = json.loads(sys.stdin.readline())
+    fields = plain.load(sys.stdin.readline().encode())
     settings = ServerSettings(host=f"unix:{fields['path']}", grace=0.0)
     credentials = Credentials(fields["token"].encode(), "the embedded pool")
     # Sessions and workers have an empty standard input of their own in that place.

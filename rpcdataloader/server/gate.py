@@ -13,34 +13,38 @@ import logging
 import socket
 
 from rpcdataloader.errors import RPCError
-from rpcdataloader.server.connections import Kind, TrafficCounters
+from rpcdataloader.server.connections import Kind
 from rpcdataloader.server.context import ServerContext
+from rpcdataloader.server.events import Accepted, HandedOver, IsForWorker, Refused
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.processes import name_process
 from rpcdataloader.server.session import run_session
 from rpcdataloader.server.statistics import serve_status
 from rpcdataloader.wire.channel import Channel, accept_channel, recv_preamble
-from rpcdataloader.wire.frames import STATUS_ID, MessageType, Preamble, encode
+from rpcdataloader.wire.frames import MessageType, encode
 from rpcdataloader.wire.identity import local_identity
+from rpcdataloader.wire.preamble import STATUS_ID, Preamble
 from rpcdataloader.wire.transport import Stream
 
 logger = logging.getLogger("rpcdataloader.server")
 
 
-def run_gate(node: Link, context: ServerContext, counters: TrafficCounters) -> None:
+def run_gate(node: Link, context: ServerContext, traffic: memoryview) -> None:
     """Wait for a connection and serve it until it has become something else.
 
     Args:
         node: Link to the node server, which gives the connection, and takes it again if it is that of a worker.
-        counters: Of the session that this may become.
+        traffic: Counts what comes and goes.
     """
     received = node.recv()
     if received is None:
         return
     event, descriptors = received
+    if not isinstance(event, Accepted):
+        raise TypeError(f"a gate waits for its connection, and not for {event}")
     name_process("rpcdl-gate")
-    peer: str = event["peer"]
-    stream = Stream(socket.socket(fileno=descriptors[0]), peer, counters.of(0))
+    peer = event.peer
+    stream = Stream(socket.socket(fileno=descriptors[0]), peer, traffic)
     kind: Kind | None = None
     try:
         preamble = recv_preamble(stream)
@@ -53,12 +57,12 @@ def run_gate(node: Link, context: ServerContext, counters: TrafficCounters) -> N
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
     except RPCError as exc:
         context.log_refusal(peer, exc, kind)
-        node.send("refused")
+        node.send(Refused())
     else:
         if kind == "status":
             _serve_status(channel, node, context)
         else:
-            run_session(channel, node, context, peer, counters)
+            run_session(channel, node, context, peer)
         return
     stream.linger()
 
@@ -71,13 +75,13 @@ def _serve_status(channel: Channel, node: Link, context: ServerContext) -> None:
 
 
 def _hand_over(stream: Stream, preamble: Preamble, node: Link, context: ServerContext) -> None:
-    node.send("worker connection", session=preamble.session_id.hex(), preamble=preamble.encode().hex())
+    node.send(IsForWorker(preamble.session_id.hex(), preamble.encode().hex()))
     received = node.recv()
-    if received is None or received[0]["event"] == "handed over":
+    if received is None or isinstance(received[0], HandedOver):
         return
     text = "there is no such session on this node server (it ended, or the server was restarted)"
     refusal = json.dumps({"code": "protocol", "text": text}).encode()
     stream.send(encode(None, MessageType.REFUSED, payload=refusal))
     context.log_refusal(stream.name, "unknown session", "worker")
-    node.send("refused")
+    node.send(Refused())
     stream.linger()

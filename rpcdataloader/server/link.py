@@ -1,4 +1,4 @@
-"""Messages between the processes of one node: JSON objects, with descriptors where needed, over a socketpair.
+"""Events between the processes of one node, with descriptors where needed, over a socketpair.
 
 The pairs keep message boundaries (SOCK_SEQPACKET), so that several processes may write to one end. Nothing that came
 from the network travels here.
@@ -7,13 +7,13 @@ from the network travels here.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 from array import array
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+
+from rpcdataloader.server.events import Event, decode, encode
 
 MAX_MESSAGE = 16384
 MAX_DESCRIPTORS = 4
@@ -39,22 +39,26 @@ class Link:
         """The descriptor, for polling."""
         return self._sock.fileno()
 
-    def send(self, event: str, descriptors: Sequence[int] = (), **fields: Any) -> bool:
-        """Send one message; waits while the other end is busy and its queue is full.
+    def send(self, event: Event, descriptors: Sequence[int] = ()) -> bool:
+        """Send one event; waits while the other end is busy and its queue is full.
 
         Returns:
-            Whether the message is on its way: somebody has the other end open, and the system has room for it.
+            Whether the event is on its way: somebody has the other end open, and the system has room for it.
         """
-        return self._send(_encode(event, fields), descriptors, 0) is None
+        return self._send(encode(event), descriptors, 0) is None
 
-    def post(self, event: str, **fields: Any) -> None:
-        """Send one message without ever waiting: what has no room now goes with a later :meth:`flush`."""
-        self._unsent.append(_encode(event, fields))
-        self.flush()
+    def post(self, event: Event) -> bool:
+        """Send one event without ever waiting: what has no room now goes with a later :meth:`flush`.
 
-    def offer(self, event: str, descriptors: Sequence[int], **fields: Any) -> bool:
-        """Send one message with descriptors if there is room for it now; returns whether it is on its way."""
-        return self.flush() and self._send(_encode(event, fields), descriptors, socket.MSG_DONTWAIT) is None
+        Returns:
+            Whether all that was posted has gone.
+        """
+        self._unsent.append(encode(event))
+        return self.flush()
+
+    def offer(self, event: Event, descriptors: Sequence[int]) -> bool:
+        """Send one event with descriptors if there is room for it now; returns whether it is on its way."""
+        return self.flush() and self._send(encode(event), descriptors, socket.MSG_DONTWAIT) is None
 
     def flush(self) -> bool:
         """Send what was posted, as far as there is room; returns whether all of it has gone."""
@@ -75,15 +79,16 @@ class Link:
             return exc.errno
         return None
 
-    def recv(self, *, wait: bool = True) -> tuple[dict[str, Any], list[int]] | None:
-        """The next message and its descriptors, which the caller owns; None when the other end is closed.
+    def recv(self, *, wait: bool = True) -> tuple[Event, list[int]] | None:
+        """The next event and its descriptors, which the caller owns; None when the other end is closed.
 
         Args:
             wait: Wait for one, if there is none yet.
 
         Raises:
             BlockingIOError: There is none yet.
-            OSError: This process has no room for the descriptors; the message is lost.
+            OSError: This process has no room for the descriptors; the event is lost.
+            ValueError: What came is no event; its descriptors are closed.
         """
         # Closed when another program is executed: what user code starts must not hold the sockets of clients.
         how = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
@@ -99,12 +104,15 @@ class Link:
             for descriptor in descriptors:
                 os.close(descriptor)
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return (json.loads(data), list(descriptors)) if data else None
+        if not data:
+            return None
+        try:
+            return decode(data), list(descriptors)
+        except ValueError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
 
     def close(self) -> None:
         """Close this end; idempotent."""
         self._sock.close()
-
-
-def _encode(event: str, fields: dict[str, Any]) -> bytes:
-    return json.dumps({"event": event, **fields}).encode()

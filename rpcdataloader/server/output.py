@@ -17,6 +17,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from rpcdataloader.server.loop import Loop
+
 # A line of output is cut here, so that a worker without line feeds cannot grow the node server.
 MAX_LINE = 8192
 
@@ -86,6 +88,46 @@ class OutputReader:
         for line in self._rest.splitlines():
             self._write(f"{self._prefix} {line[:MAX_LINE].decode(errors='replace')}\n")
         os.close(self._descriptor)
+
+
+class Outputs:
+    """The pipes of all sessions and workers of a node server.
+
+    Args:
+        loop: Where they are watched.
+        write: Takes each finished line.
+    """
+
+    def __init__(self, loop: Loop, write: Callable[[str], None]) -> None:
+        self._loop = loop
+        self._write_line = write
+        self._readers: set[OutputReader] = set()
+
+    def add(self, descriptor: int, prefix: str) -> None:
+        """Read from a pipe, which is owned by this object from now on, until its other end is closed."""
+        reader = OutputReader(descriptor, prefix, self._write)
+        self._readers.add(reader)
+        self._loop.watch(descriptor, lambda: self._on_output(reader))
+
+    def _on_output(self, reader: OutputReader) -> None:
+        if not reader.read():
+            self._loop.unwatch(reader.fileno())
+            self._readers.discard(reader)
+
+    def _write(self, line: str) -> None:
+        # A full disk, or a terminal that is gone, must not take the datasets of all clients with it.
+        with contextlib.suppress(OSError, ValueError):
+            self._write_line(line)
+
+    def finish(self) -> None:
+        """Write what was printed last, which is still in the pipes of those that have ended."""
+        for reader in self._readers:
+            reader.finish()
+
+    def forget_in_child(self) -> None:
+        """Close, in a fork, what belongs to the node server."""
+        for reader in self._readers:
+            os.close(reader.fileno())
 
 
 class SharedLimit:

@@ -164,5 +164,5 @@ def _listen(settings: ServerSettings) -> tuple[socket.socket, Address]:
         return listen_unix(settings.unix_path), Address(path=settings.unix_path)
     advertised = settings.advertised_host()
     resolve(advertised)
-    listener = listen_tcp(settings.listen_host(), settings.ports)
+    listener = listen_tcp(settings.host, settings.ports)
     return listener, Address(host=advertised, port=listener.getsockname()[1])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import ipaddress
 import os
 import re
 import socket
-import struct
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,18 +26,13 @@ class ServerSettings:
     host: str = field(
         default="127.0.0.1",
         metadata={
-            "help": "address or name to listen on, or unix:/path for a Unix socket; 0.0.0.0 or :: for every interface"
+            "help": "address or name to listen on, such as that of one network card, or unix:/path for a Unix socket; "
+            "0.0.0.0 or :: for every interface"
         },
     )
     port: str = field(
         default="6543",
         metadata={"help": "port: a number, 0 for any free one, or FIRST-LAST for the first free one of a range"},
-    )
-    interface: str = field(
-        default="",
-        metadata={
-            "help": "listen on the address of this network interface, such as ib0, instead of --host (default: none)"
-        },
     )
     advertise: str = field(
         default="",
@@ -134,12 +126,10 @@ class ServerSettings:
             raise ValueError(f"parallel must be at least 1, but is {self.parallel}")
         if not self.host:
             raise ValueError("host is empty; write 0.0.0.0 or :: to listen on every interface")
-        if self.is_unix and (self.interface or self.advertise or self.port != _default("port")):
-            raise ValueError("a Unix socket has no port and no interface, and nothing to advertise")
+        if self.is_unix and (self.advertise or self.port != _default("port")):
+            raise ValueError("a Unix socket has no port, and nothing to advertise")
         if self.is_unix and not self.unix_path.startswith("/"):
             raise ValueError(f"a Unix socket needs an absolute path, but host is {self.host!r}")
-        if self.interface and self.host != _default("host"):
-            raise ValueError(f"host {self.host!r} and interface {self.interface!r} contradict each other: give one")
         if not self.is_unix:
             self.ports  # noqa: B018  # validates
         if self.tls is not None and self.is_unix:
@@ -193,47 +183,12 @@ class ServerSettings:
         """Absolute path of the directory to register in; empty for none."""
         return os.path.abspath(os.path.expanduser(self.register)) if self.register else ""
 
-    def listen_host(self) -> str:
-        """Host to listen on.
-
-        Raises:
-            ValueError: There is no such interface, or it has no address.
-        """
-        return interface_address(self.interface) if self.interface else self.host
-
     def advertised_host(self) -> str:
         """Host that clients shall use."""
         if self.advertise:
             return self.advertise
-        host = self.listen_host()
-        return socket.gethostname() if host in WILDCARDS else host
+        return socket.gethostname() if self.host in WILDCARDS else self.host
 
 
 def _default(name: str) -> Any:
     return ServerSettings.__dataclass_fields__[name].default
-
-
-_SIOCGIFADDR = 0x8915
-
-
-def interface_address(name: str) -> str:
-    """The first IPv4 address of a network interface, else its first global IPv6 address (netdevice(7)).
-
-    Raises:
-        ValueError: There is no such interface, or it has no address.
-    """
-    known = [interface for _index, interface in socket.if_nameindex()]
-    if name not in known:
-        raise ValueError(f"there is no network interface {name!r} here; there are {', '.join(known)}")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", os.fsencode(name)[:15]))
-            return socket.inet_ntoa(answer[20:24])
-        except OSError:
-            pass
-    with open("/proc/net/if_inet6") as file:
-        for line in file:
-            digits, _index, _length, scope, _flags, interface = line.split()
-            if interface == name and scope == "00":
-                return str(ipaddress.IPv6Address(int(digits, 16)))
-    raise ValueError(f"network interface {name!r} has no address")

@@ -12,9 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rpcdataloader.server.connections import TrafficCounters
+from rpcdataloader.server.connections import shared_traffic
+from rpcdataloader.server.context import ServerContext
+from rpcdataloader.server.gate import run_gate
 from rpcdataloader.server.link import Link
-from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Process
+from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Process, fork, name_process
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -30,18 +32,46 @@ class Gate:
     """A process that waits for its connection.
 
     Attributes:
-        counters: Of the session that it may become.
+        traffic: Of its connection; shared with it.
     """
 
     process: Process
     link: Link
-    counters: TrafficCounters
+    traffic: memoryview
 
     def end(self) -> None:
         """End it, and wait until it has ended."""
         self.process.kill("nobody has connected")
         self.process.reap(wait=True)
         self.link.close()
+
+
+def fork_gate(forget: Callable[[], None], context: ServerContext) -> Gate:
+    """Fork a gate, which waits for its connection.
+
+    Args:
+        forget: Closes, in the fork, what belongs to the node server.
+        context: What it is told.
+
+    Raises:
+        OSError: The system has no room for a process or a descriptor.
+    """
+    ours, theirs = Link.pair()
+    traffic = shared_traffic()
+
+    def run() -> None:
+        name_process("rpcdl-spare")
+        forget()
+        ours.close()
+        run_gate(theirs, context, traffic)
+
+    try:
+        return Gate(fork(run), ours, traffic)
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
 
 
 class SpareGates:

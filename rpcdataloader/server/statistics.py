@@ -19,6 +19,7 @@ from rpcdataloader.errors import RemoteProtocolError
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import WORK, Seen, View
 from rpcdataloader.server.cpus import available_cpus
+from rpcdataloader.server.events import StackPiece, TellsStatus, WantsStacks
 from rpcdataloader.server.link import Link
 from rpcdataloader.wire.cgroups import read
 from rpcdataloader.wire.channel import Channel
@@ -41,7 +42,7 @@ def serve_status(channel: Channel, node: Link, context: ServerContext) -> None:
     Raises:
         RPCError: The connection broke, or something else than a question came.
     """
-    node.send("status")
+    node.send(TellsStatus())
     while (message := channel.recv()) is not None:
         if message.type != MessageType.STATS:
             raise RemoteProtocolError(f"message type {message.type} has no place on a status connection")
@@ -181,7 +182,7 @@ def ask_for_stacks(node: Link) -> dict[int, str]:
     ours, theirs = Link.pair()
     with contextlib.closing(ours):
         with contextlib.closing(theirs):
-            node.send("stacks", [theirs.fileno()])
+            node.send(WantsStacks(), [theirs.fileno()])
         stacks: dict[int, str] = {}
         poll = select.poll()
         poll.register(ours.fileno(), select.POLLIN)
@@ -193,7 +194,8 @@ def ask_for_stacks(node: Link) -> dict[int, str]:
             if received is None:  # every session has answered
                 break
             event, _descriptors = received
-            stacks[event["pid"]] = stacks.get(event["pid"], "") + event["text"]
+            if isinstance(event, StackPiece):
+                stacks[event.pid] = stacks.get(event.pid, "") + event.text
         return stacks
 
 
@@ -218,7 +220,7 @@ class StacksAsked:
         """It is ``text``; or the worker has ended, which that says."""
         self._waiting.discard(number)
         for start in range(0, len(text), PIECE_CHARS):
-            self._link.post("stack", pid=pid, text=text[start : start + PIECE_CHARS])
+            self._link.post(StackPiece(pid, text[start : start + PIECE_CHARS]))
         self.flush()
 
     def flush(self) -> None:

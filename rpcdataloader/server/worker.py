@@ -16,13 +16,11 @@ from __future__ import annotations
 import collections
 import logging
 import os
-import queue
 import select
 import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
@@ -30,27 +28,30 @@ from rpcdataloader.server.connections import Origin
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import CALLS, ERRORS, TASKS, Row
 from rpcdataloader.server.datasets import DatasetTable
+from rpcdataloader.server.events import Authenticated, Decided, Drain, GaveUp
 from rpcdataloader.server.handles import HandleTable
+from rpcdataloader.server.life import Life
 from rpcdataloader.server.link import Link
+from rpcdataloader.server.outbox import Outbox
 from rpcdataloader.server.output import tell_client
 from rpcdataloader.server.processes import keep_freed_memory, name_process, prefer_for_oom
-from rpcdataloader.server.room import Room
-from rpcdataloader.wire.channel import Channel, accept_channel
-from rpcdataloader.wire.frames import Flag, Message, MessageType, Preamble
+from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel
+from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Encoded, dumps_exception, dumps_reply, loads
+from rpcdataloader.wire.preamble import Preamble
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.transport import Stream
 
 logger = logging.getLogger("rpcdataloader.worker")
 
-# With requests at hand, new ones and cancellations are looked for this often (in seconds): a look is a system call,
+# With requests at hand, new ones and cancellations are looked for this often (in nanoseconds): a look is a system call,
 # which is a good part of a task of a hundred microseconds.
-LOOK_INTERVAL = 0.001
+LOOK_INTERVAL = 1_000_000
 
-# Bytes of requests that were received and of replies that are not sent, each: nothing against the memory of a node with
-# many workers, and more than a network needs to be kept busy.
+# Bytes of requests that were received and of messages that are not sent, each: nothing against the memory of a node
+# with many workers, and more than a network needs to be kept busy.
 MAX_WAITING_BYTES = 64 << 20
 
 
@@ -74,18 +75,18 @@ def run_worker_process(
         context.log_refusal(stream.name, exc, "worker")
         stream.linger()
         return
-    session.send("authenticated", origin=asdict(Origin.of(channel.peer)))
-    draining = False
-    while True:
+    session.send(Authenticated(Origin.of(channel.peer)))
+    is_draining, decided = False, None
+    while decided is None:
         received = session.recv()
         if received is None:
             return
-        event, _descriptors = received
-        draining = draining or event["event"] == "drain"
-        if event["event"] == "admitted":
-            break
-    if draining or event["reason"]:
-        reason = "the node server is draining" if draining else event["reason"]
+        match received[0]:
+            case Drain():
+                is_draining = True
+            case Decided():
+                decided = received[0]
+    if reason := "the node server is draining" if is_draining else decided.reason:
         channel.send(MessageType.BUSY, payload=Busy(reason).encode())
         channel.stream.finish()
         return
@@ -95,10 +96,9 @@ def run_worker_process(
     except ConnectionLostError:
         # A pass that was over before its last worker was there.
         return
-    row = context.counters.row(event["row"])
+    row = context.counters.row(decided.row)
     row.connected(os.fstat(channel.fileno()).st_ino)
-    if event["row"] is not None:
-        channel.stream.count_in(row.traffic)
+    channel.stream.count_in(row.traffic)
     Worker(channel, session, datasets, number, context, row).run()
 
 
@@ -117,16 +117,15 @@ class Worker:
         pool = PageablePool()
         channel.allocate_with(lambda _id, sizes: [pool.allocate(size) for size in sizes])
         channel.stream.read_ahead()
-        # Main thread only: requests that were received and not begun, in order; the number of the last one.
-        self._inbox: collections.deque[Message] = collections.deque()
+        # Main thread only: requests that were received and not begun, in order, each with its size; the number of the
+        # last one.
+        self._inbox: collections.deque[tuple[Message, int]] = collections.deque()
         self._last_request = 0
-        self._next_look = 0.0
-        self._draining = False
+        self._next_look = 0
+        self._life = Life.SERVING
         self._num_tasks = 0  # answered
-        self._retires = False
-        # Main and pool threads to sender: arguments of Channel.send, and None for the end.
-        self._outbox: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
-        self._requests, self._replies = Room(MAX_WAITING_BYTES), Room(MAX_WAITING_BYTES)
+        # From main and pool threads to the sender.
+        self._outbox = Outbox(MAX_WAITING_BYTES)
         self._pool = ThreadPoolExecutor(context.parallel, "rpcdl-call") if context.parallel > 1 else None
         # Written by the watcher when the session says drain.
         self._drain_read, self._drain_write = os.pipe()
@@ -134,9 +133,12 @@ class Worker:
         self._poll.register(channel.fileno(), select.POLLIN)
         self._poll.register(self._drain_read, select.POLLIN)
         self._lock = threading.Lock()
+        self._done = threading.Condition(self._lock)  # with a request
         # Guarded by the lock:
         self._unanswered: set[int] = set()
         self._cancelled: set[int] = set()
+        self._num_requests = 0  # that were received, until they have been run
+        self._request_bytes = 0
         self._num_running = 0  # where there is a pool
         self._row = row
 
@@ -144,23 +146,27 @@ class Worker:
         """Serve; returns after a drain or a retirement. The process ends here and there when the client goes."""
         if self._context.tells_clients:
             tell_client(
-                lambda fields: self._outbox.put((MessageType.LOG, 0, Log(**fields).encode(), (), Flag.OPTIONAL))
+                lambda fields: self._outbox.put(
+                    Outgoing(MessageType.LOG, payload=Log(**fields).encode(), flags=Flag.OPTIONAL)
+                )
             )
         sender = threading.Thread(target=self._send, name="rpcdl-send", daemon=True)
         watcher = threading.Thread(target=self._watch, name="rpcdl-watch", daemon=True)
         sender.start()
         watcher.start()
         try:
-            while not self._draining or self._inbox:
+            while self._life is Life.SERVING or self._inbox:
                 # Before looking for what has come, so that a request that is cancelled meanwhile is not begun.
-                self._replies.wait()
+                if self._outbox.num_waiting:
+                    self._outbox.wait()
                 self._receive()
                 if self._inbox:
-                    self._serve(self._inbox.popleft())
+                    self._serve(*self._inbox.popleft())
             if self._pool is not None:
                 self._pool.shutdown()
-            self._outbox.put((MessageType.GOAWAY, 0, Goaway(self._last_request, self._retires).encode()))
-            self._outbox.put(None)
+            goaway = Goaway(self._last_request, self._life is Life.RETIRING)
+            self._outbox.put(Outgoing(MessageType.GOAWAY, payload=goaway.encode()))
+            self._outbox.close()
             sender.join()
             # Closing with unread input would reset the connection and lose what the client has not read yet.
             self._channel.stream.finish()
@@ -172,7 +178,7 @@ class Worker:
         except RPCError as exc:
             logger.warning("%s: %s", self._where, exc)
             # The client hears of it on its control connection.
-            self._session.send("failed", reason=str(exc))
+            self._session.send(GaveUp(str(exc)))
             os._exit(1)
 
     # --- the main thread receives
@@ -180,33 +186,40 @@ class Worker:
     def _receive(self) -> None:
         """Take in what has arrived; wait only while there is nothing to do."""
         stream = self._channel.stream
-        if self._requests.is_full:
+        if self._is_full:
             if not self._inbox:  # all of it is with the threads of the pool
-                self._requests.wait()
+                self._wait_for_room()
             return
-        if not stream.has_unread:
-            now = time.monotonic()
-            if self._inbox and now < self._next_look:
-                return
-            self._next_look = now + LOOK_INTERVAL
-            if not self._inbox and self._pool is None:
-                self._row.rests(time.monotonic_ns())
-            ready = [descriptor for descriptor, _events in self._poll.poll(0 if self._inbox else None)]
-            if self._drain_read in ready:
-                self._begin_drain()
-                return
-            if not ready:
-                return
-        self._take()
-        while stream.has_unread:
+        now = time.monotonic_ns()
+        if self._inbox and now < self._next_look:
+            return
+        self._next_look = now + LOOK_INTERVAL
+        if not self._inbox and self._pool is None:
+            self._row.rests(now)
+        # Nothing that was read ahead is left: a round takes all of it.
+        ready = dict(self._poll.poll(0 if self._inbox else None))
+        if self._drain_read in ready:
+            self._begin_drain(Life.DRAINING)
+        elif ready:
             self._take()
+            while stream.has_unread:
+                self._take()
 
-    def _begin_drain(self) -> None:
+    @property
+    def _is_full(self) -> bool:
+        """Whether so much waits that nothing more is received; a request of any size may wait alone."""
+        return self._request_bytes > MAX_WAITING_BYTES and self._num_requests > 1
+
+    def _wait_for_room(self) -> None:
+        with self._done:
+            self._done.wait_for(lambda: not self._is_full)
+
+    def _begin_drain(self, life: Life) -> None:
         """The client will be told the last request that it gets an answer to: take what has come this far."""
         stream = self._channel.stream
-        while not self._requests.is_full and (stream.has_unread or stream.has_input()):
+        while not self._is_full and (stream.has_unread or stream.has_input()):
             self._take()
-        self._draining = True
+        self._life = life
         self._row.drain()
         self._poll.unregister(self._drain_read)
 
@@ -215,19 +228,23 @@ class Worker:
         if message is None:
             # The client is gone, and with it everybody who could want a reply.
             os._exit(0)
-        if message.type == MessageType.CALL and self._draining:
-            # Above the last request of the GOAWAY to come: the client gives it to another worker then. With it, a
-            # client that keeps its workers supplied would keep this one from ending.
-            return
         if message.type == MessageType.CALL:
+            if self._life is not Life.SERVING:
+                # Above the last request of the GOAWAY to come: the client gives it to another worker then. With it, a
+                # client that keeps its workers supplied would keep this one from ending.
+                return
             self._last_request = message.request_id
-            self._requests.take(_size_of(message))
+            size_bytes = len(message.payload)
+            for block in message.blocks:
+                size_bytes += block.view.nbytes
             with self._lock:
+                self._num_requests += 1
+                self._request_bytes += size_bytes
                 self._unanswered.add(message.request_id)
-            self._inbox.append(message)
+            self._inbox.append((message, size_bytes))
         elif message.type == MessageType.RELEASE:
             # In the order of the requests: destructors run in this thread, too.
-            self._inbox.append(message)
+            self._inbox.append((message, 0))
         elif message.type == MessageType.CANCEL:
             with self._lock:
                 if message.request_id in self._unanswered:
@@ -237,11 +254,10 @@ class Worker:
 
     def _send(self) -> None:
         try:
-            while (item := self._outbox.get()) is not None:
-                self._channel.send(*item)
-                if item[0] in (MessageType.REPLY, MessageType.ERROR):
-                    self._replies.leave(Encoded(*item[2:4]).size_bytes)
-                del item
+            while (message := self._outbox.get()) is not None:
+                self._channel.send(message.type, message.request_id, message.payload, message.buffers, message.flags)
+                self._outbox.sent(message)
+                del message
         except RPCError:
             # Gone while we wrote.
             os._exit(0)
@@ -261,27 +277,27 @@ class Worker:
                 received = self._session.recv()
                 if received is None:
                     os._exit(0)
-                if received[0]["event"] == "drain":
+                if isinstance(received[0], Drain):
                     os.write(self._drain_write, b".")
 
     # --- requests
 
-    def _serve(self, message: Message) -> None:
+    def _serve(self, message: Message, size_bytes: int) -> None:
         if message.type == MessageType.RELEASE:
             self._handles.release(unpack_handles(message.payload))
             return
-        request_id, size_bytes = message.request_id, _size_of(message)
+        request_id = message.request_id
         try:
-            call = Call.decode(loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))
+            call = Call(*loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))
         except BaseException as exc:
-            self._requests.leave(size_bytes)
+            self._forget(size_bytes)
             self._reply_error(request_id, exc)
             return
         del message
         timer = self._limit(request_id) if call.limited and self._context.timeout > 0 else None
         if self._pool is None or call.ordered:
             self._execute(request_id, size_bytes, call, timer)
-            if call.task:
+            if call.task and self._context.max_tasks:
                 self._count_task()
         else:
             self._pool.submit(self._execute, request_id, size_bytes, call, timer)
@@ -290,22 +306,25 @@ class Worker:
 
     def _count_task(self) -> None:
         self._num_tasks += 1
-        if self._num_tasks == self._context.max_tasks and not self._draining:
-            self._retires = True
-            self._begin_drain()
+        if self._num_tasks == self._context.max_tasks and self._life is Life.SERVING:
+            self._begin_drain(Life.RETIRING)
 
     def _execute(self, request_id: int, size_bytes: int, call: Call, timer: threading.Timer | None) -> None:
         handle = None
-        self._replies.wait()
+        if self._outbox.num_waiting:
+            self._outbox.wait()
         if self._pool is None:
             # It rests when nothing more is there, which costs less than to say so after each request.
             self._row.runs(time.monotonic_ns(), 1, len(self._unanswered))
         else:
             self._count_running(1)
         try:
-            self._check_wanted(request_id)
+            # Before and after, without the lock: to look into a set is one operation.
+            if request_id in self._cancelled:
+                raise _given_up()
             result = call.func(*call.args, **call.kwargs)
-            self._check_wanted(request_id)
+            if request_id in self._cancelled:
+                raise _given_up()
             if call.keep:
                 result = handle = self._handles.add(result)
             encoded = dumps_reply(result)
@@ -318,20 +337,23 @@ class Worker:
         finally:
             if self._pool is not None:
                 self._count_running(-1)
-            self._requests.leave(size_bytes)
+            self._forget(size_bytes)
             if timer is not None:
                 timer.cancel()
+
+    def _forget(self, size_bytes: int) -> None:
+        """A request has been run, and is not kept any more."""
+        with self._lock:
+            self._num_requests -= 1
+            self._request_bytes -= size_bytes
+            if self._pool is not None:
+                self._done.notify()
 
     def _count_running(self, change: int) -> None:
         """One request more, or one less, is being run in some thread."""
         with self._lock:
             self._num_running += change
             self._row.runs(time.monotonic_ns(), self._num_running, len(self._unanswered))
-
-    def _check_wanted(self, request_id: int) -> None:
-        with self._lock:
-            if request_id in self._cancelled:
-                raise RPCTimeoutError("the caller has given up")
 
     def _resolve(self, reference: tuple[str, int]) -> Any:
         kind, number = reference
@@ -364,9 +386,8 @@ class Worker:
             if error is not None and wanted:
                 self._row.failed(error)
             self._cancelled.discard(request_id)
-        if not self._outbox.empty() or not self._send_now(type, request_id, encoded):
-            self._replies.take(encoded.size_bytes)
-            self._outbox.put((type, request_id, encoded.payload, encoded.buffers))
+        if self._outbox.num_waiting or not self._send_now(type, request_id, encoded):
+            self._outbox.put(Outgoing(type, request_id, encoded.payload, encoded.buffers))
         return True
 
     def _send_now(self, type: MessageType, request_id: int, encoded: Encoded) -> bool:
@@ -377,6 +398,5 @@ class Worker:
             return True
 
 
-def _size_of(message: Message) -> int:
-    size_bytes: int = len(message.payload) + sum(block.view.nbytes for block in message.blocks)
-    return size_bytes
+def _given_up() -> RPCTimeoutError:
+    return RPCTimeoutError("the caller has given up")

@@ -14,8 +14,9 @@ from rpcdataloader.wire.certificates import TlsCredentials
 from rpcdataloader.wire.channel import Channel, open_channel
 from rpcdataloader.wire.credentials import client_credentials
 from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.frames import STATUS_ID, MessageType
+from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.identity import local_identity
+from rpcdataloader.wire.preamble import STATUS_ID
 from rpcdataloader.wire.status import NodeStatus, StatusRequest
 
 

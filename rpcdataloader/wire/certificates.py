@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from rpcdataloader.wire import safe_files
 from rpcdataloader.wire.handshake import TlsError
+from rpcdataloader.wire.safe_files import Flaw, UnsafeFileError
 
 CERT_VARIABLE = "RPCDATALOADER_TLS_CERT"
 KEY_VARIABLE = "RPCDATALOADER_TLS_KEY"
@@ -130,18 +132,17 @@ def client_tls(environ: Mapping[str, str] = os.environ) -> TlsCredentials | None
 def _check_file(what: str, path: str) -> None:
     # What ssl says of a file that is missing does not name it.
     try:
-        status = os.stat(path)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
-            raise TlsError(f"the TLS {what} file {path} is not a PEM file; name one")
-        with open(path, "rb"):
-            pass
+        data = safe_files.read(path, _MAX_FILE_BYTES, stat.S_IRWXO if what == "key" else 0, any_owner=True)
     except OSError as exc:
         raise TlsError(f"the TLS {what} file {path} cannot be read: {exc.strerror}") from exc
-    if what == "key" and status.st_mode & stat.S_IRWXO:
-        raise TlsError(
-            f"the TLS key file {path} is open to other users (mode {stat.S_IMODE(status.st_mode):04o}); "
-            f"if nobody can have read it, run: chmod 600 {path}"
-        )
+    except UnsafeFileError as exc:
+        if exc.flaw is Flaw.MODE:
+            raise TlsError(
+                f"the TLS key file {path} {exc}; if nobody can have read it, run: chmod 600 {path}"
+            ) from None
+        data = None
+    if data is None or len(data) > _MAX_FILE_BYTES:
+        raise TlsError(f"the TLS {what} file {path} is not a PEM file; name one")
 
 
 def reason_of(exc: ssl.SSLError) -> str:

@@ -6,10 +6,10 @@ sealed; one thread receives.
 
 from __future__ import annotations
 
-import json
+import functools
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rpcdataloader.errors import (
     AuthenticationError,
@@ -20,42 +20,41 @@ from rpcdataloader.errors import (
     RPCTimeoutError,
 )
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.buffers import Allocate, BlockBytes, heap_blocks
 from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsCredentials, TlsFiles
+from rpcdataloader.wire.connecting import connect
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
-    PREAMBLE_SIZE,
-    Allocate,
-    Block,
-    BlockBytes,
     Decoder,
-    Limits,
     Message,
     MessageType,
-    Preamble,
     Sealer,
     encode,
 )
 from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake, TlsError
+from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.tls import AnsweredInClearError, TlsStream
-from rpcdataloader.wire.transport import Stream, connect
+from rpcdataloader.wire.transport import Stream
 
 MAX_SENT_NOW_BYTES = 4096
 
 
-class HeapBlock:
-    """A receive buffer of ordinary memory, for messages whose blocks need no pool."""
+@dataclass(slots=True)
+class Outgoing:
+    """A message that waits to be sent; the fields are the arguments of :meth:`Channel.send`."""
 
-    __slots__ = ("view",)
+    type: MessageType
+    request_id: int = 0
+    payload: bytes = b""
+    buffers: Sequence[BlockBytes] = ()
+    flags: int = 0
 
-    def __init__(self, size_bytes: int) -> None:
-        self.view = memoryview(bytearray(size_bytes))
-
-
-def heap_blocks(_request_id: int, sizes: Sequence[int]) -> list[Block]:
-    """Allocate blocks of ordinary memory (an ``Allocate``)."""
-    return [HeapBlock(size) for size in sizes]
+    @property
+    def size_bytes(self) -> int:
+        """Payload and blocks together."""
+        return len(self.payload) + sum(buffer.nbytes for buffer in self.buffers)
 
 
 class Channel:
@@ -65,6 +64,9 @@ class Channel:
         name: The peer, for messages: an address or ``"client host:pid"``.
         peer: What the peer's HELLO said of it.
         differences: Versions that differ between the two sides without being refused.
+        recv: Receives the next message; None when the peer has finished and closed between two messages. Raises
+            RemoteProtocolError when the peer sent something forbidden, or somebody altered it on the way, and
+            ConnectionLostError when the connection broke, perhaps in the middle of a message.
     """
 
     def __init__(self, stream: Stream, handshake: ClientHandshake | ServerHandshake, name: str) -> None:
@@ -77,7 +79,8 @@ class Channel:
         self.stream = stream
         self._sealer: Sealer = established.send
         self._send_lock = threading.Lock()
-        self._decoder = Decoder(heap_blocks, established.receive, Limits())
+        self._decoder = Decoder(heap_blocks, established.receive)
+        self.recv: Callable[[], Message | None] = functools.partial(_recv, stream, self._decoder)
 
     def fileno(self) -> int:
         """The descriptor, for polling."""
@@ -132,19 +135,6 @@ class Channel:
         finally:
             self._send_lock.release()
 
-    def send_json(self, type: MessageType, fields: Mapping[str, Any], flags: int = 0) -> None:
-        """Send a message whose payload is a JSON object."""
-        self.send(type, payload=json.dumps(fields).encode(), flags=flags)
-
-    def recv(self) -> Message | None:
-        """Receive the next message; None when the peer has finished and closed between two messages.
-
-        Raises:
-            RemoteProtocolError: The peer sent something forbidden, or somebody altered it on the way.
-            ConnectionLostError: The connection broke, perhaps in the middle of a message.
-        """
-        return _recv(self.stream, self._decoder)
-
     def abandon(self) -> None:
         """Let go of a message that was received in part; nothing can be received any more.
 
@@ -183,7 +173,7 @@ def open_channel(
     Args:
         session_id: 16 bytes; zeros ask for a new session.
         deadline: Bounds connecting and the handshake together.
-        retry: Wait for a server that is not there yet (see :func:`~rpcdataloader.wire.transport.connect`).
+        retry: Wait for a server that is not there yet (see :func:`~rpcdataloader.wire.connecting.connect`).
         label: Beginning of the warning when that takes long.
         tls: Speak TLS; None to do without. Not for Unix sockets, which nobody can listen to.
 

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rpcdataloader.errors import AuthenticationError
+from rpcdataloader.wire import safe_files
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.safe_files import Flaw, UnsafeFileError
 
 TOKEN_VARIABLE = "RPCDATALOADER_TOKEN"
 TOKEN_FILE_VARIABLE = "RPCDATALOADER_TOKEN_FILE"
@@ -186,14 +188,7 @@ def _default_path(environ: Mapping[str, str]) -> Path:
 def _read(path: Path) -> Credentials | None:
     """Read a token file; None when there is none, AuthenticationError when it is not to be trusted."""
     try:
-        # Not blocking: opening a named pipe would wait for its writer.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        try:
-            # The open file is judged, not the path: that could lead to another file by now.
-            problem = _find_problem(path, os.fstat(descriptor))
-            data = b"" if problem else os.read(descriptor, _MAX_TOKEN_BYTES + 1)
-        finally:
-            os.close(descriptor)
+        data = safe_files.read(path, _MAX_TOKEN_BYTES, stat.S_IRWXG | stat.S_IRWXO)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -201,24 +196,14 @@ def _read(path: Path) -> Credentials | None:
             f"the token file {path} cannot be read: {error.strerror}; "
             f"make it yours and readable, or set {TOKEN_FILE_VARIABLE} to another file"
         ) from error
-    if problem is not None:
-        raise AuthenticationError(f"the token file {path} {problem}")
+    except UnsafeFileError as error:
+        advice = {
+            Flaw.KIND: f"; set {TOKEN_FILE_VARIABLE} to one",
+            Flaw.OWNER: ", who could read and change it; use a file of your own",
+            Flaw.MODE: f"; if nobody can have read it, run: chmod 600 {path}",
+        }[error.flaw]
+        raise AuthenticationError(f"the token file {path} {error}{advice}") from None
     return _credentials(data, f"file {path}")
-
-
-def _find_problem(path: Path, status: os.stat_result) -> str | None:
-    if not stat.S_ISREG(status.st_mode):
-        return f"is not a regular file; set {TOKEN_FILE_VARIABLE} to one"
-    if os.name != "posix":  # there, permission bits mean nothing
-        return None
-    if status.st_uid not in (os.geteuid(), 0):
-        return f"belongs to user {status.st_uid}, who could read and change it; use a file of your own"
-    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        return (
-            f"is open to other users (mode {stat.S_IMODE(status.st_mode):04o}); if nobody can have read it, "
-            f"run: chmod 600 {path}"
-        )
-    return None
 
 
 def _create(path: Path) -> None:

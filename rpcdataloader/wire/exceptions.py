@@ -84,12 +84,12 @@ def _shorten(text: str) -> str:
 
 def _pickle(obj: Any) -> bytes:
     file = io.BytesIO()
-    ReplyPickler(file, None, None).dump(obj)
+    ReplyPickler(file, None).dump(obj)
     return file.getvalue()
 
 
 def _unpickle(data: bytes) -> Any:
-    return Unpickler(io.BytesIO(data), [], [], adopt_main=False, persistent_load=None).load()
+    return Unpickler(io.BytesIO(data)).load()
 
 
 def _survives(obj: Any) -> bool:

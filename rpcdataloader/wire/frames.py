@@ -1,16 +1,7 @@
 """The wire format: what one message looks like as bytes. Little-endian, without I/O.
 
-A connection starts with a preamble from the client, in clear, 32 bytes::
-
-    offset  size  field
-         0     8  magic          b"RPCDLDR\\x01"
-         8     2  version        of the protocol; judged in the handshake, where both sides can be named
-        10     2  flags          bit 0: TLS follows at once; others zero, ignored when received
-        12     4  reserved       zero; ignored when received
-        16    16  session id     zero: start a session; 1: tell the status of the node; else: start a worker of that
-                                 session
-
-then messages in both directions, each a header, a body and blocks::
+After the preamble (``preamble.py``), a connection carries messages in both directions, each a header, a body and
+blocks::
 
     offset  size  field
          0     4  magic          b"RPDL"
@@ -27,7 +18,7 @@ then messages in both directions, each a header, a body and blocks::
                                  SHA-256 of the blocks (32 bytes); then the payload
                   blocks         back to back
 
-The preamble, the header and the HELLO message look the same in every version of the protocol, so that sides of
+The header and the HELLO message look the same in every version of the protocol, as the preamble does, so that sides of
 different versions can tell each other so.
 
 Invariant: no length is believed before its MAC and its limit have been checked, no block is allocated before the
@@ -43,24 +34,12 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import Any, Protocol
+from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
-
-PROTOCOL_VERSION = 1
-
-Buffer = bytes | bytearray | memoryview
-
-_PREAMBLE = struct.Struct("<8sHHI16s")
-_PREAMBLE_MAGIC = b"RPCDLDR\x01"
-_PREAMBLE_TLS = 1
-PREAMBLE_SIZE = _PREAMBLE.size
-SESSION_ID_SIZE = 16
-
-# Where a session id would be, it asks for a status connection. Ids of sessions are random.
-STATUS_ID = bytes([1]).ljust(SESSION_ID_SIZE, b"\0")
+from rpcdataloader.wire.buffers import Allocate, Buffer, Pieces, as_bytes, heap_blocks, pieces_of
 
 _HEADER = struct.Struct("<4sBBHQQII32s16s")
 _SEALED_PART = struct.Struct("<4sBBHQQII32s")
@@ -111,45 +90,6 @@ _KNOWN_FLAGS = _OPTIONAL
 
 
 @dataclass(frozen=True, slots=True)
-class Preamble:
-    """The first bytes of a connection, from the client.
-
-    Attributes:
-        session_id: 16 bytes; zero to start a new session, ``STATUS_ID`` for a status connection.
-        version: Version of the protocol that the client speaks.
-        tls: Whether the client speaks TLS from here on. A server that does not, or that wants it, can then say so.
-    """
-
-    session_id: bytes = bytes(SESSION_ID_SIZE)
-    version: int = PROTOCOL_VERSION
-    tls: bool = False
-
-    def __post_init__(self) -> None:
-        if len(self.session_id) != SESSION_ID_SIZE:
-            raise ValueError(f"a session id has {SESSION_ID_SIZE} bytes, not {len(self.session_id)}")
-        if not 0 <= self.version < 2**16:
-            raise ValueError(f"protocol version {self.version} does not fit into two bytes")
-
-    def encode(self) -> bytes:
-        """The 32 bytes to send."""
-        return _PREAMBLE.pack(_PREAMBLE_MAGIC, self.version, _PREAMBLE_TLS * self.tls, 0, self.session_id)
-
-    @classmethod
-    def decode(cls, data: Buffer) -> Preamble:
-        """Read the 32 bytes that a client sent.
-
-        Raises:
-            RemoteProtocolError: These are not the first bytes of our protocol.
-        """
-        if len(data) != PREAMBLE_SIZE:
-            raise RemoteProtocolError(f"the preamble has {PREAMBLE_SIZE} bytes, the peer sent {len(data)}")
-        magic, version, flags, _, session_id = _PREAMBLE.unpack(data)
-        if magic != _PREAMBLE_MAGIC:
-            raise RemoteProtocolError(f"the peer does not speak this protocol: its first bytes are {magic!r}")
-        return cls(session_id, version, bool(flags & _PREAMBLE_TLS))
-
-
-@dataclass(frozen=True, slots=True)
 class Limits:
     """The largest message that is accepted; nothing is allocated for a larger one.
 
@@ -160,16 +100,6 @@ class Limits:
     num_blocks: int = 2**20
     block_size_bytes: int = 2**40
     message_size_bytes: int = 2**42
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{item.name} must be an int, not {value!r}")
-            if value < 0:
-                raise ValueError(f"{item.name} must not be negative, but is {value}")
-        if self.num_blocks >= 2**32:
-            raise ValueError(f"num_blocks is {self.num_blocks}, but the header counts blocks in 32 bits")
 
     def find_excess(self, payload_size: int, num_blocks: int, block_sizes: Sequence[int] = ()) -> str | None:
         """What is too large about a message, in words; None when it is within the limits.
@@ -197,18 +127,6 @@ DEFAULT_LIMITS = Limits()
 HANDSHAKE_LIMITS = Limits(payload_size_bytes=4096, num_blocks=0, block_size_bytes=0, message_size_bytes=4096)
 
 
-class Block(Protocol):
-    """Memory that one block of a message is received into."""
-
-    @property
-    def view(self) -> memoryview:
-        """Writable, contiguous, format ``"B"``, of exactly the requested size, which may be 0."""
-
-
-Allocate = Callable[[int, Sequence[int]], list[Any]]
-"""``allocate(request_id, sizes in bytes)`` gives one :class:`Block` per size, in order."""
-
-
 @dataclass(slots=True)
 class Message:
     """One message, as it was received.
@@ -228,6 +146,9 @@ class Message:
     blocks: list[Any] = field(default_factory=list)
 
 
+_NO_MESSAGE = Message(0)
+
+
 class Sealer:
     """Makes or checks the MACs of one direction of a connection.
 
@@ -237,9 +158,12 @@ class Sealer:
 
     Not thread-safe, and the order matters: messages are sealed in the order in which they are sent, which means under
     the connection's send lock.
+
+    Attributes:
+        num_sealed: Messages so far.
     """
 
-    __slots__ = ("_counter", "_inner", "_outer")
+    __slots__ = ("_inner", "_outer", "num_sealed")
 
     def __init__(self, key: bytes) -> None:
         # HMAC (RFC 2104) hashes the padded key first, twice for each message: both hashes are kept at that point.
@@ -249,49 +173,15 @@ class Sealer:
         padded = key.ljust(_HASH_BLOCK_SIZE, b"\0")
         self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
         self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
-        self._counter = 0
+        self.num_sealed = 0
 
     def seal(self, header_without_mac: Buffer) -> bytes:
-        """The MAC of the next message."""
+        """The MAC of the next message; the receiver makes it, too, and compares in constant time."""
         inner, outer = self._inner.copy(), self._outer.copy()
-        inner.update(_COUNTER.pack(self._counter) + header_without_mac)
+        inner.update(_COUNTER.pack(self.num_sealed) + header_without_mac)
         outer.update(inner.digest())
-        self._counter += 1
+        self.num_sealed += 1
         return outer.digest()[:MAC_SIZE]
-
-    def verify(self, header_without_mac: Buffer, mac: bytes) -> None:
-        """Check the MAC of the next message, in constant time.
-
-        Raises:
-            RemoteProtocolError: It is not the one that the holder of the key would have sent now.
-        """
-        if not hmac.compare_digest(self.seal(header_without_mac), mac):
-            raise RemoteProtocolError(
-                f"message {self._counter - 1} from the peer failed authentication (altered, replayed or injected)"
-            )
-
-
-class Pieces:
-    """A block whose bytes lie in several places, which the kernel gathers when it is sent.
-
-    Args:
-        pieces: In order, each as a block of its own would be.
-    """
-
-    __slots__ = ("nbytes", "pieces")
-
-    def __init__(self, pieces: Sequence[Buffer]) -> None:
-        self.pieces = [_as_bytes(piece) for piece in pieces]
-        self.nbytes = sum(map(len, self.pieces))
-
-
-BlockBytes = memoryview | Pieces
-"""What a block that is sent consists of."""
-
-
-def pieces_of(block: Buffer | Pieces) -> list[memoryview]:
-    """The bytes of a block, wherever they are, in order."""
-    return block.pieces if isinstance(block, Pieces) else [_as_bytes(block)]
 
 
 def encode(
@@ -322,7 +212,8 @@ def encode(
     Raises:
         LocalProtocolError: The message is over the limits.
     """
-    payload = _as_bytes(payload)
+    if not isinstance(payload, bytes):
+        payload = as_bytes(payload)
     blocks: list[memoryview] = []
     sizes: list[int] = []
     for buffer in buffers:
@@ -355,29 +246,11 @@ def encode(
     return encoded
 
 
-def _as_bytes(buffer: Buffer) -> memoryview:
-    """A view of format ``"B"`` and one dimension; TypeError when the buffer is not contiguous."""
-    view = memoryview(buffer)
-    # An empty view of another shape or format cannot be cast.
-    return view.cast("B") if view.nbytes else memoryview(b"")
-
-
 def _digest(blocks: Sequence[memoryview]) -> bytes:
     digest = hashlib.sha256()
     for block in blocks:
         digest.update(block)
     return digest.digest()
-
-
-@dataclass(frozen=True, slots=True)
-class _PlainBlock:
-    """A block of a message that is skipped."""
-
-    view: memoryview
-
-
-def _allocate_plain(_request_id: int, sizes: Sequence[int]) -> list[Any]:
-    return [_PlainBlock(memoryview(bytearray(size))) for size in sizes]
 
 
 class Decoder:
@@ -408,6 +281,7 @@ class Decoder:
         "_header",
         "_idle",
         "_message",
+        "_missing_bytes",
         "_num_blocks",
         "_pending",
         "_sealer",
@@ -432,7 +306,8 @@ class Decoder:
         # garbage collector when a connection ends part-way.
         self._then: Callable[[Decoder], Message | None] = Decoder._header_filled
         self._pending = self._idle
-        self._message = Message(0)
+        self._missing_bytes = HEADER_SIZE
+        self._message = _NO_MESSAGE
         self._body = self._header[:0]
         self._num_blocks = 0
         self._table_size = 0
@@ -443,19 +318,14 @@ class Decoder:
         """Whether the end of the stream, here, would cut a message."""
         return self._pending is not self._idle
 
-    def set_sealer(self, sealer: Sealer) -> None:
-        """Check the MAC of every message from the next one on."""
-        if self.mid_message:
-            raise LocalProtocolError("keys cannot change in the middle of a message")
-        self._sealer = sealer
-
     def get_buffers(self) -> list[memoryview]:
         """The memory to fill next, in order: never empty, no empty view in it.
 
         Raises:
             RemoteProtocolError: An earlier message was wrong.
         """
-        self._check_usable()
+        if self._broken is not None:
+            raise self._unusable()
         return self._pending
 
     def buffers_filled(self, num_bytes: int) -> Message | None:
@@ -470,9 +340,10 @@ class Decoder:
         Raises:
             RemoteProtocolError: The peer broke the format, a limit or the MAC.
         """
-        self._check_usable()
-        self._advance(num_bytes)
-        if self._pending:
+        if self._broken is not None:
+            raise self._unusable()
+        if num_bytes != self._missing_bytes:
+            self._advance(num_bytes)
             return None
         try:
             return self._then(self)
@@ -485,29 +356,20 @@ class Decoder:
         self._reset()
         self._broken = self._broken or "the connection has ended"
 
-    def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise RemoteProtocolError(f"nothing more can be read from this connection after: {self._broken}")
+    def _unusable(self) -> RemoteProtocolError:
+        return RemoteProtocolError(f"nothing more can be read from this connection after: {self._broken}")
 
     def _advance(self, num_bytes: int) -> None:
-        if num_bytes < 1:
-            raise ValueError(f"{num_bytes} bytes cannot have been received")
-        for position, view in enumerate(self._pending):
-            if num_bytes < len(view):
-                # A new list: the caller may still be using the old one.
-                self._pending = [view[num_bytes:], *self._pending[position + 1 :]]
-                return
-            num_bytes -= len(view)
-        if num_bytes:
-            raise ValueError(f"{num_bytes} bytes more than the buffers hold")
-        self._pending = []
-
-    def _expect(self, views: list[memoryview], then: Callable[[Decoder], Message | None]) -> Message | None:
-        """Ask for these views to be filled and go on with ``then``: at once when they have no bytes."""
-        self._then = then
-        # A receive into an empty view returns 0, which looks like the end of the stream.
-        self._pending = [view for view in views if view]
-        return None if self._pending else then(self)
+        """Some bytes have come, and not all."""
+        if not 0 < num_bytes < self._missing_bytes:
+            raise ValueError(f"{num_bytes} bytes cannot have been received where {self._missing_bytes} are missing")
+        self._missing_bytes -= num_bytes
+        position = 0
+        while num_bytes >= len(self._pending[position]):
+            num_bytes -= len(self._pending[position])
+            position += 1
+        # A new list: the caller may still be using the old one.
+        self._pending = [self._pending[position][num_bytes:], *self._pending[position + 1 :]]
 
     def _header_filled(self) -> Message | None:
         magic, code, flags, header_size, request_id, payload_size, num_blocks, reserved, digest, mac = _HEADER.unpack(
@@ -515,8 +377,13 @@ class Decoder:
         )
         if magic != _MAGIC:
             raise RemoteProtocolError(f"the peer sent no message: {magic!r} is where one should begin")
-        if self._sealer is not None:
-            self._sealer.verify(self._header[:-MAC_SIZE], mac)
+        sealer = self._sealer
+        if sealer is not None:
+            if not hmac.compare_digest(sealer.seal(self._header[:-MAC_SIZE]), mac):
+                raise RemoteProtocolError(
+                    f"message {sealer.num_sealed - 1} from the peer failed authentication (altered, replayed or "
+                    "injected)"
+                )
         elif mac != _NO_MAC:
             raise RemoteProtocolError("the peer sent a message with a MAC before the handshake was over")
         if header_size != HEADER_SIZE or reserved or flags & ~_KNOWN_FLAGS:
@@ -524,17 +391,24 @@ class Decoder:
                 f"the peer sent a header that this version cannot read: size {header_size}, flags {flags}, "
                 f"reserved {reserved}"
             )
-        if code not in _MESSAGE_TYPES and not (flags & _OPTIONAL and self._sealer is not None):
+        if code not in _MESSAGE_TYPES and not (flags & _OPTIONAL and sealer is not None):
             raise RemoteProtocolError(f"the peer sent a message of the unknown type {code}")
-        self._check_limits(payload_size, num_blocks)
+        if (excess := self.limits.find_excess(payload_size, num_blocks)) is not None:
+            raise _too_much(excess)
         self._message = Message(_MESSAGE_TYPES.get(code, code), flags, request_id)
         self._num_blocks = num_blocks
         self._digest = digest
         self._table_size = 8 * num_blocks
         if num_blocks and code in _WITH_BLOCK_DIGEST:
             self._table_size += _DIGEST_SIZE
-        self._body = memoryview(bytearray(self._table_size + payload_size))
-        return self._expect([self._body], Decoder._body_filled)
+        self._missing_bytes = self._table_size + payload_size
+        self._body = memoryview(bytearray(self._missing_bytes))
+        # A receive into an empty view returns 0, which looks like the end of the stream.
+        if not self._missing_bytes:
+            return self._body_filled()
+        self._then = Decoder._body_filled
+        self._pending = [self._body]
+        return None
 
     def _body_filled(self) -> Message | None:
         body, message, num_blocks = self._body, self._message, self._num_blocks
@@ -543,15 +417,22 @@ class Decoder:
             raise RemoteProtocolError(f"the body of message {message.request_id} was altered on its way")
         message.payload = body[self._table_size :]
         if not num_blocks:
-            return self._blocks_filled()
+            self._reset()
+            return message if message.type in _MESSAGE_TYPES else None
         sizes = struct.unpack_from(f"<{num_blocks}Q", body)
-        self._check_limits(len(message.payload), num_blocks, sizes)
-        allocate = self.allocate if message.type in _MESSAGE_TYPES else _allocate_plain
+        if (excess := self.limits.find_excess(len(message.payload), num_blocks, sizes)) is not None:
+            raise _too_much(excess)
+        allocate = self.allocate if message.type in _MESSAGE_TYPES else heap_blocks
         message.blocks = allocate(message.request_id, sizes)
         views = [block.view for block in message.blocks]
         if tuple(map(len, views)) != sizes:
             raise LocalProtocolError(f"the allocator gave blocks of other sizes than {sizes}")
-        return self._expect(views, Decoder._blocks_filled)
+        self._missing_bytes = sum(sizes)
+        if not self._missing_bytes:
+            return self._blocks_filled()
+        self._then = Decoder._blocks_filled
+        self._pending = list(filter(None, views))
+        return None
 
     def _blocks_filled(self) -> Message | None:
         message = self._message
@@ -561,7 +442,6 @@ class Decoder:
         self._reset()
         return message if message.type in _MESSAGE_TYPES else None
 
-    def _check_limits(self, payload_size: int, num_blocks: int, block_sizes: Sequence[int] = ()) -> None:
-        excess = self.limits.find_excess(payload_size, num_blocks, block_sizes)
-        if excess is not None:
-            raise RemoteProtocolError(f"the peer announced too much: {excess}")
+
+def _too_much(excess: str) -> RemoteProtocolError:
+    return RemoteProtocolError(f"the peer announced too much: {excess}")

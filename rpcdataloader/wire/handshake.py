@@ -28,7 +28,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from rpcdataloader.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
-from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, PREAMBLE_SIZE, Message, MessageType, Preamble, Sealer, encode
+from rpcdataloader.wire import plain
+from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, Message, MessageType, Sealer, encode
+from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.printable import printable
 
 NONCE_SIZE = 32
@@ -358,12 +360,9 @@ def _load(message: Message) -> dict[str, Any]:
     if message.request_id or message.flags:
         raise RemoteProtocolError("the peer sent a message of the handshake with a request id or flags")
     try:
-        content = json.loads(str(message.payload, "utf-8"))
-    except (ValueError, RecursionError):  # 4 KiB of "[" are nested deeper than Python's stack
-        raise RemoteProtocolError("the peer sent a message of the handshake that is not JSON") from None
-    if not isinstance(content, dict):
-        raise RemoteProtocolError("the peer sent a message of the handshake that is not a JSON object")
-    return content
+        return plain.load(message.payload)
+    except ValueError as error:
+        raise RemoteProtocolError(f"the peer sent a message of the handshake that {error}") from None
 
 
 def _hex(content: dict[str, Any], name: str, size_bytes: int) -> bytes:

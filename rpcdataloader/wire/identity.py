@@ -8,8 +8,8 @@ import platform
 import socket
 from importlib import metadata
 
-from rpcdataloader.wire.frames import PROTOCOL_VERSION
 from rpcdataloader.wire.handshake import Identity
+from rpcdataloader.wire.preamble import PROTOCOL_VERSION
 
 # Slurm's are numbers. A longer one must not make a HELLO too long to be sent.
 _MAX_JOB_CHARS = 64

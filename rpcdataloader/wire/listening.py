@@ -10,7 +10,8 @@ import stat
 from collections.abc import Sequence
 
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.wire.transport import look_up, peer_of, short_path, tune
+from rpcdataloader.wire.connecting import look_up, short_path
+from rpcdataloader.wire.transport import peer_of, tune
 
 LISTEN_BACKLOG = 1024
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rpcdataloader.errors import RemoteProtocolError
+from rpcdataloader.wire import plain
 
 
 class _Json:
@@ -27,15 +28,15 @@ class _Json:
 
     @classmethod
     def decode(cls, payload: bytes | bytearray | memoryview) -> Any:
-        """Read a payload.
+        """Read a payload; fields that are not known are left alone.
 
         Raises:
             RemoteProtocolError: It is not a JSON object with these fields.
         """
         try:
-            return cls(**json.loads(bytes(payload)))
-        except (ValueError, TypeError, RecursionError) as exc:
-            raise RemoteProtocolError(f"malformed {cls.__name__} message") from exc
+            return plain.make(cls, plain.load(payload))
+        except ValueError as exc:
+            raise RemoteProtocolError(f"malformed {cls.__name__} message: {exc}") from exc
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +153,8 @@ class Call:
     task: bool = False
 
     def fields(self) -> tuple[Any, ...]:
-        """What is pickled: a plain tuple is smaller and faster than the object."""
+        """What is pickled, in the order of the arguments: a plain tuple is smaller and faster than the object."""
         return (self.func, self.args, self.kwargs, self.keep, self.ordered, self.limited, self.task)
-
-    @classmethod
-    def decode(cls, fields: tuple[Any, ...]) -> Call:
-        """From the unpickled fields."""
-        return cls(*fields)
 
 
 def pack_handles(handles: Iterable[int]) -> bytes:

@@ -92,22 +92,19 @@ def _numbers_by_block(index: Index) -> list[list[int]]:
 class MovableUnpickler(Unpickler):
     """Notes which tensors must stay.
 
-    Args:
-        movable: Told of them.
-        args: Those of :class:`~rpcdataloader.wire.picklers.Unpickler`.
+    Attributes:
+        movable: Told of them; set before ``load``.
     """
 
-    def __init__(self, movable: Movable, *args: Any) -> None:
-        super().__init__(*args)
-        self._movable = movable
+    movable: Movable
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
         if found is make_packed_sequence:
             # The sizes are read by the CPU; torch refuses others.
-            return functools.partial(_call_with_fixed, self._movable, found, slice(1, 2))
+            return functools.partial(_call_with_fixed, self.movable, found, slice(1, 2))
         if module.startswith("torch.") and name.startswith("_rebuild"):
-            return functools.partial(_call_with_fixed, self._movable, found, slice(None))
+            return functools.partial(_call_with_fixed, self.movable, found, slice(None))
         return found
 
 

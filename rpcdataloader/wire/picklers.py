@@ -11,7 +11,7 @@ import functools
 import io
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from rpcdataloader.errors import SerializationError
 from rpcdataloader.wire import definitions
-from rpcdataloader.wire.frames import BlockBytes
+from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Packer, Stack, is_dense
 
 #: Returns what stands for an object on the wire, None for all that is pickled as usual.
@@ -47,20 +47,23 @@ def make_packed_sequence(*fields: torch.Tensor | None) -> PackedSequence:
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Collects tensors in ``packer`` and other large buffers in ``buffers``.
+    """Takes dense tensors and other large buffers out of the pickle.
 
     Args:
         file: What to write to.
-        packer: Takes dense tensors. None pickles them in band, as torch does.
-        buffers: Takes large numpy arrays. None pickles them in band.
+        buffers: Takes large numpy arrays. None pickles these in band, and tensors as torch does.
+
+    Attributes:
+        packer: Has the dense tensors; None if there are none.
     """
 
     # The global table itself, so that reducers which users register go on working. cloudpickle's ChainMap over it
     # would cost a microsecond for every object, which is why reducer_override looks into cloudpickle's own table.
     dispatch_table = copyreg.dispatch_table
 
-    def __init__(self, file: io.BytesIO, packer: Packer | None, buffers: list[BlockBytes] | None) -> None:
-        self._packer = packer
+    def __init__(self, file: io.BytesIO, buffers: list[BlockBytes] | None) -> None:
+        self.packer: Packer | None = None
+        self._is_in_band = buffers is None
         # Not a method: the pickler would refer to itself, and keep every tensor until the next garbage collection.
         callback = None if buffers is None else functools.partial(_take_buffer, buffers)
         super().__init__(file, protocol=5, buffer_callback=callback)
@@ -69,9 +72,11 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Reduce what is special here; the C pickler asks for everything but the basic types."""
         kind = type(obj)
         if kind is torch.Tensor:
-            if self._packer is not None:
+            if not self._is_in_band:
                 if is_dense(obj):
-                    return take_tensor, (self._packer.add(obj),)
+                    if self.packer is None:
+                        self.packer = Packer()
+                    return take_tensor, (self.packer.add(obj),)
                 if obj.requires_grad and not obj.__dict__ and is_dense(obj.detach()):
                     return require_grad, (obj.detach(),)
         elif kind is np.ndarray:
@@ -82,8 +87,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if not obj.flags.writeable:
                 return obj.copy(order="A").__reduce_ex__(5)
         elif kind is Stack:
-            if self._packer is not None:
-                return take_tensor, (self._packer.add_stack(obj),)
+            if not self._is_in_band:
+                if self.packer is None:
+                    self.packer = Packer()
+                return take_tensor, (self.packer.add_stack(obj),)
         elif kind is PackedSequence:
             return make_packed_sequence, tuple(obj)
         elif kind in _CLOUDPICKLE_TABLE:
@@ -108,19 +115,14 @@ class RequestPickler(Pickler):
 
     Args:
         file: What to write to.
-        packer: Takes dense tensors. None pickles them in band, as torch does.
-        buffers: Takes large numpy arrays. None pickles them in band.
+        buffers: As for :class:`Pickler`.
         persistent_id: Called with every object; what it returns replaces the object on the wire, None keeps it.
     """
 
     def __init__(
-        self,
-        file: io.BytesIO,
-        packer: Packer | None,
-        buffers: list[BlockBytes] | None,
-        persistent_id: PersistentId | None = None,
+        self, file: io.BytesIO, buffers: list[BlockBytes] | None, persistent_id: PersistentId | None = None
     ) -> None:
-        super().__init__(file, packer, buffers)
+        super().__init__(file, buffers)
         if persistent_id is not None:
             self.persistent_id = persistent_id
         spawned_main = sys.modules.get("__mp_main__")
@@ -150,36 +152,27 @@ class UnresolvedError(BaseException):
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads what both picklers write.
+    """Reads what both picklers write; made with the pickle and with what the pickler put into ``buffers``.
 
-    Args:
-        file: The pickle.
+    Attributes:
         tensors: Of the message.
-        buffers: What the pickler put into ``buffers``, in that order.
         adopt_main: Give definitions from the client's ``__main__`` their names in ours.
-        persistent_load: Returns what ``persistent_id`` replaced.
+        resolve: Returns what ``persistent_id`` replaced.
     """
 
-    def __init__(
-        self,
-        file: io.BytesIO,
-        tensors: list[torch.Tensor],
-        buffers: Iterable[memoryview],
-        adopt_main: bool,
-        persistent_load: Callable[[Any], Any] | None,
-    ) -> None:
-        super().__init__(file, buffers=buffers)
-        # A function of this module means, in a message, something that knows the message; found once per message.
-        self._meanings: dict[str, Any] = {
-            take_tensor.__name__: tensors.__getitem__,
-            definitions.complete.__name__: definitions.complete_and_adopt if adopt_main else definitions.complete,
-        }
-        self._persistent_load = persistent_load
+    # Set before load, where they are others: a constructor in Python would be a good part of what a small batch costs.
+    tensors: Sequence[torch.Tensor] = ()
+    adopt_main: bool = False
+    resolve: Callable[[Any], Any] | None = None
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object that a pickle names."""
-        if module.startswith("rpcdataloader.wire.") and name in self._meanings:
-            return self._meanings[name]
+        # A function of this package means, in a message, something that knows the message.
+        if module.startswith("rpcdataloader.wire."):
+            if name == take_tensor.__name__:
+                return self.tensors.__getitem__
+            if name == definitions.complete.__name__:
+                return definitions.complete_and_adopt if self.adopt_main else definitions.complete
         try:
             found = super().find_class(module, name)
         except AttributeError as error:
@@ -188,10 +181,10 @@ class Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         """Return what was replaced on the wire."""
-        if self._persistent_load is None:
+        if self.resolve is None:
             raise pickle.UnpicklingError("the message refers to objects held elsewhere, of which there are none here")
         try:
-            return self._persistent_load(pid)
+            return self.resolve(pid)
         except Exception as error:
             raise UnresolvedError(error) from error
 

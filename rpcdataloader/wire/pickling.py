@@ -21,16 +21,17 @@ from typing import Any
 import torch
 
 from rpcdataloader.errors import RPCError, SerializationError
+from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.diagnose import USER_ERRORS, find_culprit
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
-from rpcdataloader.wire.frames import BlockBytes
+from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.movable import Movable, MovableUnpickler
 from rpcdataloader.wire.picklers import PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler, UnresolvedError
 from rpcdataloader.wire.rebuild import inline_memory, rebuild, rebuild_inline
 from rpcdataloader.wire.slabs import Allocator, Block
-from rpcdataloader.wire.tensors import Index, Packer
+from rpcdataloader.wire.tensors import Index
 
-__all__ = ["Encoded", "dumps", "dumps_exception", "dumps_reply", "loads", "loads_exception"]
+__all__ = ["Encoded", "dumps", "dumps_exception", "dumps_reply", "loads", "loads_exception", "result_of"]
 
 _LENGTHS = struct.Struct("<II")
 
@@ -80,8 +81,8 @@ def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "o
         RPCError: ``persistent_id`` raised it.
     """
 
-    def make_pickler(file: io.BytesIO, packer: Packer, buffers: list[BlockBytes]) -> Pickler:
-        return RequestPickler(file, packer, buffers, persistent_id)
+    def make_pickler(file: io.BytesIO, buffers: list[BlockBytes]) -> Pickler:
+        return RequestPickler(file, buffers, persistent_id)
 
     return _dumps(obj, make_pickler, name, _REQUEST_ADVICE)
 
@@ -99,22 +100,23 @@ def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:
     return _dumps(obj, ReplyPickler, name, _REPLY_ADVICE)
 
 
-_MakePickler = Callable[[io.BytesIO, Packer, "list[BlockBytes]"], Pickler]
+_MakePickler = Callable[[io.BytesIO, "list[BlockBytes]"], Pickler]
 
 
 def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Encoded:
-    file, packer = io.BytesIO(), Packer()
+    file = io.BytesIO()
     buffers: list[BlockBytes] = []
     try:
-        make_pickler(file, packer, buffers).dump(obj)
-        index, blocks = packer.pack()
+        pickler = make_pickler(file, buffers)
+        pickler.dump(obj)
+        if pickler.packer is None:
+            file.write(NO_TENSORS)
+            return Encoded(file.getvalue(), buffers)
+        index, blocks = pickler.packer.pack()
     except RPCError:  # ours already, such as that of a reference to an object of another worker
         raise
     except USER_ERRORS as error:
         raise _explain(obj, make_pickler, name, advice, error) from error
-    if index is None:
-        file.write(NO_TENSORS)
-        return Encoded(file.getvalue(), buffers)
     inline: bytes | memoryview = b""
     if len(blocks) == 1 and isinstance(blocks[0], memoryview) and blocks[0].nbytes <= _MAX_INLINE_BYTES:
         inline = blocks[0]
@@ -129,7 +131,7 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
 def _explain(obj: Any, make_pickler: _MakePickler, name: str, advice: str, error: BaseException) -> SerializationError:
     def attempt(part: Any) -> BaseException | None:
         try:
-            make_pickler(io.BytesIO(), Packer(), []).dump(part)
+            make_pickler(io.BytesIO(), []).dump(part)
         except USER_ERRORS as error:
             return error
         return None
@@ -182,9 +184,15 @@ def loads(
                 num_buffers -= len(index.blocks) + len(index.slabs)
                 memory = [block.tensor for block in blocks[num_buffers:]]
                 tensors = rebuild(index, memory, allocator) if movable is None else movable.rebuild(index, memory)
-        buffers = [block.view for block in blocks[:num_buffers]]
-        parts = io.BytesIO(payload), tensors, buffers, adopt_main, persistent_load
-        return (Unpickler(*parts) if movable is None else MovableUnpickler(movable, *parts)).load()
+        buffers = [block.view for block in blocks[:num_buffers]] if blocks else None
+        unpickler: Unpickler
+        if movable is None:
+            unpickler = Unpickler(io.BytesIO(payload), buffers=buffers)
+        else:
+            unpickler = MovableUnpickler(io.BytesIO(payload), buffers=buffers)
+            unpickler.movable = movable
+        unpickler.tensors, unpickler.adopt_main, unpickler.resolve = tensors, adopt_main, persistent_load
+        return unpickler.load()
     except RPCError:
         raise
     except UnresolvedError as unresolved:
@@ -196,6 +204,23 @@ def loads(
         ) from error
     except USER_ERRORS as error:
         raise SerializationError(f"a message cannot be rebuilt: {_describe(error)}") from error
+
+
+def result_of(reply: Message | RPCError, allocator: Allocator, movable: Movable | None = None) -> Any:
+    """The result that a reply carries; ``movable`` as for :func:`loads`.
+
+    Args:
+        reply: A REPLY or an ERROR, or why there is none.
+        allocator: Where its blocks were received.
+
+    Raises:
+        Exception: What the request raised, or why there is no reply.
+    """
+    if not isinstance(reply, Message):
+        raise reply
+    if reply.type == MessageType.ERROR:
+        raise loads_exception(reply.payload)
+    return loads(reply.payload, reply.blocks, allocator=allocator, movable=movable)
 
 
 def _describe(error: BaseException) -> str:

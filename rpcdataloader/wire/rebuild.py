@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rpcdataloader.wire.frames import Buffer
+from rpcdataloader.wire.buffers import Buffer
 from rpcdataloader.wire.slabs import Allocator, PageablePool
 from rpcdataloader.wire.tensors import Index, Layout, Place, Region, Run, SlabIndex
 

@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from rpcdataloader.wire import plain
 from rpcdataloader.wire.address import Address
 
 #: End of the names of such files; those that begin with a dot are being written.
@@ -92,12 +93,7 @@ class Registration:
             raise ValueError("it is empty")
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-        try:
-            fields = json.loads(data.decode())
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
-        if not isinstance(fields, dict):
-            raise ValueError("it is no JSON object")
+        fields = plain.load(data)
         try:
             started = float(_take(fields, "started", (int, float)))
         except OverflowError:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rpcdataloader.wire.frames import BlockBytes, Pieces
+from rpcdataloader.wire.buffers import BlockBytes, Pieces
 
 #: Regions of this size travel alone, without a copy. Below it, gathering costs less than one more block.
 MIN_BLOCK_BYTES = 1 << 16
@@ -186,10 +186,8 @@ class Packer:
         self._num_tensors += 1
         return number
 
-    def pack(self) -> tuple[Index | None, list[BlockBytes]]:
-        """Return what describes the tensors, None if there are none, and the blocks. These keep what they show."""
-        if not self._num_tensors:
-            return None, []
+    def pack(self) -> tuple[Index, list[BlockBytes]]:
+        """Return what describes the tensors, and the blocks. These keep what they show."""
         if self._num_tensors == len(self._tensors) == 1:
             small = self._pack_only(self._tensors[0])
             if small is not None:

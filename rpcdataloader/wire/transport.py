@@ -1,27 +1,24 @@
-"""Every socket call on a connection: connecting, options, exact receives and gathered sends.
+"""Every socket call on a connection: options, exact receives and gathered sends.
 
-Nothing above this module and ``listening`` touches a socket or sees an ``OSError`` of one: failures leave here as
-:class:`~rpcdataloader.errors.ConnectError` or :class:`~rpcdataloader.errors.ConnectionLostError` with their cause.
+Nothing above this module, ``connecting`` and ``listening`` touches a socket or sees an ``OSError`` of one: failures
+leave here as :class:`~rpcdataloader.errors.ConnectError` or :class:`~rpcdataloader.errors.ConnectionLostError` with
+their cause.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import functools
 import logging
-import math
 import os
 import select
 import socket
 import struct
 import weakref
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RPCTimeoutError
-from rpcdataloader.wire.address import Address
+from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.wire.deadline import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -51,24 +48,8 @@ KEEPALIVE_PROBES = 3
 # Seconds between two looks at a connection that may be cut off while keep-alive rests; see is_cut_off.
 LOOK_INTERVAL = 2.0
 
-# sockaddr_un holds 108 bytes, the final zero included.
-MAX_UNIX_PATH = 107
-
 # Of struct tcp_info (linux/tcp.h): tcpi_retransmits and tcpi_probes, tcpi_last_data_recv and tcpi_last_ack_recv.
 _TCP_INFO = struct.Struct("=2xBB48xII")
-
-# What the kernel reports when nobody listens there (yet): worth another try until the deadline.
-_NOT_YET = {
-    errno.ECONNREFUSED,
-    errno.ECONNRESET,
-    errno.ECONNABORTED,
-    errno.ENOTCONN,  # it was reset before its options were set
-    errno.EHOSTUNREACH,
-    errno.ENETUNREACH,
-    errno.ETIMEDOUT,
-    errno.ENOENT,
-    errno.EAGAIN,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +137,8 @@ class Stream:
         Raises:
             ConnectionLostError: The kernel reported an error.
         """
-        if self._ahead is None:
-            return self._recv(views)
         if not self._unread:
-            if len(views) > 1 or len(views[0]) >= READ_AHEAD_BYTES:
+            if self._ahead is None or len(views) > 1 or len(views[0]) >= READ_AHEAD_BYTES:
                 return self._recv(views)
             size = self._recv([self._ahead], 0)
             if size == 0:
@@ -196,8 +175,10 @@ class Stream:
         try:
             if self._is_tcp and sum(map(len, views)) >= 4 * LOW_WATER_BYTES:
                 size = self._recv_large(views, flags)
+            elif len(views) == 1:
+                size = self._sock.recv_into(views[0], 0, flags)
             else:
-                size = _recv(self._sock, views, flags)
+                size = self._sock.recvmsg_into(views, 0, flags)[0]
             self._traffic[0] += size
             return size
         except OSError as exc:
@@ -210,7 +191,7 @@ class Stream:
         views = _without_end(views, LOW_WATER_BYTES)
         self._set_low_water(LOW_WATER_BYTES)
         try:
-            return _recv(self._sock, views, flags)
+            return self._sock.recvmsg_into(views, 0, flags)[0]
         finally:
             self._set_low_water(1)
 
@@ -243,7 +224,7 @@ class Stream:
 
     def shutdown(self) -> None:
         """End the connection in both directions and wake whoever waits in a send or receive."""
-        _shut_down(self._sock)
+        shut_down(self._sock)
 
     def close(self) -> None:
         """Give the descriptor back; idempotent. Does not end a connection that another process shares."""
@@ -263,12 +244,6 @@ class Stream:
                 f"{self.name} belongs to user id {peer.uid} and this process to {os.geteuid()}: "
                 "without a secret only the same user may connect"
             )
-
-
-def _recv(sock: socket.socket, views: Sequence[memoryview], flags: int) -> int:
-    if len(views) == 1:
-        return sock.recv_into(views[0], 0, flags)
-    return sock.recvmsg_into(views, 0, flags)[0]
 
 
 def _without_start(views: Sequence[bytes | bytearray | memoryview], size_bytes: int) -> list[Any]:
@@ -314,104 +289,10 @@ def peer_of(sock: socket.socket) -> Peer:
     return Peer(pid, uid)
 
 
-def connect(address: Address, deadline: Deadline, *, retry: bool = False, label: str = "") -> Stream:
-    """Connect to ``address``.
-
-    Args:
-        deadline: Bounds name resolution's results taken together and all tries; resolution itself is the C
-            library's and takes what its own configuration says. Cancelled, it ends the wait, and the connection.
-        retry: Try again, with growing pauses, while nobody listens there: the server may still be starting.
-        label: Beginning of the warning when that takes long.
-
-    Raises:
-        ConnectError: Nobody answered before the deadline; tells why.
-    """
-    pause = 0.05
-    reported = False
-    while True:
-        try:
-            return _connect_once(address, deadline)
-        except OSError as exc:
-            # A name that does not exist will not exist soon; a name server that does not answer may.
-            transient = exc.errno == socket.EAI_AGAIN if isinstance(exc, socket.gaierror) else _may_pass(exc)
-            if not retry or not transient or not deadline.pause(pause):
-                raise ConnectError(f"cannot connect to {address}: {_reason(exc)}") from exc
-            if pause >= 1.0 and not reported:
-                reported = True
-                logger.warning(
-                    "%sstill waiting for %s: %s (this attempt ends after %g s, RPCDATALOADER_CONNECT_TIMEOUT)",
-                    label,
-                    address,
-                    _reason(exc),
-                    deadline.timeout or math.inf,
-                )
-        pause = min(2 * pause, 1.0)
-
-
-def _shut_down(sock: socket.socket) -> None:
+def shut_down(sock: socket.socket) -> None:
     """End a connection, or the wait for one."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
-
-
-def _may_pass(exc: OSError) -> bool:
-    return isinstance(exc, TimeoutError) or exc.errno in _NOT_YET
-
-
-def _connect_once(address: Address, deadline: Deadline) -> Stream:
-    if address.is_unix:
-        with short_path(address.path) as path:
-            sock = _connect_socket(socket.AF_UNIX, path, deadline, 1)
-    else:
-        infos = look_up(address.host, address.port)
-        for position, (family, _type, _proto, _name, sockaddr) in enumerate(infos, 1):
-            try:
-                sock = _connect_socket(family, sockaddr, deadline, len(infos) - position + 1)
-                break
-            except OSError:
-                if position == len(infos):
-                    raise
-    return Stream(sock, str(address))
-
-
-def _connect_socket(family: int, address: Any, deadline: Deadline, num_left: int) -> socket.socket:
-    """Connect, and leave an equal part of the time to each of the addresses that are left to try, this one included."""
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        remaining = deadline.remaining()
-        # A timeout of 0 would mean non-blocking.
-        sock.settimeout(None if remaining is None else max(remaining / num_left, 1e-3))
-        deadline.when_cancelled(functools.partial(_shut_down, sock))
-        sock.connect(address)
-        tune(sock)
-        if family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
-            # Nobody listens there, and the kernel chose that very port for our end: TCP then connects it to itself.
-            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def look_up(host: str, port: int, flags: int = 0) -> list[tuple[int, int, int, str, Any]]:
-    """``getaddrinfo``, whose every failure is a ``gaierror``."""
-    try:
-        return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
-    except UnicodeError:
-        # A part between two dots that is empty, or longer than 63 characters.
-        raise socket.gaierror(socket.EAI_NONAME, "not a valid host name") from None
-
-
-def _reason(exc: OSError) -> str:
-    if isinstance(exc, socket.gaierror):
-        return f"the host name does not resolve ({exc.strerror})"
-    if isinstance(exc, TimeoutError):
-        return "no answer in time (is the host up, does a firewall drop the port?)"
-    if exc.errno == errno.ECONNREFUSED:
-        return "connection refused (is `python -m rpcdataloader.launch` running there, on that port?)"
-    if exc.errno == errno.ENOENT:
-        return f"{exc.strerror} (is `python -m rpcdataloader.launch` running on this machine?)"
-    return exc.strerror or str(exc)
 
 
 def tune(sock: socket.socket) -> None:
@@ -447,17 +328,3 @@ def is_cut_off(sock: socket.socket) -> bool:
     patience = KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES
     # In milliseconds, since data and since an acknowledgement came.
     return bool(num_repeated + num_probes >= KEEPALIVE_PROBES and min(silent) >= patience * 1000)
-
-
-@contextlib.contextmanager
-def short_path(path: str) -> Iterator[str]:
-    """A name of ``path`` that fits into a socket address: through a descriptor of its folder, if it is too long."""
-    if len(os.fsencode(path)) <= MAX_UNIX_PATH:
-        yield path
-        return
-    folder, name = os.path.split(path)
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{descriptor}/{name}"
-    finally:
-        os.close(descriptor)

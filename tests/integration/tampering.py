@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rpcdataloader.wire.frames import HEADER_SIZE, PREAMBLE_SIZE
+from rpcdataloader.wire.frames import HEADER_SIZE
+from rpcdataloader.wire.preamble import PREAMBLE_SIZE
 
 
 def leave_trace(path: str) -> None:

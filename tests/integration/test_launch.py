@@ -71,7 +71,6 @@ def test_help_explains_every_option_with_unit_and_default(capsys):
     options = {
         "--host HOST": "(default: 127.0.0.1)",
         "--port PORT": "(default: 6543)",
-        "--interface INTERFACE": "instead of --host (default: none)",
         "--advertise ADVERTISE": "(default: the address listened on",
         "--num-workers N": "0 for as many as there are CPUs",
         "--parallel N": "(default: 1)",
@@ -135,12 +134,6 @@ def test_port_in_use(fails):
     assert message == (
         f"error: cannot listen on 127.0.0.1: port {port} in use; choose another, a range FIRST-LAST, or 0 for any\n"
     )
-
-
-def test_interface_names_the_address(serve):
-    server = serve("--interface", "lo")
-    assert server.address.startswith("127.0.0.1:")
-    assert call(server, os.getpid) > 0
 
 
 def test_advertised_name_is_in_the_ready_line_and_leads_there(serve):
@@ -324,7 +317,7 @@ def test_server_drains_when_its_standard_input_ends(serve_with_stdin, fifo):
 
 
 def test_server_drains_when_its_standard_input_falls_silent(serve_with_stdin):
-    server, end = serve_with_stdin("--exit-with-stdin", before="node.LIFELINE_SILENCE = 0.2")
+    server, end = serve_with_stdin("--exit-with-stdin", before="lifeline.LIFELINE_SILENCE = 0.2")
     assert call(server, os.getpid) > 0  # it waits for the first byte for ever
     end.send(b"\n")
     assert server.wait() == 0
@@ -367,8 +360,8 @@ def test_secret_in_the_first_line_of_standard_input(serve_with_stdin, tmp_path, 
         (["--max-tasks-per-worker", "-1"], "max_tasks_per_worker must not be negative, but is -1"),
         (["--host", ""], "host is empty; write 0.0.0.0"),
         (["--host", "unix:relative"], "a Unix socket needs an absolute path"),
-        (["--host", "unix:/x", "--interface", "lo"], "a Unix socket has no port and no interface"),
-        (["--host", "127.0.0.2", "--interface", "lo"], "host '127.0.0.2' and interface 'lo' contradict each other"),
+        (["--host", "unix:/x", "--port", "7000"], "a Unix socket has no port, and nothing to advertise"),
+        (["--interface", "lo"], "unrecognized arguments: --interface"),
         (["--insecure"], "--insecure on TCP lets every user who reaches the port run code as you"),
         (
             ["--insecure", "--host", "unix:/x", "--token-file", "/y"],
@@ -387,7 +380,6 @@ def test_wrong_arguments_are_refused_before_anything_is_started(fails, options, 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--interface", "ib7"], "there is no network interface 'ib7' here; there are "),
         (["--host", "192.0.2.1", "--port", "0"], "cannot listen on 192.0.2.1 port 0: Cannot assign requested address"),
         (["--host", "a..b"], "the address that clients shall use, a..b, does not resolve here"),
         (["--port", "0", "--advertise", "no..host"], "no..host, does not resolve here (not a valid host name)"),

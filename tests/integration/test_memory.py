@@ -46,7 +46,7 @@ def is_waiting(server, worker):
     if set(states) != {"S"}:
         return False
     os.kill(worker, signal.SIGQUIT)  # its stacks go to the log
-    return "room.py" in server.log
+    return "outbox.py" in server.log or "in _wait_for_room" in server.log
 
 
 # --- a consumer that stops

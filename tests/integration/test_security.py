@@ -31,9 +31,10 @@ from rpcdataloader.errors import (
 )
 from rpcdataloader.wire import credentials
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.frames import MessageType, Preamble, encode
+from rpcdataloader.wire.frames import MessageType, encode
 from rpcdataloader.wire.handshake import ClientHandshake, ServerHandshake
 from rpcdataloader.wire.identity import local_identity
+from rpcdataloader.wire.preamble import Preamble
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration.quick import quick_server
 from tests.integration.tampering import Bomb, Frame, Proxy, leave_trace, num_loaded, recv_frame

@@ -22,7 +22,7 @@ from rpcdataloader import RPCDataset, rpc_async
 from rpcdataloader.client import local, pool
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.frames import PREAMBLE_SIZE, Preamble
+from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, wait_until
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -241,8 +241,8 @@ def test_request_that_comes_too_late_for_a_draining_worker_is_told_that_it_was_n
         before=f"""
 from rpcdataloader.server import worker
 begin_drain = worker.Worker._begin_drain
-def begin_drain_and_wait(self):
-    begin_drain(self)
+def begin_drain_and_wait(self, life):
+    begin_drain(self, life)
     os.write(2, b"has looked\\n")
     open({fifo!r}).close()
 worker.Worker._begin_drain = begin_drain_and_wait
@@ -568,12 +568,12 @@ spares.QUIET_SECONDS = 1000
 def test_gates_that_cannot_be_forked_in_advance_are_forked_later(serve):
     failing = """
 import errno
-fork, failures = node.fork, iter(range(3))
+fork, failures = spares.fork, iter(range(3))
 def fail_at_first(run):
     for _ in failures:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return fork(run)
-node.fork = fail_at_first
+spares.fork = fail_at_first
 spares.EXHAUSTED_PAUSE = 0.01
 """
     server = serve("--num-workers", "1", before=failing)
@@ -623,13 +623,13 @@ def test_session_that_stands_still_stops_nobody_else(serve, start_client):
     """Its queue fills with connections, and those that hand them over wait; the node server does not."""
     short_queues = """
 import socket
-make_pair = node.Link.pair
+make_pair = spares.Link.pair
 def make_short_pair():
     ends = make_pair()
     for end in ends:
         end._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return ends
-node.Link.pair = make_short_pair
+spares.Link.pair = make_short_pair
 node.GATE_TIMEOUT = 2; node.MAX_GATES = 16; node.GATE_PATIENCE = 0.05
 """
     server = serve(before=short_queues)

@@ -35,10 +35,11 @@ from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARI
 from rpcdataloader.wire.channel import open_channel
 from rpcdataloader.wire.credentials import Credentials, load_credentials
 from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.frames import STATUS_ID, MessageType, Preamble, Sealer, encode
+from rpcdataloader.wire.frames import MessageType, Sealer, encode
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.preamble import STATUS_ID, Preamble
 from rpcdataloader.wire.registration import MAX_SILENCE
 from rpcdataloader.wire.status import StatusRequest
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until

@@ -23,7 +23,8 @@ from rpcdataloader.client import pool
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
-from rpcdataloader.wire.frames import MessageType, Preamble, encode
+from rpcdataloader.wire.frames import MessageType, encode
+from rpcdataloader.wire.preamble import Preamble
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.integration.quick import quick_server
 from tests.integration.tampering import Bomb, num_loaded, recv_frame

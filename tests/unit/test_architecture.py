@@ -35,8 +35,11 @@ BELOW = {
 }
 PURE = {
     "rpcdataloader.wire.address",
+    "rpcdataloader.wire.buffers",
     "rpcdataloader.wire.frames",
     "rpcdataloader.wire.handshake",
+    "rpcdataloader.wire.plain",
+    "rpcdataloader.wire.preamble",
     "rpcdataloader.wire.printable",
     "rpcdataloader.server.tracebacks",
     "rpcdataloader.wire.registration",

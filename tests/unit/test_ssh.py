@@ -49,7 +49,6 @@ def options_of(command):
         ([], ["--host", "0.0.0.0", "--port", "0", "--token-file", "-"]),
         (["--port", "6543"], ["--host", "0.0.0.0", "--token-file", "-", "--port", "6543"]),
         (["--host=10.0.0.1"], ["--port", "0", "--token-file", "-", "--host=10.0.0.1"]),
-        (["--interface", "ib0"], ["--port", "0", "--token-file", "-", "--interface", "ib0"]),
         (["--host", "unix:/x"], ["--token-file", "-", "--host", "unix:/x"]),
         (["--token-file", "t"], ["--host", "0.0.0.0", "--port", "0", "--token-file", "t"]),
         (["--insecure-tcp"], ["--host", "0.0.0.0", "--port", "0", "--insecure-tcp"]),

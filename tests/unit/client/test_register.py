@@ -136,7 +136,7 @@ def test_name_that_somebody_else_has_chosen_writes_no_line_of_its_own_into_the_l
     for _ in range(PATIENCE):
         assert register.look() == ()
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warning == f"{tmp_path}/a??[31mready.server.json is not used: it is no regular file"
+    assert warning == f"{tmp_path}/a??[31mready.server.json is not used: it is not a regular file"
 
 
 def test_named_pipe_link_and_folder_are_no_servers(tmp_path, register):
@@ -148,7 +148,7 @@ def test_named_pipe_link_and_folder_are_no_servers(tmp_path, register):
     (tmp_path / "folder.server.json").mkdir()
     assert register.look() == ()
     names = ["folder.server.json", "link.server.json", "pipe.server.json"]
-    assert register.problems == dict.fromkeys(names, "it is no regular file")
+    assert register.problems == dict.fromkeys(names, "it is not a regular file")
 
 
 def test_file_that_turns_into_something_else_while_it_is_opened_is_not_believed(tmp_path, register, monkeypatch):
@@ -158,7 +158,7 @@ def test_file_that_turns_into_something_else_while_it_is_opened_is_not_believed(
     os.mkfifo(path, 0o600)
     monkeypatch.setattr(register, "_list", lambda: {path.name: status})
     assert register.look() == ()
-    assert register.problems == {path.name: "it is no regular file"}
+    assert register.problems == {path.name: "it is not a regular file"}
     path.unlink()
     (tmp_path / "elsewhere").write_bytes(server("a").encode())
     path.symlink_to(tmp_path / "elsewhere")
@@ -173,7 +173,7 @@ def test_file_that_others_may_write_to_is_not_believed(tmp_path, register, mode)
     path = write(tmp_path, server("a"))
     path.chmod(mode)
     assert register.look() == ()
-    assert register.problems == {path.name: f"others may write to it (mode {mode:04o})"}
+    assert register.problems == {path.name: f"it is open to other users (mode {mode:04o})"}
     path.chmod(0o644)
     assert register.look() == (server("a"),)
 

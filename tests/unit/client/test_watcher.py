@@ -292,7 +292,7 @@ def test_find_says_where_it_has_looked_and_what_was_not_used(tmp_path, watcher):
 
 def test_find_shows_no_more_than_text_of_names_that_somebody_else_has_chosen(tmp_path, watcher):
     (tmp_path / "a\n\x1b[31mready.server.json").mkdir()
-    with pytest.raises(ConnectError, match=r"\(a\?\?\[31mready\.server\.json: it is no regular file\)"):
+    with pytest.raises(ConnectError, match=r"\(a\?\?\[31mready\.server\.json: it is not a regular file\)"):
         watcher.find(0.1)
 
 

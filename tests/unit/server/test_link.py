@@ -12,6 +12,7 @@ import sys
 
 import pytest
 
+from rpcdataloader.server.events import Drain, GaveUp, Refused, StackPiece, WantsStacks
 from rpcdataloader.server.link import Link
 
 
@@ -27,7 +28,7 @@ def fill(link):
     """Post until there is no room; returns how many messages that took."""
     count = 0
     while link.flush():
-        link.post("filler", number=count, padding="x" * 1000)
+        link.post(StackPiece(count, "x" * 1000))
         count += 1
     return count
 
@@ -35,19 +36,17 @@ def fill(link):
 def test_messages_keep_their_boundaries_and_order(pair):
     ours, theirs = pair
     for number in range(3):
-        assert ours.send("hello", number=number, text="é" * number)
-    assert [theirs.recv() for _ in range(3)] == [
-        ({"event": "hello", "number": number, "text": "é" * number}, []) for number in range(3)
-    ]
+        assert ours.send(StackPiece(number, "é" * number))
+    assert [theirs.recv() for _ in range(3)] == [(StackPiece(number, "é" * number), []) for number in range(3)]
 
 
 def test_descriptors_arrive_usable_and_are_not_inherited(pair):
     ours, theirs = pair
     read_end, write_end = os.pipe()
-    assert ours.send("pipe", [read_end, write_end])
+    assert ours.send(WantsStacks(), [read_end, write_end])
     event, (their_read, their_write) = theirs.recv()
     try:
-        assert event == {"event": "pipe"}
+        assert event == WantsStacks()
         os.write(write_end, b"through")
         assert os.read(their_read, 100) == b"through"
         assert not os.get_inheritable(their_read)
@@ -71,16 +70,15 @@ def test_closed_other_end_reads_as_none_and_takes_nothing(pair):
     theirs.close()
     assert ours.recv() is None
     assert ours.recv(wait=False) is None
-    assert not ours.send("hello")
-    ours.post("hello")
-    assert ours.flush()
+    assert not ours.send(Drain())
+    assert ours.post(Drain())
 
 
 def test_what_was_sent_before_the_end_is_still_read(pair):
     ours, theirs = pair
-    ours.send("last words")
+    ours.send(GaveUp("last words"))
     ours.close()
-    assert theirs.recv() == ({"event": "last words"}, [])
+    assert theirs.recv() == (GaveUp("last words"), [])
     assert theirs.recv() is None
 
 
@@ -95,13 +93,12 @@ def test_post_never_waits_and_loses_nothing(pair):
     ours, theirs = pair
     count = fill(ours)
     assert count > 10
-    ours.post("drain")
-    assert not ours.flush()
+    assert not ours.post(Drain())
     received = []
-    while not received or received[-1]["event"] != "drain":
+    while not received or received[-1] != Drain():
         received.append(theirs.recv()[0])
         ours.flush()
-    assert [event.get("number") for event in received] == [*range(count), None]
+    assert [event.pid for event in received[:-1]] == [*range(count)]
     assert ours.flush()
 
 
@@ -109,25 +106,25 @@ def test_offer_passes_descriptors_on_or_says_that_there_is_no_room(pair):
     ours, theirs = pair
     read_end, write_end = os.pipe()
     os.close(write_end)
-    assert ours.offer("stacks", [read_end])
+    assert ours.offer(WantsStacks(), [read_end])
     event, (descriptor,) = theirs.recv()
-    assert event == {"event": "stacks"}
+    assert event == WantsStacks()
     assert os.read(descriptor, 1) == b""
     os.close(descriptor)
     fill(ours)
-    assert not ours.offer("stacks", [read_end])
-    ours.post("drain")
+    assert not ours.offer(WantsStacks(), [read_end])
+    ours.post(Drain())
     # What was posted goes first.
     received = []
-    while not ours.offer("stacks", [read_end]):
-        received.append(theirs.recv()[0]["event"])
-    while not received or received[-1] != "stacks":
+    while not ours.offer(WantsStacks(), [read_end]):
+        received.append(theirs.recv()[0])
+    while not received or received[-1] != WantsStacks():
         event, descriptors = theirs.recv()
-        received.append(event["event"])
+        received.append(event)
     os.close(descriptors[0])
-    assert received[-2:] == ["drain", "stacks"]
+    assert received[-2:] == [Drain(), WantsStacks()]
     theirs.close()
-    assert not ours.offer("stacks", [read_end])
+    assert not ours.offer(WantsStacks(), [read_end])
     os.close(read_end)
 
 
@@ -143,8 +140,8 @@ def test_no_descriptor_left_is_an_error_and_no_lost_connection(pair):
     ours, theirs = pair
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     read_end, write_end = os.pipe()
-    ours.send("pipe", [read_end])
-    ours.send("next")
+    ours.send(WantsStacks(), [read_end])
+    ours.send(Drain())
     lowest = os.dup(read_end)
     os.close(lowest)
     try:
@@ -155,14 +152,14 @@ def test_no_descriptor_left_is_an_error_and_no_lost_connection(pair):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         os.close(read_end)
         os.close(write_end)
-    assert theirs.recv() == ({"event": "next"}, [])
+    assert theirs.recv() == (Drain(), [])
 
 
 def test_some_descriptors_of_several_are_closed_again(pair):
     ours, theirs = pair
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     ends = os.pipe()
-    ours.send("pipe", ends)
+    ours.send(WantsStacks(), ends)
     lowest = os.dup(0)
     os.close(lowest)
     before = set(os.listdir("/proc/self/fd"))
@@ -181,7 +178,21 @@ def test_several_processes_may_write_to_one_end(pair):
     """Gates write sockets to the node server's end of a session's link."""
     ours, theirs = pair
     other = Link(socket.socket(fileno=os.dup(ours.fileno())))
-    other.send("from a gate")
+    other.send(Refused())
     other.close()
-    ours.send("from the node server")
-    assert [theirs.recv()[0]["event"] for _ in range(2)] == ["from a gate", "from the node server"]
+    ours.send(Drain())
+    assert [theirs.recv()[0] for _ in range(2)] == [Refused(), Drain()]
+
+
+@pytest.mark.parametrize(
+    "data", [b"{", b"[]", b'{"event": "StackPiece", "pid": "1", "text": ""}', b'{"event": "None"}']
+)
+def test_what_is_no_event_is_refused_and_its_descriptors_are_closed(pair, data):
+    """User code may write to a link, which is a descriptor of its process."""
+    ours, theirs = pair
+    with socket.socket(fileno=os.dup(ours.fileno())) as sock:
+        before = len(os.listdir("/proc/self/fd"))
+        socket.send_fds(sock, [data], [0])
+        with pytest.raises(ValueError, match=r"is not|is missing|is of"):
+            theirs.recv()
+        assert len(os.listdir("/proc/self/fd")) == before

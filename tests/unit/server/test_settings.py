@@ -10,12 +10,12 @@ import socket
 import pytest
 
 from rpcdataloader.server import settings as module
-from rpcdataloader.server.settings import ServerSettings, interface_address
+from rpcdataloader.server.settings import ServerSettings
 
 
 def test_defaults_listen_on_this_machine_alone():
     settings = ServerSettings()
-    assert (settings.host, settings.listen_host(), settings.advertised_host()) == ("127.0.0.1",) * 3
+    assert (settings.host, settings.advertised_host()) == ("127.0.0.1",) * 2
     assert list(settings.ports) == [6543]
     assert settings.connections == 4 * settings.workers > 0
     assert (settings.parallel, settings.timeout, settings.grace, settings.preload) == (1, 120.0, 30.0, ())
@@ -42,11 +42,9 @@ def test_every_setting_has_a_help_text():
         ({"grace": -1.0}, "grace must be a number of seconds"),
         ({"grace": math.inf}, "grace must be a number of seconds"),
         ({"host": ""}, "host is empty; write 0.0.0.0 or :: to listen on every interface"),
-        ({"host": "node01", "interface": "lo"}, "host 'node01' and interface 'lo' contradict each other"),
         ({"host": "unix:socket"}, "a Unix socket needs an absolute path, but host is 'unix:socket'"),
-        ({"host": "unix:/socket", "interface": "lo"}, "a Unix socket has no port and no interface"),
-        ({"host": "unix:/socket", "advertise": "node01"}, "a Unix socket has no port and no interface"),
-        ({"host": "unix:/socket", "port": "7000"}, "a Unix socket has no port and no interface"),
+        ({"host": "unix:/socket", "advertise": "node01"}, "a Unix socket has no port, and nothing to advertise"),
+        ({"host": "unix:/socket", "port": "7000"}, "a Unix socket has no port, and nothing to advertise"),
         ({"tls_cert": "a", "tls_ca": "c"}, "tls_cert and tls_ca given without tls_key: TLS needs all three"),
         ({"host": "unix:/socket", "tls_cert": "a", "tls_key": "b", "tls_ca": "c"}, "a Unix socket needs no TLS"),
     ],
@@ -98,25 +96,3 @@ def test_directory_to_register_in_is_absolute(monkeypatch, tmp_path):
     assert ServerSettings().register_directory == ""
     assert ServerSettings(register="pool").register_directory == f"{tmp_path}/pool"
     assert ServerSettings(register="~/pool").register_directory == "/home/user/pool"
-
-
-def test_interface_gives_the_address():
-    settings = ServerSettings(interface="lo")
-    assert settings.listen_host() == settings.advertised_host() == "127.0.0.1"
-
-
-def test_unknown_interface_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"there is no network interface 'ib7' here; there are .*lo"):
-        ServerSettings(interface="ib7").listen_host()
-
-
-def test_interface_without_ipv4_gives_its_global_ipv6_address(monkeypatch, tmp_path):
-    table = tmp_path / "if_inet6"
-    table.write_text(
-        "fe800000000000000000000000000001 02 40 20 80 ib0\n20010db8000000000000000000000007 02 40 00 80 ib0\n"
-    )
-    monkeypatch.setattr(module.socket, "if_nameindex", lambda: [(1, "lo"), (2, "ib0"), (3, "ib1")])
-    monkeypatch.setattr(module, "open", lambda _path: table.open(), raising=False)
-    assert interface_address("ib0") == "2001:db8::7"
-    with pytest.raises(ValueError, match="network interface 'ib1' has no address"):
-        interface_address("ib1")

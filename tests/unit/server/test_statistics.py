@@ -10,6 +10,7 @@ import pytest
 from rpcdataloader.server import statistics
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import ERRORS, TASKS
+from rpcdataloader.server.events import WantsStacks
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.statistics import ProcessUse, StacksAsked, ask_for_stacks, describe, see_process, see_unread
 from rpcdataloader.wire.credentials import INSECURE
@@ -103,7 +104,7 @@ class FakeNode:
     """Keeps the descriptor that goes to the sessions."""
 
     def send(self, event, descriptors):
-        assert event == "stacks"
+        assert event == WantsStacks()
         self.link = Link(socket.socket(fileno=os.dup(descriptors[0])))
 
 
@@ -142,7 +143,7 @@ def test_session_does_not_wait_for_somebody_who_does_not_read():
     assert not asked.is_over
     received = ""
     while len(received) < len(text):
-        received += ours.recv()[0]["text"]
+        received += ours.recv()[0].text
         asked.flush()
     assert asked.is_over
     asked.close()

@@ -21,13 +21,15 @@ from rpcdataloader.errors import (
 )
 from rpcdataloader.wire import channel
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.channel import Channel, HeapBlock, accept_channel, open_channel, recv_preamble
+from rpcdataloader.wire.buffers import HeapBlock
+from rpcdataloader.wire.channel import Channel, accept_channel, open_channel, recv_preamble
 from rpcdataloader.wire.credentials import INSECURE, Credentials
 from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.frames import Flag, Limits, MessageType, Preamble, encode
+from rpcdataloader.wire.frames import Flag, Limits, MessageType, encode
 from rpcdataloader.wire.handshake import ClientHandshake
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.listening import accept, listen_unix
+from rpcdataloader.wire.preamble import Preamble
 from rpcdataloader.wire.transport import Peer, Stream
 from tests.conftest import TIMEOUT_SCALE
 
@@ -102,7 +104,7 @@ def test_messages_travel_in_both_directions(channels):
     message = server.recv()
     assert (message.type, message.request_id, bytes(message.payload)) == (MessageType.CALL, 7, b"payload")
     assert [bytes(block.view) for block in message.blocks] == [b"block", bytes(3)]
-    server.send_json(MessageType.LOG, {"level": 30}, Flag.OPTIONAL)
+    server.send(MessageType.LOG, payload=b'{"level": 30}', flags=Flag.OPTIONAL)
     message = client.recv()
     assert (message.type, bytes(message.payload), message.flags) == (MessageType.LOG, b'{"level": 30}', Flag.OPTIONAL)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rpcdataloader.errors import AuthenticationError
-from rpcdataloader.wire import credentials
+from rpcdataloader.wire import credentials, safe_files
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import (
     INSECURE_SECRET,
@@ -185,12 +185,10 @@ def test_file_of_root_is_accepted(monkeypatch, environ, default_file):
 
 def test_permissions_are_not_judged_where_they_mean_nothing(monkeypatch, tmp_path):
     status = os.stat(write(tmp_path / "token", mode=0o666))
-    path = tmp_path / "token"
-    assert credentials._find_problem(path, status) is not None
-    monkeypatch.setattr(credentials.os, "name", "nt")
-    problem = credentials._find_problem(path, status)
-    monkeypatch.undo()
-    assert problem is None
+    with pytest.raises(safe_files.UnsafeFileError):
+        safe_files.check(status, 0o077)
+    monkeypatch.setattr(safe_files.os, "name", "nt")
+    safe_files.check(status, 0o077)
 
 
 def test_named_file_that_is_missing_is_refused_and_not_created(environ, tmp_path):

@@ -17,16 +17,14 @@ from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
     HEADER_SIZE,
     MAC_SIZE,
-    PREAMBLE_SIZE,
-    STATUS_ID,
     Decoder,
     Flag,
     Limits,
     MessageType,
-    Preamble,
     Sealer,
     encode,
 )
+from rpcdataloader.wire.preamble import PREAMBLE_SIZE, STATUS_ID, Preamble
 
 KEY = bytes(range(32))
 UNKNOWN_TYPE = 99
@@ -179,7 +177,7 @@ def test_golden_sealed_message_of_each_type(type):
     # The fourth message of its direction.
     sealer, checker = Sealer(KEY), Sealer(KEY)
     for _ in range(3):
-        checker.verify(b"", sealer.seal(b""))
+        assert checker.seal(b"") == sealer.seal(b"")
     with_digest = type in (MessageType.CALL, MessageType.BUILD)
     body_digest = "160e307225eec72e4bda4d9c9015853adc092b9c96d54a3fb2187c02851927d3"
     if with_digest:
@@ -510,21 +508,6 @@ def test_limits_can_change_between_messages():
         feed(decoder, data)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("payload_size_bytes", -1, ValueError),
-        ("num_blocks", 2**32, ValueError),
-        ("block_size_bytes", 1.5, TypeError),
-        ("message_size_bytes", "1", TypeError),
-        ("num_blocks", True, TypeError),
-    ],
-)
-def test_wrong_limit_is_refused_when_built(name, value, error):
-    with pytest.raises(error, match=name):
-        Limits(**{name: value})
-
-
 # ---------------------------------------------------------------------------------------------------- seals
 
 
@@ -622,19 +605,6 @@ def test_body_without_mac_is_checked_too():
 def test_sealed_message_before_the_keys_exist_is_refused():
     with pytest.raises(RemoteProtocolError, match="before the handshake was over"):
         feed(Decoder(allocate), sealed_stream(1)[0])
-
-
-def test_keys_take_effect_with_the_next_message_and_never_in_the_middle_of_one():
-    decoder = Decoder(allocate)
-    data = join(None, MessageType.AUTH, payload=b"{}")
-    feed(decoder, data[:1])
-    with pytest.raises(LocalProtocolError, match="middle of a message"):
-        decoder.set_sealer(Sealer(KEY))
-    feed(decoder, data[1:])
-    decoder.set_sealer(Sealer(KEY))
-    assert len(feed(decoder, b"".join(sealed_stream(2)))) == 2
-    with pytest.raises(RemoteProtocolError, match="message 2 from the peer failed authentication"):
-        feed(decoder, data)
 
 
 # ---------------------------------------------------------------------------------------------------- states

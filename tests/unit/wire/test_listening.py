@@ -17,9 +17,9 @@ import pytest
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.connecting import connect
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.listening import accept, listen_tcp, listen_unix, peer_name, resolve
-from rpcdataloader.wire.transport import connect
 from tests.conftest import TIMEOUT_SCALE
 
 FOREVER = 30 * TIMEOUT_SCALE

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from rpcdataloader.errors import SerializationError
-from rpcdataloader.wire.frames import pieces_of
+from rpcdataloader.wire.buffers import pieces_of
 from rpcdataloader.wire.pickling import Encoded, dumps, dumps_reply, loads
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PinnedAllocator
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.wire import tensors
-from rpcdataloader.wire.frames import BlockBytes, pieces_of
+from rpcdataloader.wire.buffers import BlockBytes, pieces_of
 from rpcdataloader.wire.rebuild import MAX_PINNED_COPIES, rebuild
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PinnedAllocator
 from rpcdataloader.wire.tensors import Index, Packer, Stack, is_dense
@@ -266,9 +266,6 @@ class TestSending:
         others = [torch.full((100_000,), 4.0) for _ in range(5)]
         assert torch.frombuffer(buffer, dtype=torch.float32).unique().tolist() == [3]
         del others
-
-    def test_nothing_is_made_of_no_tensors(self):
-        assert pack([]) == (None, [])
 
 
 @pytest.mark.parametrize("count", [2, 64, 65, 2000])

@@ -18,11 +18,12 @@ from unittest.mock import Mock
 import pytest
 
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RPCTimeoutError
-from rpcdataloader.wire import transport
+from rpcdataloader.wire import connecting, transport
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.connecting import connect
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.listening import accept, listen_tcp, listen_unix
-from rpcdataloader.wire.transport import Stream, connect
+from rpcdataloader.wire.transport import Stream
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
 FOREVER = 30 * TIMEOUT_SCALE
@@ -283,11 +284,11 @@ def test_wait_for_a_connection_is_ended_by_cancelling_its_deadline():
         # The queue is full with one: the kernel answers nobody else.
         with socket.create_connection(listener.getsockname()):
             deadline = Deadline(None)
-            connecting = in_thread(lambda: connect(Address("127.0.0.1", listener.getsockname()[1]), deadline))
+            waiting = in_thread(lambda: connect(Address("127.0.0.1", listener.getsockname()[1]), deadline))
             wait_until(lambda: is_connecting(listener.getsockname()[1]), what="a connection under way")
             deadline.cancel()
             with pytest.raises(ConnectError):
-                connecting.result(FOREVER)
+                waiting.result(FOREVER)
 
 
 def is_connecting(port):
@@ -390,17 +391,17 @@ class Impatient(Deadline):
 def test_waiting_for_a_server_that_is_not_there_yet(tmp_path, caplog):
     """Trainers and node servers of a job start at the same time."""
     address = Address(path=str(tmp_path / "socket"))
-    connecting = in_thread(lambda: connect(address, Impatient(FOREVER), retry=True, label="[rank 1 of 2] "))
+    waiting = in_thread(lambda: connect(address, Impatient(FOREVER), retry=True, label="[rank 1 of 2] "))
     wait_until(lambda: "[rank 1 of 2] still waiting for unix:" in caplog.text, 20)
     with listen_unix(address.path):
-        connecting.result(FOREVER).close()
+        waiting.result(FOREVER).close()
     assert caplog.text.count("still waiting") == 1
 
 
 def test_connection_that_is_reset_at_once_is_tried_again(tmp_path, monkeypatch):
     """By the backlog of a server that ends, for example."""
     tune = Mock(side_effect=[OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN)), None])
-    monkeypatch.setattr(transport, "tune", tune)
+    monkeypatch.setattr(connecting, "tune", tune)
     with listen_unix(str(tmp_path / "socket")):
         connect(Address(path=str(tmp_path / "socket")), Impatient(FOREVER), retry=True).close()
     assert tune.call_count == 2
@@ -411,10 +412,10 @@ def test_waiting_ends_at_the_deadline_and_when_it_is_cancelled(tmp_path):
     with pytest.raises(ConnectError, match="No such file or directory"):
         connect(address, Deadline(0.1), retry=True)
     deadline = Deadline(None)
-    connecting = in_thread(lambda: connect(address, deadline, retry=True))
+    waiting = in_thread(lambda: connect(address, deadline, retry=True))
     deadline.cancel()
     with pytest.raises(ConnectError):
-        connecting.result(FOREVER)
+        waiting.result(FOREVER)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,106 @@
+"""What a node server knows of the processes that it has forked, and that have a connection: one class per kind."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+
+from rpcdataloader.server.connections import AcceptedConnection
+from rpcdataloader.server.events import Event, IsForWorker
+from rpcdataloader.server.link import Link
+from rpcdataloader.server.processes import Process
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Child:
+    """A process with a connection; by itself, one that tells somebody the status of this node.
+
+    Attributes:
+        sock: The connection. It is kept to see the other end go away while the process is busy.
+        source: Machine or user at the other end.
+        peer: Address there.
+        has_unsent: Whether something was posted to it that had no room.
+    """
+
+    process: Process
+    link: Link
+    sock: socket.socket
+    source: str
+    peer: str
+    has_unsent: bool = False
+
+    def post(self, event: Event) -> None:
+        """Tell it something, now or when it has room."""
+        self.has_unsent = not self.link.post(event)
+
+    def end(self, reason: str) -> None:
+        """End the process."""
+        self.process.kill(reason)
+
+    def close(self) -> None:
+        """Give the descriptors back of one that has ended."""
+        self.link.close()
+        self.sock.close()
+
+    def forget_in_child(self) -> None:
+        """Close, in a fork, what belongs to the node server."""
+        self.close()
+        os.close(self.process.fileno())
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OpenGate(Child):
+    """A gate whose connection has not become anything yet.
+
+    Attributes:
+        traffic: What has come and gone.
+        deadline: When it must have become something else; None when it is being ended.
+        is_refused: Whether it has refused its connection, and waits for the other end to close.
+        wanted: The session that its connection is for, and that has no room for it now.
+    """
+
+    traffic: memoryview
+    deadline: float | None
+    is_refused: bool = False
+    wanted: IsForWorker | None = None
+
+    def end(self, reason: str) -> None:
+        self.deadline = None
+        self.process.kill(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedWorker:
+    """A worker that counts.
+
+    Attributes:
+        connection: What the log says of it.
+        row: Its place among the counters; None without one.
+    """
+
+    connection: AcceptedConnection
+    row: int | None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ClientSession(Child):
+    """A session.
+
+    Attributes:
+        id: Hexadecimal.
+        client: Its name, for messages.
+        connection: What the log says of the control connection.
+        row: Its place among the counters; None without one.
+        workers: Those that were admitted, by number.
+        is_client_gone: Whether the client has closed the connection.
+        is_asked: Whether it was asked for stacks, and has not looked at that yet.
+    """
+
+    id: str
+    client: str
+    connection: AcceptedConnection
+    row: int | None
+    workers: dict[int, AdmittedWorker] = field(default_factory=dict)
+    is_client_gone: bool = False
+    is_asked: bool = False

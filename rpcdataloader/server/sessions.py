@@ -1,0 +1,184 @@
+"""The sessions as their node server sees them: what they tell it, whom it admits, what it counts and logs of them."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import select
+import socket
+import time
+from collections.abc import Iterator
+
+from rpcdataloader.server.admission import Admission
+from rpcdataloader.server.children import AdmittedWorker, ClientSession, OpenGate
+from rpcdataloader.server.connections import AcceptedConnection
+from rpcdataloader.server.context import ServerContext
+from rpcdataloader.server.events import (
+    Decided,
+    Drain,
+    Event,
+    HandedOver,
+    IsForWorker,
+    SessionBegun,
+    SessionKnown,
+    StacksBegun,
+    UnknownSession,
+    WantsRoom,
+    WantsStacks,
+    WorkerConnection,
+    WorkerEnded,
+    WorkerForked,
+)
+from rpcdataloader.server.loop import Loop
+from rpcdataloader.server.output import Outputs
+from rpcdataloader.wire import transport
+
+logger = logging.getLogger("rpcdataloader.server")
+
+_CLIENT_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+
+class Sessions:
+    """The sessions of a node server.
+
+    Args:
+        context: What they were told.
+        admission: Who gets a worker.
+        loop: Where their connections are watched.
+        outputs: Take the lines that they and their workers print.
+    """
+
+    def __init__(self, context: ServerContext, admission: Admission, loop: Loop, outputs: Outputs) -> None:
+        self._context = context
+        self._counters = context.counters
+        self._admission = admission
+        self._loop = loop
+        self._outputs = outputs
+        self._by_id: dict[str, ClientSession] = {}
+        self._is_draining = False
+        self.look_at = math.inf  # while there are sessions: when to look whether their clients have vanished
+
+    def __iter__(self) -> Iterator[ClientSession]:
+        return iter(self._by_id.values())
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def begin(self, gate: OpenGate, begun: SessionBegun, output: int) -> ClientSession:
+        """A gate has become a session; ``output`` is the pipe of what it prints."""
+        now, origin = time.monotonic_ns(), begun.origin
+        session = ClientSession(
+            process=gate.process,
+            link=gate.link,
+            sock=gate.sock,
+            source=gate.source,
+            peer=gate.peer,
+            id=begun.id,
+            client=begun.name,
+            connection=AcceptedConnection(begun.peer, origin, gate.traffic),
+            row=self._counters.open_session(gate.process.pid, now, origin.client, origin.rank, origin.job),
+        )
+        self._by_id[session.id] = session
+        if session.sock.family != socket.AF_UNIX:
+            self.look_at = min(self.look_at, time.monotonic() + transport.LOOK_INTERVAL)
+        self._outputs.add(output, f"[{self._context.node} {session.client}]")
+        # The session ends with its client, even while user code keeps it from looking.
+        self._loop.watch(session.sock.fileno(), lambda: self._on_client_gone(session), _CLIENT_GONE)
+        session.post(SessionKnown(session.row))
+        if self._is_draining:
+            session.post(Drain())
+        return session
+
+    def receive(self, session: ClientSession, event: Event, descriptors: list[int]) -> None:
+        """A session has said something."""
+        match event:
+            case WorkerForked():
+                prefix = f"[{self._context.node} {session.client} worker {event.worker}]"
+                self._outputs.add(descriptors[0], prefix)
+            case WantsRoom():
+                self._decide(session, event)
+            case WorkerEnded():
+                self._worker_ended(session, event)
+            case StacksBegun():
+                session.is_asked = False
+
+    def _decide(self, session: ClientSession, event: WantsRoom) -> None:
+        row = None
+        reason = self._admission.admit(session.id)
+        if reason is None:
+            row = self._counters.open_worker(session.row, event.worker, event.pid, time.monotonic_ns())
+            traffic = None if row is None else self._counters.row(row).traffic
+            connection = AcceptedConnection(event.peer, event.origin, traffic, event.worker)
+            session.workers[event.worker] = AdmittedWorker(connection, row)
+        else:
+            self._context.log_refusal(event.peer, f"busy: {reason}", "worker", event.origin)
+        session.post(Decided(event.worker, reason, row))
+
+    def _worker_ended(self, session: ClientSession, event: WorkerEnded) -> None:
+        worker = session.workers.pop(event.worker, None)
+        if worker is None:  # it was not admitted
+            return
+        worker.connection.closed(event.reason)
+        self._counters.close_worker(worker.row)
+        self._admission.release(session.id)
+        if event.reason != "exited with status 0":
+            # Of an embedded pool this is the trainer's own terminal, and the trainer says so itself.
+            level = logging.WARNING if self._context.tells_clients else logging.INFO
+            logger.log(level, "worker %d of %s %s", event.worker, session.client, event.reason)
+
+    def hand_over(self, gate: OpenGate, wanted: IsForWorker) -> None:
+        """Let a session have the connection of a gate: now or, while it is too busy to look, later."""
+        gate.wanted = None
+        session = self._by_id.get(wanted.session)
+        if session is None:
+            gate.post(UnknownSession())
+        elif session.link.offer(WorkerConnection(gate.peer, wanted.preamble), [gate.sock.fileno()]):
+            gate.post(HandedOver())
+        else:
+            gate.wanted = wanted
+
+    def ask_for_stacks(self, descriptors: list[int]) -> None:
+        """Let every session write the stacks of its workers to the one descriptor."""
+        try:
+            for session in self:
+                # One that is busy would pile them up.
+                if not session.is_asked:
+                    session.is_asked = session.link.offer(WantsStacks(), descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _on_client_gone(self, session: ClientSession) -> None:
+        self._loop.unwatch(session.sock.fileno())
+        session.is_client_gone = True
+        session.end("its client has gone")
+
+    def look_for_clients(self, now: float) -> None:
+        """End the sessions of clients whose host has vanished while something was under way to it."""
+        if now <= self.look_at:
+            return
+        self.look_at = now + transport.LOOK_INTERVAL if self._by_id else math.inf
+        for session in self:
+            if not session.is_client_gone and transport.is_cut_off(session.sock):
+                self._on_client_gone(session)
+
+    def drain(self) -> None:
+        """No further clients and workers come."""
+        self._is_draining = True
+        for session in self:
+            session.post(Drain())
+
+    def ended(self, session: ClientSession, reason: str) -> None:
+        """A session has ended, and with it its workers; ``reason`` is how its process did."""
+        del self._by_id[session.id]
+        if session.workers:
+            self._admission.release(session.id, len(session.workers))
+        if session.is_client_gone or reason == "exited with status 0":
+            reason = "the node server is draining" if self._is_draining else "the client has gone"
+        else:
+            logger.warning("session of %s %s", session.client, reason)
+        for worker in session.workers.values():
+            worker.connection.closed(f"its session has ended: {reason}")
+        session.connection.closed(reason)
+        self._counters.close_session(session.row)

@@ -1,0 +1,144 @@
+"""Connecting to a server: the addresses of a name in turn, again while nobody listens there, until a deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import math
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from rpcdataloader.errors import ConnectError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.transport import Stream, shut_down, tune
+
+logger = logging.getLogger("rpcdataloader.client")
+
+# sockaddr_un holds 108 bytes, the final zero included.
+MAX_UNIX_PATH = 107
+
+# What the kernel reports when nobody listens there (yet): worth another try until the deadline.
+_NOT_YET = {
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.ECONNABORTED,
+    errno.ENOTCONN,  # it was reset before its options were set
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.ETIMEDOUT,
+    errno.ENOENT,
+    errno.EAGAIN,
+}
+
+
+def connect(address: Address, deadline: Deadline, *, retry: bool = False, label: str = "") -> Stream:
+    """Connect to ``address``.
+
+    Args:
+        deadline: Bounds name resolution's results taken together and all tries; resolution itself is the C
+            library's and takes what its own configuration says. Cancelled, it ends the wait, and the connection.
+        retry: Try again, with growing pauses, while nobody listens there: the server may still be starting.
+        label: Beginning of the warning when that takes long.
+
+    Raises:
+        ConnectError: Nobody answered before the deadline; tells why.
+    """
+    pause = 0.05
+    reported = False
+    while True:
+        try:
+            return _connect_once(address, deadline)
+        except OSError as exc:
+            # A name that does not exist will not exist soon; a name server that does not answer may.
+            transient = exc.errno == socket.EAI_AGAIN if isinstance(exc, socket.gaierror) else _may_pass(exc)
+            if not retry or not transient or not deadline.pause(pause):
+                raise ConnectError(f"cannot connect to {address}: {_reason(exc)}") from exc
+            if pause >= 1.0 and not reported:
+                reported = True
+                logger.warning(
+                    "%sstill waiting for %s: %s (this attempt ends after %g s, RPCDATALOADER_CONNECT_TIMEOUT)",
+                    label,
+                    address,
+                    _reason(exc),
+                    deadline.timeout or math.inf,
+                )
+        pause = min(2 * pause, 1.0)
+
+
+def _may_pass(exc: OSError) -> bool:
+    return isinstance(exc, TimeoutError) or exc.errno in _NOT_YET
+
+
+def _connect_once(address: Address, deadline: Deadline) -> Stream:
+    if address.is_unix:
+        with short_path(address.path) as path:
+            sock = _connect_socket(socket.AF_UNIX, path, deadline, 1)
+    else:
+        infos = look_up(address.host, address.port)
+        for position, (family, _type, _proto, _name, sockaddr) in enumerate(infos, 1):
+            try:
+                sock = _connect_socket(family, sockaddr, deadline, len(infos) - position + 1)
+                break
+            except OSError:
+                if position == len(infos):
+                    raise
+    return Stream(sock, str(address))
+
+
+def _connect_socket(family: int, address: Any, deadline: Deadline, num_left: int) -> socket.socket:
+    """Connect, and leave an equal part of the time to each of the addresses that are left to try, this one included."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        remaining = deadline.remaining()
+        # A timeout of 0 would mean non-blocking.
+        sock.settimeout(None if remaining is None else max(remaining / num_left, 1e-3))
+        deadline.when_cancelled(functools.partial(shut_down, sock))
+        sock.connect(address)
+        tune(sock)
+        if family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
+            # Nobody listens there, and the kernel chose that very port for our end: TCP then connects it to itself.
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def look_up(host: str, port: int, flags: int = 0) -> list[tuple[int, int, int, str, Any]]:
+    """``getaddrinfo``, whose every failure is a ``gaierror``."""
+    try:
+        return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
+    except UnicodeError:
+        # A part between two dots that is empty, or longer than 63 characters.
+        raise socket.gaierror(socket.EAI_NONAME, "not a valid host name") from None
+
+
+def _reason(exc: OSError) -> str:
+    if isinstance(exc, socket.gaierror):
+        return f"the host name does not resolve ({exc.strerror})"
+    if isinstance(exc, TimeoutError):
+        return "no answer in time (is the host up, does a firewall drop the port?)"
+    if exc.errno == errno.ECONNREFUSED:
+        return "connection refused (is `python -m rpcdataloader.launch` running there, on that port?)"
+    if exc.errno == errno.ENOENT:
+        return f"{exc.strerror} (is `python -m rpcdataloader.launch` running on this machine?)"
+    return exc.strerror or str(exc)
+
+
+@contextlib.contextmanager
+def short_path(path: str) -> Iterator[str]:
+    """A name of ``path`` that fits into a socket address: through a descriptor of its folder, if it is too long."""
+    if len(os.fsencode(path)) <= MAX_UNIX_PATH:
+        yield path
+        return
+    folder, name = os.path.split(path)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)

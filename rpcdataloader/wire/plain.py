@@ -1,0 +1,76 @@
+"""JSON objects as dataclasses, and what is wrong with those that are none. Pure.
+
+What a peer, a file or another process of a node says in JSON is read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+import typing
+from typing import Any, TypeVar
+
+_Made = TypeVar("_Made")
+
+
+def load(data: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ValueError: It is something else; the message begins with "is".
+    """
+    try:
+        fields = json.loads(bytes(data).decode())
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except ValueError:
+        raise ValueError("is not JSON") from None
+    if not isinstance(fields, dict):
+        raise ValueError("is not a JSON object")
+    return fields
+
+
+def make(kind: type[_Made], fields: dict[str, Any]) -> _Made:
+    """Make a dataclass of plain values. Fields that it does not have are left alone.
+
+    Args:
+        kind: Its fields are numbers, strings, booleans, None, and dataclasses or lists of these.
+
+    Raises:
+        ValueError: A field is missing, or of another type.
+    """
+    values = {}
+    for name, (hint, is_needed) in _hints(typing.cast(Any, kind)).items():
+        if name in fields:
+            values[name] = _convert(hint, fields[name], name)
+        elif is_needed:
+            raise ValueError(f"{name} is missing")
+    return kind(**values)
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, tuple[Any, bool]]:
+    hints = typing.get_type_hints(kind)
+    found = {}
+    for field in dataclasses.fields(kind):
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        found[field.name] = hints[field.name], not has_default
+    return found
+
+
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        if value is None and types.NoneType in hint.__args__:
+            return None
+        (hint,) = [other for other in hint.__args__ if other is not types.NoneType]
+    if typing.get_origin(hint) is list and isinstance(value, list):
+        return [_convert(hint.__args__[0], item, name) for item in value]
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
+        return make(hint, value)
+    if hint is float and type(value) is int:
+        return value
+    if type(value) is not hint:
+        raise ValueError(f"{name} is of another type")
+    return value
