@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import Tensor, fx, nn
 
@@ -81,12 +83,18 @@ def trace(model: nn.Module) -> fx.GraphModule:
     The graph has a placeholder for each of them, so it takes what the model takes: ``graph(dense, **sparse)``.
     """
     module = fx.symbolic_trace(model)
-    for node in list(module.graph.nodes):
-        if node.op == "placeholder" and node.target.startswith("**"):
-            for item in list(node.users):
-                with module.graph.inserting_before(node):
-                    item.replace_all_uses_with(module.graph.placeholder(item.args[1]))
-                module.graph.erase_node(item)
-            module.graph.erase_node(node)
+    graph = module.graph
+    for node in [node for node in graph.nodes if node.op == "placeholder" and node.target.startswith("**")]:
+        inputs: dict[str, fx.Node] = {}
+        for item in list(node.users):
+            if item.target is not operator.getitem:
+                raise ValueError(f"{item.format_node()} takes all inputs at once: a graph needs the name of each")
+            name = item.args[1]
+            if name not in inputs:
+                with graph.inserting_before(node):
+                    inputs[name] = graph.placeholder(name)
+            item.replace_all_uses_with(inputs[name])
+            graph.erase_node(item)
+        graph.erase_node(node)
     module.recompile()
     return module

@@ -192,7 +192,9 @@ def _match_chains(module: fx.GraphModule, split: fx.Node) -> tuple[list[fx.Node]
         ends.append(end)
         norms.append(norm)
     concatenation = _only_user(ends[0])
-    if not concatenation or concatenation.target not in (torch.cat, torch.concat, torch.concatenate):
+    if not concatenation or any(_only_user(end) is not concatenation for end in ends):
+        return None
+    if concatenation.target not in (torch.cat, torch.concat, torch.concatenate):
         return None
     bound = _bind(concatenation, *_CAT)
     if set(bound) != {"values", "dim"} or bound["dim"] != 1 or list(bound["values"]) != ends:
