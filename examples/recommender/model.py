@@ -62,8 +62,8 @@ class Recommender(nn.Module):
 
 
 def look_up(table: nn.Module, sparse: dict[str, Tensor], name: str) -> Tensor:
-    lengths = sparse[f"{name}_lengths"]
-    return table(sparse[f"{name}_indices"], torch.cumsum(lengths, 0, dtype=torch.int32) - lengths)
+    indices, lengths = sparse[f"{name}_indices"], sparse[f"{name}_lengths"]
+    return table(indices, torch.cumsum(lengths, 0, dtype=torch.int32) - lengths)
 
 
 class DenseOnly(nn.Module):

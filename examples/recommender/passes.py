@@ -232,8 +232,9 @@ def overlap_all_to_all(module: fx.GraphModule) -> fx.GraphModule:
 
     Each ``sharding.all_to_all`` becomes ``all_to_all_request`` and ``all_to_all_wait``. What a request needs comes
     first, then the request, then all nodes that do not depend on it, wherever they stood, and the wait only before the
-    node that uses it. The backward pass follows from this order: the wait sends the gradient, gradients
-    of the nodes in between are computed, and the request waits. Results and gradients are the same, bit for bit.
+    node that uses it. The backward pass follows from this order: the wait sends the gradient, gradients of the nodes in
+    between are computed, and the request waits. Results and gradients are the same, bit for bit; only where a tensor
+    has three users or more, their gradients may be added up in another order.
 
     All ranks must have the same graph but for the tables, since they must ask in the same order.
 
@@ -242,14 +243,14 @@ def overlap_all_to_all(module: fx.GraphModule) -> fx.GraphModule:
     """
     found = _copy(module)
     graph = found.graph
-    waits = set()
+    waits: dict[fx.Node, None] = {}
     for node in list(graph.nodes):
         if node.target is sharding.all_to_all:
             pooled, widths = _bind(node, {}, ("pooled", "widths")).values()
             with graph.inserting_before(node):
                 requested = graph.call_function(sharding.all_to_all_request, (pooled, widths))
                 wait = graph.call_function(sharding.all_to_all_wait, (requested, widths))
-            waits.add(wait)
+            waits[wait] = None
             node.replace_all_uses_with(wait)
             graph.erase_node(node)
     if not waits:
@@ -269,12 +270,10 @@ def overlap_all_to_all(module: fx.GraphModule) -> fx.GraphModule:
             urgent.add(node)
     *nodes, output = graph.nodes
     nodes.sort(key=lambda node: (rounds[node], node not in urgent) if node.op != "placeholder" else (-1, False))
-    for node in (*nodes, output):
-        if node in waits:
-            continue
-        for needed in node.all_input_nodes:
+    for node in (*[node for node in nodes if node not in waits], output):
+        for needed in list(waits) if node is output else node.all_input_nodes:
             if needed in waits:
-                waits.remove(needed)
+                del waits[needed]
                 output.prepend(needed)
         if node is not output:
             output.prepend(node)

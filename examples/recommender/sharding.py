@@ -6,6 +6,7 @@ table's rank (:func:`exchange`), embeddings come back (:func:`all_to_all`), and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -52,54 +53,63 @@ def _move(values: Tensor, sent: list[int], received: list[int]) -> Tensor:
 
 
 def _start(values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-    """Begin an all-to-all; what it returns may be used after ``wait_tensor``."""
-    found = collectives.all_to_all_single(
-        values.contiguous(), received, sent, dist.distributed_c10d._get_default_group()
-    )
-    return found.elem if isinstance(found, collectives.AsyncCollectiveTensor) else found
+    """Begin an all-to-all; its result may be used after ``wait_tensor``."""
+    group = dist.distributed_c10d._get_default_group().group_name
+    return torch.ops._c10d_functional.all_to_all_single(values.contiguous(), received, sent, group)
+
+
+@dataclass
+class Requested:
+    """Embeddings on their way; in the backward pass, their gradient on its way back."""
+
+    values: Tensor
+    gradient: list[Tensor] = field(default_factory=list)
 
 
 class _Request(torch.autograd.Function):
     @staticmethod
-    def forward(_ctx: Any, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        return _start(values, sent, received)
+    def forward(ctx: Any, pooled: Tensor, sent: list[int], received: list[int], gradient: list[Tensor]) -> Tensor:
+        ctx.gradient, ctx.shape = gradient, pooled.shape
+        return _start(pooled.flatten(), sent, received)
 
     @staticmethod
-    def backward(_ctx: Any, gradient: Tensor) -> Any:
-        return collectives.wait_tensor(gradient), None, None
+    def backward(ctx: Any, _gradient: Tensor) -> Any:
+        return collectives.wait_tensor(ctx.gradient.pop()).view(ctx.shape), None, None, None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        ctx.sent, ctx.received = sent, received
+    def forward(ctx: Any, values: Tensor, sent: list[int], received: list[int], gradient: list[Tensor]) -> Tensor:
+        ctx.sent, ctx.received, ctx.gradient = sent, received, gradient
         return collectives.wait_tensor(values)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _start(gradient, ctx.received, ctx.sent), None, None
+        # What is on its way has another shape than autograd wants here, so that the request takes it from the list.
+        ctx.gradient.append(_start(gradient, ctx.received, ctx.sent))
+        return gradient, None, None, None
 
 
-def all_to_all_request(pooled: Tensor, widths: list[int]) -> Tensor:
+def all_to_all_request(pooled: Tensor, widths: list[int]) -> Requested:
     """Begin what :func:`all_to_all` does; only :func:`all_to_all_wait` can use the result.
 
     In the backward pass, this is where the gradient is waited for.
     """
-    return _Request.apply(pooled.flatten(), *_sizes(pooled.shape[0], widths))
+    gradient: list[Tensor] = []
+    return Requested(_Request.apply(pooled, *_sizes(len(pooled) // len(widths), widths), gradient), gradient)
 
 
-def all_to_all_wait(requested: Tensor, widths: list[int]) -> Tensor:
+def all_to_all_wait(requested: Requested, widths: list[int]) -> Tensor:
     """End what :func:`all_to_all_request` began. In the backward pass, the gradient is sent from here."""
-    num_rows = len(requested) // sum(widths)
-    received = _Wait.apply(requested, *_sizes(num_rows * len(widths), widths))
+    num_rows = len(requested.values) // sum(widths)
+    received = _Wait.apply(requested.values, *_sizes(num_rows, widths), requested.gradient)
     parts = received.split([num_rows * width for width in widths])
     return torch.cat([part.view(num_rows, -1) for part in parts], dim=1)
 
 
 def _sizes(num_rows: int, widths: list[int]) -> tuple[list[int], list[int]]:
-    """How many values go to each rank and come from it, where this rank has embeddings for so many rows."""
-    own = num_rows // len(widths)
-    return [own * widths[dist.get_rank()]] * len(widths), [own * width for width in widths]
+    """Return how many values go to each rank and come from it, if each has a batch of so many rows."""
+    return [num_rows * widths[dist.get_rank()]] * len(widths), [num_rows * width for width in widths]
 
 
 def all_to_all(pooled: Tensor, widths: list[int]) -> Tensor:
