@@ -56,6 +56,7 @@ class ParquetRows(Dataset):
         }
         dense = columns["dense"].flatten().to_numpy().reshape(table.num_rows, -1)
         self.dense = standardise(dense)[first:last].astype(np.float32)
+        self.num_dense = dense.shape[1]
         self.clicks = columns["click"].to_numpy()[first:last].astype(np.float32)
         parts = [columns[name][first:last] for name in self.tables]
         lengths = np.stack([np.diff(part.offsets.to_numpy()) for part in parts])
