@@ -45,7 +45,7 @@ class Ranks:
             return values
         parts = [torch.empty_like(values) for _ in range(self.number)]
         dist.all_gather(parts, values)
-        return torch.stack(parts, dim=1).flatten()[:length]
+        return torch.stack(parts, dim=1).flatten(0, 1)[:length]
 
     def add_gradients(self, parameters: list[nn.Parameter]) -> None:
         """Of layers that all ranks have, in one message."""
