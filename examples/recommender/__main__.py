@@ -195,8 +195,7 @@ def main(argv: list[str] | None = None) -> None:
         with rows_in_a_file(args, ranks.rank) as path:
             train(args, ranks, path)
     finally:
-        if ranks.number > 1:
-            dist.destroy_process_group()
+        ranks.close()
 
 
 if __name__ == "__main__":

@@ -18,20 +18,27 @@ from .model import DenseOnly, Recommender, trace
 class Ranks:
     """Which part of the work this process has.
 
+    Args:
+        device: "cpu" not to use a GPU that is there.
+
     Attributes:
         rank: Its number.
         number: How many there are.
         device: Where it computes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "") -> None:
         self.rank, self.number = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self.device = torch.device("cpu")
-        if torch.cuda.is_available():
+        if device != "cpu" and torch.cuda.is_available():
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
             torch.cuda.set_device(self.device)
         if self.number > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+
+    def close(self) -> None:
+        if self.number > 1:
+            dist.destroy_process_group()
 
     def sum(self, *values: float) -> list[float]:
         found = torch.tensor(values, dtype=torch.float64)
