@@ -69,8 +69,15 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--no-passes", action="store_true", help="train the model as it is, on a dict of two tensors for each feature")
     add("--checkpoint", metavar="FILE", help="save there, and go on from there (default: none)")
     workers = parser.add_mutually_exclusive_group()
-    workers.add_argument("--workers", nargs="+", metavar="HOST:PORT", help="node servers (default: --num-workers)")
-    workers.add_argument("--num-workers", type=positive, metavar="N", help="worker processes of each rank (default: 2)")
+    workers.add_argument(
+        "--workers",
+        nargs="+",
+        metavar="HOST:PORT",
+        help="node servers (default: those in RPCDATALOADER_WORKERS, else worker processes on this machine)",
+    )
+    workers.add_argument(
+        "--num-workers", type=positive, metavar="N", help="worker processes on this machine (default: one per core)"
+    )
     args = parser.parse_args(argv)
     for name in filter(None, (args.criteo, args.movielens)):
         if not os.path.exists(name):
@@ -142,7 +149,7 @@ def evaluate(trainer: Trainer, loader: RPCDataloader, num_rows: int) -> float:
 
 
 def train(args: argparse.Namespace, ranks: Ranks, path: str) -> None:
-    workers = args.workers or f"local:{args.num_workers or 2}"
+    workers = f"local:{args.num_workers}" if args.num_workers else args.workers
     train_set = RPCDataset(workers, ParquetRows, path)
     test_set = RPCDataset(workers, ParquetRows, path, train=False)
     trainer = Trainer(args, ranks, train_set.tables, train_set.num_dense)

@@ -188,10 +188,11 @@ class Variant:
         with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
             self.forward().backward()
             self._wait()
-        names = [event.name for event in profiled.events()]
+        events = profiled.events() or []
         if on_gpu:
-            return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
-        return sum(name.startswith("aten::") or "cpp_fused" in name for name in names)
+            launched = [event.name for event in events if str(event.device_type).endswith("CUDA")]
+            return sum(not name.startswith(("Memcpy", "Memset")) for name in launched)
+        return sum(event.name.startswith("aten::") or "cpp_fused" in event.name for event in events)
 
 
 def measure_passes(args: argparse.Namespace, device: torch.device) -> None:
@@ -229,7 +230,7 @@ def measure_passes(args: argparse.Namespace, device: torch.device) -> None:
             for name, graph in ("as it is", make()), ("combined and fused", make(*both)):
                 batch = modules[name][1]
                 start = time.perf_counter()
-                compiled = torch.compile(graph, dynamic=True)
+                compiled = torch.compile(graph, dynamic=True, backend=args.backend)
                 Variant(compiled, batch, device).time_step()
                 title = f"{name}, compiled in {time.perf_counter() - start:.0f} s"
                 modules[title], shapes[title] = (compiled, batch), (len(batch) - 1, "")
@@ -329,6 +330,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--parts", nargs="+", choices=PARTS, default=["loading", "passes"], help="(default: loading passes)")
     add("--features", nargs="+", type=int, help="for the passes (default: 26 200, and 1000 on a GPU)")
     add("--compile-up-to", type=int, default=26, help="compile models of so many features (default: %(default)s)")
+    add("--backend", default="inductor", help="of torch.compile (default: %(default)s)")
     add("--batch-size", type=int, default=256, help="rows of a batch and rank (default: %(default)s)")
     add("--max-length", type=int, default=3, help="most ids in a list (default: %(default)s)")
     add("--table-rows", type=int, default=1000, help="rows of each table (default: %(default)s)")
