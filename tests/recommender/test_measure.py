@@ -20,9 +20,8 @@ SMALL = ["--batch-size", "16", "--table-rows", "20", "--steps", "2"]
 def read_tables(output):
     """The rows of all tables, by the text of their first column."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.splitlines() if line.startswith("|")]
-    return {
-        cells[0]: [float(cell.replace(",", "")) for cell in cells[1:] if cell] for cells in rows if "0" in str(cells)
-    }
+    numbers = [cells for cells in rows if cells[1][:1].isdigit()]
+    return {cells[0]: [float(cell.replace(",", "")) for cell in cells[1:] if cell] for cells in numbers}
 
 
 def test_ratios_are_those_within_a_round():
@@ -76,7 +75,7 @@ def run(*command):
 @pytest.mark.study
 def test_compiled_models_are_measured():
     # The default backend takes minutes for what this one does in seconds.
-    output = run("examples.recommender.measure", "--parts", "passes", "--features", "2", "--backend", "aot_eager")
+    output = run("examples.recommender.measure", "--parts", "passes", "--features", "2", "--backend", "eager")
     names = list(read_tables(output))
     assert re.fullmatch(r"as it is, compiled in \d+ s", names[3])
     assert re.fullmatch(r"combined and fused, compiled in \d+ s", names[4])
