@@ -73,11 +73,12 @@ class Cable:
 
     Attributes:
         address: That of the far end.
+        near_address: That of the near end.
     """
 
     def __init__(self, near: Host, far: Host, number: int) -> None:
-        self.address = f"10.0.{number}.2"
-        self._ends = ((near, f"near{number}", f"10.0.{number}.1"), (far, "far", self.address))
+        self.address, self.near_address = f"10.0.{number}.2", f"10.0.{number}.1"
+        self._ends = ((near, f"near{number}", self.near_address), (far, "far", self.address))
         near.run("ip", "link", "add", f"near{number}", "type", "veth", "peer", "name", "far", "netns", far.path)
         for place, ((host, interface, address), mac) in enumerate(zip(self._ends, self._macs, strict=True)):
             host.run("ip", "link", "set", interface, "address", mac, "up")

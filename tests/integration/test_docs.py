@@ -67,6 +67,14 @@ NOT_RUN = {
         '$ openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=rpcdataloader" \\',
         "$ grep event=refused log",
     ],
+    "recommender.md": [
+        '$ pip install ".[recommender]"',
+        "$ python -m rpcdataloader.launch --host 0.0.0.0 --port 6543",
+        "$ torchrun --nproc-per-node 2 -m examples.recommender --batch-size 256",
+        "$ pip download --no-deps recbole",
+        "$ python -m examples.recommender.measure --device cuda",
+        "$ python -m examples.recommender.measure",
+    ],
     "performance.md": ["$ python -m tests.benchmark --quick"],
     "status.md": [
         "$ python -m rpcdataloader.status node01:6543 node02:6543 node03:6543",

@@ -1,0 +1,185 @@
+"""Training the recommender: what it learns, on one rank and two, and how it goes on in the middle of an epoch."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.metrics import roc_auc_score
+
+from examples.recommender.__main__ import parse_arguments
+from examples.recommender.trainer import Ranks, Trainer, area_under_curve
+from tests.conftest import wait_until
+from tests.integration.quick import quick_server
+
+ROOT = str(Path(__file__).parents[2])
+SOURCE = "import os, sys, tempfile; sys.path.insert(0, {root!r}); os.environ.update({env!r}); tempfile.tempdir = None; "
+SOURCE += "from examples.recommender.__main__ import main; main(sys.argv[1:])"
+TABLES = {"C1": 10, "C2": 10, "C3": 10}
+
+
+def start(zygote, *options, **env):
+    source = SOURCE.format(root=ROOT, env={name: str(value) for name, value in env.items()})
+    return zygote.start(source, *map(str, options), ends_quickly=not env.get("TMPDIR"))
+
+
+def start_ranks(zygote, *options):
+    """As torchrun does it: the processes meet at a store of their parent."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    return store, [start(zygote, *options, RANK=rank, LOCAL_RANK=rank, **job) for rank in range(2)]
+
+
+LINE = re.compile(r"epoch +(\d+)  loss (\d\.\d{4})  test AUC ([01]\.\d{4})  +\d+ rows/s  waiting for data +\d+%")
+
+
+def results(output):
+    """Loss and AUC of each epoch."""
+    matches = [LINE.fullmatch(line) for line in output.splitlines()]
+    assert all(matches), output
+    return {int(match[1]): (float(match[2]), float(match[3])) for match in matches}
+
+
+def results_of(script):
+    ended = script.wait(110)
+    assert ended.status == 0, ended.errors
+    return results(ended.output)
+
+
+@pytest.fixture
+def server(library_zygote):
+    with quick_server(library_zygote, "--num-workers", "2", "--max-connections", "64") as server:
+        yield server.address
+
+
+def test_area_is_that_of_scikit_learn():
+    generator = torch.Generator().manual_seed(0)
+    clicks = torch.randint(2, (500,), generator=generator).float()
+    for scores in (
+        torch.randn(500, generator=generator) + clicks,
+        torch.randint(4, (500,), generator=generator).float(),  # many that are equal
+        torch.zeros(500),
+    ):
+        assert area_under_curve(scores, clicks) == pytest.approx(roc_auc_score(clicks, scores))
+    with pytest.raises(ValueError, match="without clicks"):
+        area_under_curve(torch.zeros(3), torch.zeros(3))
+
+
+def test_help_says_how_to_run_it_and_wrong_options_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments(["--help"])
+    assert "torchrun --nproc-per-node 2 -m examples.recommender" in capsys.readouterr().out
+    for wrong, message in (
+        (["--rows", "0"], "0 is less than 1"),
+        (["--movielens", "nothing.whl"], "there is no nothing.whl"),
+        (["--criteo", "a", "--movielens", "b"], "not allowed with"),
+        (["--workers"], "expected at least one argument"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_arguments(wrong)
+        assert message in capsys.readouterr().err
+
+
+def make_batch(number=8):
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(3, (len(TABLES) * number,), generator=generator, dtype=torch.int32)
+    return {
+        "clicks": torch.randint(2, (number,), generator=generator).float(),
+        "dense": torch.randn(number, 13, generator=generator),
+        "indices": torch.randint(10, (int(lengths.sum()),), generator=generator, dtype=torch.int32),
+        "lengths": lengths,
+    }
+
+
+def test_checkpoint_brings_back_weights_and_optimizer(tmp_path):
+    path = str(tmp_path / "checkpoint.pt")
+    whole, first, other = (Trainer(parse_arguments(["--seed", seed]), Ranks(), TABLES, 13) for seed in "001")
+    for _ in range(4):
+        whole.step(make_batch())
+    for _ in range(2):
+        first.step(make_batch())
+    first.save(path, epoch=3)
+    assert other.load(path)["epoch"] == 3
+    for _ in range(2):
+        other.step(make_batch())
+    assert all(value.equal(whole.parameters[name]) for name, value in other.parameters.items())
+
+
+def test_checkpoint_of_another_model_is_refused(tmp_path):
+    path = str(tmp_path / "checkpoint.pt")
+    Trainer(parse_arguments([]), Ranks(), TABLES, 13).save(path, epoch=1)
+    for options, name in (["--dim", "8"], "weight"), (["--no-passes"], r"norms.C1.weight of \(16,\)"):
+        with pytest.raises(ValueError, match=f"checkpoint.pt was saved with other options: it has no .*{name}"):
+            Trainer(parse_arguments(options), Ranks(), TABLES, 13).load(path)
+
+
+def test_unreadable_rows_end_the_program_with_one_line(library_zygote, tmp_path):
+    wrong = tmp_path / "train.txt"
+    wrong.write_text("no Criteo\n")
+    ended = start(library_zygote, "--criteo", wrong, "--data", tmp_path / "rows.parquet").wait(60)
+    assert ended.status == 1
+    assert re.fullmatch(r"ValueError: .*train.txt is not in the format of Criteo's file: .*\n", ended.errors)
+    assert os.listdir(tmp_path) == ["train.txt"]
+
+
+@pytest.mark.study
+def test_sparse_features_make_predictions_clearly_better(library_zygote):
+    dense = start(library_zygote, "--dense-only", "--num-workers", 1)
+    sparse = results_of(start(library_zygote, "--num-workers", 1))
+    assert set(sparse) == {1, 2}
+    assert sparse[2][1] > sparse[1][1]
+    assert sparse[2][1] > 0.72
+    assert results_of(dense)[2][1] < 0.65
+
+
+@pytest.mark.study
+def test_two_ranks_learn_the_same_as_one_and_with_or_without_passes(library_zygote, server, tmp_path):
+    options = ("--data", tmp_path / "rows.parquet", "--workers", server, "--rows", 20_000, "--features", 9)
+    one = results_of(start(library_zygote, *options))
+    plain = start(library_zygote, *options, "--no-passes")
+    _store, (first, second) = start_ranks(library_zygote, *options, "--batch-size", 256)
+    two, nothing = results_of(first), results_of(second)
+    assert nothing == {}
+    for epoch in 1, 2:
+        assert two[epoch] == pytest.approx(one[epoch], abs=0.002)
+    assert results_of(plain)[2] == pytest.approx(one[2], abs=0.002)
+
+
+@pytest.mark.study
+def test_training_that_is_told_to_stop_goes_on_with_the_next_batch(library_zygote, server, tmp_path):
+    options = ("--data", tmp_path / "rows.parquet", "--workers", server, "--features", 9, "--epochs", 2)
+    checkpoint = tmp_path / "checkpoint.pt"
+    first = start(library_zygote, *options, "--checkpoint", checkpoint)
+    wait_until(lambda: "epoch  1" in first.output, 60, "an epoch")
+    os.kill(first.pid, signal.SIGUSR1)
+    whole = start(library_zygote, *options)
+    assert first.wait(60).status == os.EX_TEMPFAIL
+    saved = torch.load(checkpoint, weights_only=True)
+    steps = saved["parameters"]["tables.C1.weight"]["step"]
+    assert saved["epoch"] == 1
+    assert 106 < steps < 2 * 106  # batches of 512 out of 54,000
+    # With two ranks, each of which has a part of the tables; then, from the same place, with one.
+    copied = tmp_path / "copied.pt"
+    copied.write_bytes(checkpoint.read_bytes())
+    _store, ranks = start_ranks(library_zygote, *options, "--checkpoint", copied, "--batch-size", 256)
+    expected = results_of(whole)[2]
+    shared = results_of(ranks[0])
+    rest = results_of(start(library_zygote, *options, "--checkpoint", checkpoint))
+    assert set(rest) == set(shared) == {2}
+    assert rest[2][1] == expected[1]
+    assert shared[2][1] == pytest.approx(expected[1], abs=0.002)
+    assert torch.load(checkpoint, weights_only=True)["epoch"] == 2
+
+
+@pytest.mark.study
+def test_interrupted_training_leaves_nothing(library_zygote, server, tmp_path):
+    script = start(library_zygote, "--workers", server, "--epochs", 50, TMPDIR=tmp_path)
+    wait_until(lambda: "epoch  1" in script.output, 60, "an epoch")
+    assert [name.startswith("recommender-") for name in os.listdir(tmp_path)] == [True]
+    os.kill(script.pid, signal.SIGINT)
+    assert script.wait(30).status != 0
+    assert os.listdir(tmp_path) == []
