@@ -16,6 +16,7 @@ from pathlib import Path
 
 from examples.storage_formats.errors import StudyError
 from examples.storage_formats.processes import Child, wait_for
+from examples.storage_formats.storage import get_client
 
 BUCKET = "storage-formats"
 
@@ -58,7 +59,7 @@ class Store:
         options += ["-s3.port.iceberg=0", "-s3.port.lance=0", f"-s3.config={config}", f"-dir={self._folder}"]
         for place, part in enumerate(PARTS):
             options += [f"-{part}.port={self._ports[2 * place]}", f"-{part}.port.grpc={self._ports[2 * place + 1]}"]
-        self._child = Child([self._program, "mini", *options, f"-bucket={BUCKET}"], self._log)
+        self._child = Child([self._program, "mini", *options], self._log)
         wait_for(self._child, self._answers, "the object store")
 
     def _answers(self) -> bool:
@@ -83,10 +84,13 @@ class Store:
 
 @contextlib.contextmanager
 def running(store: Store) -> Iterator[Store]:
-    """Start ``store``, with its credentials in the environment; stop it at the end."""
+    """Start ``store`` and make the bucket, with its credentials in the environment; stop it at the end."""
     with environment(AWS_DEFAULT_REGION="us-east-1", **store.credentials):
         try:
             store.start()
+            client = get_client(store.endpoint)
+            with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
+                client.create_bucket(Bucket=BUCKET)
             yield store
         finally:
             store.stop()
