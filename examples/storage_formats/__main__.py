@@ -45,7 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "sample_bytes": 1.5e6,
     "shards": [8, 50],
     "samples_per_worker": 75,
-    "longest_epoch": 2400,
+    "longest_epoch": 1600,
 }
 COMBINATIONS: dict[str, Any] = {
     "ranks": [1],
@@ -107,7 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--samples-per-worker", metavar="N", type=int, help="length of an epoch, which grows with the workers of all "
         "ranks (default: 75)")  # fmt: skip
     add("--longest-epoch", metavar="N", type=int, help="but not beyond this; samples are read again if there are fewer "
-        "(default: 2400)")  # fmt: skip
+        "(default: 1600)")  # fmt: skip
     return parser
 
 

@@ -143,8 +143,8 @@ def default_runs(links: list[Link | None], shards: list[int], step: float) -> li
         (links[:1], 1, step, ["rpc:64"], few),
         (links[:1], 1, step, ["torch:4", "torch:16"], ["files"]),
         (links[:1], 1, step, ["tensorflow:0", "tensorflow:16"], [f"tfrecord-{shard}" for shard in shards]),
-        (links[:1], 1, 0.0, ["rpc:64"], ["objects", few[-1]]),
-        (links[:1], 4, step, ["torch:4", "rpc:4", "rpc:16"], few),
+        (links[:1], 1, 0.0, ["rpc:16"], ["objects", few[-1]]),
+        (links[:1], 4, step, ["torch:4", "rpc:16"], few),
         (links[1:], 1, step, ["rpc:16", "rpc:64"], few),
     ]
     return [

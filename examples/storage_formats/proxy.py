@@ -97,10 +97,9 @@ class Proxy:
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # the proxy ends; asyncio's streams complain of a task that says so
             to_store.transport.abort()
             to_client.transport.abort()
-            raise
         finally:
             for task in tasks:
                 task.cancel()
