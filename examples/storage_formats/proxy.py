@@ -22,6 +22,9 @@ SO_MAX_PACING_RATE = 47
 # Small against a second of the rates, so that these are kept, and large against the cost of a call.
 CHUNK = 1 << 17
 
+# Of a usual network. The kernel does not pace the first ten segments of a connection, and those of loopback are 64 KiB.
+SEGMENT = 1448
+
 REFUSAL = b"HTTP/1.1 405 Method Not Allowed\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
@@ -50,6 +53,7 @@ class Proxy:
         self._bucket = TokenBucket(link.total)
         self._loop = asyncio.new_event_loop()
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
         self._thread = threading.Thread(target=self._run, name="proxy")
         self.endpoint = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
 
@@ -68,10 +72,10 @@ class Proxy:
         self._main = self._loop.create_task(self._serve())
         with contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(self._main)
-        others = asyncio.all_tasks(self._loop)
-        for task in others:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*others, return_exceptions=True))
+        while others := asyncio.all_tasks(self._loop):
+            for task in others:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*others, return_exceptions=True))
         self._loop.run_until_complete(asyncio.sleep(0))  # transports close their sockets
         self._loop.close()
 
@@ -83,29 +87,31 @@ class Proxy:
             server.close()  # not wait_closed(), which waits for clients
 
     async def _connected(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
-        pacing = to_client.get_extra_info("socket")
-        pacing.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, min(int(self._link.rate), 0xFFFFFFFF))
-        pacing.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * CHUNK)
         try:
-            store, to_store = await asyncio.open_connection("127.0.0.1", self._store_port, limit=2 * CHUNK)
+            await self._relay(client, to_client)
+        except asyncio.CancelledError:  # the proxy ends; asyncio's streams complain of a task that says so
+            to_client.transport.abort()
         except OSError:
-            to_client.close()  # the store is down, and so is its port for the client
-            return
+            pass  # the store is down, and so is its port for the client
+        finally:
+            to_client.close()
+
+    async def _relay(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
+        sock = to_client.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, min(int(self._link.rate), 0xFFFFFFFF))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * CHUNK)
+        store, to_store = await asyncio.open_connection("127.0.0.1", self._store_port, limit=2 * CHUNK)
         tasks = [
             asyncio.ensure_future(self._pass_requests(client, to_store, to_client)),
             asyncio.ensure_future(self._pass_answers(store, to_client)),
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        except asyncio.CancelledError:  # the proxy ends; asyncio's streams complain of a task that says so
-            to_store.transport.abort()
-            to_client.transport.abort()
         finally:
+            to_store.transport.abort()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            to_store.close()
-            to_client.close()
 
     async def _pass_requests(
         self, client: asyncio.StreamReader, to_store: asyncio.StreamWriter, to_client: asyncio.StreamWriter
@@ -125,4 +131,3 @@ class Proxy:
             await asyncio.sleep(self._bucket.take(len(chunk), time.monotonic()))
             to_client.write(chunk)
             await to_client.drain()
-        # What is still in the buffer is sent before the connection is closed.
