@@ -52,10 +52,12 @@ class Proxy:
         self._store_port, self._link = store_port, link
         self._bucket = TokenBucket(link.total)
         self._loop = asyncio.new_event_loop()
-        self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
+        self._relays: set[asyncio.Task[None]] = set()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self._listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SEGMENT)
+        self._listener.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="proxy")
-        self.endpoint = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> Proxy:
         self._thread.start()
@@ -64,70 +66,70 @@ class Proxy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._loop.call_soon_threadsafe(self._main.cancel)
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._main = self._loop.create_task(self._serve())
-        with contextlib.suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._main)
-        while others := asyncio.all_tasks(self._loop):
-            for task in others:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*others, return_exceptions=True))
-        self._loop.run_until_complete(asyncio.sleep(0))  # transports close their sockets
+        # Sockets and not asyncio's streams: a server of these leaves some open if it ends while clients connect.
+        self._loop.add_reader(self._listener, self._accept)
+        self._loop.run_forever()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        self._loop.run_until_complete(self._end_relays())
         self._loop.close()
 
-    async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connected, sock=self._socket)
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            server.close()  # not wait_closed(), which waits for clients
+    async def _end_relays(self) -> None:
+        relays = list(self._relays)
+        for relay in relays:
+            relay.cancel()
+        await asyncio.gather(*relays, return_exceptions=True)
+        await asyncio.sleep(0)  # for the callbacks that close
 
-    async def _connected(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
-        try:
-            await self._relay(client, to_client)
-        except asyncio.CancelledError:  # the proxy ends; asyncio's streams complain of a task that says so
-            to_client.transport.abort()
-        except OSError:
-            pass  # the store is down, and so is its port for the client
-        finally:
-            to_client.close()
+    def _accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the client has gone again
+            client = self._listener.accept()[0]
+            relay = self._loop.create_task(self._relay(client))
+            self._relays.add(relay)
+            relay.add_done_callback(self._relays.discard)
+            # Not in the task itself, which may be cancelled before it begins.
+            relay.add_done_callback(lambda _: client.close())
 
-    async def _relay(self, client: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
-        sock = to_client.get_extra_info("socket")
-        sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, min(int(self._link.rate), 0xFFFFFFFF))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * CHUNK)
-        store, to_store = await asyncio.open_connection("127.0.0.1", self._store_port, limit=2 * CHUNK)
-        tasks = [
-            asyncio.ensure_future(self._pass_requests(client, to_store, to_client)),
-            asyncio.ensure_future(self._pass_answers(store, to_client)),
-        ]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            to_store.transport.abort()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    async def _relay(self, client: socket.socket) -> None:
+        client.setblocking(False)
+        client.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, min(int(self._link.rate), 0xFFFFFFFF))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * CHUNK)
+        with socket.socket() as store:
+            store.setblocking(False)
+            try:
+                await self._loop.sock_connect(store, ("127.0.0.1", self._store_port))
+            except OSError:
+                return  # the store is down, and so is its port for the client
+            tasks = [
+                self._loop.create_task(self._pass_requests(client, store)),
+                self._loop.create_task(self._pass_answers(store, client)),
+            ]
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _pass_requests(
-        self, client: asyncio.StreamReader, to_store: asyncio.StreamWriter, to_client: asyncio.StreamWriter
-    ) -> None:
-        while True:
-            request = await client.readuntil(b"\r\n\r\n")
+    async def _pass_requests(self, client: socket.socket, store: socket.socket) -> None:
+        request = b""
+        while chunk := await self._loop.sock_recv(client, CHUNK):
+            request += chunk
+            if not request.endswith(b"\r\n\r\n"):
+                continue
             if not request.startswith((b"GET ", b"HEAD ")):
-                to_client.write(REFUSAL)
-                await to_client.drain()
+                await self._loop.sock_sendall(client, REFUSAL)
                 return
             await asyncio.sleep(self._link.latency)
-            to_store.write(request)
-            await to_store.drain()
+            await self._loop.sock_sendall(store, request)
+            request = b""
 
-    async def _pass_answers(self, store: asyncio.StreamReader, to_client: asyncio.StreamWriter) -> None:
-        while chunk := await store.read(CHUNK):
-            await asyncio.sleep(self._bucket.take(len(chunk), time.monotonic()))
-            to_client.write(chunk)
-            await to_client.drain()
+    async def _pass_answers(self, store: socket.socket, client: socket.socket) -> None:
+        buffer = memoryview(bytearray(CHUNK))
+        while num_bytes := await self._loop.sock_recv_into(store, buffer):
+            await asyncio.sleep(self._bucket.take(num_bytes, time.monotonic()))
+            await self._loop.sock_sendall(client, buffer[:num_bytes])
