@@ -249,9 +249,8 @@ def run_job(job: Job, ranks: int, folder: Path) -> Iterator[dict[str, Any]]:
 
 def measure(
     runs: list[Run], location: Location, store: Store | None, manifest: Manifest, args: argparse.Namespace, folder: Path
-) -> list[tuple[Run, dict[str, Any]]]:
+) -> Iterator[tuple[Run, dict[str, Any]]]:
     """Measure all runs, those of one link and number of ranks in the same training processes."""
-    rows: list[tuple[Run, dict[str, Any]]] = []
     most = max((run.ranks * run.loader.workers for run in runs if run.loader.kind == "rpc"), default=0)
     with ExitStack() as outer:
         workers = args.workers or (outer.enter_context(node_servers(most, folder)) if most else [])
@@ -271,12 +270,10 @@ def measure(
                     folder_of = stack.enter_context(mounting)
                 job = Job(place_of, manifest, chosen, workers, args.batch_size, folder_of)
                 for run, result in zip(chosen, run_job(job, ranks, folder), strict=True):
-                    rows.append((run, result))
-                    progress.write(
-                        f"{run.ranks} x {run.loader}, {run.format}: {result['samples_per_second']:.1f} samples/s"
-                    )
+                    speed = f"{result['samples_per_second']:.1f} samples/s"
+                    progress.write(f"{run.ranks} x {run.loader}, {run.format}: {speed}")
                     progress.update()
-    return rows
+                    yield run, result
 
 
 def study(args: argparse.Namespace, stack: ExitStack) -> None:
@@ -297,12 +294,19 @@ def study(args: argparse.Namespace, stack: ExitStack) -> None:
     manifest = prepare_samples(location, args)
     if args.write_only:
         return
-    rows = measure(runs, location, store, manifest, args, folder)
     command = ["python", "-m", "examples.storage_formats", *args.argv]
-    report = Report(command, manifest.sample_bytes, manifest.number, args.batch_size, rows, left_out)
-    paths_of_result = report.write(args.output)
-    print(paths_of_result[1].read_text())
-    print("written:", *paths_of_result)
+    report = Report(command, manifest.sample_bytes, manifest.number, args.batch_size, [], left_out)
+    try:
+        with contextlib.closing(measure(runs, location, store, manifest, args, folder)) as rows:
+            for row in rows:
+                report.rows.append(row)
+    finally:
+        if report.rows:
+            if len(report.rows) < len(runs):
+                report.left_out.append(f"{len(runs) - len(report.rows)} runs, as the command ended before")
+            files = report.write(args.output)
+            print(files[1].read_text())
+            print("written:", *files)
 
 
 def main(argv: list[str] | None = None) -> int:

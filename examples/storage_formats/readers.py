@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -77,8 +78,12 @@ class ThreadedObjects(Objects):
 
 @functools.lru_cache
 def _make_threads(number: int) -> ThreadPoolExecutor:
-    """Threads of this process for batches of that size; made at the first batch, because no fork would inherit them."""
+    """Threads of this process for batches of that size."""
     return ThreadPoolExecutor(number)
+
+
+# Forks do not inherit threads.
+os.register_at_fork(after_in_child=_make_threads.cache_clear)
 
 
 class Shards(IterableDataset[Sample]):
@@ -86,9 +91,10 @@ class Shards(IterableDataset[Sample]):
 
     def __init__(self, location: Location, manifest: Manifest, shard_format: Format, number: int) -> None:
         self.location, self.shard_format = location, shard_format
-        keys = [location.url(key) for key in manifest.shard_keys(shard_format)]
+        urls = [location.url(key) for key in manifest.shard_keys(shard_format)]
+        self.first_samples = {url: place * shard_format.shard for place, url in enumerate(urls)}
         # As often as the epoch is longer than what is stored; its length is a multiple of the shard's.
-        self.urls = list(islice(cycle(keys), number // shard_format.shard))
+        self.urls = list(islice(cycle(urls), number // shard_format.shard))
         self._url, self._num_read = "", 0  # of the shard that is open
         get_client(location.endpoint)
 
@@ -106,7 +112,7 @@ class Shards(IterableDataset[Sample]):
             except SampleError:
                 raise
             except Exception as error:
-                raise explain(error, self._url, f"sample {self._num_read} of the shard") from error
+                raise explain(error, self._url, self._rest()) from error
             self._num_read += 1
             image, label = found
             yield Sample(torch.from_numpy(image), int(label), time.perf_counter() - begin)
@@ -132,10 +138,12 @@ class Shards(IterableDataset[Sample]):
     def _check_end(self) -> None:
         """A shard that ends between two samples is no error to its format."""
         if self._url and self._num_read < self.shard_format.shard:
-            raise SampleError(
-                f"sample {self._num_read} of the shard cannot be read from {self._url}: it ends before it, and should "
-                f"have {self.shard_format.shard}"
-            )
+            raise SampleError(f"{self._rest()} cannot be read from {self._url}: it ends before them")
+
+    def _rest(self) -> str:
+        """WebDataset gives a sample when it has seen the next one, so the damage may be in either."""
+        first = self.first_samples[self._url]
+        return f"samples {first + self._num_read} to {first + self.shard_format.shard - 1}"
 
 
 def make_dataset(

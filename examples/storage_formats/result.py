@@ -106,7 +106,7 @@ class Report:
 
         measured = [(run, result) for run, result in self.rows if run.step or all(not row[0].step for row in self.rows)]
         measured = [(run, result) for run, result in measured if result["reads"] is not None]
-        links = list(dict.fromkeys(run.link for run, _ in measured))
+        links = list(dict.fromkeys(run.link for run, _ in self.rows))
         formats = list(dict.fromkeys(str(run.format) for run, _ in measured))
         with pyplot.rc_context({"svg.hashsalt": "storage-formats", "font.size": 9}):
             figure, panels = pyplot.subplots(1, len(links), figsize=(5 * len(links), 4), squeeze=False)
@@ -126,7 +126,8 @@ class Report:
                 panel.set_xlabel("samples being read, on average")
                 panel.set_ylabel("samples per second")
                 panel.set_title(str(link or "the storage as it is"), fontsize=9)
-                panel.legend(fontsize=8)
+                if panel.get_legend_handles_labels()[0]:
+                    panel.legend(fontsize=8)
             figure.tight_layout()
             figure.savefig(path, metadata={"Date": None})
             pyplot.close(figure)

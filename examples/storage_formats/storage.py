@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,8 +54,7 @@ class Location:
 def get_client(endpoint: str) -> Any:
     """The client of this process for ``endpoint``.
 
-    Making one takes 0.1 s of CPU time, so datasets do it in their constructor, and workers inherit it by a fork. That
-    is safe as long as it has no connection yet; it opens them when it is used.
+    Making one takes 0.1 s of CPU time, so datasets do it in their constructor, and workers inherit it by a fork.
     """
     config = Config(
         retries={"mode": "standard", "total_max_attempts": REQUEST_ATTEMPTS},
@@ -64,9 +64,12 @@ def get_client(endpoint: str) -> Any:
         s3={"addressing_style": "path"},
     )
     try:
-        return boto3.Session().client("s3", endpoint_url=endpoint, config=config)
+        client = boto3.Session().client("s3", endpoint_url=endpoint, config=config)
     except (BotoCoreError, ValueError) as error:
         raise StudyError(f"no S3 client for {endpoint!r}: {error}") from error
+    # Connections that it had before the fork belong to the parent. After close(), a client opens others.
+    os.register_at_fork(after_in_child=client.close)
+    return client
 
 
 def explain(error: Exception, url: str, what: str) -> SampleError:
