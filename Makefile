@@ -8,13 +8,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Thousands of processes need not compile the package where the environment forbids to keep what was compiled.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test test-first test-rest chaos slurm bench bench-check lint docs clean
+.PHONY: help demo test test-first test-rest chaos slurm study bench bench-check lint docs clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
 	@echo "make test   run the tests, without the slow ones and the benchmarks"
 	@echo "make chaos  run the tests in which everything is killed, stopped and cut off"
 	@echo "make slurm  run the job scripts on a Slurm of its own, as root on Debian"
+	@echo "make study  run the examples that need services of their own, such as an object store"
 	@echo "make bench  print the tables of benchmarks"
 	@echo "make bench-check  measure what is claimed, and fail below 80 % of what was recorded"
 	@echo "make lint   check format, style and types"
@@ -29,7 +30,7 @@ test: .venv/ready
 	$(MAKE) --no-print-directory --jobs 2 test-first test-rest
 
 FIRST := tests/unit $(wildcard tests/integration/test_[a-e]*.py)
-FAST := -m "not slow and not chaos and not slurm" --timeout 120
+FAST := -m "not slow and not chaos and not slurm and not study" --timeout 120
 
 # Printed in one piece.
 test-first: .venv/ready
@@ -44,6 +45,9 @@ chaos: .venv/ready
 # RPCDATALOADER_SLURM_TESTBED names the folder whose up.sh brings a Slurm up; skipped without.
 slurm: .venv/ready
 	$(PYTEST) -m slurm --timeout 300
+
+study: .venv/study
+	$(PYTEST) -m study --timeout 300
 
 bench: .venv/ready
 	$(BIN)/python -m tests.benchmark
@@ -64,6 +68,11 @@ docs: .venv/ready
 	$(PYTHON) -m venv .venv
 	$(PIP) hatchling editables setuptools
 	$(PIP) --no-build-isolation --editable ".[test,docs,lint]"
+	touch $@
+
+# What studies need on top.
+.venv/study: .venv/ready
+	$(PIP) --no-build-isolation --editable ".[formats]"
 	touch $@
 
 clean:

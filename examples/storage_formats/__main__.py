@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -249,7 +249,7 @@ def run_job(job: Job, ranks: int, folder: Path) -> Iterator[dict[str, Any]]:
 
 def measure(
     runs: list[Run], location: Location, store: Store | None, manifest: Manifest, args: argparse.Namespace, folder: Path
-) -> Iterator[tuple[Run, dict[str, Any]]]:
+) -> Generator[tuple[Run, dict[str, Any]], None, None]:
     """Measure all runs, those of one link and number of ranks in the same training processes."""
     most = max((run.ranks * run.loader.workers for run in runs if run.loader.kind == "rpc"), default=0)
     with ExitStack() as outer:

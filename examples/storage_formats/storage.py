@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import io
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
+from botocore.exceptions import ConnectionError as NotConnectedError
 from urllib3.exceptions import HTTPError
 
 from examples.storage_formats.errors import SampleError, StudyError, UnavailableError
@@ -28,8 +30,8 @@ TRANSFER_ATTEMPTS = 4
 # Connections of one process: as many as threads read in it.
 CONNECTIONS = 64
 
-# A lost connection, and answers that have begun and do not end.
-LOST = (HTTPClientError, IncompleteReadError, HTTPError)
+# No connection, one that was lost, and answers that have begun and do not end.
+LOST = (HTTPClientError, NotConnectedError, IncompleteReadError, HTTPError)
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,16 @@ def get_client(endpoint: str) -> Any:
     return client
 
 
+def may_pass(error: Exception) -> bool:
+    """Whether the storage did not answer, or broke off, or has trouble of its own."""
+    if isinstance(error, ClientError):
+        return bool(error.response["ResponseMetadata"]["HTTPStatusCode"] >= 500)
+    return isinstance(error, LOST)
+
+
 def explain(error: Exception, url: str, what: str) -> SampleError:
     """The exception that says that ``what`` (such as ``"sample 12"``) was to be read from ``url``."""
-    status = error.response["ResponseMetadata"]["HTTPStatusCode"] if isinstance(error, ClientError) else 0
-    kind = UnavailableError if isinstance(error, LOST) or status >= 500 else SampleError
+    kind = UnavailableError if may_pass(error) else SampleError
     return kind(f"{what} cannot be read from {url}: {type(error).__name__}: {error}")
 
 
@@ -85,8 +93,18 @@ class ObjectStream(io.RawIOBase):
     def __init__(self, location: Location, key: str) -> None:
         self._client = get_client(location.endpoint)
         self._where = {"Bucket": location.bucket, "Key": location.prefix + key}
+        self._body: Any = None
         self._offset = 0
-        self._open()
+        self._persist(self._open)
+
+    def _persist(self, action: Callable[[], None]) -> None:
+        for attempt in range(1, TRANSFER_ATTEMPTS + 1):
+            try:
+                return action()
+            except Exception as error:
+                self.abandon()
+                if attempt == TRANSFER_ATTEMPTS or not may_pass(error):
+                    raise
 
     def _open(self) -> None:
         rest = {"Range": f"bytes={self._offset}-"} if self._offset else {}
@@ -98,23 +116,28 @@ class ObjectStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        if self._offset == self.size:
-            return 0
-        for attempt in range(TRANSFER_ATTEMPTS):
-            try:
-                if attempt:
-                    self._open()
-                if num_bytes := self._body.readinto(buffer):
-                    self._offset += num_bytes
-                    return num_bytes
-            except LOST:
-                if attempt == TRANSFER_ATTEMPTS - 1:
-                    raise
-        raise IncompleteReadError(actual_bytes=self._offset, expected_bytes=self.size)
+        begin = self._offset
+
+        def read() -> None:
+            if self._body is None:
+                self._open()
+            self._offset += self._body.readinto(buffer)
+            if self._offset == begin:
+                raise IncompleteReadError(actual_bytes=self._offset, expected_bytes=self.size)
+
+        if self._offset < self.size:
+            self._persist(read)
+        return self._offset - begin
+
+    def abandon(self) -> None:
+        """Close the connection, if there is one."""
+        if self._body is not None:
+            self._body.close()
+            self._body = None
 
     def close(self) -> None:
         if not self.closed:
-            self._body.close()
+            self.abandon()
         super().close()
 
 

@@ -16,8 +16,11 @@ from pathlib import Path
 
 import pytest
 
-for module in ("boto3", "crc32c", "matplotlib", "tfrecord", "webdataset"):
-    pytest.importorskip(module)
+pytest.importorskip("boto3")
+pytest.importorskip("crc32c")
+pytest.importorskip("matplotlib")
+pytest.importorskip("tfrecord")
+pytest.importorskip("webdataset")
 
 from examples.storage_formats import mount
 from examples.storage_formats.__main__ import main, node_servers, parse_arguments, prepare_samples
@@ -63,7 +66,7 @@ def servers(store, tmp_path):  # noqa: ARG001  # its credentials are inherited
 
 @pytest.fixture
 def damaged(samples):
-    """``damaged(key, change)`` changes an object for the test; ``change`` gets its content, and gives another or None."""
+    """``damaged(key, change)`` changes an object for the test: ``change`` makes another content of it, or None."""
     location, _ = samples
     client, before = get_client(location.endpoint), {}
 
