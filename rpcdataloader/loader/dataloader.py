@@ -18,7 +18,6 @@ from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_wo
 from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.loader.agreement import Agreement, distributed_sampler
 from rpcdataloader.loader.copying import find_device
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
@@ -72,15 +71,6 @@ class RPCDataloader(DataLoader[_T_co]):
             one of the thread that begins a pass. The next batch is copied while this one is used, in few large
             pieces, out of pinned memory. Arrays, and tensors that are more than a dtype, a shape and strides (sparse
             and nested ones, subclasses), stay where they are. None or ``"cpu"`` for no device.
-        check_num_batches: Compare the number of batches with that of other ranks of ``torch.distributed`` when an epoch
-            begins, where a ``DistributedSampler`` promises that they are equal. False where they may differ.
-
-    Random numbers: before each sample, the global generators of python, numpy and torch are seeded from the
-    position of the sample in the epoch, so batches do not depend on the number of workers. The seed of the epoch is
-    drawn from ``generator``, at the moment torch draws its own.
-
-    An iterable-style dataset is iterated over in every worker, as with torch: ``get_worker_info()`` tells each of them
-    which part is its own, and their batches are taken in turn.
 
     Raises:
         ValueError: Arguments contradict each other or are out of range, or there is no such ``device``.
@@ -117,7 +107,6 @@ class RPCDataloader(DataLoader[_T_co]):
         on_error: Literal["raise", "skip"] = "raise",
         max_skipped: int = 100,
         device: torch.device | str | int | None = None,
-        check_num_batches: bool = True,
     ) -> None:
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
@@ -179,8 +168,6 @@ class RPCDataloader(DataLoader[_T_co]):
         self.on_error = on_error
         self.max_skipped = max_skipped
         self.device = device
-        self.check_num_batches = check_num_batches
-        self._agreement = None if self._is_iterable or distributed_sampler(self._index_sampler) is None else Agreement()
         if own:
             self.num_workers = num_workers or 1  # torch refuses a context without workers, and these are some
             self.multiprocessing_context = multiprocessing_context
@@ -195,9 +182,6 @@ class RPCDataloader(DataLoader[_T_co]):
         settings = self._settings()
         # A state of the beginning has nothing to go on with.
         saved = self._saved if self._saved is not None and "start" in self._saved else None
-        if self._agreement is not None:
-            # Ranks may go on at different places; what is left then is not compared.
-            self._agreement.begin_pass(self._index_sampler, compare=self.check_num_batches and saved is None)
         iterator: LocalIterator | RemoteIterator | InlineIterator
         if self._where is None:
             going_on = None if saved is None or saved["finished"] else saved

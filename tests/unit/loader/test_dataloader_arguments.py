@@ -86,7 +86,6 @@ ARGUMENTS = {
     "on_error": "skip",
     "max_skipped": 7,
     "device": "cpu",
-    "check_num_batches": False,
     "max_in_flight_bytes": 1000,
 }
 
