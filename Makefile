@@ -47,7 +47,7 @@ slurm: .venv/ready
 	$(PYTEST) -m slurm --timeout 300
 
 study: .venv/ready
-	$(PYTEST) -m study --timeout 120
+	$(PYTEST) -m study --timeout 300
 
 bench: .venv/ready
 	$(BIN)/python -m tests.benchmark
