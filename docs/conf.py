@@ -20,8 +20,8 @@ project_copyright = author
 version = release = re.findall(r'^__version__ = "(.+)"$', (ROOT / "rpcdataloader/__init__.py").read_text(), re.M)[0]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-# benchmark.md is part of performance.md.
-exclude_patterns = ["_build", "benchmark.md"]
+# benchmark.md is part of performance.md, and the tables in figures are parts of other pages.
+exclude_patterns = ["_build", "benchmark.md", "figures/*.md"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import os
 import platform
@@ -73,8 +72,8 @@ class Report:
             formats = list(dict.fromkeys(str(run.format) for run, _ in rows))
             lines += ["| loader, workers per rank | samples | " + " | ".join(formats) + " |"]
             lines += ["| --- | --- |" + " --- |" * len(formats)]
-            for loader, of_loader in itertools.groupby(rows, lambda row: row[0].loader):
-                found = {str(run.format): (run, result) for run, result in of_loader}
+            for loader in dict.fromkeys(run.loader for run, _ in rows):
+                found = {str(run.format): (run, result) for run, result in rows if run.loader == loader}
                 number = next(iter(found.values()))[0].num_samples
                 cells = [format_cell(found[name][1]) if name in found else "" for name in formats]
                 lines.append(f"| {loader} | {number} | " + " | ".join(cells) + " |")

@@ -55,6 +55,11 @@ NOT_RUN = {
     ],
     "how-many-workers.md": ["$ python -m tests.benchmark.link"],
     "shared-clusters.md": ["$ grep event=refused log"],
+    "storage-formats.md": [
+        "$ pip install '.[formats]'",
+        "$ python -m examples.storage_formats --ranks 1 4 --loaders torch:8 rpc:32 --formats objects tfrecord-8",
+        "$ export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...",
+    ],
     "index.md": ["from torchvision.datasets import ImageFolder"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
     "debugging.md": [

@@ -56,7 +56,6 @@ def test_passes_leave_fewer_inputs_and_kernels(capsys):
     assert all(len(row) == 7 and min(row) > 0 for row in table.values())
 
 
-@pytest.mark.study
 def test_loaders_are_measured_with_both_forms_of_a_batch(capsys, clean_client):  # noqa: ARG001
     main(["--parts", "loading", "--wide", "40", "--rounds", "1", "--seconds", "0.2", *SMALL])
     table = read_tables(capsys.readouterr().out)
@@ -72,7 +71,6 @@ def run(*command):
     return done.stdout
 
 
-@pytest.mark.study
 def test_compiled_models_are_measured():
     # The default backend takes minutes for what this one does in seconds.
     output = run("examples.recommender.measure", "--parts", "passes", "--features", "2", "--backend", "eager")
@@ -81,7 +79,6 @@ def test_compiled_models_are_measured():
     assert re.fullmatch(r"combined and fused, compiled in \d+ s", names[4])
 
 
-@pytest.mark.study
 @pytest.mark.parametrize("start", ["torchrun", "link"])
 def test_overlap_is_measured_with_two_ranks(start):
     small = ["--overlap-features", "4", "--overlap-dim", "8", "--tower", "16"]

@@ -126,7 +126,6 @@ def test_unreadable_rows_end_the_program_with_one_line(library_zygote, tmp_path)
     assert os.listdir(tmp_path) == ["train.txt"]
 
 
-@pytest.mark.study
 def test_sparse_features_make_predictions_clearly_better(library_zygote):
     dense = start(library_zygote, "--dense-only", "--num-workers", 1)
     sparse = results_of(start(library_zygote, "--num-workers", 1))
@@ -136,7 +135,6 @@ def test_sparse_features_make_predictions_clearly_better(library_zygote):
     assert results_of(dense)[2][1] < 0.65
 
 
-@pytest.mark.study
 def test_two_ranks_learn_the_same_as_one_and_with_or_without_passes(library_zygote, server, tmp_path):
     options = ("--data", tmp_path / "rows.parquet", "--workers", server, "--rows", 20_000, "--features", 9)
     one = results_of(start(library_zygote, *options))
@@ -149,7 +147,6 @@ def test_two_ranks_learn_the_same_as_one_and_with_or_without_passes(library_zygo
     assert results_of(plain)[2] == pytest.approx(one[2], abs=0.002)
 
 
-@pytest.mark.study
 def test_training_that_is_told_to_stop_goes_on_with_the_next_batch(library_zygote, server, tmp_path):
     options = ("--data", tmp_path / "rows.parquet", "--workers", server, "--features", 9, "--epochs", 2)
     checkpoint = tmp_path / "checkpoint.pt"
@@ -175,7 +172,6 @@ def test_training_that_is_told_to_stop_goes_on_with_the_next_batch(library_zygot
     assert torch.load(checkpoint, weights_only=True)["epoch"] == 2
 
 
-@pytest.mark.study
 def test_interrupted_training_leaves_nothing(library_zygote, server, tmp_path):
     script = start(library_zygote, "--workers", server, "--epochs", 50, TMPDIR=tmp_path)
     wait_until(lambda: "epoch  1" in script.output, 60, "an epoch")

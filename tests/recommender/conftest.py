@@ -1,0 +1,13 @@
+"""The tests of this folder are those of an example, and take more time than its users have: `make study` runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.study)
