@@ -298,7 +298,7 @@ class Driver:
     def remove_nodes(self, nodes: Iterable[Node]) -> None:
         """Ask no more of these nodes: their workers answer what they have, and end."""
         found = list(nodes)
-        self.feed(lambda engine, _now: engine.remove_nodes(found))
+        self.feed(lambda engine, now: engine.remove_nodes(found, now))
 
     def _register_changed(self, added: Sequence[Address], removed: Sequence[Address]) -> None:
         # A server that was started again is in both.

@@ -38,6 +38,7 @@ class Member(Generic[N]):
         is_at_work: It has answered the first request of this epoch.
         is_draining: It answers what it has, and takes no more.
         is_sent_away: It ends as soon as it has answered what it has.
+        is_closed: Its end was asked for.
     """
 
     number: int
@@ -48,6 +49,7 @@ class Member(Generic[N]):
     is_at_work: bool = False
     is_draining: bool = False
     is_sent_away: bool = False
+    is_closed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,7 @@ class Crew(Generic[N]):
         self._reasons: dict[N, BaseException] = {}  # why each node is of no use
         self._num_offered = options.num_offered
         # The end
+        self._is_stuck = False  # when fill_places was called last
         self._stuck_since: float | None = None
         self._last_error: BaseException | None = None  # how the last worker ended
 
@@ -141,7 +144,7 @@ class Crew(Generic[N]):
         if worker is not None:
             self._reasons[worker.node] = error
             self.roster.node_down(worker.node)
-            self.roster.vacated(worker.place, worker.node)
+            self.roster.vacated(worker.place, worker.node, self._stand_in(worker.place))
 
     def lost(self, worker: Member[N], loss: Loss, *, is_needed: bool, is_blamed: bool, died: bool) -> None:
         """What the end of a worker means for its place and its node.
@@ -154,18 +157,16 @@ class Crew(Generic[N]):
             died: It has ended of itself, and its node has not.
         """
         place, node = worker.place, worker.node
-        if loss.was_refused:
-            self.roster.refused(place, node)
-        else:
-            self.roster.vacated(place, node)
+        vacate = self.roster.refused if loss.was_refused else self.roster.vacated
+        vacate(place, node, self._stand_in(place))
         # News of an earlier session says nothing about the node as it is now.
         is_current = self._incarnations.get(node) == worker.incarnation
         if is_current and (not loss.node_is_up or (not loss.came and not loss.was_refused)):
             self.roster.node_down(node)
-        if worker.is_sent_away:
-            return
         if not is_needed:
             self.roster.close(place)
+        elif worker.is_sent_away:
+            pass
         elif loss.has_retired and loss.node_is_up:
             self._promised.add(place)
         else:
@@ -175,10 +176,15 @@ class Crew(Generic[N]):
             if loss.node_is_up or (is_current and node not in self._gone):
                 self._tell(worker, loss)
 
+    def _stand_in(self, place: int) -> N | None:
+        """The node of a worker that is at a place while the one at home has not come, or has ended."""
+        members = self._members.values()
+        return next((other.node for other in members if other.place == place and not other.is_sent_away), None)
+
     def _count_death(self, place: int) -> None:
         self._num_deaths += 1
         if self._num_deaths > self._max_deaths:
-            self.roster.close(place)  # they die before they answer anything
+            self.roster.give_up(place)  # they die before they answer anything
 
     def _tell(self, worker: Member[N], loss: Loss) -> None:
         """Say how a worker ended, and what follows; of a node that is lost with all of its workers, once."""
@@ -198,7 +204,7 @@ class Crew(Generic[N]):
 
     def node_up(self, node: N, incarnation: Hashable, num_offered: int) -> None:
         """Workers can be opened on a node."""
-        if self.roster.is_hopeless(node):
+        if node not in self._joining and (node not in self._nodes or self.roster.is_hopeless(node)):
             return  # removed meanwhile
         self._is_changed = True
         self._pauses.pop(node, None)
@@ -295,6 +301,9 @@ class Crew(Generic[N]):
             self._num_opened += 1
             self._members[self._num_opened] = Member(self._num_opened, place, node, self._incarnations.get(node))
             self._out.append(Open(self._num_opened, place, node, place in self._promised))
+        self._is_stuck = self.roster.is_stuck and (not self._members or self._options.is_iterable)
+        if not self._is_stuck:
+            self._stuck_since = None  # also if it was not stuck for a moment only
 
     def say(self, text: str, *, is_warning: bool = True) -> None:
         """Tell the user."""
@@ -302,18 +311,21 @@ class Crew(Generic[N]):
 
     # The end
 
+    @property
+    def _is_hopeful(self) -> bool:
+        return self.roster.is_hopeful or bool(self._joining)
+
     def stuck_until(self, now: float) -> float | None:
         """When it is of no use to wait for workers any longer; None while there are enough to go on."""
-        if not self.roster.is_stuck or (self._members and not self._options.is_iterable):
-            self._stuck_since = None
+        if not self._is_stuck:
             return None
         if self._stuck_since is None:
             self._stuck_since = now
-        return self._stuck_since + self._options.reconnect_timeout if self.roster.is_hopeful else now
+        return self._stuck_since + self._options.reconnect_timeout if self._is_hopeful else now
 
     def verdict(self) -> BaseException:
         """Why it is of no use to wait."""
-        if self.roster.is_hopeful:
+        if self._is_hopeful:
             told = "; ".join(f"{node}: {reason}" for node, reason in self._reasons.items())
             limit = f"{self._options.reconnect_timeout:g} s (reconnect_timeout)"
             return ConnectionLostError(f"no worker is left, and none came back within {limit}: {told}")

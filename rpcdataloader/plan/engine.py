@@ -192,10 +192,10 @@ class Engine(Generic[N]):
     def worker_ready(self, number: int, now: float) -> None:
         """A worker takes requests."""
         worker = self._crew.get(number)
-        if worker is None:
+        if worker is None or worker.is_closed:
             return
         for other in self._crew.ready(worker):
-            self._send_away(other)
+            self._send_away(other, now)
         worker.has_joined = True
         self._table.worker_joined(number, now, worker.node, worker.place)
 
@@ -218,18 +218,21 @@ class Engine(Generic[N]):
             worker.is_draining = True
             self._table.worker_draining(worker.number)
 
-    def _send_away(self, worker: Member[N]) -> None:
+    def _send_away(self, worker: Member[N], now: float) -> None:
         worker.is_sent_away = True
-        if self._options.is_iterable:
-            self._out.append(Close(worker.number))  # its stream goes on elsewhere after the last answer
-        else:
+        if not self._options.is_iterable:
             self._drain(worker)
-            self._close_idle(worker)
+        elif worker.has_joined:
+            # Its stream goes on elsewhere after the last answer. What it says until it has ended is not waited for.
+            worker.has_joined = False
+            self._leave(worker.number, "", now, died=False)
+        self._close_idle(worker)
 
     def _close_idle(self, worker: Member[N]) -> None:
         """End a worker that was sent away, when it has answered what it had."""
         is_busy = worker.has_joined and (not worker.is_at_work or self._table.in_flight(worker.number))
-        if not is_busy:
+        if not is_busy and not worker.is_closed:
+            worker.is_closed = True
             self._out.append(Close(worker.number))
 
     def open_failed(self, number: int, error: BaseException) -> None:
@@ -310,10 +313,10 @@ class Engine(Generic[N]):
         self._crew.add_nodes(nodes)
         self._table.resize(max(1, self._crew.num_wanted))
 
-    def remove_nodes(self, nodes: Iterable[N]) -> None:
+    def remove_nodes(self, nodes: Iterable[N], now: float) -> None:
         """Nodes are not for this pass any more: their workers answer what they have, and end."""
         for worker in self._crew.remove_nodes(nodes):
-            self._send_away(worker)
+            self._send_away(worker, now)
         self._table.resize(max(1, self._crew.num_wanted))
 
     # Time, and what is to be done

@@ -23,6 +23,7 @@ class _Place(Generic[N]):
     home: N
     node: N | None = None  # where its worker is or is being opened
     is_closed: bool = False  # nobody needs a worker there any more, or none can be had
+    is_given_up: bool = False  # its workers died, one after the other, so that there is none, though it is needed
     refused_by: set[N] = field(default_factory=set)
 
 
@@ -92,7 +93,7 @@ class Roster(Generic[N]):
             self._places += [_Place(node) for _ in range(num_places)]
         for place in self._places:
             if place.home == node:
-                place.is_closed = False
+                place.is_closed = place.is_given_up = False
 
     def remove(self, node: N) -> None:
         """A node is not for this pass any more: its places go, unless there are no others."""
@@ -145,29 +146,42 @@ class Roster(Generic[N]):
         A place that is filled elsewhere, and whose home is back, is among them: the worker elsewhere is to leave then.
         """
         opened: list[tuple[int, N]] = []
+        is_deserted = self._is_deserted
+        load = Counter(place.node for place in self._places)
         for number, place in enumerate(self._places):
-            node = None if place.is_closed else self._choose(place)
+            node = None if place.is_closed else self._choose(place, load, is_deserted)
             if node is not None and node != place.node:
                 place.node = node
+                load[node] += 1
                 opened.append((number, node))
         return opened
 
-    def vacated(self, number: int, node: N) -> None:
-        """The worker at a place has ended, at ``node``; ignored if the place is filled on another one since."""
-        if self._places[number].node == node:
-            self._places[number].node = None
+    def vacated(self, number: int, node: N, stand_in: N | None = None) -> None:
+        """The worker at a place has ended, at ``node``; ignored if the place is filled on another one since.
 
-    def refused(self, number: int, node: N) -> None:
+        Args:
+            number: The place.
+            node: Where the worker was.
+            stand_in: The node of a worker that has stood in for this one, and goes on doing so.
+        """
+        if self._places[number].node == node:
+            self._places[number].node = stand_in
+
+    def refused(self, number: int, node: N, stand_in: N | None = None) -> None:
         """The node has no room for a worker."""
         place = self._places[number]
         place.refused_by.add(node)
-        self.vacated(number, node)
+        self.vacated(number, node, stand_in)
         if not self._needs_all and place.node is None and node == place.home:
             place.is_closed = True
 
     def close(self, number: int) -> None:
         """A place needs no worker any more."""
         self._places[number].is_closed = True
+
+    def give_up(self, number: int) -> None:
+        """A place needs a worker, and gets no other one."""
+        self._places[number].is_closed = self._places[number].is_given_up = True
 
     def is_home_up(self, number: int) -> bool:
         """Whether a worker will be opened at home for a vacant place."""
@@ -178,28 +192,28 @@ class Roster(Generic[N]):
         """Another epoch begins: every place is needed again."""
         for place in self._places:
             place.is_closed = place.home in self._hopeless and self._has_other_homes
+            place.is_given_up = False
             place.refused_by.clear()
 
     @property
     def is_stuck(self) -> bool:
         """Whether the pass cannot go on with the places that are filled."""
         if self._needs_all:
-            return any(place.node is None for place in self._places if not place.is_closed)
+            return any(place.node is None and (place.is_given_up or not place.is_closed) for place in self._places)
         return all(place.node is None for place in self._places)
 
     @property
     def _has_other_homes(self) -> bool:
         return not self._needs_all and any(place.home not in self._hopeless for place in self._places)
 
-    def _choose(self, place: _Place[N]) -> N | None:
+    def _choose(self, place: _Place[N], load: Counter[N | None], is_deserted: bool) -> N | None:
         if place.home in self._up and place.home not in place.refused_by:
             is_settled = self._needs_all and place.node is not None
             return place.node if is_settled else place.home
         if place.node is not None:
             return place.node
-        if not (self._needs_all or self._is_deserted):
+        if not (self._needs_all or is_deserted):
             return None
-        load = Counter(place.node for place in self._places)
         candidates = [node for node in self._nodes if node in self._up and node not in place.refused_by]
         return min(candidates, key=lambda node: load[node], default=None)
 

@@ -1,0 +1,178 @@
+"""Decisions that join the tables with the crew. Most of what can happen is tried by tests/simulation."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpcdataloader.errors import ConnectionLostError
+from rpcdataloader.plan.actions import Action, Close, Load, Open, Seek
+from rpcdataloader.plan.crew import Loss
+from rpcdataloader.plan.engine import Engine
+from rpcdataloader.plan.options import PlanOptions
+
+DIED = ConnectionLostError("it died")
+
+
+def start(homes, others=(), **options) -> Engine[str]:
+    """An engine whose nodes are up, with workers opened, and numbered, in the order of their places."""
+    engine = Engine(PlanOptions(num_workers=len(homes), **options), homes, others)
+    for node in dict.fromkeys(homes):
+        engine.node_up(node, 1)
+    return engine
+
+
+def begin(engine: Engine[str], *workers: int) -> None:
+    """Workers are there, and at work."""
+    for worker in workers:
+        engine.worker_ready(worker, 0.0)
+        engine.worker_at_work(worker)
+
+
+def fill(engine: Engine[str]) -> None:
+    """Fill the window."""
+    while engine.wants_input:
+        engine.add_task("task")
+
+
+def died() -> Loss:
+    return Loss(DIED, node_is_up=True)
+
+
+def of(kind: type, actions: list[Action]) -> list[Action]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def test_a_worker_is_closed_once_though_its_answer_comes_twice():
+    engine = start(["a", "b"])
+    engine.act(0.0)
+    begin(engine, 1, 2)
+    fill(engine)
+    engine.act(0.0)
+    engine.remove_nodes(["a"], 0.0)
+    for number in (0, 2):
+        engine.answered(1, number, size_bytes=1, task_seconds=1.0, now=1.0)
+    assert of(Close, engine.act(1.0)) == [Close(1)]
+    engine.answered(1, 2, size_bytes=1, task_seconds=1.0, now=1.0)
+    engine.remove_nodes(["a"], 1.0)
+    assert of(Close, engine.act(1.0)) == []
+
+
+def test_a_worker_that_was_closed_before_it_came_gets_nothing():
+    engine = start(["a", "b"])
+    engine.act(0.0)
+    fill(engine)
+    engine.remove_nodes(["a"], 0.0)
+    assert of(Close, engine.act(0.0)) == [Close(1)]
+    engine.worker_ready(1, 0.0)
+    assert engine.act(0.0) == []
+
+
+def test_a_stream_whose_worker_is_sent_away_waits_for_the_next_worker():
+    engine = start(["a"], ["b"], is_iterable=True)
+    engine.act(0.0)
+    begin(engine, 1)
+    fill(engine)
+    assert len(of(Load, engine.act(0.0))) == 2
+    engine.remove_nodes(["a"], 0.0)
+    assert of(Close, engine.act(0.0)) == [Close(1)]
+    assert not engine.answered(1, 0, size_bytes=1, task_seconds=1.0, now=0.0)
+    assert of(Load, engine.act(0.0)) == []
+    engine.worker_lost(1, died(), 1.0)
+    engine.node_up("b", 1)
+    assert of(Open, engine.act(1.0)) == [Open(2, 0, "b", False)]
+    begin(engine, 2)
+    assert [action.number for action in engine.act(1.0)] == [0, 1]
+
+
+def test_an_epoch_begins_while_the_worker_of_a_stream_is_sent_away():
+    engine = start(["a"], ["b"], is_iterable=True)
+    engine.act(0.0)
+    begin(engine, 1)
+    engine.remove_nodes(["a"], 0.0)
+    engine.begin_epoch(1.0)
+    engine.worker_lost(1, died(), 1.0)
+    assert of(Seek, engine.act(1.0)) == [Seek("b", 0.1)]
+
+
+def test_a_pass_ends_where_the_workers_of_a_stream_die_before_they_answer():
+    engine = start(["a"], is_iterable=True, max_retries=2)
+    for worker in (1, 2, 3):
+        assert of(Open, engine.act(0.0)) == [Open(worker, 0, "a", False)]
+        engine.worker_ready(worker, 0.0)
+        engine.worker_lost(worker, died(), 0.0)
+    assert of(Open, engine.act(0.0)) == []
+    assert engine.due(0.0) == 0.0
+    engine.tick(0.0)
+    assert engine.failure is DIED
+
+
+def test_a_stand_in_counts_when_the_worker_at_home_does_not_come():
+    engine = start(["a"], ["b"])
+    engine.act(0.0)
+    engine.worker_lost(1, Loss(DIED, node_is_up=False), 0.0)
+    engine.act(0.0)
+    engine.node_up("b", 1)
+    assert of(Open, engine.act(0.0)) == [Open(2, 0, "b", False)]
+    begin(engine, 2)
+    engine.node_up("a", 2)
+    assert of(Open, engine.act(0.0)) == [Open(3, 0, "a", False)]
+    engine.worker_lost(3, Loss(DIED, node_is_up=False, came=False), 0.0)
+    assert of(Open, engine.act(0.0)) == []
+
+
+def test_a_pass_goes_on_where_the_worker_of_an_ended_stream_is_sent_away():
+    engine = start(["a", "b"], is_iterable=True)
+    engine.act(0.0)
+    begin(engine, 1, 2)
+    fill(engine)
+    engine.act(0.0)
+    engine.stream_ended(1, 0, 0.0)
+    engine.remove_nodes(["a"], 0.0)
+    engine.worker_lost(1, died(), 0.0)
+    engine.act(0.0)
+    assert engine.due(0.0) is None
+
+
+def test_the_time_without_workers_begins_anew_when_a_worker_was_there_though_the_consumer_has_not_looked():
+    engine = start(["a"], reconnect_timeout=10.0)
+    engine.act(0.0)
+    engine.worker_lost(1, Loss(DIED, node_is_up=False), 0.0)
+    engine.act(0.0)
+    assert engine.due(0.0) == 10.0
+    engine.node_up("a", 2)
+    engine.act(9.0)
+    engine.worker_lost(2, Loss(DIED, node_is_up=False), 9.5)
+    engine.act(9.5)
+    assert engine.due(9.5) == 19.5
+
+
+def test_a_node_that_was_removed_while_it_was_connected_to_is_not_taken_in():
+    engine = start(["a"])
+    engine.act(0.0)
+    engine.add_nodes(["b"])
+    engine.remove_nodes(["b"], 0.0)
+    engine.act(0.0)
+    engine.node_up("b", 1, 4)
+    engine.worker_lost(1, Loss(DIED, node_is_up=False), 0.0)
+    assert of(Open, engine.act(0.0)) == []
+
+
+def test_a_node_that_was_foreign_when_it_joined_may_join_later():
+    engine = start(["a"])
+    engine.add_nodes(["b"])
+    engine.node_failed("b", DIED, is_foreign=True)
+    engine.add_nodes(["b"])
+    engine.act(0.0)
+    engine.node_up("b", 1, 2)
+    assert [action.node for action in of(Open, engine.act(0.0))] == ["b", "b"]
+
+
+@pytest.mark.parametrize("is_iterable", [False, True])
+def test_a_node_that_is_about_to_join_is_waited_for_when_all_others_are_removed(is_iterable):
+    engine = start(["a"], is_iterable=is_iterable, reconnect_timeout=10.0)
+    engine.act(0.0)
+    engine.add_nodes(["b"])
+    engine.remove_nodes(["a"], 0.0)
+    engine.worker_lost(1, died(), 0.0)
+    engine.act(0.0)
+    assert engine.due(0.0) == 10.0
