@@ -342,10 +342,10 @@ class Driver:
         if type(answer.result) is Reduced:
             answer.result.where = seat.worker.name
         with self._condition:
-            if begun is not self.begun or self._closed.is_set():
+            sent = seat.sent.pop(number, None)
+            if sent is None or begun is not self.begun or self._closed.is_set():
                 return
-            seat.sent.pop(number, None)
-            self._answer(self._engine, seat.number, number, answer)
+            self._answer(self._engine, seat.number, number, sent.task, answer)
             self.results.copy_ahead()
             actions = self._act()
             # Waking the consumer for a batch that is not its turn costs two changes of thread.
@@ -354,7 +354,7 @@ class Driver:
                 self._condition.notify()
         self._executor.carry_out(actions, begun)
 
-    def _answer(self, engine: Engine[Node], worker: int, number: int, answer: Answer) -> None:
+    def _answer(self, engine: Engine[Node], worker: int, number: int, task: Task, answer: Answer) -> None:
         """Give an answer to the engine, and keep it if it counts; with the condition."""
         now = time.monotonic()
         error = answer.result.error if type(answer.result) is Failure else None
@@ -365,11 +365,12 @@ class Driver:
         if error is not None and may_pass and engine.failed(worker, number, error, now):
             return
         if engine.answered(worker, number, size_bytes=answer.size_bytes, task_seconds=answer.seconds, now=now):
-            stream = engine.stream_of(number)
-            if stream is not None and answer.stream is not None:
-                self._streams[stream] = answer.stream
-            after = None if stream is None else (stream, answer.stream)
-            self.results.put(number, (answer.result, engine.payload(number), after, answer.movable))
+            after = None
+            if self._settings.iterable and (stream := engine.stream_of(number)) is not None:
+                after = stream, answer.stream
+                if answer.stream is not None:
+                    self._streams[stream] = answer.stream
+            self.results.put(number, (answer.result, task, after, answer.movable))
 
     def _is_due_earlier(self) -> bool:
         """Whether the consumer waits, and too long for what the engine will have to do."""

@@ -98,10 +98,6 @@ class Engine(Generic[N]):
         """The sampler has no more."""
         self._table.end_of_input()
 
-    def payload(self, number: int) -> Any:
-        """What was added under a number, until it is delivered."""
-        return self._table.payload(number)
-
     def stream_of(self, number: int) -> int | None:
         """The stream that a task belongs to, until it is delivered; None where there are no streams."""
         return self._table.stream_of(number)
