@@ -81,14 +81,14 @@ class Result:
         samples_per_second: Of all ranks.
         waiting: Share of the time in which the ranks waited for the loader.
         reads: Samples that were being read, on average; None where the reader does not tell.
-        step: Seconds of a step, on average.
+        measured_step: Seconds that a step took, on average.
     """
 
     seconds: float
     samples_per_second: float
     waiting: float
     reads: float | None
-    step: float
+    measured_step: float
 
 
 def main(path: str) -> None:
@@ -138,7 +138,7 @@ def measure(job: Job, run: Run, depth: int) -> Result:
         samples_per_second=run.num_samples / max(seconds),
         waiting=sum(gather(waited)) / sum(seconds),
         reads=None if math.isnan(read) else sum(gather(read)) / max(seconds),
-        step=sum(gather(stepped)) / sum(gather(num_steps)),
+        measured_step=sum(gather(stepped)) / sum(gather(num_steps)),
     )
 
 

@@ -126,7 +126,8 @@ def test_quick_study_measures_every_format_and_leaves_nothing(tmp_path):
         assert 0 < row["samples_per_second"] == NUMBER / row["seconds"]
         assert 0 < row["waiting"] < 1
         assert 0 < row["reads"] < 64
-        assert row["step"] > 0.005
+        assert row["step"] == 0.02
+        assert row["measured_step"] > 0.005
     table = (tmp_path / "result" / "storage-formats.md").read_text()
     assert table in output
     assert "| this loader, 4 | 80 |" in table
