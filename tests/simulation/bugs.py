@@ -11,7 +11,6 @@ import importlib.util
 import multiprocessing
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import rpcdataloader
@@ -26,6 +25,8 @@ class Bug(NamedTuple):
     module: str  # of rpcdataloader.plan
     old: str  # occurs once
     new: str
+    also_old: str = ""
+    also_new: str = ""
 
 
 BUGS = [
@@ -35,6 +36,14 @@ BUGS = [
         "batches",
         "len(self.holders) == 1 and not self.num_deaths",
         "len(self.holders) == 1",
+        "if awaited is None or awaited.num_deaths or",
+        "if awaited is None or",
+    ),
+    Bug(
+        "second copies are sent while a batch that has killed a worker is waited for",
+        "batches",
+        "if awaited is None or awaited.num_deaths or",
+        "if awaited is None or",
     ),
     Bug(
         "one second copy too many",
@@ -78,14 +87,21 @@ BUGS = [
         "heapq.heappush(self._pausing, (now + delay, number))",
         "bisect.insort(self._waiting, number)",
     ),
-    Bug("the window is one too large", "batches", "len(self._tasks) < self._window", "len(self._tasks) <= self._window"),
+    Bug(
+        "the window is one too large", "batches", "len(self._tasks) < self._window", "len(self._tasks) <= self._window"
+    ),
     Bug(
         "a worker gets one batch too many",
         "batches",
         "if len(record.in_flight) < self._prefetch_factor:",
         "if len(record.in_flight) <= self._prefetch_factor:",
     ),
-    Bug("the window never shrinks", "batches", "        self._window = self._wanted_window\n        return number", "        return number"),
+    Bug(
+        "the window never shrinks",
+        "batches",
+        "        self._window = self._wanted_window\n        return number",
+        "        return number",
+    ),
     Bug(
         "batches that are to be tried again later keep all others from being sent",
         "batches",
@@ -162,8 +178,18 @@ BUGS = [
         "            self._deadlines.pop(worker, None)\n            self._deadlines[worker] = now",
         "            self._deadlines[worker] = self._deadlines.get(worker) or now",
     ),
-    Bug("a late worker is ended again and again", "timeouts", "            del self._deadlines[worker]\n", "            pass\n"),
-    Bug("a task that is alone has no limit", "timeouts", "            if now < deadline:\n", "            if now < deadline + 1:\n"),
+    Bug(
+        "a late worker is ended again and again",
+        "timeouts",
+        "            del self._deadlines[worker]\n",
+        "            pass\n",
+    ),
+    Bug(
+        "a late worker is ended a second later",
+        "timeouts",
+        "            if now < deadline:\n",
+        "            if now < deadline + 1:\n",
+    ),
     # Choosing
     Bug(
         "a task is kept for a worker that hangs",
@@ -176,12 +202,6 @@ BUGS = [
         "choosing",
         "worker is not first and not worker.draining and",
         "worker is not first and",
-    ),
-    Bug(
-        "a second copy goes to the same worker",
-        "choosing",
-        "worker is not first and not worker.draining and",
-        "not worker.draining and",
     ),
     Bug(
         "a fast answer is late by far",
@@ -215,7 +235,9 @@ BUGS = [
         "wanted = [*homes, *self._others(homes)] if self._is_deserted else homes",
         "wanted = homes",
     ),
-    Bug("a stand-in is forgotten", "roster", "self._places[number].node = stand_in", "self._places[number].node = None"),
+    Bug(
+        "a stand-in is forgotten", "roster", "self._places[number].node = stand_in", "self._places[number].node = None"
+    ),
     Bug(
         "streams whose workers die are forgotten",
         "roster",
@@ -236,7 +258,9 @@ BUGS = [
         "if (not loss.node_is_up or",
     ),
     Bug("a place stays promised", "crew", "        self._promised.discard(worker.place)\n", ""),
-    Bug("a node is tried again without a longer pause", "crew", "min(2 * self._pauses[node], MAX_PAUSE)", "FIRST_PAUSE"),
+    Bug(
+        "a node is tried again without a longer pause", "crew", "min(2 * self._pauses[node], MAX_PAUSE)", "FIRST_PAUSE"
+    ),
     Bug(
         "all ranks take all workers of a new node",
         "crew",
@@ -269,7 +293,12 @@ BUGS = [
         "            pass  # also",
     ),
     # Exceptions that may pass
-    Bug("one try too many", "retries", "num_retries >= self._max_retries and is_last", "num_retries > self._max_retries and is_last"),
+    Bug(
+        "one try too many",
+        "retries",
+        "num_retries >= self._max_retries and is_last",
+        "num_retries > self._max_retries and is_last",
+    ),
     Bug(
         "the last try is not marked",
         "retries",
@@ -309,12 +338,6 @@ BUGS = [
         "died)",
     ),
     Bug(
-        "the error of a deadly batch stays for the batch after it",
-        "engine",
-        "self._condemned.pop(number, None)",
-        "self._condemned.get(number)",
-    ),
-    Bug(
         "errors of one epoch are delivered in the next",
         "engine",
         "        self._condemned: dict[int, Condemned] = {}\n",
@@ -323,20 +346,34 @@ BUGS = [
 ]
 
 
-def plant(bug: Bug) -> ModuleType:
+def replaced(bug: Bug) -> str:
+    """The source of a module with a bug in it.
+
+    Raises:
+        ValueError: The source has changed, so that the bug is none any more.
+    """
+    source = path_of(bug).read_text("utf-8")
+    for old, new in ((bug.old, bug.new), (bug.also_old, bug.also_new)):
+        if old and source.count(old) != 1:
+            raise ValueError(f"{bug.name!r} cannot be planted: {old!r} is {source.count(old)} times in {bug.module}.py")
+        source = source.replace(old, new) if old else source
+    return source
+
+
+def path_of(bug: Bug) -> Path:
+    return Path(rpcdataloader.__file__).parent / "plan" / f"{bug.module}.py"
+
+
+def plant(bug: Bug) -> None:
     """Put a bug into this process."""
-    path = Path(rpcdataloader.__file__).parent / "plan" / f"{bug.module}.py"
-    source = path.read_text("utf-8")
-    if source.count(bug.old) != 1:
-        raise ValueError(f"{bug.name!r} cannot be planted: its text is {source.count(bug.old)} times in {path.name}")
+    source = replaced(bug)
     for name in [name for name in sys.modules if name.startswith(("rpcdataloader.plan.", "tests.simulation."))]:
         del sys.modules[name]
     name = f"rpcdataloader.plan.{bug.module}"
     spec = importlib.util.spec_from_loader(name, None)
     assert spec is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    exec(compile(source.replace(bug.old, bug.new), str(path), "exec"), module.__dict__)
-    return module
+    exec(compile(source, str(path_of(bug)), "exec"), module.__dict__)
 
 
 def hunt(number: int, seconds: float = SECONDS) -> tuple[int, float, str]:
