@@ -96,7 +96,9 @@ class Pass:
         self.begin(payloads, lengths, [0] * len(lengths), 0)
         self.judge.begin_epoch(0)
         self.engine.begin_epoch(self.cluster.now, 0)
-        self.acts()
+        actions = self.engine.act(self.cluster.now)
+        self.judge.acted(actions, self.cluster.now)
+        self.carry_out(actions, self.epoch)  # workers are told of an epoch before they have requests of it
 
     def close(self) -> None:
         self.is_closed = True
@@ -118,19 +120,13 @@ class Pass:
         if not actions:
             return
         cluster = self.cluster
-        if cluster.random.random() < cluster.noise.thread and self._may_stall(actions):
+        if cluster.random.random() < cluster.noise.thread and (not self.lengths or type(actions[-1]) is not Load):
+            # Another thread overtakes this one. The driver sees to it that requests to streams keep their order.
             cluster.counts["thread"] += 1
             delay = cluster.random.random() ** 2 * cluster.scenario.seconds
             cluster.at(delay, self.carry_out, actions, self.epoch)
         else:
             self.carry_out(actions, self.epoch)
-
-    def _may_stall(self, actions: list[Action]) -> bool:
-        """Whether another thread may overtake this one: the driver sees to it that requests to streams keep their
-        order, and that workers are told of an epoch before it has requests."""
-        return not any(
-            type(action) is Restart or (type(action) is Load and self.options.is_iterable) for action in actions
-        )
 
     def carry_out(self, actions: list[Action], epoch: int) -> None:
         if self.is_closed:
@@ -338,8 +334,14 @@ class Pass:
             while random() < noise.twice:
                 num_again += 1
         if worker.wire > cluster.now:
-            cluster.at_time(worker.wire, self.answer, worker, number, kind, result, seconds, epoch)
-            return
+            cluster.at_time(worker.wire, self.answers, worker, number, kind, result, seconds, epoch, num_again)
+        else:
+            self.answers(worker, number, kind, result, seconds, epoch, num_again)
+
+    def answers(
+        self, worker: Worker, number: int, kind: int, result: Any, seconds: float, epoch: int, num_again: int
+    ) -> None:
+        """An answer is here, perhaps more than once."""
         self.answer(worker, number, kind, result, seconds, epoch)
         for _ in range(num_again):
             self.answer_again(worker, number, kind, result, epoch)

@@ -102,8 +102,8 @@ def choose_scenario(seed: int) -> Scenario:
     num_workers = max(1, sum(offered))
     seconds = 10 ** rng.uniform(-2, 0.3)
     weights = [weight * rng.choice((0, 0.3, 1, 1, 3)) for weight in KINDS.values()]
-    most_noise = (0.9, 0.8, 0.75, 0.5, 0.15, 0.1, 0.9, 0.6)
-    noise = Noise(*(rng.choice((0.0, 0.5, 1.0, 1.0)) * rate for rate in most_noise))
+    most_noise = (0.9, 0.8, 0.85, 0.5, 0.2, 0.1, 0.95, 0.7)
+    noise = Noise(*(rng.choice((0.0, 0.7, 1.0, 1.0)) * rate for rate in most_noise))
     per_worker = rng.choice((1.0, 2.0, 4.0, 10.0))
     if rng.random() < 0.15:  # calm, with a few kinds of faults, so that one is not drowned by others
         noise = Noise(*(rng.choice((0.0, 0.0, 0.05)) * rate for rate in most_noise))

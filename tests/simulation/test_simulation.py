@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 
 import pytest
@@ -33,11 +34,10 @@ def test_a_bug_can_be_planted(bug):
 def find_and_explain(name: str) -> str:
     """Plant a bug, for good."""
     plant(next(bug for bug in BUGS if bug.name == name))
-    from tests.simulation import __main__, campaign
-
-    report = campaign.simulate(15.0)
+    report = importlib.import_module("tests.simulation.campaign").simulate(15.0)
     assert report.failed_seed is not None
-    return __main__.explain(report.failed_seed)
+    text: str = importlib.import_module("tests.simulation.__main__").explain(report.failed_seed)
+    return text
 
 
 @pytest.mark.timeout(600)
