@@ -1,4 +1,4 @@
-"""``python -m tests.simulation.bugs``: plant bugs into the engine, one at a time, and see that the simulation finds each.
+"""``python -m tests.simulation.bugs``: plant bugs into the engine, and see that the simulation finds each.
 
 A bug is a text of a module of ``rpcdataloader.plan`` and what it is replaced with, so that it survives what does not
 concern it. It is planted in memory, in a process of its own.

@@ -538,8 +538,8 @@ class Judge:
             self.fail(f"{action}: the worker has {len(member.in_flight)} already")
         if not self._may_send(number):
             self.fail(
-                f"{action}: {self.answered_bytes} bytes are here, {self.num_copies} batches of {self.estimate:g} are on "
-                f"their way, and {self.options.max_in_flight_bytes} is the limit"
+                f"{action}: {self.answered_bytes} bytes are here, {self.num_copies} batches of {self.estimate:g} are "
+                f"on their way, and {self.options.max_in_flight_bytes} is the limit"
             )
         if not self.is_iterable:
             lowest = self._lowest()
