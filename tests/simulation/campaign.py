@@ -27,7 +27,8 @@ class Report:
 
     def __str__(self) -> str:
         num_violations = int(self.failed_seed is not None)
-        return f"{self.num_faults:,} faults in {self.seconds:.0f} s, {self.num_passes:,} passes: {num_violations} violations"
+        simulated = f"{self.num_faults:,} faults in {self.seconds:.0f} s, {self.num_passes:,} passes"
+        return f"{simulated}: {num_violations} violations"
 
 
 def simulate(seconds: float, seed: int = 0) -> Report:

@@ -43,9 +43,30 @@ class Worker:
     """A worker process, and the connection to it."""
 
     __slots__ = (
-        "cancelled", "crew", "dies_answering", "epoch", "error", "hung_until", "incarnation", "is_alive", "is_busy", "is_closed",
-        "is_draining", "is_lost", "is_retiring", "is_starting", "has_come", "index", "node", "number",
-        "place", "position", "promised", "queue", "wire", "was_refused",
+        "cancelled",
+        "crew",
+        "dies_answering",
+        "epoch",
+        "error",
+        "has_come",
+        "hung_until",
+        "incarnation",
+        "index",
+        "is_alive",
+        "is_busy",
+        "is_closed",
+        "is_draining",
+        "is_lost",
+        "is_retiring",
+        "is_starting",
+        "node",
+        "number",
+        "place",
+        "position",
+        "promised",
+        "queue",
+        "was_refused",
+        "wire",
     )  # fmt: skip
 
     def __init__(self, crew: Any, number: int, place: int, node: Node, promised: bool, position: int) -> None:

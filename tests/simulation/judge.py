@@ -18,6 +18,7 @@ from rpcdataloader.plan.options import PlanOptions
 from rpcdataloader.plan.retries import Condemned
 
 _TINY = 1e-9
+_SHORTEST = 1e-6  # shorter times of tasks count as this
 
 
 class ViolationError(Exception):
@@ -121,7 +122,7 @@ class Judge:
         self.idle: set[int] = set()
         self.num_seen = self.num_measured = 0
         self.max_seen = self.max_seconds = 0.0
-        self.kept: tuple[int, float] | None = None
+        self.to_cancel: set[tuple[int, int]] = set()  # copies that nobody waits for any more
         self.turn: deque[int] = deque()
         self.owners: dict[int, int] = {}
         if self.is_iterable:
@@ -217,6 +218,7 @@ class Judge:
         task = self.tasks.get(number)
         if task is None or task.is_answered:
             return False
+        self.to_cancel.update((other, number) for other in task.holders)
         self._take(number, task, size)
         return True
 
@@ -461,6 +463,8 @@ class Judge:
             self._wait(heapq.heappop(self.pausing)[1])
         for action in actions:
             _SEEN[type(action)](self, action, now)
+        if self.to_cancel:
+            self.fail(f"copies that nobody waits for are not cancelled: {self.to_cancel}")
         self._check_sending(now)
         if self.is_changed:
             self.is_changed = False
@@ -511,17 +515,20 @@ class Judge:
             self.fail(f"{action}: a second copy after {now - first.since} s")
         if not self.num_seen:
             self.fail(f"{action}: a second copy before anything was answered")
-        if self.options.in_order:
-            awaited: int | None = next(iter(self.tasks))
-            if self.tasks[self.next_in_order()].is_answered:
-                awaited = None
-        else:
-            awaited = None if self.answered_order else number_of_first(self.tasks)
+        awaited = self._awaited()
         if awaited is None:
             self.fail(f"{action}: a second copy, though the consumer need not wait")
+        if awaited.deaths:
+            self.fail(f"{action}: a second copy, while a task that has killed {awaited.deaths} workers is waited for")
 
-    def next_in_order(self) -> int:
-        return next(iter(self.tasks))
+    def _awaited(self) -> Task | None:
+        """The task that the consumer waits for, if it is under way."""
+        if self.options.in_order:
+            task = next(iter(self.tasks.values()), None)
+            return None if task is None or task.is_answered or not task.holders else task
+        if self.answered_order:
+            return None
+        return next((task for task in self.tasks.values() if task.holders), None)
 
     def _see_first(self, action: Load, task: Task, member: Member) -> None:
         number = action.number
@@ -531,8 +538,8 @@ class Judge:
             self.fail(f"{action}: the worker has {len(member.in_flight)} already")
         if not self._may_send(number):
             self.fail(
-                f"{action}: {self.answered_bytes} bytes are here, {self.num_copies} batches of {self.estimate:g} are on "
-                f"their way, and {self.options.max_in_flight_bytes} is the limit"
+                f"{action}: {self.answered_bytes} bytes are here, {self.num_copies} batches of {self.estimate:g} are "
+                f"on their way, and {self.options.max_in_flight_bytes} is the limit"
             )
         if not self.is_iterable:
             lowest = self._lowest()
@@ -547,9 +554,9 @@ class Judge:
     def _see_cancel(self, action: Cancel, now: float) -> None:
         if not self.holds(action.worker, action.number):
             self.fail(f"{action}: the worker does not have it")
-        task = self.tasks.get(action.number)
-        if task is not None and not task.is_answered:
-            self.fail(f"{action}: it is not answered")
+        if (action.worker, action.number) not in self.to_cancel:
+            self.fail(f"{action}: it is waited for, or was cancelled before")
+        self.to_cancel.discard((action.worker, action.number))
 
     def _see_open(self, action: Open[str], now: float) -> None:
         number, place_number, node, is_promised = action
@@ -625,36 +632,37 @@ class Judge:
             return
         number = self._lowest() if self.roomy else None
         if number is None or not self._may_send(number):
-            self.kept = None
+            pass
         elif not self.num_measured or not self.num_copies:
             self.fail(f"task {number} waits, and workers {sorted(self.roomy)[:9]} have nothing to do")
-        elif self.kept is None or self.kept[0] != number:
-            self.kept = number, now
-        elif now - self.kept[1] > 4.0 * self.max_seconds + 1.0:
-            self.fail(f"task {number} is kept for {now - self.kept[1]} s, and {sorted(self.roomy)[:9]} have room")
+        elif not self._may_keep(number, now):
+            self.fail(f"task {number} is kept, {sorted(self.roomy)[:9]} have room, and all others are overdue")
         if self.idle and self.num_seen >= 16 and self.num_hedged < max(1, self.num_joined // 16):
             self._check_hedge(now)
 
+    def _may_keep(self, number: int, now: float) -> bool:
+        """Whether a task may be kept for a worker that has no room yet: one that cannot be overdue."""
+        full = 1 if self.tasks[number].retries else self.options.prefetch_factor
+        latest = 4.0 * max(self.max_seconds, _SHORTEST) + _TINY
+        return any(
+            member.is_usable and len(member.in_flight) >= full and now < member.since + latest
+            for member in self.members.values()
+        )
+
     def _check_hedge(self, now: float) -> None:
-        if not self.options.in_order and self.answered_order:
-            return
-        if self.options.in_order:
-            number = next(iter(self.tasks), None)
-        else:
-            number = next((number for number, task in self.tasks.items() if task.holders), None)
-        task = None if number is None else self.tasks[number]
-        if task is None or task.is_answered or len(task.holders) != 1 or task.deaths:
+        task = self._awaited()
+        if task is None or len(task.holders) != 1 or task.deaths:
             return
         (holder,) = task.holders
         late = max(1.0, 5 * self.max_seen)
         if now - self.members[holder].since > late + _TINY and self.idle - {holder}:
-            self.fail(f"task {number} is late by far at worker {holder}, and has no second copy")
+            self.fail(f"a task is late by far at worker {holder}, and has no second copy: {task.payload}")
 
     def _check_streams(self) -> None:
         for number in sorted(self.is_waiting):
             task = self.tasks[number]
             owner = self.owners.get(task.stream) if task.stream is not None else None
-            if owner is None or not self.members[owner].is_usable and not self.members[owner].draining:
+            if owner is None or (not self.members[owner].is_usable and not self.members[owner].draining):
                 continue
             if self.members[owner].closed:
                 continue
@@ -712,6 +720,8 @@ class Judge:
 
     def check_due(self, due: float | None, now: float) -> None:
         """The consumer waits until then."""
+        if self.options.task_timeout is not None:
+            self._check_limits(self.options.task_timeout, due)
         self._check_stuck(now)
         if self.stuck_since is None:
             return
@@ -720,6 +730,16 @@ class Judge:
         deadline = self.asked_since + self.options.reconnect_timeout if self.is_hopeful else now
         if due is None or due > deadline + _TINY:
             self.fail(f"there are no workers since {now - self.stuck_since} s, and the engine waits until {due}")
+
+    def _check_limits(self, limit: float, due: float | None) -> None:
+        for number, member in self.members.items():
+            running = next(iter(member.in_flight), None)
+            if running is None or member.ended == running:
+                continue
+            if due is None or due > member.since + limit + _TINY:
+                self.fail(
+                    f"worker {number} is at task {running} since {member.since}, and the engine waits until {due}"
+                )
 
     @property
     def is_hopeful(self) -> bool:
@@ -828,11 +848,6 @@ class Judge:
                 del owner.in_flight[number]
                 self.num_copies -= 1
         self.turn.remove(stream)
-
-
-def number_of_first(tasks: dict[int, Task]) -> int | None:
-    """The first task that is under way."""
-    return next((number for number, task in tasks.items() if task.holders), None)
 
 
 _SEEN: dict[type, Any] = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, Restart, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Delivery, Engine
@@ -22,7 +23,7 @@ DIED = ConnectionLostError("it was killed by its batch")
 FAILED = OSError("it did not work")
 UNREACHABLE = ConnectionLostError("it cannot be reached")
 
-_OF_EPOCH = {Load, Cancel, End}
+_OF_EPOCH = {Load, Cancel, End}  # in another one, the numbers of tasks mean others
 
 BATCH, EXCEPTION, MAY_PASS, END, CANCELLED = range(5)
 
@@ -95,7 +96,9 @@ class Pass:
         self.begin(payloads, lengths, [0] * len(lengths), 0)
         self.judge.begin_epoch(0)
         self.engine.begin_epoch(self.cluster.now, 0)
-        self.acts()
+        actions = self.engine.act(self.cluster.now)
+        self.judge.acted(actions, self.cluster.now)
+        self.carry_out(actions, self.epoch)  # workers are told of an epoch before they have requests of it
 
     def close(self) -> None:
         self.is_closed = True
@@ -117,53 +120,42 @@ class Pass:
         if not actions:
             return
         cluster = self.cluster
-        if cluster.random.random() < cluster.noise.thread and self._may_stall(actions):
+        if cluster.random.random() < cluster.noise.thread and (not self.lengths or type(actions[-1]) is not Load):
+            # Another thread overtakes this one. The driver sees to it that requests to streams keep their order.
             cluster.counts["thread"] += 1
             delay = cluster.random.random() ** 2 * cluster.scenario.seconds
             cluster.at(delay, self.carry_out, actions, self.epoch)
         else:
             self.carry_out(actions, self.epoch)
 
-    def _may_stall(self, actions: list[Action]) -> bool:
-        """Whether another thread may overtake this one: the driver sees to it that requests to streams keep their
-        order, and that workers are told of an epoch before it has requests."""
-        return not any(
-            type(action) is Restart or (type(action) is Load and self.options.is_iterable) for action in actions
-        )
-
     def carry_out(self, actions: list[Action], epoch: int) -> None:
         if self.is_closed:
             return
-        workers = self.workers
         for action in actions:
-            kind = type(action)
-            if epoch != self.epoch and kind in _OF_EPOCH:
-                continue  # the numbers of tasks mean others now
-            if kind is Load:
-                worker = workers.get(action.worker)
-                if worker is not None and worker.is_alive:
-                    worker.queue.append((action.number, action.payload, epoch))
-                    if not worker.is_busy:
-                        self.work(worker)
-            elif kind is Cancel:
-                worker = workers.get(action.worker)
-                if worker is not None and worker.is_alive:
-                    worker.cancelled.add(action.number)
-            elif kind is Open:
-                self.open(action)
-            elif kind is Close:
-                self.close_worker(action)
-            elif kind is Seek:
-                token = self.seeks[action.node] = self.seeks.get(action.node, 0) + 1
-                self.cluster.at(action.delay, self.seek, action.node, token)
-            elif kind is End:
-                worker = workers.get(action.worker)
-                if worker is not None:
-                    self.cluster.die(worker, LATE)
-            elif kind is Restart:
-                worker = workers.get(action.worker)
-                if worker is not None and worker.is_alive:
-                    self.restart(worker)
+            carry_out = _CARRY_OUT.get(type(action))
+            if carry_out is not None and (epoch == self.epoch or type(action) not in _OF_EPOCH):
+                carry_out(self, action)
+
+    def load(self, action: Load) -> None:
+        worker = self.workers.get(action.worker)
+        if worker is not None and worker.is_alive:
+            worker.queue.append((action.number, action.payload, self.epoch))
+            if not worker.is_busy:
+                self.work(worker)
+
+    def cancel(self, action: Cancel) -> None:
+        worker = self.workers.get(action.worker)
+        if worker is not None:
+            worker.cancelled.add(action.number)
+
+    def end(self, action: End) -> None:
+        worker = self.workers.get(action.worker)
+        if worker is not None:
+            self.cluster.die(worker, LATE)
+
+    def look_for(self, action: Seek[str]) -> None:
+        token = self.seeks[action.node] = self.seeks.get(action.node, 0) + 1
+        self.cluster.at(action.delay, self.seek, action.node, token)
 
     def open(self, action: Open[str]) -> None:
         number, place, name, is_promised = action
@@ -223,8 +215,11 @@ class Pass:
             self.cluster.count("flap")
             self.cluster.die(worker, DIED)
 
-    def restart(self, worker: Worker) -> None:
+    def restart(self, action: Restart) -> None:
         """A worker is told that another epoch begins."""
+        worker = self.workers.get(action.worker)
+        if worker is None or not worker.is_alive:
+            return
         worker.epoch = self.epoch
         worker.queue.clear()
         worker.cancelled.clear()
@@ -339,8 +334,14 @@ class Pass:
             while random() < noise.twice:
                 num_again += 1
         if worker.wire > cluster.now:
-            cluster.at_time(worker.wire, self.answer, worker, number, kind, result, seconds, epoch)
-            return
+            cluster.at_time(worker.wire, self.answers, worker, number, kind, result, seconds, epoch, num_again)
+        else:
+            self.answers(worker, number, kind, result, seconds, epoch, num_again)
+
+    def answers(
+        self, worker: Worker, number: int, kind: int, result: Any, seconds: float, epoch: int, num_again: int
+    ) -> None:
+        """An answer is here, perhaps more than once."""
         self.answer(worker, number, kind, result, seconds, epoch)
         for _ in range(num_again):
             self.answer_again(worker, number, kind, result, epoch)
@@ -534,3 +535,14 @@ class Pass:
             raise ViolationError(
                 f"the pass ends without {sorted(self.undelivered)}; streams: {self.delivered}, not {self.lengths}"
             )
+
+
+_CARRY_OUT: dict[type, Callable[[Pass, Any], None]] = {
+    Load: Pass.load,
+    Cancel: Pass.cancel,
+    Open: Pass.open,
+    Close: Pass.close_worker,
+    Seek: Pass.look_for,
+    End: Pass.end,
+    Restart: Pass.restart,
+}

@@ -55,7 +55,7 @@ KINDS = {
     "hang": 1.0,
     "after the loss": 2.0,
     "bad batch": 0.4,
-    "deadly batch": 0.5,
+    "deadly batch": 0.8,
     "retire": 2.0,
     "pause": 1.0,
     "lose node": 0.3,
@@ -101,13 +101,17 @@ def choose_scenario(seed: int) -> Scenario:
     offered = tuple(rng.randint(1, most) for _ in range(num_nodes))
     num_workers = max(1, sum(offered))
     seconds = 10 ** rng.uniform(-2, 0.3)
-    is_calm = rng.random() < 0.02  # fewer kinds, and few of them
     weights = [weight * rng.choice((0, 0.3, 1, 1, 3)) for weight in KINDS.values()]
+    most_noise = (0.9, 0.8, 0.85, 0.5, 0.2, 0.1, 0.95, 0.7)
+    noise = Noise(*(rng.choice((0.0, 0.7, 1.0, 1.0)) * rate for rate in most_noise))
+    per_worker = rng.choice((1.0, 2.0, 4.0, 10.0))
+    if rng.random() < 0.15:  # calm, with a few kinds of faults, so that one is not drowned by others
+        noise = Noise(*(rng.choice((0.0, 0.0, 0.05)) * rate for rate in most_noise))
+        chosen = rng.sample(range(len(KINDS)), 3)
+        weights = [weight * (index in chosen) for index, weight in enumerate(weights)]
+        per_worker, num_faults = 20.0, num_faults // 4
     if sum(weights) == 0:
         weights[0] = 1.0
-    per_worker = rng.choice((1.0, 2.0, 4.0, 10.0)) * (10 if is_calm else 1)
-    most = (0.9, 0.8, 0.75, 0.5, 0.15, 0.1, 0.9, 0.6)
-    noise = Noise(*(rng.choice((0.0, 0.5, 1.0, 1.0)) * rate * (0.05 if is_calm else 1) for rate in most))
     return Scenario(
         seed=seed,
         num_ranks=num_ranks,
