@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from rpcdataloader.errors import (
     AuthenticationError,
     ConnectError,
     ConnectionLostError,
+    LocalProtocolError,
     RemoteProtocolError,
     RPCError,
 )
@@ -108,7 +110,8 @@ class Executor:
         closed: threading.Event,
     ) -> None:
         self.seats: dict[int, Seat] = {}
-        self._driver = driver
+        # The driver has this object, and must go with its last reference: the two make no circle.
+        self._find_driver = weakref.ref(driver)
         self._settings = settings
         self._dataset = dataset  # held for as long as there are workers
         self._allocator = allocator
@@ -116,6 +119,13 @@ class Executor:
         self._closed = closed
         self._unwanted: set[int] = set()  # workers that were to be closed before they were asked for
         self._sought: set[Node] = set()  # whose waits are ended at the end
+
+    @property
+    def _driver(self) -> Driver:
+        driver = self._find_driver()
+        if driver is None:
+            raise LocalProtocolError("the pass is over")
+        return driver
 
     def close(self) -> None:
         """End all workers, and the waits of threads that look for nodes."""
@@ -275,7 +285,7 @@ class Executor:
 
     def _seek(self, node: Node, delay: float) -> None:
         """Connect to a node, and build the dataset there; in a thread of its own."""
-        if self._closed.wait(delay):
+        if self._closed.wait(delay) or (driver := self._find_driver()) is None:
             return
         try:
             session = node.session()
@@ -284,10 +294,10 @@ class Executor:
             self._dataset.build_on([session])
             num_offered = node.num_workers()
         except (ConnectError, ConnectionLostError, RemoteProtocolError, AuthenticationError) as exc:
-            failure, is_foreign = exc, isinstance(exc, (RemoteProtocolError, AuthenticationError))
-            self._driver.feed(lambda engine, _now: engine.node_failed(node, failure, is_foreign=is_foreign))
+            failure, is_foreign = exc.with_traceback(None), isinstance(exc, (RemoteProtocolError, AuthenticationError))
+            driver.feed(lambda engine, _now: engine.node_failed(node, failure, is_foreign=is_foreign))
         except BaseException as exc:
-            reason = exc
-            self._driver.feed(lambda engine, _now: engine.node_hopeless(node, reason))
+            reason = exc.with_traceback(None)
+            driver.feed(lambda engine, _now: engine.node_hopeless(node, reason))
         else:
-            self._driver.feed(lambda engine, _now: engine.node_up(node, session, num_offered))
+            driver.feed(lambda engine, _now: engine.node_up(node, session, num_offered))

@@ -10,6 +10,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.check.probe import Probe, Timed
+from rpcdataloader.loader import seeding
 from rpcdataloader.wire.pickling import dumps_reply
 
 
@@ -26,6 +27,13 @@ class Stream(IterableDataset):
 class Drawn:
     def __getitem__(self, index):
         return random.random()
+
+
+@pytest.fixture(autouse=True)
+def _no_sample_afterwards():
+    """A process that checks is not meant to be used for anything else; this one is."""
+    with seeding.sample_scope(), seeding.generators_restored():
+        yield
 
 
 @pytest.fixture
