@@ -325,8 +325,8 @@ def test_node_servers_of_all_pages_start_and_stop(desk, certificates):
 
 
 def start_and_stop(command: str, desk: Desk) -> None:
-    # A free port, and interfaces that every machine has and nobody else can reach.
-    command = re.sub(r"--port \S+", "--port 0", command).replace("0.0.0.0", "127.0.0.1").replace("ib0", "lo")
+    # A free port, and an address that every machine has and that others cannot reach.
+    command = re.sub(r"--port \S+", "--port 0", command).replace("0.0.0.0", "127.0.0.1").replace("$ib0", "127.0.0.1")
     command = command.replace("/tmp/", f"{desk.folder}/")
     words = shlex.split(command)
     start = words.index("python")
