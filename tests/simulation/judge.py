@@ -720,7 +720,7 @@ class Judge:
 
     def check_due(self, due: float | None, now: float) -> None:
         """The consumer waits until then."""
-        if self.options.task_timeout is not None:
+        if self.options.task_timeout is not None and len(self.members) <= 64:
             self._check_limits(self.options.task_timeout, due)
         self._check_stuck(now)
         if self.stuck_since is None:

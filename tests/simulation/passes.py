@@ -86,7 +86,6 @@ class Pass:
         self.lengths = lengths
         self.positions = list(positions)  # after the last answer of each stream
         self.delivered = list(positions)
-        self.ended = [False] * len(lengths)  # streams whose rest is not to be had
         self.turn = turn
         self.results: dict[int, tuple[int, Any]] = {}
         self.expected_turn = [stream % len(lengths) for stream in range(turn, turn + len(lengths))] if lengths else []
@@ -265,7 +264,7 @@ class Pass:
             if self.lengths:
                 stream = worker.place
                 result = stream, worker.position
-                if worker.position >= self.lengths[stream]:
+                if worker.position >= self.lengths[stream] or cluster.has_ended:
                     kind = END
                 else:
                     worker.position += 1
@@ -353,7 +352,7 @@ class Pass:
         judge, engine, now = self.judge, self.engine, self.cluster.now
         if kind == END:
             if judge.stream_ended(worker.number, number):
-                self.ended[worker.place] = True
+                self.lengths[worker.place] = result[1]
             engine.stream_ended(worker.number, number, now)
             self.happened()
             return
@@ -379,7 +378,9 @@ class Pass:
             self.results[number] = kind, result
             if self.lengths:
                 self.positions[worker.place] = result[1] + 1
-        self.happened()
+            self.happened()
+        else:
+            self.acts()  # nothing has changed, and the consumer is not told
 
     def answer_again(self, worker: Worker, number: int, kind: int, result: Any, epoch: int) -> None:
         """The same answer comes again: the engine must not take it for another one."""
@@ -473,7 +474,8 @@ class Pass:
                 raise ViolationError(f"{len(judge.tasks)} tasks are not delivered, and more are wanted: {wants}")
             if not wants:
                 break
-            if not self.lengths and self.num_drawn == len(self.payloads):
+            if not self.lengths and (self.num_drawn == len(self.payloads) or self.cluster.has_ended):
+                self.undelivered.difference_update(self.payloads[self.num_drawn :])
                 judge.has_input_ended = True
                 engine.end_of_input()
                 continue
@@ -516,7 +518,6 @@ class Pass:
                 raise ViolationError(f"streams {turn} come next, and a batch of {stream} is delivered")
             turn.append(turn.pop(0))
         if is_condemned:
-            self.ended[stream] = True
             self.cluster.deadly.pop((stream, self.delivered[stream]), None)
             self.delivered[stream] = self.lengths[stream]
             return

@@ -110,6 +110,7 @@ def choose_scenario(seed: int) -> Scenario:
         chosen = rng.sample(range(len(KINDS)), 3)
         weights = [weight * (index in chosen) for index, weight in enumerate(weights)]
         per_worker, num_faults = 20.0, num_faults // 4
+    is_iterable = rng.random() < 0.35
     if sum(weights) == 0:
         weights[0] = 1.0
     return Scenario(
@@ -117,7 +118,7 @@ def choose_scenario(seed: int) -> Scenario:
         num_ranks=num_ranks,
         offered=offered,
         room=rng.choice((1.0, 1.0, 1.5, 4.0)),
-        is_iterable=rng.random() < 0.35,
+        is_iterable=is_iterable,
         prefetch_factor=rng.choice((1, 2, 2, 2, 3, 5)),
         in_order=rng.random() < 0.6,
         max_in_flight_bytes=rng.choice((1, 1000, 5000, 20000, 2**30, 2**30)),
@@ -128,7 +129,7 @@ def choose_scenario(seed: int) -> Scenario:
         max_workers=rng.choice((0, 0, 1, 3, 50)),
         is_persistent=rng.random() < 0.5,
         expects_more=rng.random() < 0.2,
-        num_tasks=rng.choice((5, 30, 100, 100)) * (1 if num_workers < 50 else 8),
+        num_tasks=rng.choice((5, 50, 100) if is_iterable else (5, 50, 100, 300)) * (1 if num_workers < 50 else 4),
         seconds=seconds,
         spread=rng.choice((0.0, 0.3, 0.9)),
         step=rng.choice((0.0, 0.0, 0.0, seconds / num_workers)),
