@@ -342,8 +342,8 @@ class Driver:
         if type(answer.result) is Reduced:
             answer.result.where = seat.worker.name
         with self._condition:
-            sent = seat.sent.pop(number, None)
-            if sent is None or begun is not self.begun or self._closed.is_set():
+            # The numbers of another epoch begin anew: an answer of the last one must not take what was sent since.
+            if begun is not self.begun or self._closed.is_set() or (sent := seat.sent.pop(number, None)) is None:
                 return
             self._answer(self._engine, seat.number, number, sent.task, answer)
             self.results.copy_ahead()
