@@ -31,8 +31,8 @@ from rpcdataloader.errors import (
 from rpcdataloader.loader.answers import Answer, Failure, decode
 from rpcdataloader.loader.bad_samples import Reduced
 from rpcdataloader.loader.copying import make_carrier
-from rpcdataloader.loader.executor import Executor, Seat
-from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass, undone_afterwards
+from rpcdataloader.loader.executor import Executor, Seat, Sent
+from rpcdataloader.loader.passes import begin_epoch, begin_pass, undone_afterwards
 from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.ranks import of_rank
@@ -331,32 +331,34 @@ class Driver:
         )
         self.feed(lambda engine, now: engine.worker_lost(seat.number, loss, now))
 
-    def replied(self, seat: Seat, begun: Pass, number: int, reply: Message | RPCError) -> None:
+    def replied(self, seat: Seat, sent: Sent, reply: Message | RPCError) -> None:
+        """A worker has answered a request for a task."""
         if not isinstance(reply, Message):
             # The worker is lost, which is reported once for all of its requests.
             return
         # Not a variable here: the traceback of an exception refers to this frame, and would keep the whole pass.
-        self._take(seat, begun, number, self._decode(reply))
+        self._take(seat, sent, self._decode(reply))
 
-    def _take(self, seat: Seat, begun: Pass, number: int, answer: Answer) -> None:
+    def _take(self, seat: Seat, sent: Sent, answer: Answer) -> None:
         if type(answer.result) is Reduced:
             answer.result.where = seat.worker.name
         with self._condition:
-            # The numbers of another epoch begin anew: an answer of the last one must not take what was sent since.
-            if begun is not self.begun or self._closed.is_set() or (sent := seat.sent.pop(number, None)) is None:
+            if sent.begun is not self.begun or self._closed.is_set():
                 return
-            self._answer(self._engine, seat.number, number, sent.task, answer)
+            # Not before: the numbers of another epoch begin anew.
+            seat.sent.pop(sent.number, None)
+            self._answer(self._engine, seat.number, sent, answer)
             self.results.copy_ahead()
             actions = self._act()
             # Waking the consumer for a batch that is not its turn costs two changes of thread.
             engine = self._engine
             if self.results.has_next or engine.is_finished or engine.wants_input or self._is_due_earlier():
                 self._condition.notify()
-        self._executor.carry_out(actions, begun)
+        self._executor.carry_out(actions, sent.begun)
 
-    def _answer(self, engine: Engine[Node], worker: int, number: int, task: Task, answer: Answer) -> None:
+    def _answer(self, engine: Engine[Node], worker: int, sent: Sent, answer: Answer) -> None:
         """Give an answer to the engine, and keep it if it counts; with the condition."""
-        now = time.monotonic()
+        now, number = time.monotonic(), sent.number
         error = answer.result.error if type(answer.result) is Failure else None
         if self._settings.iterable and answer.stream is None and error is None:
             engine.stream_ended(worker, number, now)
@@ -370,7 +372,7 @@ class Driver:
                 after = stream, answer.stream
                 if answer.stream is not None:
                     self._streams[stream] = answer.stream
-            self.results.put(number, (answer.result, task, after, answer.movable))
+            self.results.put(number, (answer.result, sent.task, after, answer.movable))
 
     def _is_due_earlier(self) -> bool:
         """Whether the consumer waits, and too long for what the engine will have to do."""

@@ -55,10 +55,19 @@ class _Opening:
 
 
 @dataclass(slots=True)
-class _Sent:
-    """A copy of a task that was sent to a worker; ``request_id`` of its connection, 0 while it is being sent."""
+class Sent:
+    """A copy of a task that was sent to a worker.
+
+    Attributes:
+        task: What it is a copy of.
+        number: Of the task, in the epoch that ``begun`` is.
+        begun: The pass of that epoch.
+        request_id: Of its connection; 0 while it is being sent.
+    """
 
     task: Task
+    number: int
+    begun: Pass
     request_id: int = 0
 
 
@@ -68,7 +77,7 @@ class Seat:
     def __init__(self, driver: Driver, number: int) -> None:
         self.number = number
         self.worker: Worker  # as soon as it was asked for
-        self.sent: dict[int, _Sent] = {}  # and not answered, by task
+        self.sent: dict[int, Sent] = {}  # and not answered, by task
         self._driver = driver
 
     def worker_ready(self, worker: Worker) -> None:  # noqa: ARG002  there is one
@@ -172,8 +181,8 @@ class Executor:
         if seat is None:
             return  # the worker was lost in between
         number, task = action.number, action.payload
-        complete = functools.partial(self._driver.replied, seat, begun, number)
-        seat.sent[number] = sent = _Sent(task)
+        seat.sent[number] = sent = Sent(task, number, begun)
+        complete = functools.partial(self._driver.replied, seat, sent)
         # Fails where the worker was lost in between, which is about to be reported, and will put the task back.
         with contextlib.suppress(RPCError):
             request = task.last_request if action.is_last else task.request
