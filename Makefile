@@ -8,11 +8,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Thousands of processes need not compile the package where the environment forbids to keep what was compiled.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test test-first test-rest chaos slurm bench bench-check lint docs clean
+.PHONY: help demo test test-first test-rest simulate simulate-bugs chaos slurm bench bench-check lint docs clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
 	@echo "make test   run the tests, without the slow ones and the benchmarks"
+	@echo "make simulate  try to break the decisions of a pass, in simulated clusters: make simulate SECONDS=600"
+	@echo "make simulate-bugs  plant bugs into these decisions, and see that the simulation finds each"
 	@echo "make chaos  run the tests in which everything is killed, stopped and cut off"
 	@echo "make slurm  run the job scripts on a Slurm of its own, as root on Debian"
 	@echo "make bench  print the tables of benchmarks"
@@ -37,6 +39,14 @@ test-first: .venv/ready
 
 test-rest: .venv/ready
 	$(PYTEST) $(FAST) $(addprefix --ignore=,$(FIRST)) tests
+
+SECONDS := 60
+
+simulate: .venv/ready
+	$(BIN)/python -m tests.simulation --seconds $(SECONDS)
+
+simulate-bugs: .venv/ready
+	$(BIN)/python -m tests.simulation.bugs
 
 chaos: .venv/ready
 	$(PYTEST) -m chaos --timeout 120

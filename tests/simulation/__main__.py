@@ -1,0 +1,65 @@
+"""``python -m tests.simulation --seconds 60``: try to break the decisions of a pass.
+
+The real engine (``rpcdataloader.plan``), one for each rank, runs against a cluster that does not exist, with a time of
+its own. A seed chooses how large that is, every option of a pass, and what goes wrong when; the same seed is always the
+same run. A judge beside each engine checks every action, and that nothing is forgotten.
+
+``scenarios.py``
+    what a seed stands for: sizes, options, faults by time, and how often each message is hit by one of its own.
+``cluster.py``, ``passes.py``, ``ranks.py``
+    the nodes, workers and wires; what the real driver does with an engine; the consumers, which begin passes, pause,
+    leave early, and are saved and go on with others.
+``faults.py``
+    each kind of fault, and what it does. It counts when it hits something.
+``judge.py``
+    what must hold after every event, as a model of its own, which never asks the engine what is right.
+``shrink.py``
+    what is needed of a schedule that fails.
+``bugs.py``
+    bugs that are planted into the engine, to see that the judge finds them.
+
+Tell what a kind of fault is worth with ``--counts``; run one seed again with ``--seed 7 --only``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from tests.simulation.campaign import Report, simulate
+from tests.simulation.scenarios import choose_scenario
+from tests.simulation.shrink import shrink
+from tests.simulation.simulator import run
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long, on a core of its own (default: 60)")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed (default: 0)")
+    parser.add_argument("--only", action="store_true", help="no other seed than this one")
+    parser.add_argument("--counts", action="store_true", help="show how many faults there were of each kind")
+    args = parser.parse_args()
+    report = simulate(0.0 if args.only else args.seconds, args.seed)
+    if args.only:
+        outcome = run(choose_scenario(args.seed))
+        report = Report(outcome.counts, 0.0, outcome.num_passes, args.seed if outcome.violation else None)
+    if args.counts:
+        for kind, number in report.counts.most_common():
+            print(f"{number:10,} {kind}")
+    if report.failed_seed is not None:
+        print(explain(report.failed_seed))
+    print(report)
+    return int(report.failed_seed is not None)
+
+
+def explain(seed: int) -> str:
+    """The shrunk schedule of a seed that fails."""
+    first = run(choose_scenario(seed))
+    scenario, faults, outcome = shrink(choose_scenario(seed))
+    lines = [f"seed {seed} fails {first.violation}", f"Shrunk, it fails {outcome.violation}", str(scenario)]
+    lines += [f"  at {fault.time:.6f} s: {fault.kind} ({fault.pick}, {fault.size:.6f})" for fault in faults]
+    return "\n".join([*lines, outcome.trace])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,411 @@
+"""``python -m tests.simulation.bugs``: plant bugs into the engine, and see that the simulation finds each.
+
+A bug is a text of a module of ``rpcdataloader.plan`` and what it is replaced with, so that it survives what does not
+concern it. It is planted in memory, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import multiprocessing
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import rpcdataloader
+
+SECONDS = 15.0  # for each bug
+
+
+class Bug(NamedTuple):
+    """A mistake that somebody could make."""
+
+    name: str
+    module: str  # of rpcdataloader.plan
+    old: str  # occurs once
+    new: str
+    also_old: str = ""
+    also_new: str = ""
+
+
+BUGS = [
+    # The table of batches
+    Bug(
+        "a batch that has killed a worker is sent to a second one",
+        "batches",
+        "len(self.holders) == 1 and not self.num_deaths",
+        "len(self.holders) == 1",
+        "if awaited is None or awaited.num_deaths or",
+        "if awaited is None or",
+    ),
+    Bug(
+        "second copies are sent while a batch that has killed a worker is waited for",
+        "batches",
+        "if awaited is None or awaited.num_deaths or",
+        "if awaited is None or",
+    ),
+    Bug(
+        "one second copy too many",
+        "batches",
+        "self._num_hedged < max(1, len(self._workers) // _WORKERS_PER_HEDGE)",
+        "self._num_hedged <= max(1, len(self._workers) // _WORKERS_PER_HEDGE)",
+    ),
+    Bug(
+        "second copies count for ever",
+        "batches",
+        "            self._num_hedged -= 1\n",
+        "            pass\n",
+    ),
+    Bug(
+        "a lost copy is sent again while another worker has one",
+        "batches",
+        "if task is not None and not task.holders:\n                bisect.insort",
+        "if task is not None:\n                bisect.insort",
+    ),
+    Bug(
+        "what a lost worker had stays in the budget",
+        "batches",
+        "        self._budget.num_in_flight -= len(record.in_flight)\n",
+        "",
+    ),
+    Bug(
+        "a draining worker is chosen again after its next answer",
+        "batches",
+        "        if not record.draining:\n            self._rank(record)\n        self._budget",
+        "        self._rank(record)\n        self._budget",
+    ),
+    Bug(
+        "a deadly batch kills one worker too many",
+        "batches",
+        "if task.num_deaths < self._max_retries or task.holders:",
+        "if task.num_deaths <= self._max_retries or task.holders:",
+    ),
+    Bug(
+        "a batch that failed is tried again at once",
+        "batches",
+        "heapq.heappush(self._pausing, (now + delay, number))",
+        "bisect.insort(self._waiting, number)",
+    ),
+    Bug(
+        "the window is one too large", "batches", "len(self._tasks) < self._window", "len(self._tasks) <= self._window"
+    ),
+    Bug(
+        "a worker gets one batch too many",
+        "batches",
+        "if len(record.in_flight) < self._prefetch_factor:",
+        "if len(record.in_flight) <= self._prefetch_factor:",
+    ),
+    Bug(
+        "the window never shrinks",
+        "batches",
+        "        self._window = self._wanted_window\n        return number",
+        "        return number",
+    ),
+    Bug(
+        "batches that are to be tried again later keep all others from being sent",
+        "batches",
+        "needed_next = len(self._tasks) == len(self._waiting) + len(self._pausing)",
+        "needed_next = len(self._tasks) == len(self._waiting)",
+    ),
+    Bug(
+        "the newest batch is sent first",
+        "batches",
+        "for number in self._waiting if self._open else ():",
+        "for number in reversed(self._waiting) if self._open else ():",
+    ),
+    Bug(
+        "the byte limit holds back what the consumer waits for",
+        "batches",
+        "        return needed_next or self._budget.has_room",
+        "        return self._budget.has_room",
+    ),
+    Bug(
+        "a task that died with its second copy is not answered",
+        "batches",
+        "if not self._in_order:\n            self._answered.append(number)\n        return True\n\n    def needs",
+        "return True\n\n    def needs",
+    ),
+    # The table of streams
+    Bug(
+        "a deadly batch of a stream kills one worker too many",
+        "streams",
+        "if task.num_deaths < self._max_retries:",
+        "if task.num_deaths <= self._max_retries:",
+    ),
+    Bug(
+        "what the lost worker of a stream had stays in the budget",
+        "streams",
+        "            bisect.insort(self._waiting, number)\n            self._budget.num_in_flight -= 1\n",
+        "            bisect.insort(self._waiting, number)\n",
+    ),
+    Bug(
+        "what an ended stream had stays in the budget",
+        "streams",
+        "            if self._tasks.pop(number).is_sent:\n                self._budget.num_in_flight -= 1\n",
+        "            if self._tasks.pop(number).is_sent:\n                pass\n",
+    ),
+    Bug("a saved pass goes on with another stream", "streams", "self._turn.rotate(-turn)", "self._turn.rotate(turn)"),
+    Bug(
+        "a slow stream holds up the others",
+        "streams",
+        "if not self._in_order:\n            stream = next(",
+        "if self._num_added < 0:\n            stream = next(",
+    ),
+    Bug(
+        "a stream that is over its limit of time is not asked about again",
+        "streams",
+        "        if self._first_in_flight(self._workers[worker]) is None:\n            self._timeouts.end(worker)",
+        "        if self._first_in_flight(self._workers[worker]) is not None:\n            self._timeouts.end(worker)",
+    ),
+    Bug(
+        "the tasks of a condemned stream go on",
+        "streams",
+        "        self._drop_from(task.stream, number + 1)\n",
+        "",
+    ),
+    # Bytes and time
+    Bug(
+        "the size of a batch is estimated by the average",
+        "budget",
+        "if size_bytes > self.batch_size_bytes:",
+        "if not self.batch_size_bytes:",
+    ),
+    Bug("what is delivered stays in the budget", "budget", "self._answered_bytes -= size_bytes", "pass"),
+    Bug(
+        "the time of a task begins with that of the one before",
+        "timeouts",
+        "            self._deadlines.pop(worker, None)\n            self._deadlines[worker] = now",
+        "            self._deadlines[worker] = self._deadlines.get(worker) or now",
+    ),
+    Bug(
+        "a late worker is ended again and again",
+        "timeouts",
+        "            del self._deadlines[worker]\n",
+        "            pass\n",
+    ),
+    Bug(
+        "a late worker is ended a second later",
+        "timeouts",
+        "            if now < deadline:\n",
+        "            if now < deadline + 1:\n",
+    ),
+    # Choosing
+    Bug(
+        "a task is kept for a worker that hangs",
+        "choosing",
+        "is_better and not other.draining and now < (overdue_at := other.overdue_at()) < math.inf",
+        "is_better and not other.draining and now < (overdue_at := other.overdue_at() + 1e9) < math.inf",
+    ),
+    Bug(
+        "a second copy goes to a worker that is draining",
+        "choosing",
+        "worker is not first and not worker.draining and",
+        "worker is not first and",
+    ),
+    Bug(
+        "a fast answer is late by far",
+        "pace",
+        "self.late_seconds = max(_LATE_SECONDS, _LATE_FACTOR * median)",
+        "self.late_seconds = _LATE_FACTOR * median",
+    ),
+    Bug("nothing is ever late", "pace", "self.late_seconds = max(_LATE_SECONDS", "self.late_seconds = max(1e9"),
+    # Places and nodes
+    Bug(
+        "a node that has refused a worker is never asked again",
+        "roster",
+        "        for place in self._places:\n            place.refused_by.discard(node)\n",
+        "",
+    ),
+    Bug(
+        "a new epoch remembers who had no room",
+        "roster",
+        "            place.refused_by.clear()\n",
+        "",
+    ),
+    Bug(
+        "a stream goes home while its worker is elsewhere",
+        "roster",
+        "is_settled = self._needs_all and place.node is not None",
+        "is_settled = False",
+    ),
+    Bug(
+        "no other node helps when all homes are gone",
+        "roster",
+        "wanted = [*homes, *self._others(homes)] if self._is_deserted else homes",
+        "wanted = homes",
+    ),
+    Bug(
+        "a stand-in is forgotten", "roster", "self._places[number].node = stand_in", "self._places[number].node = None"
+    ),
+    Bug(
+        "streams whose workers die are forgotten",
+        "roster",
+        "self._places[number].is_closed = self._places[number].is_given_up = True",
+        "self._places[number].is_closed = True",
+    ),
+    Bug(
+        "the last nodes that are removed take their places with them",
+        "roster",
+        "if not self._needs_all and any(place.home != node for place in self._places if not place.is_closed):",
+        "if not self._needs_all:",
+    ),
+    Bug(
+        "a stream that has ended gets a worker when its node is added again",
+        "roster",
+        "place.home == node and (place.is_given_up or not self._needs_all)",
+        "place.home == node",
+    ),
+    # The crew
+    Bug(
+        "the late news of a worker takes down the node that has come back",
+        "crew",
+        "if is_current and (not loss.node_is_up or",
+        "if (not loss.node_is_up or",
+    ),
+    Bug("a place stays promised", "crew", "        self._promised.discard(worker.place)\n", ""),
+    Bug(
+        "a node is tried again without a longer pause", "crew", "min(2 * self._pauses[node], MAX_PAUSE)", "FIRST_PAUSE"
+    ),
+    Bug(
+        "all ranks take all workers of a new node",
+        "crew",
+        "sum(number % options.world_size == options.rank for number in numbers)",
+        "len(numbers)",
+    ),
+    Bug("deaths count though workers answer", "crew", "        self._num_deaths = 0\n\n", "        pass\n\n"),
+    Bug(
+        "a worker that does not come is asked for without end",
+        "crew",
+        "if not is_blamed and (died or (not loss.came and loss.node_is_up and not loss.was_refused)):",
+        "if not is_blamed and died:",
+    ),
+    Bug(
+        "the loss of a node blames nothing, and neither do deaths",
+        "crew",
+        "if self._num_deaths > self._max_deaths:",
+        "if self._num_deaths > 1e9:",
+    ),
+    Bug(
+        "a pass gives up as soon as it has no workers",
+        "crew",
+        "return self._stuck_since + self._options.reconnect_timeout if self._is_hopeful else now",
+        "return now",
+    ),
+    Bug(
+        "a pass without workers remembers an earlier time",
+        "crew",
+        "            self._stuck_since = None  # also",
+        "            pass  # also",
+    ),
+    # Exceptions that may pass
+    Bug(
+        "one try too many",
+        "retries",
+        "num_retries >= self._max_retries and is_last",
+        "num_retries > self._max_retries and is_last",
+    ),
+    Bug(
+        "the last try is not marked",
+        "retries",
+        "trouble is None or trouble.num_retries < self._max_retries",
+        "trouble is None or trouble.num_retries <= self._max_retries",
+    ),
+    Bug("the pause before another try does not grow", "retries", "RETRY_PAUSE * 2**num_retries", "RETRY_PAUSE"),
+    # The engine
+    Bug(
+        "the other copy of an answered task is not cancelled",
+        "engine",
+        "                self._out.append(Cancel(loser, number))\n",
+        "                pass\n",
+    ),
+    Bug(
+        "draining workers take part in the next epoch",
+        "engine",
+        "worker.has_joined = worker.has_joined and not worker.is_draining",
+        "pass",
+    ),
+    Bug(
+        "a worker that was sent away before it began is never closed",
+        "engine",
+        "            if worker.is_sent_away:\n                self._close_idle(worker)\n\n",
+        "\n",
+    ),
+    Bug(
+        "a node that is lost blames what its workers were at",
+        "engine",
+        "died = loss.node_is_up and loss.came and not worker.is_draining",
+        "died = loss.came and not worker.is_draining",
+    ),
+    Bug(
+        "a worker that is still starting is blamed on a task",
+        "engine",
+        "died and worker.is_at_work)",
+        "died)",
+    ),
+    Bug(
+        "errors of one epoch are delivered in the next",
+        "engine",
+        "        self._condemned: dict[int, Condemned] = {}\n",
+        "        if not hasattr(self, '_condemned'):\n            self._condemned: dict[int, Condemned] = {}\n",
+    ),
+]
+
+
+def replaced(bug: Bug) -> str:
+    """The source of a module with a bug in it.
+
+    Raises:
+        ValueError: The source has changed, so that the bug is none any more.
+    """
+    source = path_of(bug).read_text("utf-8")
+    for old, new in ((bug.old, bug.new), (bug.also_old, bug.also_new)):
+        if old and source.count(old) != 1:
+            raise ValueError(f"{bug.name!r} cannot be planted: {old!r} is {source.count(old)} times in {bug.module}.py")
+        source = source.replace(old, new) if old else source
+    return source
+
+
+def path_of(bug: Bug) -> Path:
+    return Path(rpcdataloader.__file__).parent / "plan" / f"{bug.module}.py"
+
+
+def plant(bug: Bug) -> None:
+    """Put a bug into this process."""
+    source = replaced(bug)
+    for name in [name for name in sys.modules if name.startswith(("rpcdataloader.plan.", "tests.simulation."))]:
+        del sys.modules[name]
+    name = f"rpcdataloader.plan.{bug.module}"
+    spec = importlib.util.spec_from_loader(name, None)
+    assert spec is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    exec(compile(source, str(path_of(bug)), "exec"), module.__dict__)
+
+
+def hunt(number: int, seconds: float = SECONDS) -> tuple[int, float, str]:
+    """Look for one bug, in a process that is thrown away; returns how long it took, and what the judge said."""
+    plant(BUGS[number])
+    from tests.simulation.campaign import simulate
+
+    report = simulate(seconds)
+    return number, report.seconds, report.violation
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation.bugs", description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=2, help="how many at once (default: 2)")
+    parser.add_argument("--match", default="", help="only those whose names contain this")
+    args = parser.parse_args()
+    numbers = [number for number, bug in enumerate(BUGS) if args.match in bug.name]
+    caught = []
+    with multiprocessing.get_context("fork").Pool(args.jobs, maxtasksperchild=1) as pool:
+        for number, seconds, violation in pool.imap_unordered(hunt, numbers):
+            print(f"{seconds:5.1f} s  {BUGS[number].name}: {violation[:150] or 'NOT CAUGHT'}", flush=True)
+            if violation:
+                caught.append(number)
+    print(f"{len(caught)} of {len(numbers)} planted bugs caught")
+    return int(len(caught) < len(numbers))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

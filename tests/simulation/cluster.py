@@ -1,0 +1,183 @@
+"""A cluster that does not exist: nodes, workers, wires and the time, with faults."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from rpcdataloader.errors import RPCError
+from tests.simulation.scenarios import Scenario
+
+# Seconds for which a busy node is waited for, as by the client's connect timeout.
+CONNECT_TIMEOUT = 60.0
+
+
+class Node:
+    """A node server, or its absence."""
+
+    __slots__ = (
+        "broken_until", "flapping_until", "foreign_until", "full_until", "incarnation", "is_draining", "is_up", "name",
+        "offered", "room", "used",
+    )  # fmt: skip
+
+    def __init__(self, name: str, offered: int, room: int) -> None:
+        self.name = name
+        self.offered = offered
+        self.room = room
+        self.used = 0
+        self.is_up = True
+        self.is_draining = False
+        self.incarnation = 1
+        self.flapping_until = self.full_until = self.foreign_until = self.broken_until = 0.0
+
+    @property
+    def answers(self) -> bool:
+        return self.is_up and not self.is_draining
+
+
+class Worker:
+    """A worker process, and the connection to it."""
+
+    __slots__ = (
+        "cancelled",
+        "crew",
+        "dies_answering",
+        "epoch",
+        "error",
+        "has_come",
+        "hung_until",
+        "incarnation",
+        "index",
+        "is_alive",
+        "is_busy",
+        "is_closed",
+        "is_draining",
+        "is_lost",
+        "is_retiring",
+        "is_starting",
+        "node",
+        "number",
+        "place",
+        "position",
+        "promised",
+        "queue",
+        "was_refused",
+        "wire",
+    )  # fmt: skip
+
+    def __init__(self, crew: Any, number: int, place: int, node: Node, promised: bool, position: int) -> None:
+        self.crew = crew
+        self.number = number
+        self.place = place
+        self.node = node
+        self.incarnation = node.incarnation
+        self.promised = promised
+        self.position = position  # of its stream
+        self.epoch = crew.epoch
+        self.queue: deque[tuple[int, Any, int]] = deque()
+        self.cancelled: set[int] = set()
+        self.is_busy = True  # with its opening
+        self.is_alive = True
+        self.is_closed = self.is_draining = self.is_lost = self.is_retiring = self.is_starting = self.has_come = False
+        self.was_refused = False
+        self.dies_answering = False
+        self.hung_until = 0.0
+        self.wire = 0.0  # when the last message on its way is there
+        self.index = -1
+        self.error: RPCError | None = None
+
+
+class Cluster:
+    """Time, nodes and workers of all ranks.
+
+    Args:
+        scenario: What does not change.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.noise = scenario.noise
+        self.random = random.Random(scenario.seed)
+        self.now = 0.0
+        self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.ties = itertools.count()
+        self.nodes: dict[str, Node] = {}
+        self.alive: list[Worker] = []  # those that have come
+        self.counts: Counter[str] = Counter()
+        self.num_passes = 0
+        self.has_ended = False  # no more faults, and no more passes
+        self.ranks: list[Any] = []
+        self.deadly: dict[Any, float] = {}  # batches that kill their workers; when, as a part of what they would take
+        self.bad: set[Any] = set()  # batches that raise exceptions
+        self.num_ids = 0
+        for offered in scenario.offered:
+            self.add_node(offered)
+
+    def add_node(self, offered: int) -> Node:
+        node = Node(f"node{len(self.nodes)}", offered, max(1, round(offered * self.scenario.room)))
+        self.nodes[node.name] = node
+        return node
+
+    def at(self, delay: float, call: Callable[..., None], *args: Any) -> None:
+        """Call something after a while."""
+        heapq.heappush(self.heap, (self.now + delay, next(self.ties), call, args))
+
+    def at_time(self, time: float, call: Callable[..., None], *args: Any) -> None:
+        """Call something at a moment, after what was to be called at the same moment before."""
+        heapq.heappush(self.heap, (time, next(self.ties), call, args))
+
+    def latency(self) -> float:
+        """Seconds that a message takes."""
+        return 0.0005 * (1 + self.random.random())
+
+    def count(self, kind: str) -> None:
+        """A fault has hit something."""
+        self.counts[kind] += 1
+
+    def new_ids(self, num: int) -> list[int]:
+        """The sampler of a rank begins."""
+        self.num_ids += num
+        return list(range(self.num_ids - num, self.num_ids))
+
+    # Workers
+
+    def come(self, worker: Worker) -> None:
+        worker.has_come = True
+        worker.node.used += 1
+        worker.index = len(self.alive)
+        self.alive.append(worker)
+
+    def die(self, worker: Worker, error: RPCError) -> None:
+        """A process ends. Its client learns of that when it has had what was on the wire before."""
+        if not worker.is_alive:
+            return
+        worker.is_alive = False
+        worker.error = error
+        if worker.index >= 0:
+            worker.node.used -= 1
+            last = self.alive.pop()
+            if last is not worker:
+                self.alive[worker.index] = last
+                last.index = worker.index
+            worker.index = -1
+        worker.wire = max(worker.wire, self.now) + 0.02 * self.random.random() ** 3
+        self.at_time(worker.wire, worker.crew.lose, worker)
+
+    # Nodes
+
+    def lose_node(self, node: Node) -> None:
+        """A node ends with all of its workers."""
+        node.is_up = node.is_draining = False
+        node.incarnation += 1
+        for worker in [worker for worker in self.alive if worker.node is node]:
+            self.die(worker, LOST)
+
+    def return_node(self, node: Node, incarnation: int) -> None:
+        node.is_up = node.is_up or node.incarnation == incarnation
+
+
+LOST = RPCError("the node is lost")

@@ -1,0 +1,252 @@
+"""What goes wrong: each kind of fault, and what it does to the cluster.
+
+A fault is counted when it hits something: a worker that answers twice, when it does; a node that is lost, once,
+whatever it takes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tests.simulation.cluster import LOST, Cluster, Node, Worker
+from tests.simulation.passes import DIED, Pass
+from tests.simulation.ranks import Rank
+from tests.simulation.scenarios import Fault, Noise
+
+NO_NOISE = Noise(*(0.0,) * 8)
+
+
+def inject(cluster: Cluster, fault: Fault) -> None:
+    """Let something go wrong."""
+    kind = fault.kind
+    if kind in _WORKER_FAULTS:
+        if cluster.alive:
+            _WORKER_FAULTS[kind](cluster, cluster.alive[fault.pick % len(cluster.alive)], fault)
+    elif kind in _NODE_FAULTS:
+        nodes = list(cluster.nodes.values())
+        _NODE_FAULTS[kind](cluster, nodes[fault.pick % len(nodes)], fault)
+    elif kind in _RANK_FAULTS:
+        rank = cluster.ranks[fault.pick % len(cluster.ranks)]
+        crew = rank.crew
+        if crew is not None and not crew.is_closed:
+            _RANK_FAULTS[kind](cluster, rank, crew, fault)
+    else:
+        _CLUSTER_FAULTS[kind](cluster, fault)
+
+
+def heal(cluster: Cluster) -> None:
+    """No more faults: what is broken is mended."""
+    now = cluster.now
+    cluster.noise = NO_NOISE
+    for node in cluster.nodes.values():
+        node.flapping_until = node.full_until = node.foreign_until = node.broken_until = now
+        if not node.is_up:
+            node.is_up = True
+    for worker in cluster.alive:
+        worker.hung_until = min(worker.hung_until, now)
+        worker.dies_answering = False
+    for rank in cluster.ranks:
+        rank.paused_until = min(rank.paused_until, now)
+
+
+# Workers
+
+
+def _kill(cluster: Cluster, worker: Worker, fault: Fault) -> None:
+    cluster.count("kill")
+    cluster.die(worker, DIED)
+
+
+def _hang(cluster: Cluster, worker: Worker, fault: Fault) -> None:
+    if worker.hung_until <= cluster.now:
+        cluster.count("hang")
+        worker.hung_until = cluster.now + (2 + 200 * fault.size**3) * max(1.0, cluster.scenario.seconds)
+
+
+def _kill_while_answering(cluster: Cluster, worker: Worker, fault: Fault) -> None:
+    worker.dies_answering = True
+
+
+def _retire(cluster: Cluster, worker: Worker, fault: Fault) -> None:
+    if worker.is_draining or worker.is_starting:
+        return
+    cluster.count("retire")
+    worker.is_draining = worker.is_retiring = True
+    cluster.at(cluster.latency(), worker.crew.drain, worker)
+    if not worker.is_busy:
+        worker.is_busy = True
+        cluster.at(2 * cluster.latency(), _finish, cluster, worker)
+
+
+def _finish(cluster: Cluster, worker: Worker) -> None:
+    """A worker that retires answers what it has received."""
+    if worker.is_alive:
+        worker.is_busy = False
+        worker.crew.work(worker)
+
+
+# Nodes
+
+
+def _lose_node(cluster: Cluster, node: Node, fault: Fault) -> None:
+    if node.is_up:
+        cluster.count("lose node")
+        cluster.lose_node(node)
+        delay = fault.size**2 * (20 if fault.pick & 7 else 600)
+        cluster.at(delay, cluster.return_node, node, node.incarnation)
+
+
+def _drain_node(cluster: Cluster, node: Node, fault: Fault) -> None:
+    if not node.answers:
+        return
+    cluster.count("drain node")
+    node.is_draining = True
+    for worker in [worker for worker in cluster.alive if worker.node is node]:
+        if not worker.is_draining:
+            worker.is_draining = True
+            cluster.at(cluster.latency(), worker.crew.drain, worker)
+            if not worker.is_busy:
+                worker.is_busy = True
+                cluster.at(cluster.random.random() * fault.size * 10, cluster.die, worker, LOST)
+    cluster.at(fault.size * 30, _end_draining, cluster, node, node.incarnation, fault)
+
+
+def _end_draining(cluster: Cluster, node: Node, incarnation: int, fault: Fault) -> None:
+    if node.incarnation == incarnation and node.is_up:
+        cluster.lose_node(node)
+        cluster.at(fault.size * 10, cluster.return_node, node, node.incarnation)
+
+
+def _flap(cluster: Cluster, node: Node, fault: Fault) -> None:
+    node.flapping_until = cluster.now + fault.size * 100 * cluster.scenario.seconds
+
+
+def _fill(cluster: Cluster, node: Node, fault: Fault) -> None:
+    node.full_until = cluster.now + fault.size * 100 * cluster.scenario.seconds
+
+
+def _be_foreign(cluster: Cluster, node: Node, fault: Fault) -> None:
+    node.foreign_until = cluster.now + fault.size * 30
+    _lose_node(cluster, node, fault)
+
+
+def _break(cluster: Cluster, node: Node, fault: Fault) -> None:
+    node.broken_until = cluster.now + fault.size * 30
+    _lose_node(cluster, node, fault)
+
+
+# Ranks
+
+
+def _pause(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
+    cluster.count("pause")
+    rank.paused_until = cluster.now + fault.size**2 * 100 * cluster.scenario.seconds
+    if rank.is_waiting:
+        rank.later(0.0, rank.consume)
+
+
+def _choose_batch(rank: Rank, crew: Pass, fault: Fault) -> object:
+    """A batch that is still to come; None if there is none."""
+    if crew.lengths:
+        stream = fault.pick % len(crew.lengths)
+        left = crew.lengths[stream] - crew.positions[stream]
+        return (stream, crew.positions[stream] + int(fault.size * left)) if left > 0 else None
+    left = len(crew.payloads) - crew.num_drawn
+    return crew.payloads[crew.num_drawn + int(fault.size * min(left, 10))] if left > 0 else None
+
+
+def _make_deadly(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
+    batch = _choose_batch(rank, crew, fault)
+    if batch is not None and batch not in cluster.bad:
+        cluster.deadly[batch] = (0.0, 0.01, 0.5, 1.0, 30.0, 100.0)[fault.pick % 6]
+
+
+def _make_bad(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
+    batch = _choose_batch(rank, crew, fault)
+    if batch is not None and batch not in cluster.deadly:
+        cluster.bad.add(batch)
+
+
+def _answer_after_loss(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
+    if not rank.lost:
+        return
+    worker = rank.lost[fault.pick % len(rank.lost)]
+    if worker.crew is crew and crew.judge.tasks:
+        tasks = list(crew.judge.tasks)
+        number = tasks[int(fault.size * len(tasks))]
+        crew.answer_after_loss(worker, number)
+
+
+def _add_node(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
+    if len(cluster.nodes) < 2 * len(cluster.scenario.offered) and fault.size < 0.3:
+        node = cluster.add_node(1 + fault.pick % 3)
+    else:
+        nodes = list(cluster.nodes.values())
+        node = nodes[fault.pick % len(nodes)]
+    cluster.count("add node")
+    crew.judge.add_nodes([node.name])
+    crew.engine.add_nodes([node.name])
+    crew.happened()
+
+
+def _remove_node(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
+    nodes = list(cluster.nodes.values())
+    node = nodes[int(fault.size * len(nodes))]
+    cluster.count("remove node")
+    crew.judge.remove_nodes([node.name])
+    crew.engine.remove_nodes([node.name], cluster.now)
+    crew.happened()
+
+
+def _leave(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
+    cluster.count("leave")
+    rank.leave()
+
+
+def _resume(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
+    cluster.count("resume")
+    rank.resume()
+
+
+def _rescale(cluster: Cluster, fault: Fault) -> None:
+    """All ranks are saved, and others go on; of streams, each rank by itself."""
+    if cluster.scenario.is_iterable or any(rank.crew is None or rank.crew.is_closed for rank in cluster.ranks):
+        return
+    cluster.count("rescale")
+    undelivered: list[int] = []
+    for rank in cluster.ranks:
+        rank.generation += 1
+        rank.is_waiting = False
+        rank.crew.close()
+        undelivered += sorted(rank.crew.undelivered)
+    num_ranks = 1 + fault.pick % max(2, cluster.scenario.num_ranks)
+    cluster.ranks = [Rank(cluster, number, num_ranks) for number in range(num_ranks)]
+    for number, rank in enumerate(cluster.ranks):
+        rank.begin(undelivered[number::num_ranks])
+
+
+_WORKER_FAULTS: dict[str, Callable[[Cluster, Worker, Fault], None]] = {
+    "kill": _kill,
+    "kill while answering": _kill_while_answering,
+    "hang": _hang,
+    "retire": _retire,
+}
+_NODE_FAULTS: dict[str, Callable[[Cluster, Node, Fault], None]] = {
+    "lose node": _lose_node,
+    "drain node": _drain_node,
+    "flapping node": _flap,
+    "full node": _fill,
+    "foreign node": _be_foreign,
+    "broken node": _break,
+}
+_RANK_FAULTS: dict[str, Callable[[Cluster, Rank, Pass, Fault], None]] = {
+    "pause": _pause,
+    "bad batch": _make_bad,
+    "deadly batch": _make_deadly,
+    "after the loss": _answer_after_loss,
+    "add node": _add_node,
+    "remove node": _remove_node,
+    "leave": _leave,
+    "resume": _resume,
+}
+_CLUSTER_FAULTS: dict[str, Callable[[Cluster, Fault], None]] = {"rescale": _rescale}

@@ -1,0 +1,862 @@
+"""What must hold after every event of a pass: a model of its own, which never asks the engine what is right.
+
+The judge is told each event before the engine is, and predicts what the engine has to answer. It then looks at each
+action, and at last whether anything was forgotten. It keeps plain sets and counters, so that most events cost the same
+however large the pass is.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from typing import Any, NoReturn
+
+from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, Restart, Say, Seek
+from rpcdataloader.plan.crew import Loss
+from rpcdataloader.plan.options import PlanOptions
+from rpcdataloader.plan.retries import Condemned
+
+_TINY = 1e-9
+_SHORTEST = 1e-6  # shorter times of tasks count as this
+
+
+class ViolationError(Exception):
+    """The engine did what it must not, or did not what it must."""
+
+
+class Task:
+    """A task that is not delivered."""
+
+    __slots__ = ("deaths", "holders", "is_answered", "is_condemned", "payload", "retries", "since", "size", "stream")
+
+    def __init__(self, payload: Any, stream: int | None) -> None:
+        self.payload = payload
+        self.stream = stream
+        self.holders: list[int] = []  # workers with a copy
+        self.is_answered = self.is_condemned = False
+        self.size = self.deaths = self.retries = 0
+        self.since = math.inf  # when its first copy was sent
+
+
+class Member:
+    """A worker that the engine has asked for, and that is not lost."""
+
+    __slots__ = (
+        "at_work", "closed", "draining", "ended", "in_flight", "incarnation", "joined", "node", "place", "sent_away",
+        "since",
+    )  # fmt: skip
+
+    def __init__(self, place: int, node: str, incarnation: int | None) -> None:
+        self.place = place
+        self.node = node
+        self.incarnation = incarnation
+        self.joined = self.at_work = self.draining = self.sent_away = self.closed = False
+        self.in_flight: dict[int, bool] = {}  # tasks in the order in which they were sent; whether as the last try
+        self.since = 0.0  # when the first of them began
+        self.ended: int | None = None  # the task for which its end was asked for
+
+    @property
+    def is_usable(self) -> bool:
+        return self.joined and not (self.draining or self.sent_away or self.closed)
+
+
+class Place:
+    """Where a worker should be."""
+
+    __slots__ = ("closed", "home", "promised", "refused", "worker")
+
+    def __init__(self, home: str) -> None:
+        self.home = home
+        self.closed = self.promised = False
+        self.refused: set[str] = set()
+        self.worker = 0  # the last one that was opened here; 0 when that is lost
+
+
+class Judge:
+    """Watch one engine."""
+
+    def __init__(self, options: PlanOptions, homes: list[str], others: list[str], turn: int) -> None:
+        self.options = options
+        self.is_iterable = options.is_iterable
+        self.places = [Place(home) for home in homes]
+        self.known = list(dict.fromkeys([*homes, *others]))
+        self.members: dict[int, Member] = {}
+        self.num_opened = 0
+        self.num_deaths = 0
+        self.max_deaths = options.max_retries * len(homes)
+        self.num_offered = options.num_offered
+        # Nodes
+        self.up: set[str] = set()
+        self.hopeless: set[str] = set()
+        self.seeking: dict[str, float] = {}  # with the pause before the try
+        self.tried: set[str] = set()  # sought, and failed once
+        self.joining: set[str] = set()
+        self.incarnations: dict[str, int] = {}
+        self.told: set[tuple[str, int | None]] = set()  # nodes whose loss the user knows of
+        self.expects_more = False
+        self.is_changed = True
+        self.stuck_since: float | None = 0.0
+        self.asked_since: float | None = None
+        self.num_wanted = len(homes)
+        self.estimate = 0.0
+        self.begin_table(turn)
+
+    def begin_table(self, turn: int) -> None:
+        """Nothing is added yet."""
+        options = self.options
+        self.tasks: dict[int, Task] = {}
+        self.num_added = 0
+        self.next_delivery = 0
+        self.answered_order: deque[int] = deque()
+        self.has_input_ended = False
+        self.waiting: list[int] = []  # heap, with some that wait no more
+        self.is_waiting: set[int] = set()
+        self.pausing: list[tuple[float, int]] = []
+        self.num_copies = 0
+        self.num_hedged = 0
+        self.answered_bytes = 0
+        self.window = self.wanted_window = max(1, self.num_wanted) * options.prefetch_factor
+        self.num_joined = 0
+        self.roomy: set[int] = set()
+        self.idle: set[int] = set()
+        self.num_seen = self.num_measured = 0
+        self.max_seen = self.max_seconds = 0.0
+        self.to_cancel: set[tuple[int, int]] = set()  # copies that nobody waits for any more
+        self.turn: deque[int] = deque()
+        self.owners: dict[int, int] = {}
+        if self.is_iterable:
+            self.turn.extend(range(options.num_workers))
+            self.turn.rotate(-turn)
+        self.num_of_stream = [0] * options.num_workers
+
+    def fail(self, text: str) -> NoReturn:
+        raise ViolationError(text)
+
+    # The input and the consumer
+
+    def wants_input(self) -> bool:
+        if self.is_iterable:
+            return len(self.tasks) < len(self.turn) * self.options.prefetch_factor
+        return not self.has_input_ended and len(self.tasks) < self.window
+
+    def added(self, number: int, payload: Any) -> int | None:
+        """A task was added; returns its stream."""
+        if number != self.num_added:
+            self.fail(f"task {number} was added as number {self.num_added}")
+        stream = None
+        if self.is_iterable:
+            prefetch = self.options.prefetch_factor
+            candidates = (s for s in self.turn if self.options.in_order or self.num_of_stream[s] < prefetch)
+            stream = next(candidates)
+            self.turn.remove(stream)
+            self.turn.append(stream)
+            self.num_of_stream[stream] += 1
+        self.num_added += 1
+        self.tasks[number] = Task(payload, stream)
+        self._wait(number)
+        return stream
+
+    def deliverable(self) -> int | None:
+        """The task that has to be delivered now."""
+        if not self.options.in_order:
+            return self.answered_order[0] if self.answered_order else None
+        for number, task in self.tasks.items():
+            return number if task.is_answered else None
+        return None
+
+    def delivered(self, number: int, condemned: Condemned | None) -> Task:
+        if number != self.deliverable():
+            self.fail(f"task {number} is delivered, and {self.deliverable()} should be")
+        task = self.tasks.pop(number)
+        if not self.options.in_order:
+            self.answered_order.popleft()
+        if (condemned is not None) != task.is_condemned:
+            self.fail(f"task {number} has ended {task.deaths} workers, and is delivered as {condemned}")
+        if condemned is not None and (condemned.payload != task.payload or condemned.stream != task.stream):
+            self.fail(f"the error in the place of task {number} is that of another one: {condemned}")
+        if condemned is not None and f"has ended {task.deaths} workers" not in condemned.text:
+            self.fail(f"task {number} has ended {task.deaths} workers, which its error does not say: {condemned.text}")
+        self.answered_bytes -= task.size
+        self.next_delivery = number + 1
+        self.window = self.wanted_window
+        if task.stream is not None:
+            self.num_of_stream[task.stream] -= 1
+        return task
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.tasks and (not self.turn if self.is_iterable else self.has_input_ended)
+
+    def begin_epoch(self, turn: int) -> None:
+        self.begin_table(turn)
+        has_other_homes = not self.is_iterable and any(place.home not in self.hopeless for place in self.places)
+        for place in self.places:
+            place.closed = has_other_homes and place.home in self.hopeless
+            place.refused.clear()
+        for number, member in self.members.items():
+            member.at_work = False
+            member.joined = member.joined and not member.draining
+            member.in_flight.clear()
+            member.ended = None
+            if member.joined and not member.sent_away:
+                self._join(number, member)
+        self.is_changed = True
+
+    # Answers
+
+    def holds(self, worker: int, number: int) -> bool:
+        member = self.members.get(worker)
+        return member is not None and number in member.in_flight
+
+    def answered(self, worker: int, number: int, size: int, seconds: float | None, now: float) -> bool:
+        """A worker answers; returns whether the engine has to take it."""
+        self.num_deaths = 0
+        if not self.holds(worker, number):
+            return False
+        self._drop_copy(worker, number, seconds, now)
+        task = self.tasks.get(number)
+        if task is None or task.is_answered:
+            return False
+        self.to_cancel.update((other, number) for other in task.holders)
+        self._take(number, task, size)
+        return True
+
+    def failed(self, worker: int, number: int, now: float) -> bool:
+        """A worker answers with an exception that may pass; returns what the engine has to."""
+        if self.is_iterable:
+            return False
+        task = self.tasks.get(number)
+        member = self.members.get(worker)
+        is_held = member is not None and number in member.in_flight
+        is_last = not self.options.marks_last_try or (member is not None and member.in_flight.get(number, False))
+        if task is not None and task.retries >= self.options.max_retries and is_last:
+            return False
+        self.num_deaths = 0
+        if not is_held:
+            return True
+        self._drop_copy(worker, number, None, now)
+        if task is not None and not task.is_answered:
+            if not task.holders:
+                delay = min(0.5 * 2**task.retries, 30.0)
+                heapq.heappush(self.pausing, (now + delay, number))
+            task.retries += 1
+        return True
+
+    def stream_ended(self, worker: int, number: int) -> bool:
+        """A worker answers that its stream has ended; returns whether that is news."""
+        self.num_deaths = 0
+        if not self.holds(worker, number):
+            return False
+        stream = self.tasks[number].stream
+        assert stream is not None
+        self._drop_from(stream, number)
+        return True
+
+    # Workers
+
+    def ready(self, number: int, now: float) -> None:
+        member = self.members[number]
+        if member.closed:
+            return
+        member.joined = True
+        place = self.places[member.place]
+        place.promised = False
+        for other in self.members.values():
+            if other.place == member.place and other.node != member.node:
+                other.sent_away = True
+                other.draining = other.draining or other.joined
+                self._rank_all()
+        self._join(number, member)
+
+    def _join(self, number: int, member: Member) -> None:
+        self.num_joined += 1
+        if self.is_iterable:
+            if member.place in self.owners:
+                self.fail(f"workers {number} and {self.owners[member.place]} both take stream {member.place}")
+            self.owners[member.place] = number
+        self._rank(number, member)
+
+    def at_work(self, number: int) -> None:
+        self.members[number].at_work = True
+
+    def draining(self, number: int) -> None:
+        member = self.members[number]
+        if member.joined:
+            member.draining = True
+            self._rank(number, member)
+
+    def open_failed(self, number: int) -> None:
+        member = self.members.pop(number)
+        self.up.discard(member.node)
+        self._vacate(number, member)
+
+    def lost(self, number: int, loss: Loss) -> None:
+        node_is_up, came, was_refused = loss.node_is_up, loss.came, loss.was_refused
+        member = self.members.pop(number)
+        self.roomy.discard(number)
+        self.idle.discard(number)
+        place = self.places[member.place]
+        died = node_is_up and came and not member.draining
+        was_in_table = member.joined and (not self.is_iterable or self.owners.get(member.place) == number)
+        running = next(iter(member.in_flight), None)
+        running_task = self.tasks.get(running) if running is not None else None
+        is_blamed = (
+            died and member.joined and member.at_work and running_task is not None and not running_task.is_answered
+        )
+        if was_in_table:
+            self._leave(number, member)
+        if is_blamed:
+            assert running is not None
+            self._blame(running)
+        self._vacate(number, member)
+        if was_refused:
+            place.refused.add(member.node)
+            if not self.is_iterable and not place.worker and member.node == place.home:
+                place.closed = True
+        is_current = self.incarnations.get(member.node) == member.incarnation
+        if is_current and (not node_is_up or (not came and not was_refused)):
+            self.up.discard(member.node)
+        if self.is_iterable and member.place not in self.turn:
+            place.closed = True
+        elif member.sent_away:
+            pass
+        elif loss.has_retired and node_is_up:
+            place.promised = True
+        elif not is_blamed and (died or (not came and node_is_up and not was_refused)):
+            self.num_deaths += 1
+            if self.num_deaths > self.max_deaths:
+                place.closed = True
+
+    def _leave(self, number: int, member: Member) -> None:
+        self.num_joined -= 1
+        if self.is_iterable:
+            del self.owners[member.place]
+        for lost in member.in_flight:
+            self.num_copies -= 1
+            task = self.tasks.get(lost)
+            if task is None:
+                continue
+            if len(task.holders) > 1:
+                self.num_hedged -= 1
+            task.holders.remove(number)
+            if not task.is_answered and not task.holders:
+                self._wait(lost)
+        member.in_flight.clear()
+
+    def _blame(self, number: int) -> None:
+        task = self.tasks[number]
+        task.deaths += 1
+        if task.deaths < self.options.max_retries or task.holders:
+            return
+        self.is_waiting.discard(number)
+        task.is_condemned = True
+        if task.stream is not None:
+            self._drop_from(task.stream, number + 1)
+        self._note_answer(number, task, 0)
+
+    def _vacate(self, number: int, member: Member) -> None:
+        place = self.places[member.place]
+        if place.worker == number:  # another one may have stood in for it
+            others = (n for n, other in self.members.items() if other.place == member.place and not other.sent_away)
+            place.worker = next(others, 0)
+        self.is_changed = True
+
+    # Nodes
+
+    def node_up(self, node: str, incarnation: int, num_offered: int) -> None:
+        self.seeking.pop(node, None)
+        if node in self.hopeless or not (node in self.known or node in self.joining):
+            return
+        self.is_changed = True
+        self.tried.discard(node)
+        if node in self.joining:
+            self.joining.discard(node)
+            self._add_places(node, num_offered)
+        self.incarnations[node] = incarnation
+        self.up.add(node)
+        for place in self.places:
+            place.refused.discard(node)
+
+    def _add_places(self, node: str, num_offered: int) -> None:
+        options = self.options
+        numbers = range(self.num_offered, self.num_offered + num_offered)
+        self.num_offered += num_offered
+        share = len([number for number in numbers if number % options.world_size == options.rank])
+        if options.max_workers:
+            share = min(share, max(0, options.max_workers - self._count_open()))
+        self.known.append(node)
+        self.hopeless.discard(node)
+        if not self.is_iterable:
+            self.places += [Place(node) for _ in range(share)]
+        self._resize()
+
+    def node_failed(self, node: str, is_foreign: bool) -> None:
+        pause = self.seeking.pop(node, None)
+        if pause is None:
+            return
+        self.is_changed = True
+        if is_foreign and node in self.joining:
+            self.node_hopeless(node)
+            return
+        self.tried.add(node)
+        self.seeking[node] = -min(2 * pause, 5.0)  # to be sought again at once, after so long
+
+    def node_hopeless(self, node: str) -> None:
+        self.seeking.pop(node, None)
+        self.joining.discard(node)
+        self.tried.discard(node)
+        self.up.discard(node)
+        self.hopeless.add(node)
+        self.is_changed = True
+
+    def add_nodes(self, nodes: list[str]) -> None:
+        for node in nodes:
+            if node in self.known:
+                self.hopeless.discard(node)
+                for number, place in enumerate(self.places):
+                    if place.home == node and (not self.is_iterable or number in self.turn):
+                        place.closed = False
+            else:
+                self.hopeless.discard(node)
+                self.joining.add(node)
+        self._resize()
+        self.is_changed = True
+
+    def remove_nodes(self, nodes: list[str]) -> None:
+        for node in nodes:
+            self.joining.discard(node)
+            self.seeking.pop(node, None)
+            self.tried.discard(node)
+            if node not in self.known:
+                continue
+            self.up.discard(node)
+            self.hopeless.add(node)
+            if not self.is_iterable and any(place.home != node and not place.closed for place in self.places):
+                for place in self.places:
+                    place.closed = place.closed or place.home == node
+        for number, member in self.members.items():
+            if member.node in nodes:
+                member.sent_away = True
+                if self.is_iterable and member.joined:
+                    self._leave(number, member)
+                    member.joined = False
+                member.draining = member.draining or member.joined
+        self._rank_all()
+        self._resize()
+        self.is_changed = True
+
+    def _count_open(self) -> int:
+        return sum(not place.closed for place in self.places)
+
+    def _resize(self) -> None:
+        self.num_wanted = self._count_open()
+        if not self.is_iterable:
+            self.wanted_window = max(1, self.num_wanted) * self.options.prefetch_factor
+            self.window = max(self.window, self.wanted_window)
+
+    # What is to be done
+
+    def acted(self, actions: list[Action], now: float) -> None:
+        """Look at what the engine wants done, and at what it has forgotten."""
+        while self.pausing and self.pausing[0][0] <= now:
+            self._wait(heapq.heappop(self.pausing)[1])
+        for action in actions:
+            _SEEN[type(action)](self, action, now)
+        if self.to_cancel:
+            self.fail(f"copies that nobody waits for are not cancelled: {self.to_cancel}")
+        self._check_sending(now)
+        if self.is_changed:
+            self.is_changed = False
+            self._check_places()
+            self._check_nodes()
+            self._check_sent_away()
+            self._check_stuck(now)
+
+    def _see_load(self, action: Load, now: float) -> None:
+        worker, number, payload, is_last = action
+        member = self.members.get(worker)
+        task = self.tasks.get(number)
+        if member is None or not member.joined:
+            self.fail(f"{action}: the worker is gone, or not there yet")
+        if task is None or task.is_answered:
+            self.fail(f"{action}: the task is answered, or delivered")
+        if payload != task.payload:
+            self.fail(f"{action}: the task is {task.payload}")
+        if not self.is_iterable and not member.is_usable:
+            self.fail(f"{action}: the worker is to take no more")
+        if self.is_iterable and (task.stream != member.place or member.closed):
+            self.fail(f"{action}: the task belongs to stream {task.stream}")
+        if number in member.in_flight:
+            self.fail(f"{action}: the worker has it already")
+        if is_last != (task.retries >= self.options.max_retries and not self.is_iterable):
+            self.fail(f"{action}: it was tried {task.retries} times again, and is sent with is_last={is_last}")
+        if task.holders:
+            self._see_hedge(action, task, now)
+        else:
+            self._see_first(action, task, member)
+        if not member.in_flight:
+            member.since = now
+        member.in_flight[number] = is_last
+        task.holders.append(worker)
+        self.num_copies += 1
+        self._rank(worker, member)
+
+    def _see_hedge(self, action: Load, task: Task, now: float) -> None:
+        if self.is_iterable or len(task.holders) > 1:
+            self.fail(f"{action}: workers {task.holders} have a copy already")
+        if task.deaths:
+            self.fail(f"{action}: a second copy of a task that has killed {task.deaths} workers")
+        self.num_hedged += 1
+        if self.num_hedged > max(1, self.num_joined // 16):
+            self.fail(f"{action}: {self.num_hedged} tasks are at two of {self.num_joined} workers")
+        first = self.members[task.holders[0]]
+        if now - first.since < 1.0 - _TINY:
+            self.fail(f"{action}: a second copy after {now - first.since} s")
+        if not self.num_seen:
+            self.fail(f"{action}: a second copy before anything was answered")
+        awaited = self._awaited()
+        if awaited is None:
+            self.fail(f"{action}: a second copy, though the consumer need not wait")
+        if awaited.deaths:
+            self.fail(f"{action}: a second copy, while a task that has killed {awaited.deaths} workers is waited for")
+
+    def _awaited(self) -> Task | None:
+        """The task that the consumer waits for, if it is under way."""
+        if self.options.in_order:
+            task = next(iter(self.tasks.values()), None)
+            return None if task is None or task.is_answered or not task.holders else task
+        if self.answered_order:
+            return None
+        return next((task for task in self.tasks.values() if task.holders), None)
+
+    def _see_first(self, action: Load, task: Task, member: Member) -> None:
+        number = action.number
+        if number not in self.is_waiting:
+            self.fail(f"{action}: the task is to be tried later")
+        if len(member.in_flight) >= self.options.prefetch_factor and not self.is_iterable:
+            self.fail(f"{action}: the worker has {len(member.in_flight)} already")
+        if not self._may_send(number):
+            self.fail(
+                f"{action}: {self.answered_bytes} bytes are here, {self.num_copies} batches of {self.estimate:g} are "
+                f"on their way, and {self.options.max_in_flight_bytes} is the limit"
+            )
+        if not self.is_iterable:
+            lowest = self._lowest()
+            if (
+                lowest is not None
+                and lowest < number
+                and not any(self.tasks[other].retries for other in self.is_waiting if other < number)
+            ):
+                self.fail(f"{action}: task {lowest} waits for longer")
+        self.is_waiting.discard(number)
+
+    def _see_cancel(self, action: Cancel, now: float) -> None:
+        if not self.holds(action.worker, action.number):
+            self.fail(f"{action}: the worker does not have it")
+        if (action.worker, action.number) not in self.to_cancel:
+            self.fail(f"{action}: it is waited for, or was cancelled before")
+        self.to_cancel.discard((action.worker, action.number))
+
+    def _see_open(self, action: Open[str], now: float) -> None:
+        number, place_number, node, is_promised = action
+        self.num_opened += 1
+        if number != self.num_opened:
+            self.fail(f"{action}: its number was used before")
+        if node not in self.up or node in self.hopeless:
+            self.fail(f"{action}: the node is not there")
+        place = self.places[place_number]
+        if place.closed:
+            self.fail(f"{action}: the place is closed")
+        if node in place.refused:
+            self.fail(f"{action}: the node has refused it")
+        if place.worker:
+            other = self.members[place.worker]
+            if self.is_iterable or other.node == node or node != place.home:
+                self.fail(f"{action}: worker {place.worker} at {other.node} is there already")
+        elif node != place.home:
+            if place.home in self.up and place.home not in place.refused:
+                self.fail(f"{action}: its home is there")
+            if not (self.is_iterable or self._is_deserted()):
+                self.fail(f"{action}: other homes are there")
+        if is_promised != place.promised:
+            self.fail(f"{action}: a place that is {'' if place.promised else 'not '}promised")
+        place.worker = number
+        self.members[number] = Member(place_number, node, self.incarnations.get(node))
+
+    def _see_close(self, action: Close, now: float) -> None:
+        member = self.members.get(action.worker)
+        if member is None or member.closed:
+            self.fail(f"{action}: it is gone")
+        if not member.sent_away:
+            self.fail(f"{action}: it is needed")
+        if member.in_flight and not self.is_iterable:
+            self.fail(f"{action}: it has not answered {list(member.in_flight)}")
+        member.closed = True
+        self._rank(action.worker, member)
+
+    def _see_end(self, action: End, now: float) -> None:
+        member = self.members.get(action.worker)
+        limit = self.options.task_timeout
+        if member is None or limit is None:
+            self.fail(f"{action}: it is gone, or there is no limit")
+        if action.number != next(iter(member.in_flight), None):
+            self.fail(f"{action}: it is at {next(iter(member.in_flight), None)}")
+        if now - member.since < limit - _TINY:
+            self.fail(f"{action}: after {now - member.since} s of {limit} s")
+        if member.ended == action.number:
+            self.fail(f"{action}: it was ended already")
+        member.ended = action.number
+
+    def _see_restart(self, action: Restart, now: float) -> None:
+        if action.worker not in self.members:
+            self.fail(f"{action}: it is gone")
+
+    def _see_seek(self, action: Seek[str], now: float) -> None:
+        node, delay = action
+        if node in self.hopeless:
+            self.fail(f"{action}: the node is not to be used")
+        if self.seeking.get(node, -0.1) != -delay:
+            self.fail(f"{action}: it is sought already, or after {self.seeking.get(node, -0.1)} s")
+        self.seeking[node] = delay
+
+    def _see_say(self, action: Say, now: float) -> None:
+        if not action.text.startswith(self.options.label):
+            self.fail(f"{action}: whose is it?")
+
+    # What was forgotten
+
+    def _check_sending(self, now: float) -> None:
+        if self.is_iterable:
+            self._check_streams()
+            return
+        number = self._lowest() if self.roomy else None
+        if number is None or not self._may_send(number):
+            pass
+        elif not self.num_measured or not self.num_copies:
+            self.fail(f"task {number} waits, and workers {sorted(self.roomy)[:9]} have nothing to do")
+        elif not self._may_keep(number, now):
+            self.fail(f"task {number} is kept, {sorted(self.roomy)[:9]} have room, and all others are overdue")
+        if self.idle and self.num_seen >= 8 and self.num_hedged < max(1, self.num_joined // 16):
+            self._check_hedge(now)
+
+    def _may_keep(self, number: int, now: float) -> bool:
+        """Whether a task may be kept for a worker that has no room yet: one that cannot be overdue."""
+        full = 1 if self.tasks[number].retries else self.options.prefetch_factor
+        latest = 4.0 * max(self.max_seconds, _SHORTEST) + _TINY
+        return any(
+            member.is_usable and len(member.in_flight) >= full and now < member.since + latest
+            for member in self.members.values()
+        )
+
+    def _check_hedge(self, now: float) -> None:
+        task = self._awaited()
+        if task is None or len(task.holders) != 1 or task.deaths:
+            return
+        (holder,) = task.holders
+        late = max(1.0, 5 * self.max_seen)
+        if now - self.members[holder].since > late + _TINY and self.idle - {holder}:
+            self.fail(f"a task is late by far at worker {holder}, and has no second copy: {task.payload}")
+
+    def _check_streams(self) -> None:
+        for number in sorted(self.is_waiting):
+            task = self.tasks[number]
+            owner = self.owners.get(task.stream) if task.stream is not None else None
+            if owner is None or (not self.members[owner].is_usable and not self.members[owner].draining):
+                continue
+            if self.members[owner].closed:
+                continue
+            if self._may_send(number):
+                self.fail(f"task {number} of stream {task.stream} waits, and worker {owner} is there")
+            return
+
+    def _check_places(self) -> None:
+        is_deserted = self._is_deserted()
+        for number, place in enumerate(self.places):
+            if place.closed:
+                continue
+            member = self.members.get(place.worker)
+            if place.home in self.up and place.home not in place.refused:
+                if member is None or (not self.is_iterable and member.node != place.home):
+                    self.fail(f"place {number} is empty, and nothing is opened at home, {place.home}")
+            elif member is None and (self.is_iterable or is_deserted) and self.up - place.refused:
+                self.fail(f"place {number} is empty, and nothing is opened at {sorted(self.up - place.refused)}")
+
+    def _check_nodes(self) -> None:
+        wanted = {place.home for place in self.places if not place.closed}
+        for node in wanted | self.joining:
+            if node not in self.up and node not in self.hopeless and node not in self.seeking:
+                self.fail(f"{node} is wanted, and nobody looks for it")
+        if any(pause < 0 for pause in self.seeking.values()):
+            self.fail(f"a node is not looked for again: {self.seeking}")
+        if self._is_deserted():
+            others = [node for node in self.known if node not in wanted and node not in self.hopeless]
+            asked = [node for node in others if node in self.up or (node in self.seeking and node not in self.tried)]
+            if len(asked) < self._count_open():
+                for node in others:
+                    if node not in self.up and node not in self.seeking:
+                        self.fail(f"{node} could help, and is not looked for: {asked} are")
+
+    def _check_sent_away(self) -> None:
+        for number, member in self.members.items():
+            if (
+                member.sent_away
+                and not member.closed
+                and not (member.joined and (member.in_flight or not member.at_work))
+            ):
+                self.fail(f"worker {number} was sent away, has nothing to do, and is not closed")
+
+    def is_stuck(self) -> bool:
+        """Whether no worker is left that can go on, or, of streams, one is missing."""
+        if self.is_iterable:
+            return any(not self.places[stream].worker for stream in self.turn)
+        return not self.members
+
+    def _check_stuck(self, now: float) -> None:
+        if not self.is_stuck():
+            self.stuck_since = self.asked_since = None
+        elif self.stuck_since is None:
+            self.stuck_since = now
+
+    def check_due(self, due: float | None, now: float) -> None:
+        """The consumer waits until then."""
+        if self.options.task_timeout is not None and len(self.members) <= 64:
+            self._check_limits(self.options.task_timeout, due)
+        self._check_stuck(now)
+        if self.stuck_since is None:
+            return
+        if self.asked_since is None:
+            self.asked_since = now  # the time without workers counts while the consumer waits
+        deadline = self.asked_since + self.options.reconnect_timeout if self.is_hopeful else now
+        if due is None or due > deadline + _TINY:
+            self.fail(f"there are no workers since {now - self.stuck_since} s, and the engine waits until {due}")
+
+    def _check_limits(self, limit: float, due: float | None) -> None:
+        for number, member in self.members.items():
+            running = next(iter(member.in_flight), None)
+            if running is None or member.ended == running:
+                continue
+            if due is None or due > member.since + limit + _TINY:
+                self.fail(
+                    f"worker {number} is at task {running} since {member.since}, and the engine waits until {due}"
+                )
+
+    @property
+    def is_hopeful(self) -> bool:
+        return bool(self.seeking) or self.expects_more
+
+    def ticked(self, failure: BaseException | None, now: float) -> None:
+        """The engine was told the time."""
+        self._check_stuck(now)
+        if failure is None:
+            if self.stuck_since is not None and not self.is_hopeful:
+                self.fail("there are no workers, and no node is looked for, and the pass does not end")
+        elif self.stuck_since is None:
+            self.fail(f"the pass ends, though {len(self.members)} workers are there: {failure}")
+        elif self.is_hopeful and now - self.stuck_since < self.options.reconnect_timeout - _TINY:
+            self.fail(f"the pass ends after {now - self.stuck_since} s without workers: {failure}")
+
+    # Helpers
+
+    def _is_deserted(self) -> bool:
+        return not any(place.home in self.up for place in self.places if not place.closed)
+
+    def _wait(self, number: int) -> None:
+        self.is_waiting.add(number)
+        heapq.heappush(self.waiting, number)
+
+    def _lowest(self) -> int | None:
+        while self.waiting and self.waiting[0] not in self.is_waiting:
+            heapq.heappop(self.waiting)
+        return self.waiting[0] if self.waiting else None
+
+    def _may_send(self, number: int) -> bool:
+        if self.options.in_order:
+            if number == next(iter(self.tasks)):
+                return True
+        elif self.is_iterable:
+            if not self.num_copies and not self.answered_order:
+                return True
+        elif len(self.tasks) == len(self.is_waiting) + len(self.pausing):
+            return True
+        return self.answered_bytes + (self.num_copies + 1) * self.estimate <= self.options.max_in_flight_bytes
+
+    def _rank(self, number: int, member: Member) -> None:
+        if not member.is_usable:
+            self.roomy.discard(number)
+            self.idle.discard(number)
+            return
+        if len(member.in_flight) < self.options.prefetch_factor:
+            self.roomy.add(number)
+        else:
+            self.roomy.discard(number)
+        if member.in_flight:
+            self.idle.discard(number)
+        else:
+            self.idle.add(number)
+
+    def _rank_all(self) -> None:
+        for number, member in self.members.items():
+            self._rank(number, member)
+
+    def _drop_copy(self, worker: int, number: int, seconds: float | None, now: float) -> None:
+        """A worker has answered, and has one task less."""
+        member = self.members[worker]
+        was_running = next(iter(member.in_flight)) == number
+        if seconds is not None:
+            self.num_measured += 1
+            self.max_seconds = max(self.max_seconds, seconds)
+            if was_running:
+                self.num_seen += 1
+                self.max_seen = max(self.max_seen, now - member.since)
+        if was_running:
+            member.since = now
+            member.ended = None
+        del member.in_flight[number]
+        self._rank(worker, member)
+        if member.sent_away:
+            self.is_changed = True
+        self.num_copies -= 1
+        task = self.tasks.get(number)
+        if task is not None:
+            if len(task.holders) > 1:
+                self.num_hedged -= 1
+            task.holders.remove(worker)
+
+    def _take(self, number: int, task: Task, size: int) -> None:
+        if size > self.estimate:
+            self.estimate = float(size)
+        else:
+            self.estimate += (size - self.estimate) / 16
+        self._note_answer(number, task, size)
+
+    def _note_answer(self, number: int, task: Task, size: int) -> None:
+        task.is_answered = True
+        task.size = size
+        self.answered_bytes += size
+        if not self.options.in_order:
+            self.answered_order.append(number)
+
+    def _drop_from(self, stream: int, first: int) -> None:
+        """A stream has ended before task ``first``."""
+        owner = self.members.get(self.owners.get(stream, 0))
+        for number in [number for number, task in self.tasks.items() if task.stream == stream and number >= first]:
+            del self.tasks[number]
+            self.num_of_stream[stream] -= 1
+            self.is_waiting.discard(number)
+            if owner is not None and number in owner.in_flight:
+                del owner.in_flight[number]
+                self.num_copies -= 1
+        self.turn.remove(stream)
+
+
+_SEEN: dict[type, Any] = {
+    Load: Judge._see_load,
+    Cancel: Judge._see_cancel,
+    Open: Judge._see_open,
+    Close: Judge._see_close,
+    End: Judge._see_end,
+    Restart: Judge._see_restart,
+    Seek: Judge._see_seek,
+    Say: Judge._see_say,
+}

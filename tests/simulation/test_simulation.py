@@ -1,0 +1,50 @@
+"""Some seconds of the simulation, and that it can fail. For more: ``make simulate`` and ``make simulate-bugs``."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+
+import pytest
+
+from tests.simulation.__main__ import explain
+from tests.simulation.bugs import BUGS, plant, replaced
+from tests.simulation.campaign import simulate
+from tests.simulation.scenarios import choose_scenario
+from tests.simulation.simulator import run
+
+
+@pytest.mark.timeout(600)  # 15 s of a core of its own, which may take long to get
+def test_nothing_that_goes_wrong_breaks_a_pass():
+    report = simulate(15.0)
+    assert report.failed_seed is None, explain(report.failed_seed)
+    assert report.num_faults > 10_000
+
+
+def test_a_seed_is_always_the_same_run():
+    outcomes = [run(choose_scenario(7)) for _ in range(2)]
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_bug_can_be_planted(bug):
+    assert replaced(bug)
+
+
+def find_and_explain(name: str) -> str:
+    """Plant a bug, for good."""
+    plant(next(bug for bug in BUGS if bug.name == name))
+    report = importlib.import_module("tests.simulation.campaign").simulate(15.0)
+    assert report.failed_seed is not None
+    text: str = importlib.import_module("tests.simulation.__main__").explain(report.failed_seed)
+    return text
+
+
+@pytest.mark.timeout(600)
+def test_a_failure_shows_its_seed_and_what_is_needed_of_its_schedule():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        text = pool.apply(find_and_explain, ["streams whose workers die are forgotten"])
+    assert text.startswith("seed ")
+    assert "there are no workers" in text
+    shrunk = [line for line in text.splitlines() if line.startswith("  at ")]
+    assert len(shrunk) <= 10
