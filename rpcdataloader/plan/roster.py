@@ -92,7 +92,8 @@ class Roster(Generic[N]):
             self._nodes.append(node)
             self._places += [_Place(node) for _ in range(num_places)]
         for place in self._places:
-            if place.home == node:
+            # A stream's place is closed when the stream has ended, unless it was given up.
+            if place.home == node and (place.is_given_up or not self._needs_all):
                 place.is_closed = place.is_given_up = False
 
     def remove(self, node: N) -> None:

@@ -250,6 +250,12 @@ BUGS = [
         "if not self._needs_all and any(place.home != node for place in self._places if not place.is_closed):",
         "if not self._needs_all:",
     ),
+    Bug(
+        "a stream that has ended gets a worker when its node is added again",
+        "roster",
+        "place.home == node and (place.is_given_up or not self._needs_all)",
+        "place.home == node",
+    ),
     # The crew
     Bug(
         "the late news of a worker takes down the node that has come back",

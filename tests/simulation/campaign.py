@@ -53,7 +53,7 @@ def simulate(seconds: float, seed: int = 0) -> Report:
                 report.failed_seed, report.violation = seed, outcome.violation
                 break
             seed += 1
-            if seed % 50 == 0:
+            if seed % 100 == 0:
                 gc.collect()
     finally:
         gc.enable()

@@ -107,7 +107,7 @@ def _drain_node(cluster: Cluster, node: Node, fault: Fault) -> None:
             cluster.at(cluster.latency(), worker.crew.drain, worker)
             if not worker.is_busy:
                 worker.is_busy = True
-                cluster.at(2 * cluster.latency(), cluster.die, worker, LOST)
+                cluster.at(cluster.random.random() * fault.size * 10, cluster.die, worker, LOST)
     cluster.at(fault.size * 30, _end_draining, cluster, node, node.incarnation, fault)
 
 

@@ -414,8 +414,8 @@ class Judge:
         for node in nodes:
             if node in self.known:
                 self.hopeless.discard(node)
-                for place in self.places:
-                    if place.home == node:
+                for number, place in enumerate(self.places):
+                    if place.home == node and (not self.is_iterable or number in self.turn):
                         place.closed = False
             else:
                 self.hopeless.discard(node)
@@ -637,7 +637,7 @@ class Judge:
             self.fail(f"task {number} waits, and workers {sorted(self.roomy)[:9]} have nothing to do")
         elif not self._may_keep(number, now):
             self.fail(f"task {number} is kept, {sorted(self.roomy)[:9]} have room, and all others are overdue")
-        if self.idle and self.num_seen >= 16 and self.num_hedged < max(1, self.num_joined // 16):
+        if self.idle and self.num_seen >= 8 and self.num_hedged < max(1, self.num_joined // 16):
             self._check_hedge(now)
 
     def _may_keep(self, number: int, now: float) -> bool:

@@ -206,7 +206,9 @@ class Pass:
                 cluster.at(self.rank.seconds() * cluster.random.random(), self.flap, worker)
             self.judge.ready(worker.number, now)
             self.engine.worker_ready(worker.number, now)
-            cluster.at(cluster.random.random() * 0.1 * cluster.scenario.seconds, self.opened, worker)
+            is_cold = cluster.random.random() < cluster.scenario.cold_starts
+            opening = cluster.random.random() * (10.0 if is_cold else 0.1) * cluster.scenario.seconds
+            cluster.at(opening, self.opened, worker)
             self.happened()
 
     def flap(self, worker: Worker) -> None:

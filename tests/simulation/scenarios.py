@@ -41,6 +41,7 @@ class Scenario:
     seconds: float  # of a task, on average
     spread: float
     step: float  # of the consumer
+    cold_starts: float  # how many workers take long for their first request
     noise: Noise
     seconds_per_fault: float
     num_faults: int
@@ -52,8 +53,8 @@ class Scenario:
 KINDS = {
     "kill": 8.0,
     "kill while answering": 3.0,
-    "hang": 1.0,
-    "after the loss": 2.0,
+    "hang": 2.0,
+    "after the loss": 4.0,
     "bad batch": 0.4,
     "deadly batch": 0.8,
     "retire": 2.0,
@@ -65,7 +66,7 @@ KINDS = {
     "foreign node": 0.1,
     "broken node": 0.05,
     "add node": 0.3,
-    "remove node": 0.3,
+    "remove node": 0.4,
     "leave": 0.2,
     "resume": 0.2,
     "rescale": 0.05,
@@ -102,8 +103,10 @@ def choose_scenario(seed: int) -> Scenario:
     num_workers = max(1, sum(offered))
     seconds = 10 ** rng.uniform(-2, 0.3)
     weights = [weight * rng.choice((0, 0.3, 1, 1, 3)) for weight in KINDS.values()]
-    most_noise = (0.9, 0.8, 0.85, 0.5, 0.2, 0.1, 0.95, 0.7)
-    noise = Noise(*(rng.choice((0.0, 0.7, 1.0, 1.0)) * rate for rate in most_noise))
+    most_noise = (0.9, 0.8, 0.86, 0.6, 0.2, 0.1, 0.95, 0.8)
+    noise = Noise(*(rng.choice((0.0, 1.0, 1.0, 1.0)) * rate for rate in most_noise))
+    if rng.random() < 0.3:
+        noise = noise._replace(slow=0.0, late=0.0)  # what is late then is really late
     per_worker = rng.choice((1.0, 2.0, 4.0, 10.0))
     if rng.random() < 0.15:  # calm, with a few kinds of faults, so that one is not drowned by others
         noise = Noise(*(rng.choice((0.0, 0.0, 0.05)) * rate for rate in most_noise))
@@ -133,6 +136,7 @@ def choose_scenario(seed: int) -> Scenario:
         seconds=seconds,
         spread=rng.choice((0.0, 0.3, 0.9)),
         step=rng.choice((0.0, 0.0, 0.0, seconds / num_workers)),
+        cold_starts=rng.choice((0.0, 0.1, 0.5)),
         noise=noise,
         seconds_per_fault=seconds * per_worker / num_workers,
         num_faults=num_faults,

@@ -133,6 +133,19 @@ def test_a_pass_goes_on_where_the_worker_of_an_ended_stream_is_sent_away():
     assert engine.due(0.0) is None
 
 
+def test_a_stream_that_has_ended_needs_no_worker_when_its_node_is_added_again():
+    engine = start(["a", "b"], is_iterable=True)
+    engine.act(0.0)
+    begin(engine, 1, 2)
+    fill(engine)
+    engine.act(0.0)
+    engine.stream_ended(1, 0, 0.0)
+    engine.worker_lost(1, died(), 0.0)
+    engine.add_nodes(["a"])
+    assert of(Open, engine.act(0.0)) == []
+    assert engine.due(0.0) is None
+
+
 def test_the_time_without_workers_begins_anew_when_a_worker_was_there_though_the_consumer_has_not_looked():
     engine = start(["a"], reconnect_timeout=10.0)
     engine.act(0.0)
