@@ -148,7 +148,7 @@ class Driver:
                     self._engine.node_missing(node, ConnectionLostError("it is not there"))
             if placement.register is not None:
                 self._engine.expect_more()
-            actions = self._engine.act(time.monotonic())
+            actions = self._act()
         # All before the first is asked for, so that what cannot be pickled is found early.
         places = [action.place for action in actions if isinstance(action, Open)]
         openings = {place: self._executor.opening(place) for place in places}
@@ -264,7 +264,7 @@ class Driver:
             self.begun = begun
             self._begin_streams()
             self._engine.begin_epoch(time.monotonic(), self.progress.turn)
-            actions = self._engine.act(time.monotonic())
+            actions = self._act()
         self._executor.carry_out(actions, begun)
         self._draw()
 
@@ -410,7 +410,11 @@ class Driver:
 
     def _act(self) -> Sequence[Action]:
         """What the engine wants done; with the condition."""
-        return () if self._closed.is_set() else self._engine.act(time.monotonic())
+        if self._closed.is_set():
+            return ()
+        actions = self._engine.act(time.monotonic())
+        self._executor.queue(actions, self.begun)
+        return actions
 
 
 def _plan_options(settings: PassSettings, placement: Placement) -> PlanOptions:

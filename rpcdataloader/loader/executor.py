@@ -11,6 +11,7 @@ import functools
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,12 +63,14 @@ class Sent:
         task: What it is a copy of.
         number: Of the task, in the epoch that ``begun`` is.
         begun: The pass of that epoch.
+        request: That of the task, or of its last try.
         request_id: Of its connection; 0 while it is being sent.
     """
 
     task: Task
     number: int
     begun: Pass
+    request: bytes
     request_id: int = 0
 
 
@@ -78,6 +81,9 @@ class Seat:
         self.number = number
         self.worker: Worker  # as soon as it was asked for
         self.sent: dict[int, Sent] = {}  # and not answered, by task
+        # In the order of the engine's decisions, whichever thread carries them out: a stream's tasks are not swapped.
+        self.queue: deque[Sent] = deque()  # to be sent
+        self.sending = threading.Lock()  # held while it is emptied
         self._driver = driver
 
     def worker_ready(self, worker: Worker) -> None:  # noqa: ARG002  there is one
@@ -145,6 +151,14 @@ class Executor:
         for node in list(self._sought):
             node.wake()
 
+    def queue(self, actions: Sequence[Action], begun: Pass) -> None:
+        """Note what each worker is to be sent; with the condition, so that the order is that of the decisions."""
+        for action in actions:
+            if type(action) is Load and (seat := self.seats.get(action.worker)) is not None:
+                task = action.payload
+                request = task.last_request if action.is_last else task.request
+                seat.queue.append(Sent(task, action.number, begun, request))
+
     def carry_out(self, actions: Sequence[Action], begun: Pass, openings: Mapping[int, _Opening] | None = None) -> None:
         """Do what the engine wants; without the condition.
 
@@ -156,9 +170,9 @@ class Executor:
         ends: list[End] = []
         for action in actions:
             if type(action) is Load:
-                self._load(action, begun)
+                self._load(action.worker)
             elif isinstance(action, Cancel):
-                self._cancel(action)
+                self._cancel(action, begun)
             elif isinstance(action, Open):
                 self._open(action, None if openings is None else openings[action.place])
             elif isinstance(action, Close):
@@ -174,23 +188,25 @@ class Executor:
             elif isinstance(action, Say):
                 logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
         if ends:
-            self._end(ends)
+            self._end(ends, begun)
 
-    def _load(self, action: Load, begun: Pass) -> None:
-        seat = self.seats.get(action.worker)
+    def _load(self, worker: int) -> None:
+        seat = self.seats.get(worker)
         if seat is None:
-            return  # the worker was lost in between
-        number, task = action.number, action.payload
-        seat.sent[number] = sent = Sent(task, number, begun)
-        complete = functools.partial(self._driver.replied, seat, sent)
-        # Fails where the worker was lost in between, which is about to be reported, and will put the task back.
-        with contextlib.suppress(RPCError):
-            request = task.last_request if action.is_last else task.request
-            sent.request_id = seat.worker.submit(request, [], complete, self._allocator, cancellable=True)
+            return  # it was lost in between
+        with seat.sending:
+            while seat.queue:
+                sent = seat.queue.popleft()
+                seat.sent[sent.number] = sent
+                complete = functools.partial(self._driver.replied, seat, sent)
+                # Fails where the worker was lost in between, which is about to be reported, and puts the task back.
+                with contextlib.suppress(RPCError):
+                    request_id = seat.worker.submit(sent.request, [], complete, self._allocator, cancellable=True)
+                    sent.request_id = request_id
 
-    def _cancel(self, action: Cancel) -> None:
+    def _cancel(self, action: Cancel, begun: Pass) -> None:
         seat = self.seats.get(action.worker)
-        if seat is not None and (sent := seat.sent.get(action.number)):
+        if seat is not None and (sent := seat.sent.get(action.number)) is not None and sent.begun is begun:
             seat.worker.connection.cancel(sent.request_id)
 
     def _close(self, number: int) -> None:
@@ -205,12 +221,14 @@ class Executor:
         seat = self.seats.get(number)
         if seat is None:
             return
-        seat.worker.connection.cancel_all()
-        seat.sent.clear()
         args = begun.progress.epoch, begun.order.first, begun.order.pipe_seed
         starting = dumps(Call(remote.start_epoch, args, {}, ordered=True).fields())
         # Fails where the worker was lost in between, which is about to be reported.
-        with contextlib.suppress(RPCError):
+        with seat.sending, contextlib.suppress(RPCError):
+            # Of the last epoch: the consumer draws for this one when all workers know of it.
+            seat.queue.clear()
+            seat.sent.clear()
+            seat.worker.connection.cancel_all()
             seat.worker.submit(starting.payload, starting.buffers, seat.started)
 
     def _open(self, action: Open[Node], opening: _Opening | None) -> None:
@@ -268,14 +286,16 @@ class Executor:
         """The persistent id of the dataset, also where a function of the user holds it, as a bound method does."""
         return reference_of(self._dataset.ref if value is self._settings.dataset else value)
 
-    def _end(self, ends: Sequence[End]) -> None:
+    def _end(self, ends: Sequence[End], begun: Pass) -> None:
         """End workers that are at a task for too long, and note in the tasks where they were."""
         with self._condition:
             late = [
                 # Not the engine's task: another worker may have answered it, and it may be delivered.
                 (seat.worker, sent.task)
                 for end in ends
-                if (seat := self.seats.get(end.worker)) is not None and (sent := seat.sent.get(end.number)) is not None
+                if (seat := self.seats.get(end.worker)) is not None
+                and (sent := seat.sent.get(end.number)) is not None
+                and sent.begun is begun
             ]
         limit = self._settings.task_timeout
         endings = [
