@@ -210,7 +210,7 @@ class Job:
         assert match
         return f"{match[1]} {match[2]}"
 
-    def wait_for(self, text: str, seconds: float = 60) -> None:
+    def wait_for(self, text: str, seconds: float = 120) -> None:
         """Wait until it has printed something."""
 
         def has_come() -> bool:
