@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rpcdataloader.loader import remote
@@ -24,9 +24,7 @@ class Task:
         number: In the whole pass, of which this process may have taken up only the rest.
         sampler_state: After this batch, if the sampler has one.
         last_request: That of the last try, which may be another one.
-        killed: How each worker that was at work on it has ended.
         stack: Where the last worker was that took too long.
-        num_retries: Exceptions after which it was tried again.
     """
 
     indices: Any
@@ -35,9 +33,7 @@ class Task:
     sampler_state: Any
     request: bytes
     last_request: bytes
-    killed: list[str] = field(default_factory=list)
     stack: str = ""
-    num_retries: int = 0
 
 
 class TaskSource:
