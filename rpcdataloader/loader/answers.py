@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.utils.data._utils.pin_memory
 
-from rpcdataloader.loader.stopping import stopped
-from rpcdataloader.loader.stream_state import StreamState
+from rpcdataloader.fetch.stopping import stopped
+from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import result_of

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.watcher import Watch
 from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import (
@@ -28,8 +28,9 @@ from rpcdataloader.errors import (
     RPCError,
     RPCTimeoutError,
 )
+from rpcdataloader.fetch.bad_samples import Reduced
+from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.answers import Answer, Failure, decode
-from rpcdataloader.loader.bad_samples import Reduced
 from rpcdataloader.loader.copying import make_carrier
 from rpcdataloader.loader.executor import Executor, Seat, Sent
 from rpcdataloader.loader.passes import begin_epoch, begin_pass, undone_afterwards
@@ -38,7 +39,6 @@ from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.ranks import of_rank
 from rpcdataloader.loader.results import Results, Taken
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.stream_state import StreamState
 from rpcdataloader.loader.tasks import Task, describe, load_request
 from rpcdataloader.plan.actions import Action, Open
 from rpcdataloader.plan.crew import Loss

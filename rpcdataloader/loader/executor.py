@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.exchange import reference_of
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import (
     AuthenticationError,
@@ -29,7 +29,7 @@ from rpcdataloader.errors import (
     RemoteProtocolError,
     RPCError,
 )
-from rpcdataloader.loader import remote
+from rpcdataloader.fetch import remote
 from rpcdataloader.loader.passes import Pass, loader_spec
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Task, describe

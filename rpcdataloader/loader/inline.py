@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rpcdataloader.fetch.bad_samples import Reduced
+from rpcdataloader.fetch.batch_loader import BatchLoader
+from rpcdataloader.fetch.stream_loader import StreamLoader
+from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.answers import pin
-from rpcdataloader.loader.bad_samples import Reduced, account
-from rpcdataloader.loader.batch_loader import BatchLoader
 from rpcdataloader.loader.copying import make_carrier
 from rpcdataloader.loader.passes import begin_epoch, begin_pass, loader_spec, undone_afterwards, warn_if_longer
 from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import check_one_stream
-from rpcdataloader.loader.stream_loader import StreamLoader
-from rpcdataloader.loader.stream_state import StreamState
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 
 
@@ -42,7 +42,7 @@ class InlineIterator:
         self._pins = settings.pin_memory and pinned_allocator() is not None
         self._carrier = None if settings.device is None else make_carrier(settings.device, PageablePool())
         if saved is not None:
-            check_one_stream(saved, "workers='inline'")
+            check_one_stream(saved)
         with undone_afterwards(saved):
             self._pass = begin_pass(settings, saved)
         self._begin_streams()
@@ -59,7 +59,7 @@ class InlineIterator:
 
     def __next__(self) -> Any:
         while type(batch := self._load_next()) is Reduced:
-            account(batch, self.progress, self._settings.max_skipped)
+            self.progress.account_reduced(batch, self._settings.max_skipped)
             if not batch.is_empty:
                 batch = batch.batch
                 break

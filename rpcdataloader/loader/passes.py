@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe
 
-from rpcdataloader.loader.batch_loader import LoaderSpec
+from rpcdataloader.fetch.batch_loader import LoaderSpec
+from rpcdataloader.fetch.seeding import generators_restored
+from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.progress import Progress
-from rpcdataloader.loader.seeding import generators_restored
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import capture_start, progress_of, restore_start, sampler_state, skip_delivered
-from rpcdataloader.loader.stream_state import StreamState
 from rpcdataloader.loader.tasks import TaskSource
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpcdataloader.loader.stream_state import StreamState
+from rpcdataloader.errors import BadSamplesError
+from rpcdataloader.fetch.bad_samples import Reduced
+from rpcdataloader.fetch.stream_state import StreamState
+
+logger = logging.getLogger("rpcdataloader.loader")
 
 
 @dataclass(slots=True)
@@ -64,8 +69,18 @@ class Progress:
             self.streams[stream] = state
         self.turn = stream + 1
 
-    def reduced(self, num_skipped: int, *, is_empty: bool) -> None:
-        """The batch that was delivered last lacked some samples; an empty one the consumer does not get."""
-        self.num_skipped += num_skipped
-        self.num_yielded -= is_empty
-        self.in_step &= not is_empty
+    def account_reduced(self, reduced: Reduced, max_skipped: int) -> None:
+        """Count, and report, what is missing in the batch that was delivered last.
+
+        Raises:
+            BadSamplesError: More than ``max_skipped`` samples are missing in this pass.
+        """
+        self.num_skipped += reduced.num_skipped
+        self.num_yielded -= reduced.is_empty
+        self.in_step &= not reduced.is_empty
+        if reduced.num_skipped and self.num_skipped > max_skipped:
+            raise BadSamplesError(
+                f"{self.num_skipped} samples were skipped in this pass, more than max_skipped={max_skipped}; at last "
+                f"{reduced.where} skipped {reduced}"
+            ) from reduced.errors[-1]
+        logger.warning("%s skipped %s" if reduced.num_skipped else "%s: %s", reduced.where, reduced)

@@ -6,9 +6,9 @@ from typing import Any
 
 from rpcdataloader.client.node import Node
 from rpcdataloader.errors import ConnectionLostError
+from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.answers import Failure
 from rpcdataloader.loader.copying import Carrier, Copies
-from rpcdataloader.loader.stream_state import StreamState
 from rpcdataloader.loader.tasks import Task
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.wire.movable import Movable

@@ -24,14 +24,14 @@ from torch.utils.data import (
 )
 
 from rpcdataloader.client.sharing import current_partition
+from rpcdataloader.fetch.seeding import generators_restored
+from rpcdataloader.fetch.stream_state import StreamState
+from rpcdataloader.host.generators import get_states, set_states, states_from_plain, states_to_plain
 from rpcdataloader.loader.origin import Origin, check_order, check_rank, describe_samplers
 from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.sampler import ResumableDistributedSampler, order_of
-from rpcdataloader.loader.seeding import generators_restored
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.skipping import skip
-from rpcdataloader.loader.stream_state import StreamState
-from rpcdataloader.wire.generators import get_states, set_states, states_from_plain, states_to_plain
 
 # 1 knew neither ranks nor samplers.
 VERSION = 2
@@ -143,7 +143,7 @@ def _check_same(what: str, saved: str, here: str) -> None:
         raise ValueError(f"the state is of a loader with {saved}, but the {what} here is {here}")
 
 
-def check_one_stream(saved: Mapping[str, Any], workers: str) -> None:
+def check_one_stream(saved: Mapping[str, Any]) -> None:
     """Check that a single iterator over the dataset can go on from a state.
 
     Raises:
@@ -152,7 +152,7 @@ def check_one_stream(saved: Mapping[str, Any], workers: str) -> None:
     if len(saved["streams"]) > 1 and not saved["finished"]:
         raise ValueError(
             f"the state is of {len(saved['streams'])} workers, and an iterable-style dataset goes on with as many as "
-            f"it began with; {workers} is one"
+            "it began with; workers='inline' is one"
         )
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rpcdataloader.loader import remote
-from rpcdataloader.loader.indices import describe_indices
+from rpcdataloader.fetch import remote
+from rpcdataloader.fetch.indices import describe_indices
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import NO_TENSORS, dumps
 

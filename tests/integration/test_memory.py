@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.client import get_client
 from rpcdataloader.wire.slabs import PageablePool, PinnedAllocator, _round_up
 from tests.conftest import wait_until
 from tests.integration.crew import workers_of

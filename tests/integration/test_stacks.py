@@ -16,8 +16,8 @@ import pytest
 
 from rpcdataloader import rpc_async
 from rpcdataloader.client import session as client_session
+from rpcdataloader.client.client import get_client
 from rpcdataloader.client.exchange import Answer
-from rpcdataloader.client.pool import get_client
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.server.stacks import STACK_SIGNAL
 from rpcdataloader.wire.address import Address

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.loader import remote
+from rpcdataloader.fetch import remote
 from rpcdataloader.loader.tasks import load_request
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import loads
-from tests.unit.loader.loading import Augmented, Bad, CountingAllocator, assert_same, floats, load, make_spec
+from tests.unit.fetch.loading import Augmented, Bad, CountingAllocator, assert_same, floats, load, make_spec
 
 pytestmark = pytest.mark.usefixtures("_process_restored")
 
