@@ -157,7 +157,7 @@ class Late(Dataset):
 
 
 def test_late_answer_of_a_second_copy_keeps_no_memory(server, monkeypatch, fifo, tmp_path):
-    monkeypatch.setattr("rpcdataloader.plan.pace._LATE_SECONDS", 0.05)
+    monkeypatch.setattr("rpcdataloader.plan.workers._LATE_SECONDS", 0.05)
     marker = str(tmp_path / "marker")
     iterator = iter(RPCDataloader(Late(marker, fifo), batch_size=None, workers=server.address, num_workers=2))
     assert [int(next(iterator)[0]) for _ in range(7)] == list(range(7))
