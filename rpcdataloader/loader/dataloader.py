@@ -24,10 +24,10 @@ from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.placement import Placement, place, prepare, warn_of_few
-from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.ranks import errors_of_rank
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import VERSION, check_state, end_pass, to_state
+from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.wire.slabs import PageablePool
 
 _T_co = TypeVar("_T_co", covariant=True)

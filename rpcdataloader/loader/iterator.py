@@ -13,8 +13,8 @@ from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.passes import warn_if_longer
 from rpcdataloader.loader.placement import Placement
-from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.tasks import Progress
 
 
 class RemoteIterator:

@@ -28,10 +28,10 @@ from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.host.generators import get_states, set_states, states_from_plain, states_to_plain
 from rpcdataloader.loader.origin import Origin, check_order, check_rank, describe_samplers
-from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.sampler import ResumableDistributedSampler, order_of
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.skipping import skip
+from rpcdataloader.loader.tasks import Progress
 
 # 1 knew neither ranks nor samplers.
 VERSION = 2
@@ -300,11 +300,11 @@ def _restore_generators(settings: PassSettings, states: Iterable[str]) -> None:
         generator.set_state(_from_hex(state))
 
 
-def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[], Any]:
-    """What to call after each batch, for the state of the sampler; returns None if it has none."""
+def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[], Any] | None:
+    """What to call after each batch, for the state of the sampler; None if it has none."""
     stateful = _stateful(settings, samples)
     if not stateful:
-        return lambda: None
+        return None
     # It may be the object that the sampler goes on changing.
     return lambda: {name: copy.deepcopy(owner.state_dict()) for name, owner in stateful.items()}
 

@@ -133,6 +133,10 @@ class Engine(Generic[N]):
         """Workers that take tasks."""
         return sum(worker.has_joined for worker in self._crew)
 
+    def forget_tasks(self) -> None:
+        """Nothing is delivered any more; what was answered is let go."""
+        self._table.forget()
+
     def begin_epoch(self, now: float, turn: int = 0) -> None:
         """Another epoch begins, with the same workers; what was not delivered of the last one is dropped."""
         self._begin(self._table.batch_size_bytes, turn)

@@ -256,6 +256,11 @@ class Table(ABC, Generic[T]):
         self._answered_bytes -= task.size_bytes or 0
         return task
 
+    def forget(self) -> None:
+        """Let all tasks go."""
+        self.tasks.clear()
+        self._answered.clear()
+
     @property
     def finished(self) -> bool:
         """Whether the input has ended and everything is delivered."""

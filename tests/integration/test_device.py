@@ -76,6 +76,11 @@ def check(batch, indices, device):
     assert all(map(device.holds, tensors_of(batch)))
 
 
+def num_answered(run):
+    """Batches that have arrived, and are not on their way to the device."""
+    return sum(task.answer is not None for task in list(run._engine._table.tasks.values()))
+
+
 def where_of(request, workers):
     return {"workers": {"workers": workers}, "inline": {"workers": "inline"}, "this process": {}}[request]
 
@@ -138,7 +143,7 @@ def test_one_batch_is_copied_ahead_and_no_more(device, workers):
         next(iterator)
         # The others have arrived, and wait for their turn in the memory of this process. One place of the window may
         # be free: that of a batch that was copied after the sampler was asked.
-        wait_until(lambda: run.results._ahead is not None and len(run.results._answered) >= 7, what="a full window")
+        wait_until(lambda: run._ahead.delivery is not None and num_answered(run) >= 7, what="a full window")
         assert len(device.copied) == num_delivered + 1
         assert len(device.waits) == num_delivered
 
@@ -271,7 +276,7 @@ def test_an_iterator_that_is_dropped_lets_everything_go(device, workers):
     run = iterator._driver
     iterator = None
     wait_until(lambda: run._closed.is_set(), what="the end of the iterator")
-    wait_until(lambda: run.results._ahead is None and not run.results._answered, what="what it had")
+    wait_until(lambda: run._ahead.delivery is None and not num_answered(run), what="what it had")
     assert device.copied
 
 

@@ -21,9 +21,10 @@ from torch.utils.data import (
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import ConnectionLostError, RemoteTraceback, SerializationError
-from rpcdataloader.loader import answers, placement
 from rpcdataloader.loader import driver as driver_module
 from rpcdataloader.loader import inline as inline_module
+from rpcdataloader.loader import placement
+from rpcdataloader.loader import seat as answers
 from rpcdataloader.wire.slabs import PinnedAllocator
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration import datasets, kinds

@@ -75,7 +75,7 @@ def pool(request, monkeypatch):
     pool = PageablePool()
     allocator = PinnedAllocator(lambda size_bytes: pool.allocate(size_bytes).tensor)
     monkeypatch.setattr("rpcdataloader.loader.driver.pinned_allocator", lambda: allocator)
-    monkeypatch.setattr("rpcdataloader.loader.answers.pin", lambda batch: batch)
+    monkeypatch.setattr("rpcdataloader.loader.seat.pin", lambda batch: batch)
     yield pool
 
 
@@ -166,7 +166,7 @@ def test_late_answer_of_a_second_copy_keeps_no_memory(server, monkeypatch, fifo,
     wait_until(lambda: is_idle(iterator), what="the late answer")
     assert int(next(iterator)[0]) == 7
     wait_until(lambda: get_client().allocator.stats().leased_bytes == 0)
-    wait_until(lambda: iterator._driver._engine._table._budget.num_in_flight == 0)
+    wait_until(lambda: iterator._driver._engine._table._num_in_flight == 0)
 
 
 # --- asked for more than is read

@@ -334,7 +334,7 @@ def indices_of(loader):
 @pytest.fixture
 def soon_late(monkeypatch):
     """A batch is late by far after a tenth of a second."""
-    monkeypatch.setattr("rpcdataloader.plan.pace._LATE_SECONDS", 0.1)
+    monkeypatch.setattr("rpcdataloader.plan.workers._LATE_SECONDS", 0.1)
 
 
 @pytest.mark.usefixtures("soon_late")

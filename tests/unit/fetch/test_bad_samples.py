@@ -8,7 +8,7 @@ import torch
 
 from rpcdataloader.errors import BadSamplesError, RemoteTraceback
 from rpcdataloader.fetch.bad_samples import MAX_SHOWN, Reduced
-from rpcdataloader.loader.progress import Progress
+from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.wire.pickling import dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
 

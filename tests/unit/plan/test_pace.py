@@ -8,7 +8,7 @@ from rpcdataloader.plan.workers import Pace, WorkerPace
 
 
 def worker(pace=None) -> WorkerPace:
-    return WorkerPace("a", None, 0, pace or Pace(16), since=0.0)
+    return WorkerPace(0, None, 0, pace or Pace(16), since=0.0)
 
 
 def test_late_is_a_multiple_of_the_median_that_one_worker_cannot_move():
