@@ -179,9 +179,9 @@ class RPCDataloader(DataLoader[_T_co]):
                 self.check_worker_number_rationality()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
-        settings = self._settings()
         if self._where is None:
-            return self._iterate_here(settings)
+            return self._iterate_here()
+        settings = self._settings()
         # A state of the beginning has nothing to go on with.
         saved = self._saved if self._saved is not None and "start" in self._saved else None
         iterator: RemoteIterator | InlineIterator
@@ -199,12 +199,10 @@ class RPCDataloader(DataLoader[_T_co]):
         self._progress = settings, iterator.progress
         return iterator
 
-    def _iterate_here(self, settings: PassSettings) -> Iterator[Any]:
+    def _iterate_here(self) -> Iterator[Any]:
         """torch's own iterator, for ``num_workers=0`` and no workers."""
-        iterator = super().__iter__()
-        if settings.device is None:
-            return iterator
-        return map(make_carrier(settings.device, PageablePool()).send, iterator)
+        iterator, device = super().__iter__(), find_device(self.device)
+        return iterator if device is None else map(make_carrier(device, PageablePool()).send, iterator)
 
     @property
     def num_skipped(self) -> int:
