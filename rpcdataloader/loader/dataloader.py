@@ -177,6 +177,8 @@ class RPCDataloader(DataLoader[_T_co]):
             self.__dict__["persistent_workers"] = persistent_workers
             if isinstance(where, Local) and num_workers:
                 self.check_worker_number_rationality()
+        if type(self) in (RPCDataloader, _LoaderWithoutState):
+            self.__class__ = RPCDataloader if own else _LoaderWithoutState
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
         if self._where is None:
@@ -246,7 +248,7 @@ class RPCDataloader(DataLoader[_T_co]):
 
     def _check_can_resume(self) -> None:
         if self._where is None:
-            raise LocalProtocolError(
+            raise _NoStateError(
                 "this loader has no workers, so it is torch's own, which cannot resume: give num_workers=1 or more, or "
                 "workers='inline' to load in this process"
             )
@@ -375,6 +377,25 @@ class RPCDataloader(DataLoader[_T_co]):
         iterator = RemoteIterator(settings, dataset, placement, saved, self._reported_length)
         self._current = weakref.ref(iterator)
         return iterator
+
+
+class _NoStateError(LocalProtocolError, AttributeError):
+    """Also what ``hasattr`` expects."""
+
+
+class _LoaderWithoutState(RPCDataloader[_T_co]):
+    """A loader without workers, in which libraries find as little of a state as in torch's own.
+
+    Lightning and torchdata save the state of each loader that has the methods, so a checkpoint would fail. They ask a
+    protocol of :mod:`typing`, which looks at the class before the instance, and for which None is no method.
+    """
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict"):
+            self._check_can_resume()
+        return super().__getattribute__(name)
 
 
 def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: int) -> Where | None:
