@@ -177,11 +177,13 @@ class RPCDataloader(DataLoader[_T_co]):
             self.__dict__["persistent_workers"] = persistent_workers
             if isinstance(where, Local) and num_workers:
                 self.check_worker_number_rationality()
+        if type(self) in (RPCDataloader, _LoaderWithoutState):
+            self.__class__ = RPCDataloader if own else _LoaderWithoutState
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
-        settings = self._settings()
         if self._where is None:
-            return self._iterate_here(settings)
+            return self._iterate_here()
+        settings = self._settings()
         # A state of the beginning has nothing to go on with.
         saved = self._saved if self._saved is not None and "start" in self._saved else None
         iterator: RemoteIterator | InlineIterator
@@ -199,12 +201,10 @@ class RPCDataloader(DataLoader[_T_co]):
         self._progress = settings, iterator.progress
         return iterator
 
-    def _iterate_here(self, settings: PassSettings) -> Iterator[Any]:
+    def _iterate_here(self) -> Iterator[Any]:
         """torch's own iterator, for ``num_workers=0`` and no workers."""
-        iterator = super().__iter__()
-        if settings.device is None:
-            return iterator
-        return map(make_carrier(settings.device, PageablePool()).send, iterator)
+        iterator, device = super().__iter__(), find_device(self.device)
+        return iterator if device is None else map(make_carrier(device, PageablePool()).send, iterator)
 
     @property
     def num_skipped(self) -> int:
@@ -248,7 +248,7 @@ class RPCDataloader(DataLoader[_T_co]):
 
     def _check_can_resume(self) -> None:
         if self._where is None:
-            raise LocalProtocolError(
+            raise _NoStateError(
                 "this loader has no workers, so it is torch's own, which cannot resume: give num_workers=1 or more, or "
                 "workers='inline' to load in this process"
             )
@@ -377,6 +377,25 @@ class RPCDataloader(DataLoader[_T_co]):
         iterator = RemoteIterator(settings, dataset, placement, saved, self._reported_length)
         self._current = weakref.ref(iterator)
         return iterator
+
+
+class _NoStateError(LocalProtocolError, AttributeError):
+    """Also what ``hasattr`` expects."""
+
+
+class _LoaderWithoutState(RPCDataloader[_T_co]):
+    """A loader without workers, in which libraries find as little of a state as in torch's own.
+
+    Lightning and torchdata save the state of each loader that has the methods, so a checkpoint would fail. They ask a
+    protocol of :mod:`typing`, which looks at the class before the instance, and for which None is no method.
+    """
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict"):
+            self._check_can_resume()
+        return super().__getattribute__(name)
 
 
 def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: int) -> Where | None:

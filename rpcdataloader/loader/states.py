@@ -262,8 +262,7 @@ def skip_delivered(
         samples, num_samples = skip(
             samples, settings.sampler, saved["num_batches"], auto_collation=settings.auto_collation
         )
-        # Other batch samplers may give generators, whose samples torch's own iterator does not count.
-        if type(settings.sampler) is BatchSampler and num_samples != saved["num_samples"]:
+        if num_samples != saved["num_samples"]:
             raise ValueError(
                 f"the saved pass had delivered {saved['num_samples']} samples in {saved['num_batches']} batches, but "
                 f"the sampler gives {num_samples} in as many now: have dataset, batch size or sampler changed?"

@@ -175,7 +175,7 @@ def test_samples_without_batches(device, workers, where):
         assert device.holds(sample["label"])
 
 
-@pytest.mark.parametrize("where", ["workers", "inline", "this process"])
+@pytest.mark.parametrize("where", ["workers", "inline"])
 def test_streams_and_their_state(device, workers, where):
     options = {"batch_size": 4, "device": NAME, **where_of(where, workers)}
     if where == "workers":
