@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import itertools
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -16,21 +15,23 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
-from rpcdataloader.client.sharing import Partition, current_partition
+from rpcdataloader.client.sharing import Partition
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.host.memory import default_in_flight_bytes
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.placement import Placement, place, prepare, warn_of_few
 from rpcdataloader.loader.ranks import errors_of_rank
-from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.settings import PassSettings, make_partition
 from rpcdataloader.loader.states import VERSION, check_state, end_pass, to_state
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.wire.slabs import PageablePool
 
 _T_co = TypeVar("_T_co", covariant=True)
+
+# Keyword arguments that torch's loader keeps as attributes.
+_TORCHS = {"prefetch_factor", "persistent_workers", "pin_memory_device"}
 
 
 class RPCDataloader(DataLoader[_T_co]):
@@ -77,6 +78,9 @@ class RPCDataloader(DataLoader[_T_co]):
         TypeError: The dataset is neither iterable-style nor has a ``__getitem__``; or an argument has a wrong type.
     """
 
+    device: Any
+    partition: Any
+
     def __init__(
         self,
         dataset: Dataset[_T_co],
@@ -108,28 +112,15 @@ class RPCDataloader(DataLoader[_T_co]):
         max_skipped: int = 100,
         device: torch.device | str | int | None = None,
     ) -> None:
+        arguments = locals()
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
         where = _where(dataset, workers, num_workers)
-        if where is not None:
-            _check(dataset, prefetch_factor, max_in_flight_bytes)
-        if max_retries < 1:
-            raise ValueError(f"max_retries must be at least 1, but is {max_retries}")
-        if not 0 <= reconnect_timeout <= threading.TIMEOUT_MAX:
-            raise ValueError(f"reconnect_timeout must be a number of seconds, 0 or more, but is {reconnect_timeout}")
-        if task_timeout is not None and not 0 < task_timeout <= threading.TIMEOUT_MAX:
-            raise ValueError(f"task_timeout must be a number of seconds above 0, or None, but is {task_timeout}")
-        if _exceptions(retry_on) and isinstance(dataset, IterableDataset):
-            raise ValueError("retry_on is for map-style datasets: a stream that has raised cannot be asked again")
-        if where is None and (task_timeout is not None or _exceptions(retry_on)):
-            raise ValueError("task_timeout and retry_on need workers: give workers or num_workers")
-        if on_error not in ("raise", "skip"):
-            raise ValueError(f"on_error must be 'raise' or 'skip', but is {on_error!r}")
-        if max_skipped < 0:
-            raise ValueError(f"max_skipped must be 0 or more, but is {max_skipped}")
-        if where is None and on_error == "skip":
-            raise ValueError("on_error='skip' needs workers: give workers or num_workers")
-        find_device(device)
+        if where is not None and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"dataset of type {type(dataset).__name__} has no __getitem__, which a map-style dataset needs, and is "
+                "no IterableDataset"
+            )
         # torch refuses these three without workers of its own; those that we have are not its business.
         own = where is not None
         super().__init__(
@@ -151,23 +142,14 @@ class RPCDataloader(DataLoader[_T_co]):
             pin_memory_device=pin_memory_device,
         )
         self._where = where
-        self._partition = _partition(partition)
         self._pass: RemoteIterator | InlineIterator | None = None
         self._progress: tuple[PassSettings, Progress] | None = None  # of the last iterator
         self._saved: Mapping[str, Any] | None = None  # for the next one
         self._shipped: RemoteDataset | None = None
         self._current: Callable[[], RemoteIterator | None] = _nobody  # the last iterator, while it is in use
-        self.in_order = in_order
-        self.workers = workers
-        self.partition = partition
-        self.max_in_flight_bytes = max_in_flight_bytes
-        self.max_retries = max_retries
-        self.reconnect_timeout = reconnect_timeout
-        self.task_timeout = task_timeout
-        self.retry_on = retry_on
-        self.on_error = on_error
-        self.max_skipped = max_skipped
-        self.device = device
+        # Public attributes are called like arguments: frameworks make another loader of them.
+        for name in (RPCDataloader.__init__.__kwdefaults__ or {}).keys() - _TORCHS:
+            setattr(self, name, arguments[name])
         if own:
             self.num_workers = num_workers or 1  # torch refuses a context without workers, and these are some
             self.multiprocessing_context = multiprocessing_context
@@ -177,13 +159,18 @@ class RPCDataloader(DataLoader[_T_co]):
             self.__dict__["persistent_workers"] = persistent_workers
             if isinstance(where, Local) and num_workers:
                 self.check_worker_number_rationality()
+        settings = PassSettings.of(self)
+        if not own and (settings.task_timeout is not None or settings.retry_on):
+            raise ValueError("task_timeout and retry_on need workers: give workers or num_workers")
+        if not own and settings.skips:
+            raise ValueError("on_error='skip' needs workers: give workers or num_workers")
         if type(self) in (RPCDataloader, _LoaderWithoutState):
             self.__class__ = RPCDataloader if own else _LoaderWithoutState
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
         if self._where is None:
             return self._iterate_here()
-        settings = self._settings()
+        settings = PassSettings.of(self)
         # A state of the beginning has nothing to go on with.
         saved = self._saved if self._saved is not None and "start" in self._saved else None
         iterator: RemoteIterator | InlineIterator
@@ -239,7 +226,7 @@ class RPCDataloader(DataLoader[_T_co]):
             ValueError: It belongs to another kind of loader. When iterating: or the sampler is too short for it.
         """
         self._check_can_resume()
-        settings = self._settings()
+        settings = PassSettings.of(self)
         check_state(settings, state_dict)
         if state_dict.get("finished"):
             end_pass(settings, state_dict)
@@ -311,42 +298,12 @@ class RPCDataloader(DataLoader[_T_co]):
         return self._where
 
     @property
-    def _is_iterable(self) -> bool:
-        return isinstance(self.dataset, IterableDataset)
-
-    @property
     def _reported_length(self) -> int | None:
         return self._IterableDataset_len_called  # what len(self) has said
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process alone; a copy begins without.
         return {**self.__dict__, "_pass": None, "_shipped": None, "_progress": None, "_current": _nobody}
-
-    def _settings(self) -> PassSettings:
-        return PassSettings(
-            dataset=self.dataset,
-            sampler=self._index_sampler,
-            auto_collation=self._auto_collation,
-            iterable=self._is_iterable,
-            drop_last=self.drop_last,
-            collate_fn=self.collate_fn,
-            worker_init_fn=self.worker_init_fn,
-            generator=self.generator,
-            timeout=self.timeout,
-            prefetch_factor=self.prefetch_factor or 2,
-            in_order=self.in_order,
-            max_in_flight_bytes=self.max_in_flight_bytes or default_in_flight_bytes(),
-            pin_memory=self.pin_memory,
-            device=find_device(self.device),
-            persistent_workers=self.persistent_workers,
-            max_retries=self.max_retries,
-            reconnect_timeout=self.reconnect_timeout,
-            task_timeout=self.task_timeout,
-            retry_on=_exceptions(self.retry_on),
-            skips=self.on_error == "skip",
-            max_skipped=self.max_skipped,
-            partition=current_partition() if self.partition == "auto" else self._partition or current_partition(),
-        )
 
     def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator | InlineIterator:
         if self.pin_memory and self.pin_memory_device:
@@ -364,7 +321,7 @@ class RPCDataloader(DataLoader[_T_co]):
         else:
             # Kept until the next one, so that one that has not changed is on its nodes already.
             dataset = self._shipped = ship(self.dataset)
-        share = Partition() if self.partition is None else self._partition
+        share = Partition() if self.partition is None else make_partition(self.partition)
         num_streams = len(saved["streams"]) if saved is not None and not saved["finished"] else 0
         placement = place(self._where, partition=share, num_workers=num_streams or self.num_workers)
         if num_streams:
@@ -412,34 +369,6 @@ def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: in
     return where
 
 
-def _check(dataset: object, prefetch_factor: int | None, max_in_flight_bytes: int | None) -> None:
-    if not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
-        raise TypeError(
-            f"dataset of type {type(dataset).__name__} has no __getitem__, which a map-style dataset needs, and is no "
-            "IterableDataset"
-        )
-    if prefetch_factor is not None and prefetch_factor < 0:
-        raise ValueError("prefetch_factor option should be non-negative")
-    if prefetch_factor == 0:
-        raise ValueError(f"prefetch_factor must be at least 1, but is {prefetch_factor}")
-    if max_in_flight_bytes is not None and not isinstance(max_in_flight_bytes, (int, float)):
-        raise TypeError(f"max_in_flight_bytes must be a number of bytes, but is {max_in_flight_bytes!r}")
-    if max_in_flight_bytes is not None and max_in_flight_bytes < 1:
-        raise ValueError(f"max_in_flight_bytes must be at least 1, but is {max_in_flight_bytes}")
-
-
-def _exceptions(types: type[BaseException] | Iterable[type[BaseException]]) -> tuple[type[BaseException], ...]:
-    if isinstance(types, str) or not isinstance(types, (type, Iterable)):
-        raise TypeError(f"retry_on must be exception classes, but is {types!r}")
-    kinds = (types,) if isinstance(types, type) else tuple(types)
-    for kind in kinds:
-        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-            raise TypeError(f"retry_on must be exception classes, but one is {kind!r}")
-        if issubclass(kind, StopIteration):
-            raise ValueError("retry_on: a StopIteration of the dataset is raised as a RuntimeError; name that instead")
-    return kinds
-
-
 def _named_workers(workers: str | Iterable[str]) -> Remote:
     where = find_workers(workers)
     if not isinstance(where, Remote):
@@ -449,11 +378,3 @@ def _named_workers(workers: str | Iterable[str]) -> Remote:
 
 def _nobody() -> None:
     """In place of a reference to an iterator that there is not."""
-
-
-def _partition(partition: tuple[int, int] | Literal["auto"] | None) -> Partition | None:
-    if partition is None or partition == "auto":
-        return None
-    if isinstance(partition, str) or not isinstance(partition, Sized) or len(partition) != 2:
-        raise ValueError(f"partition must be 'auto', None or (rank, world size), but is {partition!r}")
-    return Partition(*partition)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.host.memory import default_in_flight_bytes
+from rpcdataloader.loader.copying import find_device
 from rpcdataloader.loader.sampler import ResumableDistributedSampler
 
 
 @dataclass(frozen=True, slots=True)
 class PassSettings:
-    """The arguments of a loader, checked.
+    """The arguments of a loader as its iterators use them, checked.
 
     Attributes:
         dataset: What the loader was given; a function of the user may refer to it, as a bound method does.
@@ -24,14 +26,17 @@ class PassSettings:
         iterable: The dataset is iterable-style.
         generator: Where the base seed is drawn; None for torch's default.
         timeout: Seconds to wait for a batch; 0 for no limit.
+        partition: This process among the trainers, for the seeds.
         max_retries: A batch at which so many workers in a row died is an error.
         reconnect_timeout: Seconds to wait for a worker when none is left.
         task_timeout: Seconds that a worker may take for a batch; None for any time.
         retry_on: Exceptions of the dataset after which a batch is tried again.
+        max_skipped: More skipped samples in a pass are an error.
         device: Where batches are brought; None for the memory of this process.
-        skips: Samples whose dataset raises an exception are left out.
-        max_skipped: More of them in a pass are an error.
-        partition: This process among the trainers, for the seeds.
+
+    Raises:
+        ValueError: A value is out of range.
+        TypeError: A value has a wrong type.
     """
 
     dataset: Any
@@ -43,19 +48,66 @@ class PassSettings:
     worker_init_fn: Callable[[int], None] | None = None
     generator: torch.Generator | None = None
     timeout: float = 0.0
+    pin_memory: bool = False
+    persistent_workers: bool = False
     prefetch_factor: int = 2
     in_order: bool = True
-    max_in_flight_bytes: int = field(default_factory=default_in_flight_bytes)
-    pin_memory: bool = False
-    device: torch.device | None = None
-    persistent_workers: bool = False
+    partition: Partition = field(default_factory=current_partition)
+    max_in_flight_bytes: int = None  # type: ignore[assignment]  # a share of the memory
     max_retries: int = 3
     reconnect_timeout: float = 300.0
     task_timeout: float | None = None
     retry_on: tuple[type[BaseException], ...] = ()
-    skips: bool = False
+    on_error: str = "raise"
     max_skipped: int = 100
-    partition: Partition = field(default_factory=current_partition)
+    device: torch.device | None = None
+
+    @classmethod
+    def of(cls, loader: Any) -> PassSettings:
+        """Those of a loader, by the attributes that are called like its arguments, which users may have changed."""
+        values: dict[str, Any] = {each.name: getattr(loader, each.name, None) for each in fields(cls)}
+        values |= {
+            "sampler": loader._index_sampler,
+            "auto_collation": loader._auto_collation,
+            "iterable": isinstance(loader.dataset, IterableDataset),
+            "prefetch_factor": 2 if loader.prefetch_factor is None else loader.prefetch_factor,
+        }
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        def replace(**values: Any) -> None:
+            for name, value in values.items():
+                object.__setattr__(self, name, value)
+
+        if self.prefetch_factor < 0:
+            raise ValueError("prefetch_factor option should be non-negative")
+        if self.prefetch_factor == 0:
+            raise ValueError(f"prefetch_factor must be at least 1, but is {self.prefetch_factor}")
+        if self.max_retries < 1:
+            raise ValueError(f"max_retries must be at least 1, but is {self.max_retries}")
+        if not 0 <= self.reconnect_timeout <= threading.TIMEOUT_MAX:
+            raise ValueError(
+                f"reconnect_timeout must be a number of seconds, 0 or more, but is {self.reconnect_timeout}"
+            )
+        if self.task_timeout is not None and not 0 < self.task_timeout <= threading.TIMEOUT_MAX:
+            raise ValueError(f"task_timeout must be a number of seconds above 0, or None, but is {self.task_timeout}")
+        if self.on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error must be 'raise' or 'skip', but is {self.on_error!r}")
+        if self.max_skipped < 0:
+            raise ValueError(f"max_skipped must be 0 or more, but is {self.max_skipped}")
+        replace(
+            partition=make_partition(self.partition) or current_partition(),
+            max_in_flight_bytes=_bytes(self.max_in_flight_bytes),
+            retry_on=_exceptions(self.retry_on),
+            device=find_device(self.device),
+        )
+        if self.retry_on and self.iterable:
+            raise ValueError("retry_on is for map-style datasets: a stream that has raised cannot be asked again")
+
+    @property
+    def skips(self) -> bool:
+        """Whether samples whose dataset raises an exception are left out."""
+        return self.on_error == "skip"
 
     @property
     def marks_last_try(self) -> bool:
@@ -99,3 +151,39 @@ class PassSettings:
         """Generators that belong to loader and samplers, each once; who has none draws from the global ones."""
         found = [getattr(owner, "generator", None) for owner in (self, *self.chain)]
         return list(dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator)))
+
+
+def make_partition(partition: Any) -> Partition | None:
+    """What the user means by ``partition``; None for what :func:`current_partition` says.
+
+    Raises:
+        ValueError: It is malformed.
+    """
+    if partition is None or partition == "auto" or isinstance(partition, Partition):
+        return partition if isinstance(partition, Partition) else None
+    if isinstance(partition, str) or not isinstance(partition, Sequence) or len(partition) != 2:
+        raise ValueError(f"partition must be 'auto', None or (rank, world size), but is {partition!r}")
+    rank, world_size = partition
+    return Partition(rank, world_size)
+
+
+def _bytes(limit: Any) -> int:
+    if limit is None:
+        return default_in_flight_bytes()
+    if not isinstance(limit, (int, float)):
+        raise TypeError(f"max_in_flight_bytes must be a number of bytes, but is {limit!r}")
+    if limit < 1:
+        raise ValueError(f"max_in_flight_bytes must be at least 1, but is {limit}")
+    return int(limit)
+
+
+def _exceptions(types: type[BaseException] | Iterable[type[BaseException]]) -> tuple[type[BaseException], ...]:
+    if isinstance(types, str) or not isinstance(types, (type, Iterable)):
+        raise TypeError(f"retry_on must be exception classes, but is {types!r}")
+    kinds = (types,) if isinstance(types, type) else tuple(types)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise TypeError(f"retry_on must be exception classes, but one is {kind!r}")
+        if issubclass(kind, StopIteration):
+            raise ValueError("retry_on: a StopIteration of the dataset is raised as a RuntimeError; name that instead")
+    return kinds
