@@ -34,7 +34,7 @@ from rpcdataloader.loader.ahead import Ahead
 from rpcdataloader.loader.copying import make_carrier
 from rpcdataloader.loader.executor import Executor
 from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass, undone_afterwards
-from rpcdataloader.loader.placement import Placement
+from rpcdataloader.loader.placement import Placement, plan_options
 from rpcdataloader.loader.ranks import of_rank
 from rpcdataloader.loader.seat import Answer, Failure, Seat, Sent, decode
 from rpcdataloader.loader.settings import PassSettings
@@ -42,7 +42,6 @@ from rpcdataloader.loader.tasks import Progress, Task, describe
 from rpcdataloader.plan.actions import Action, Load, Open
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
-from rpcdataloader.plan.options import PlanOptions
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.pickling import result_of
@@ -98,7 +97,7 @@ class Driver:
             self._streams: list[StreamState] = []  # after the last answer of each
             self._begin_streams()
             self._engine: Engine[Node] = Engine(
-                _plan_options(settings, placement),
+                plan_options(settings, placement),
                 placement.homes,
                 placement.others,
                 describe=describe,
@@ -431,22 +430,3 @@ class _ToDo(NamedTuple):
     actions: list[Action]
     seats: list[Seat]
     begun: Pass
-
-
-def _plan_options(settings: PassSettings, placement: Placement) -> PlanOptions:
-    return PlanOptions(
-        num_workers=len(placement.homes),
-        is_iterable=settings.iterable,
-        prefetch_factor=settings.prefetch_factor,
-        in_order=settings.in_order,
-        max_in_flight_bytes=settings.max_in_flight_bytes,
-        max_retries=settings.max_retries,
-        task_timeout=settings.task_timeout,
-        reconnect_timeout=settings.reconnect_timeout,
-        marks_last_try=settings.marks_last_try,
-        label=settings.partition.label,
-        rank=placement.partition.rank,
-        world_size=placement.partition.world_size,
-        num_offered=placement.num_offered,
-        max_workers=placement.max_workers,
-    )

@@ -15,6 +15,8 @@ from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import Session
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
 from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.plan.options import PlanOptions
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -143,3 +145,23 @@ def warn_of_few(num_workers: int, num_offered: int, where: str) -> None:
 @functools.cache
 def _warn_of_doubling(world_size: int, num_workers: int) -> None:
     logger.warning("%d ranks share %d workers: some are used by more than one rank", world_size, num_workers)
+
+
+def plan_options(settings: PassSettings, placement: Placement) -> PlanOptions:
+    """What the engine has to know of both."""
+    return PlanOptions(
+        num_workers=len(placement.homes),
+        is_iterable=settings.iterable,
+        prefetch_factor=settings.prefetch_factor,
+        in_order=settings.in_order,
+        max_in_flight_bytes=settings.max_in_flight_bytes,
+        max_retries=settings.max_retries,
+        task_timeout=settings.task_timeout,
+        reconnect_timeout=settings.reconnect_timeout,
+        marks_last_try=settings.marks_last_try,
+        label=settings.partition.label,
+        rank=placement.partition.rank,
+        world_size=placement.partition.world_size,
+        num_offered=placement.num_offered,
+        max_workers=placement.max_workers,
+    )
