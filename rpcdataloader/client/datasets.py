@@ -21,10 +21,10 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.client.client import get_client
-from rpcdataloader.client.exchange import Answer
+from rpcdataloader.client.exchange import PendingReply
 from rpcdataloader.client.refs import DatasetRef
-from rpcdataloader.client.session import Session
-from rpcdataloader.client.worker import Worker, WorkerOwner
+from rpcdataloader.client.session import RemoteSession
+from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError, SerializationError
 from rpcdataloader.host.generators import get_states
 from rpcdataloader.wire.buffers import pieces_of
@@ -66,13 +66,13 @@ class RemoteDataset:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         # Guarded by the lock: for each session that has it, whether the session has built it itself.
-        self._sessions: dict[Session, bool] = {}
-        self._building: dict[Session, threading.Event] = {}
+        self._sessions: dict[RemoteSession, bool] = {}
+        self._building: dict[RemoteSession, threading.Event] = {}
         self._length: int | None = None
         self._is_iterable = is_iterable
         self._changes: list[_Change] = []
-        self._workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-        self._query_worker: Worker | None = None
+        self._workers: weakref.WeakSet[RemoteWorker] = weakref.WeakSet()
+        self._query_worker: RemoteWorker | None = None
         weakref.finalize(self, _release, self.key, self._sessions).atexit = False
 
     @property
@@ -80,7 +80,7 @@ class RemoteDataset:
         """Stands for the dataset in a call to a session or worker that has it."""
         return DatasetRef(self.key)
 
-    def build_on(self, sessions: Iterable[Session]) -> None:
+    def build_on(self, sessions: Iterable[RemoteSession]) -> None:
         """Have it on all of ``sessions``, building where it is missing, at the same time.
 
         Whoever changes or asks it meanwhile does not wait for that.
@@ -112,11 +112,11 @@ class RemoteDataset:
             if not awaited:
                 return
 
-    def is_on(self, session: Session) -> bool:
+    def is_on(self, session: RemoteSession) -> bool:
         """Whether workers of this session can use it."""
         return session in self._sessions
 
-    def _build_missing(self, sessions: Sequence[Session]) -> None:
+    def _build_missing(self, sessions: Sequence[RemoteSession]) -> None:
         slow = _SlowLine(self.name, [session.name for session in sessions])
         try:
             self._build(sessions, slow)
@@ -129,10 +129,10 @@ class RemoteDataset:
         finally:
             slow.close()
 
-    def _build(self, sessions: Sequence[Session], slow: _SlowLine) -> None:
+    def _build(self, sessions: Sequence[RemoteSession], slow: _SlowLine) -> None:
         payload = Build(self.key, self.name, self._shared, self._generators, self._pickled.payload).encode()
-        waiting: list[tuple[Session, Callable[[], Any]]] = []
-        replies: dict[Session, dict[str, Any]] = {}
+        waiting: list[tuple[RemoteSession, Callable[[], Any]]] = []
+        replies: dict[RemoteSession, dict[str, Any]] = {}
         lost: ConnectionLostError | None = None
         for session in sessions:
             try:
@@ -165,7 +165,7 @@ class RemoteDataset:
         if lost is not None:
             raise lost
 
-    def _catch_up(self, session: Session, reply: Mapping[str, Any]) -> None:
+    def _catch_up(self, session: RemoteSession, reply: Mapping[str, Any]) -> None:
         """Make the changes in a session that has just built it, and count it among those that have it then."""
         made: list[_Change] = []
         while True:
@@ -186,8 +186,8 @@ class RemoteDataset:
             made += to_make
 
     def open_worker(
-        self, session: Session, owner: WorkerOwner, keep_waiting: Callable[[], bool] = lambda: True
-    ) -> Worker:
+        self, session: RemoteSession, owner: WorkerOwner, keep_waiting: Callable[[], bool] = lambda: True
+    ) -> RemoteWorker:
         """Ask a session that has it for a worker that uses it: one that is up to date, and told of later changes.
 
         The lock makes sure that no change comes between: the worker is forked after it, or is told.
@@ -276,11 +276,11 @@ class RemoteDataset:
             self._changes = _without_overwritten(self._changes, change)
         return results
 
-    def _inherits(self, worker: Worker) -> bool:
+    def _inherits(self, worker: RemoteWorker) -> bool:
         """Whether the worker is forked with the dataset, or else makes its own."""
         return self._sessions.get(worker.session, False)
 
-    def _idle_worker(self) -> Worker | None:
+    def _idle_worker(self) -> RemoteWorker | None:
         """A worker for questions; None if there is no session left that has it. With the lock."""
         if self._query_worker is None or not self._query_worker.is_usable:
             usable = next((session for session in self._sessions if session.is_usable), None)
@@ -316,8 +316,8 @@ class RemoteDataset:
                 f"dataset {self.name} belongs to process {self._pid}, of which this one is a fork: make one here"
             )
 
-    def _ask(self, worker: Worker, func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
-        answer = Answer(get_client().allocator)
+    def _ask(self, worker: RemoteWorker, func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
+        answer = PendingReply(get_client().allocator)
         try:
             worker.call(Call(func, (self.ref, *args), {}, ordered=True), answer.complete)
         except ConnectionLostError as exc:
@@ -390,7 +390,7 @@ def _without_overwritten(changes: Sequence[_Change], latest: _Change) -> list[_C
     return [*changes[:start], *between, *changes[end:]]
 
 
-def _release(key: int, sessions: dict[Session, bool]) -> None:
+def _release(key: int, sessions: dict[RemoteSession, bool]) -> None:
     for session in list(sessions):
         session.release(key)
 
@@ -433,11 +433,11 @@ class _SlowLine:
 class _QueryOwner:
     """Nothing to do: each question is told when its worker is lost."""
 
-    def worker_ready(self, worker: Worker) -> None:
+    def worker_ready(self, worker: RemoteWorker) -> None:
         pass
 
-    def worker_draining(self, worker: Worker) -> None:
+    def worker_draining(self, worker: RemoteWorker) -> None:
         pass
 
-    def worker_lost(self, worker: Worker, error: RPCError) -> None:
+    def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
         pass

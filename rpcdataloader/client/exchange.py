@@ -80,7 +80,7 @@ def reference_of(value: Any) -> tuple[str, int] | None:
     return ("dataset", value.key) if isinstance(value, DatasetRef) else None
 
 
-class Answer:
+class PendingReply:
     """The answer to a request, for a thread that waits for it.
 
     Args:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from rpcdataloader.client.connection import Connection
 from rpcdataloader.client.exchange import ClientSettings
-from rpcdataloader.client.session import Session
-from rpcdataloader.client.worker import Worker
+from rpcdataloader.client.session import RemoteSession
+from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.errors import RPCError
 from rpcdataloader.wire.address import Address
 
@@ -34,23 +34,23 @@ class Node:
         self._settings = settings
         self._lock = threading.Lock()
         # Guarded by the lock. The last session is the current one; those before it still drain.
-        self._sessions: list[Session] = []
-        self._rpc_worker: Worker | None = None
+        self._sessions: list[RemoteSession] = []
+        self._rpc_worker: RemoteWorker | None = None
         self._num_workers: int | None = None
 
     def __str__(self) -> str:
         return str(self.address)
 
-    def session(self) -> Session:
+    def session(self) -> RemoteSession:
         """The current session, begun now if there is none; it may still be connecting."""
         with self._lock:
             return self._current_session()
 
-    def _current_session(self) -> Session:
+    def _current_session(self) -> RemoteSession:
         if not self._sessions or not self._sessions[-1].is_usable:
             self._ensure_running()
             self._sessions = [session for session in self._sessions if not session.is_over]
-            self._sessions.append(Session(self.address, self._settings))
+            self._sessions.append(RemoteSession(self.address, self._settings))
             self._sessions[-1].start()
         return self._sessions[-1]
 
@@ -68,7 +68,7 @@ class Node:
             self._num_workers = self.session().wait().num_workers
         return self._num_workers
 
-    def rpc_worker(self) -> Worker:
+    def rpc_worker(self) -> RemoteWorker:
         """The worker that serves ``rpc_async`` calls of this client, begun now if there is none."""
         with self._lock:
             if self._rpc_worker is None or not self._rpc_worker.is_usable:
@@ -93,13 +93,13 @@ class Node:
 class _RpcOwner:
     """Nothing to do: the requests themselves are told when their worker is lost."""
 
-    def worker_ready(self, worker: Worker) -> None:
+    def worker_ready(self, worker: RemoteWorker) -> None:
         pass
 
-    def worker_draining(self, worker: Worker) -> None:
+    def worker_draining(self, worker: RemoteWorker) -> None:
         # It answers what it has, and ends when we do; objects that it holds are lost then.
         if worker.connection.num_pending == 0:
             worker.close()
 
-    def worker_lost(self, worker: Worker, error: RPCError) -> None:
+    def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
         pass

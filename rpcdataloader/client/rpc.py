@@ -11,7 +11,7 @@ from torch.futures import Future
 from rpcdataloader.client.alarm import Timer
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.refs import RRef
-from rpcdataloader.client.worker import Worker
+from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.frames import Message
@@ -70,7 +70,7 @@ def rpc_async(
     call = Call(func, tuple(args or ()), dict(kwargs or {}), keep=rref, limited=timeout is None)
     worker = client.node(address).rpc_worker()
     future: Future[Any] = Future()
-    answer = _Answer(future)
+    answer = _PendingResult(future)
 
     def complete(reply: Message | RPCError) -> None:
         try:
@@ -95,7 +95,7 @@ def rpc_async(
     return future
 
 
-class _Answer:
+class _PendingResult:
     """Completes a future once, whether the reply or the deadline comes first."""
 
     def __init__(self, future: Future[Any]) -> None:
@@ -124,7 +124,7 @@ class _Answer:
             future.set_exception(error)
 
 
-def _expire(worker: Worker, number: int, answer: _Answer, name: str, timeout: float) -> None:
+def _expire(worker: RemoteWorker, number: int, answer: _PendingResult, name: str, timeout: float) -> None:
     worker.connection.cancel(number)
     state = "" if worker.number else " (still connecting)"
     answer.fail(RPCTimeoutError(f"{name} on {worker.name}{state} did not finish within {timeout:g} s"))

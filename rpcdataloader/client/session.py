@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
-from rpcdataloader.client.exchange import Answer, ClientSettings, log_from_server, read_welcome, reference_of
+from rpcdataloader.client.exchange import ClientSettings, PendingReply, log_from_server, read_welcome, reference_of
 from rpcdataloader.client.sharing import current_partition
-from rpcdataloader.client.worker import Worker, WorkerOwner
+from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.host.environment import collect, install, set_rank
 from rpcdataloader.wire import transport
@@ -24,7 +24,7 @@ from rpcdataloader.wire.channel import Channel, open_channel
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.identity import local_identity
-from rpcdataloader.wire.messages import Call, Exited, Stack, Welcome
+from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
 from rpcdataloader.wire.pickling import dumps, result_of
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -39,7 +39,7 @@ FATE_TIMEOUT = 2.0
 STACK_TIMEOUT = 2.0
 
 
-class Session:
+class RemoteSession:
     """This client's session on one node: the control connection.
 
     Attributes:
@@ -59,7 +59,7 @@ class Session:
         self.draining = False
         self._deadline = Deadline(settings.connect_timeout)
         self._connection = Connection(self.name, self._open, self, settings.allocator)
-        self._workers: set[Worker] = set()
+        self._workers: set[RemoteWorker] = set()
         self._partition = current_partition()  # as the session knows it
 
     def start(self) -> None:
@@ -155,7 +155,7 @@ class Session:
         buffers: Sequence[BlockBytes],
         finished: Callable[[], None] = lambda: None,
     ) -> Callable[[], Any]:
-        answer = Answer(self._settings.allocator)
+        answer = PendingReply(self._settings.allocator)
 
         def complete(reply: Message | RPCError) -> None:
             finished()
@@ -170,12 +170,12 @@ class Session:
         Waits until the worker's session has answered, at most 2 s. Never raises an error, as it is needed most when
         something is wrong already: an answer that does not come is said in the text.
         """
-        return self._ask_for_stack(Stack(number), lambda: None)()
+        return self._ask_for_stack(StackRequest(number), lambda: None)()
 
     def stacks(self) -> dict[str, str]:
         """:meth:`stack_of` of all workers of this session that are there, by their names; in 2 s altogether."""
         there = [worker for worker in list(self._workers) if worker.number]
-        waits = [(worker.name, self._ask_for_stack(Stack(worker.number), lambda: None)) for worker in there]
+        waits = [(worker.name, self._ask_for_stack(StackRequest(worker.number), lambda: None)) for worker in there]
         return {name: wait() for name, wait in waits}
 
     def end_worker(self, number: int, reason: str) -> Callable[[], str]:
@@ -199,11 +199,11 @@ class Session:
             for worker in workers:
                 worker.close(ConnectionLostError(f"{worker.name} was ended: {reason}"))
 
-        return self._ask_for_stack(Stack(number, reason), close)
+        return self._ask_for_stack(StackRequest(number, reason), close)
 
-    def _ask_for_stack(self, request: Stack, finished: Callable[[], None]) -> Callable[[], str]:
+    def _ask_for_stack(self, request: StackRequest, finished: Callable[[], None]) -> Callable[[], str]:
         """Returns a function that waits for the text; ``finished`` is called once there is one, or too late."""
-        answer = Answer(self._settings.allocator)
+        answer = PendingReply(self._settings.allocator)
 
         def complete(reply: Message | RPCError) -> None:
             finished()
@@ -235,18 +235,18 @@ class Session:
             self._condition.wait_for(lambda: worker in self._exited or self._lost is not None, FATE_TIMEOUT)
             return self._exited.get(worker)
 
-    def open_worker(self, owner: WorkerOwner, keep_waiting: Callable[[], bool] = lambda: True) -> Worker:
+    def open_worker(self, owner: WorkerOwner, keep_waiting: Callable[[], bool] = lambda: True) -> RemoteWorker:
         """Ask for a worker; it is there, or not, when ``owner`` is told.
 
         Args:
             keep_waiting: Asked while the node is busy; False gives up.
         """
-        worker = Worker(self, owner, keep_waiting, self._settings)
+        worker = RemoteWorker(self, owner, keep_waiting, self._settings)
         self._workers.add(worker)
         worker.connection.start()
         return worker
 
-    def worker_ended(self, worker: Worker) -> None:
+    def worker_ended(self, worker: RemoteWorker) -> None:
         """Forget a worker."""
         self._workers.discard(worker)
 

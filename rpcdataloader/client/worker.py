@@ -20,7 +20,7 @@ from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.slabs import Allocator
 
 if TYPE_CHECKING:
-    from rpcdataloader.client.session import Session
+    from rpcdataloader.client.session import RemoteSession
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -28,17 +28,17 @@ logger = logging.getLogger("rpcdataloader.client")
 class WorkerOwner(Protocol):
     """Who asked for a worker; called from its receiver thread."""
 
-    def worker_ready(self, worker: Worker) -> None:
+    def worker_ready(self, worker: RemoteWorker) -> None:
         """The worker takes requests (earlier ones have waited for this moment)."""
 
-    def worker_draining(self, worker: Worker) -> None:
+    def worker_draining(self, worker: RemoteWorker) -> None:
         """The worker answers what it has received, takes no more, and ends then."""
 
-    def worker_lost(self, worker: Worker, error: RPCError) -> None:
+    def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
         """The worker has ended or never came to be; its requests have failed with ``error``."""
 
 
-class Worker:
+class RemoteWorker:
     """A worker of a session: one connection.
 
     Attributes:
@@ -48,7 +48,7 @@ class Worker:
     """
 
     def __init__(
-        self, session: Session, owner: WorkerOwner, keep_waiting: Callable[[], bool], settings: ClientSettings
+        self, session: RemoteSession, owner: WorkerOwner, keep_waiting: Callable[[], bool], settings: ClientSettings
     ) -> None:
         self.session = session
         self.name = f"worker on {session.name}"

@@ -20,7 +20,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.watcher import Watch
-from rpcdataloader.client.worker import Worker
+from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.errors import (
     ConnectError,
     ConnectionLostError,
@@ -314,7 +314,7 @@ class Driver:
             self.fail(exc)
         self.feed(lambda engine, _now: engine.worker_at_work(seat.number))
 
-    def lost(self, seat: Seat, worker: Worker, error: RPCError) -> None:
+    def lost(self, seat: Seat, worker: RemoteWorker, error: RPCError) -> None:
         """A worker has ended, or never came to be."""
         with self._condition:
             self._executor.seats.pop(seat.number, None)
@@ -385,7 +385,7 @@ class Driver:
     # --- any thread: what is asked
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[RemoteWorker]:
         """The workers that were asked for, and are not lost."""
         return [seat.worker for seat in list(self._executor.seats.values())]
 

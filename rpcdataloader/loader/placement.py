@@ -12,7 +12,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Local, Registered, Remote
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.session import Session
+from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.loader.settings import PassSettings
@@ -105,7 +105,7 @@ def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = Tru
             raise
 
 
-def _wait_for_one(sessions: Sequence[Session]) -> Session:
+def _wait_for_one(sessions: Sequence[RemoteSession]) -> RemoteSession:
     """The first of ``sessions``, which all connect already, that comes to be; the error of the last if none does."""
     for session in sessions[:-1]:
         with contextlib.suppress(RPCError):

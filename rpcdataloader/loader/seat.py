@@ -14,7 +14,7 @@ import torch
 import torch.utils.data._utils.pin_memory
 
 from rpcdataloader.client.connection import Request
-from rpcdataloader.client.worker import Worker
+from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.errors import RPCError
 from rpcdataloader.fetch.stopping import stopped
 from rpcdataloader.fetch.stream_state import StreamState
@@ -130,7 +130,7 @@ class Seat:
 
     def __init__(self, driver: Driver, number: int, allocator: Allocator, decode: Callable[[Message], Answer]) -> None:
         self.number = number
-        self.worker: Worker  # as soon as it was asked for
+        self.worker: RemoteWorker  # as soon as it was asked for
         self.sent: dict[int, Sent] = {}
         # In the order of the engine's decisions, whichever thread carries them out: a stream's tasks are not swapped.
         self._queue: deque[Sent] = deque()  # to be sent
@@ -174,11 +174,11 @@ class Seat:
             self._driver.answered(self, sent, self._decode(reply))
         # Otherwise the worker is lost, which is reported once for all of its requests.
 
-    def worker_ready(self, worker: Worker) -> None:  # noqa: ARG002  there is one
+    def worker_ready(self, worker: RemoteWorker) -> None:  # noqa: ARG002  there is one
         self._driver.feed(lambda engine, now: engine.worker_ready(self.number, now))
 
-    def worker_draining(self, worker: Worker) -> None:  # noqa: ARG002
+    def worker_draining(self, worker: RemoteWorker) -> None:  # noqa: ARG002
         self._driver.feed(lambda engine, _now: engine.worker_draining(self.number))
 
-    def worker_lost(self, worker: Worker, error: RPCError) -> None:
+    def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
         self._driver.lost(self, worker, error)

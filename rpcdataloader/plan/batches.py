@@ -19,7 +19,7 @@ from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.plan.options import PlanOptions
-from rpcdataloader.plan.table import Table, Task
+from rpcdataloader.plan.table import Entry, Table
 from rpcdataloader.plan.workers import Pace, Ranking, WorkerPace, choose, choose_second, keep_until
 
 # One batch is in flight twice for so many workers, at most, and one in any case. A file system that stalls for all
@@ -28,7 +28,7 @@ _WORKERS_PER_HEDGE = 16
 
 
 @dataclass(slots=True)
-class _Batch(Task):
+class _BatchEntry(Entry):
     holders: list[WorkerPace] = field(default_factory=list)  # workers with a copy, the first one first
     failed_at: WorkerPace | None = None  # where it is not to be tried again, if there is another place
 
@@ -38,7 +38,7 @@ class _Batch(Task):
         return self.size_bytes is None and len(self.holders) == 1 and not self.num_deaths
 
 
-class BatchTable(Table[_Batch]):
+class BatchTable(Table[_BatchEntry]):
     """The tasks of one pass over a map-style dataset; see :class:`~rpcdataloader.plan.table.Table`.
 
     Args:
@@ -151,7 +151,7 @@ class BatchTable(Table[_Batch]):
             return None
         number = self._num_added
         self._num_added += 1
-        self.tasks[number] = _Batch(number, payload)
+        self.tasks[number] = _BatchEntry(number, payload)
         self._waiting.append(number)
         return number
 
@@ -187,7 +187,7 @@ class BatchTable(Table[_Batch]):
                     break  # the same is true of all others; a task that has failed is more particular
         return self._hedge(now) if self._late_at(or_doubled=True) <= now else None
 
-    def _send(self, record: WorkerPace, task: _Batch, now: float) -> None:
+    def _send(self, record: WorkerPace, task: _BatchEntry, now: float) -> None:
         """A copy goes to the worker."""
         if self._timeouts is not None and not record.in_flight:
             self._timeouts.begin(record.id, now)
@@ -224,7 +224,7 @@ class BatchTable(Table[_Batch]):
     def ended(self, worker: int, number: int, now: float) -> bool:  # noqa: ARG002
         raise LocalProtocolError(f"task {number} of worker {worker} is no task of a stream, and cannot be its end")
 
-    def _take_answer(self, worker: int, number: int, task_seconds: float | None, now: float) -> _Batch | None:
+    def _take_answer(self, worker: int, number: int, task_seconds: float | None, now: float) -> _BatchEntry | None:
         """Note that a worker has answered; returns the task, None if the answer is to be ignored."""
         if not 0 <= number < self._num_added:
             raise LocalProtocolError(f"task {number} was never added")
@@ -241,7 +241,7 @@ class BatchTable(Table[_Batch]):
         self._num_in_flight -= 1
         return self._drop_copy(record, number)
 
-    def _drop_copy(self, record: WorkerPace, number: int) -> _Batch | None:
+    def _drop_copy(self, record: WorkerPace, number: int) -> _BatchEntry | None:
         """A copy is in flight no more; returns its task, None if another worker has answered that."""
         task = self.tasks.get(number)
         if task is None:
@@ -265,7 +265,7 @@ class BatchTable(Table[_Batch]):
         """
         if not self.tasks or self.num_doubled >= max(1, len(self._workers) // _WORKERS_PER_HEDGE):
             return math.inf
-        task: _Batch | None
+        task: _BatchEntry | None
         if self._in_order:
             task = self.tasks[next(iter(self.tasks))]
         elif self._answered:

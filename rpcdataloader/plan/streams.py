@@ -20,15 +20,15 @@ from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.plan.options import PlanOptions
-from rpcdataloader.plan.table import Table, Task
+from rpcdataloader.plan.table import Entry, Table
 
 
 @dataclass(slots=True)
-class _StreamTask(Task):
+class _StreamEntry(Entry):
     is_sent: bool = False
 
 
-class StreamTable(Table[_StreamTask]):
+class StreamTable(Table[_StreamEntry]):
     """The tasks of one pass over an iterable-style dataset; see :class:`~rpcdataloader.plan.table.Table`.
 
     Args:
@@ -122,7 +122,7 @@ class StreamTable(Table[_StreamTask]):
         stream = self._turn[0]
         if not self._in_order:
             stream = next(stream for stream in self._turn if self._num_undelivered[stream] < self._prefetch_factor)
-        self.tasks[number] = _StreamTask(number, payload, stream=stream)
+        self.tasks[number] = _StreamEntry(number, payload, stream=stream)
         self._num_undelivered[stream] += 1
         self._waiting.append(number)
         self._turn.remove(stream)
@@ -195,7 +195,7 @@ class StreamTable(Table[_StreamTask]):
         """No task has a second copy."""
         return []
 
-    def pop_deliverable(self) -> _StreamTask | None:
+    def pop_deliverable(self) -> _StreamEntry | None:
         task = super().pop_deliverable()
         if task is not None:
             self._num_undelivered[_stream(task)] -= 1
@@ -225,10 +225,10 @@ class StreamTable(Table[_StreamTask]):
         return stream
 
 
-def _stream(task: _StreamTask) -> int:
+def _stream(task: _StreamEntry) -> int:
     assert task.stream is not None
     return task.stream
 
 
-def _is_in_flight(task: _StreamTask, stream: int | None) -> bool:
+def _is_in_flight(task: _StreamEntry, stream: int | None) -> bool:
     return task.stream == stream and task.is_sent and task.size_bytes is None

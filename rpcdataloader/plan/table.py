@@ -27,7 +27,7 @@ _SIZE_DECAY = 1 / 16
 
 
 @dataclass(slots=True)
-class Task:
+class Entry:
     """A batch to load.
 
     Attributes:
@@ -46,7 +46,7 @@ class Task:
     stream: int | None = None
 
 
-T = TypeVar("T", bound=Task)
+T = TypeVar("T", bound=Entry)
 
 
 class Table(ABC, Generic[T]):

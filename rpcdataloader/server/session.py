@@ -47,7 +47,7 @@ from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.frames import Flag, Message, MessageType
-from rpcdataloader.wire.messages import Build, Call, Exited, Log, Stack, Welcome, unpack_handles
+from rpcdataloader.wire.messages import Build, Call, Exited, Log, StackRequest, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import dumps_exception, dumps_reply, loads
 from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.slabs import PageablePool
@@ -164,7 +164,7 @@ class Session:
         elif message.type == MessageType.CALL:
             self._answer(message, self._call)
         elif message.type == MessageType.STACK:
-            self._stacks.ask(message.request_id, Stack.decode(message.payload))
+            self._stacks.ask(message.request_id, StackRequest.decode(message.payload))
         elif message.type == MessageType.RELEASE:
             self._datasets.release(unpack_handles(message.payload))
         # CANCEL: what arrived before it has been answered already.

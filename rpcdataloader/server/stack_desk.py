@@ -12,7 +12,7 @@ from rpcdataloader.server.link import Link
 from rpcdataloader.server.processes import Process
 from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackReader
 from rpcdataloader.server.statistics import StacksAsked
-from rpcdataloader.wire.messages import Stack
+from rpcdataloader.wire.messages import StackRequest
 
 # Seconds until another try when somebody who wants stacks has not read those before.
 STACK_RETRY_PAUSE = 0.05
@@ -49,10 +49,10 @@ class StackDesk:
     def __init__(self, workers: Mapping[int, ForkedWorker], reply: Callable[[int, str], None]) -> None:
         self._workers = workers
         self._reply = reply
-        self._requests: dict[int, Stack] = {}
+        self._requests: dict[int, StackRequest] = {}
         self._looks: list[StacksAsked] = []  # at all workers
 
-    def ask(self, request_id: int, request: Stack) -> None:
+    def ask(self, request_id: int, request: StackRequest) -> None:
         """The client wants one stack."""
         self._requests[request_id] = request
         if worker := self._workers.get(request.worker):

@@ -75,7 +75,7 @@ class Exited(_Json):
 
 
 @dataclass(frozen=True, slots=True)
-class Stack(_Json):
+class StackRequest(_Json):
     """Tell where the code of a worker of this session is; and then, if there is a reason to, end that worker."""
 
     worker: int

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rpcdataloader.client.worker import Worker
+from rpcdataloader.client.worker import RemoteWorker
 from tests.conftest import wait_until
 
 
-def workers_of(iterator: Any) -> list[Worker]:
+def workers_of(iterator: Any) -> list[RemoteWorker]:
     """Those that were asked for, and are not lost."""
     return list(iterator._driver.workers)
 

@@ -16,7 +16,7 @@ from rpcdataloader.wire.messages import (
     Exited,
     Goaway,
     Log,
-    Stack,
+    StackRequest,
     Welcome,
     pack_handles,
     unpack_handles,
@@ -27,13 +27,13 @@ MESSAGES = [
     Welcome("node07", 4711, "ab" * 16, 32, worker=3),
     Busy("all 8 connections are in use"),
     Exited(3, 4711, "was killed by SIGKILL (perhaps out of memory)"),
-    Stack(3),
-    Stack(3, "took longer than 5 s"),
+    StackRequest(3),
+    StackRequest(3, "took longer than 5 s"),
     Goaway(17),
     Goaway(17, retired=True),
     Log(30, "py.warnings", "UserWarning: déjà vu\n日本"),
 ]
-KINDS = [Welcome, Busy, Exited, Stack, Goaway, Log]
+KINDS = [Welcome, Busy, Exited, StackRequest, Goaway, Log]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
