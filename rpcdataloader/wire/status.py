@@ -6,16 +6,13 @@ above them. Times are seconds that have passed, so that nobody's clock matters.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-from rpcdataloader.errors import RemoteProtocolError
+from rpcdataloader.wire.plain import Json
 
 
 @dataclass(frozen=True, slots=True)
-class StatusRequest:
+class StatusRequest(Json):
     """Asks for a :class:`NodeStatus`.
 
     Attributes:
@@ -24,22 +21,9 @@ class StatusRequest:
 
     stacks: bool = False
 
-    def encode(self) -> bytes:
-        """The payload."""
-        return json.dumps(dataclasses.asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, payload: bytes | bytearray | memoryview) -> StatusRequest:
-        """Read a payload.
-
-        Raises:
-            RemoteProtocolError: It is no such request.
-        """
-        return _make(cls, _load(payload))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class Work(Json):
     """What was done since the beginning.
 
     Attributes:
@@ -158,77 +142,7 @@ class NodeStatus(Work):
     refused_connections: int
     clients: list[ClientStatus]
 
-    def encode(self) -> bytes:
-        """The payload."""
-        return json.dumps(dataclasses.asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, payload: bytes | bytearray | memoryview) -> NodeStatus:
-        """Read a payload.
-
-        Raises:
-            RemoteProtocolError: It is no such answer.
-        """
-        fields = _load(payload)
-        clients = []
-        for client in _list(fields, "clients"):
-            workers = [_make(WorkerStatus, worker) for worker in _list(client, "workers")]
-            clients.append(_make(ClientStatus, {**client, "workers": workers}))
-        return _make(cls, {**fields, "clients": clients})
-
     @property
     def workers(self) -> list[WorkerStatus]:
         """Those of all clients."""
         return [worker for client in self.clients for worker in client.workers]
-
-
-_Fields = TypeVar("_Fields")
-
-# What the annotations above allow in JSON; a bool is no number here.
-_KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "str": (str,),
-    "bool": (bool,),
-    "int | None": (int, type(None)),
-    "float | None": (int, float, type(None)),
-    "str | None": (str, type(None)),
-    "list[WorkerStatus]": (list,),
-    "list[ClientStatus]": (list,),
-}
-
-
-def _load(payload: bytes | bytearray | memoryview) -> dict[str, Any]:
-    try:
-        fields = json.loads(bytes(payload))
-    except (ValueError, RecursionError) as exc:
-        raise RemoteProtocolError("malformed status message") from exc
-    return _dict(fields)
-
-
-def _dict(fields: Any) -> dict[str, Any]:
-    if not isinstance(fields, dict):
-        raise RemoteProtocolError("malformed status message: no JSON object where one should be")
-    return fields
-
-
-def _list(fields: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    value = fields.get(name)
-    if not isinstance(value, list):
-        raise RemoteProtocolError(f"malformed status message: {name} is no list")
-    return [_dict(item) for item in value]
-
-
-def _make(kind: type[_Fields], values: dict[str, Any]) -> _Fields:
-    """An object of ``kind``; what a later version may tell besides is left alone."""
-    fields = {}
-    for item in dataclasses.fields(kind):  # type: ignore[arg-type]  # only called with dataclasses
-        if item.name not in values:
-            if item.default is dataclasses.MISSING:
-                raise RemoteProtocolError(f"malformed status message: {item.name} is missing")
-            continue
-        value = values[item.name]
-        if type(value) not in _KINDS[str(item.type)]:
-            raise RemoteProtocolError(f"malformed status message: {item.name} is {value!r}")
-        fields[item.name] = value
-    return kind(**fields)
