@@ -189,7 +189,11 @@ def test_imports_point_downwards_and_pure_modules_stay_pure():
         ("", "from rpcdataloader.client.rpc import rpc_async", "imports rpcdataloader.client.rpc"),
         ("wire.slabs", "def f():\n    import rpcdataloader.wire.channel", "cycle: "),
         ("server.node", "TO_IMPORT = 'rpcdataloader.client.rpc'", "imports rpcdataloader.client.rpc"),
-        ("server.node", "CODE = 'import sys; import rpcdataloader.client.rpc; x()'", "imports rpcdataloader.client.rpc"),
+        (
+            "server.node",
+            "CODE = 'import sys; import rpcdataloader.client.rpc; x()'",
+            "imports rpcdataloader.client.rpc",
+        ),
         ("wire.slabs", "TO_IMPORT = ['rpcdataloader.wire.channel']", "cycle: "),
     ],
 )
