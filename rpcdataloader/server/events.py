@@ -14,9 +14,15 @@ from rpcdataloader.wire import plain
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Node server to gate, with the connection: it is yours. ``peer`` is the address at the other end."""
+    """Node server to gate, with the connection: it is yours.
+
+    Attributes:
+        peer: Address at the other end.
+        row: Place of the gate among the counters.
+    """
 
     peer: str
+    row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +88,7 @@ class SessionBegun:
 
 @dataclass(frozen=True, slots=True)
 class SessionKnown:
-    """Node server to session: worker connections may come. ``row`` is its place among the counters."""
-
-    row: int | None
+    """Node server to session: worker connections may come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +129,12 @@ class Decided:
 
     Attributes:
         reason: Why there is no room; None if there is.
-        row: Place of the worker among the counters.
+        row: Place of the worker among the counters; 0 if there is no room.
     """
 
     worker: int
     reason: str | None
-    row: int | None
+    row: int
 
 
 @dataclass(frozen=True, slots=True)

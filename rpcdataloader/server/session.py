@@ -62,8 +62,13 @@ HANDSHAKE_TIMEOUT = 10.0
 MAX_UNAUTHENTICATED = 256
 
 
-def run_session(channel: Channel, node: Link, context: ServerContext, peer: str) -> None:
-    """Serve an authenticated control connection until it ends; ``peer`` is the address at the other end."""
+def run_session(channel: Channel, node: Link, context: ServerContext, peer: str, row: Row) -> None:
+    """Serve an authenticated control connection until it ends.
+
+    Args:
+        peer: Address at the other end.
+        row: Counts what this process does.
+    """
     # With --insecure, or in the embedded pool, nobody has read and removed it.
     os.environ.pop(TOKEN_VARIABLE, None)
     name_process("rpcdl-session")
@@ -79,7 +84,6 @@ def run_session(channel: Channel, node: Link, context: ServerContext, peer: str)
     received = node.recv()
     if received is None or not isinstance(received[0], SessionKnown):
         return
-    row = context.counters.row(received[0].row)
     welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers)
     try:
         channel.send(MessageType.WELCOME, payload=welcome.encode())

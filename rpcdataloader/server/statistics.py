@@ -12,14 +12,15 @@ import os
 import re
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 from rpcdataloader.errors import RemoteProtocolError
 from rpcdataloader.host.cgroups import read
 from rpcdataloader.host.cpus import available_cpus
 from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.counters import WORK, Seen, View
+from rpcdataloader.server.counters import SESSION, WORKER
 from rpcdataloader.server.events import StackPiece, TellsStatus, WantsStacks
 from rpcdataloader.server.link import Link
 from rpcdataloader.wire.channel import Channel
@@ -48,8 +49,8 @@ def serve_status(channel: Channel, node: Link, context: ServerContext) -> None:
             raise RemoteProtocolError(f"message type {message.type} has no place on a status connection")
         request = StatusRequest.decode(message.payload)
         stacks = ask_for_stacks(node) if request.stacks else None
-        view = context.counters.look()
-        status = describe(view, time.monotonic_ns(), context, see_process, see_unread() if view.workers else {}, stacks)
+        rows = context.counters.look()
+        status = describe(rows, time.monotonic_ns(), context, see_process, see_unread(), stacks)
         channel.send(MessageType.STATS, message.request_id, status.encode())
 
 
@@ -84,7 +85,7 @@ def see_unread() -> dict[int, int]:
 
 
 def describe(
-    view: View,
+    rows: Sequence[SimpleNamespace],
     now: int,
     context: ServerContext,
     see: Callable[[int], ProcessUse],
@@ -94,18 +95,17 @@ def describe(
     """What is told of the node.
 
     Args:
-        view: Of the counters.
+        rows: Rows of the processes, that of the node server first.
         now: CLOCK_MONOTONIC in nanoseconds.
         see: What the kernel says of a process.
         unread: Bytes that it holds for sockets, by inode.
         stacks: By process id of a worker; None if they were not asked for.
     """
-    node = view.node
+    node = rows[0]
     clients = []
-    for session in view.sessions:
-        seen = [worker for worker in view.workers if worker.session == session.place]
-        last = max([session, *seen], key=lambda row: row.failed)
-        workers = [_describe_worker(worker, now, see(worker.pid), unread, stacks) for worker in seen]
+    for session in sorted((row for row in rows if row.kind == SESSION), key=lambda row: row.started):
+        workers = [row for row in rows if row.kind == WORKER and row.session == session.place]
+        last = max([session, *workers], key=lambda row: row.failed)
         host, _, pid = session.client.rpartition(":")
         clients.append(
             ClientStatus(
@@ -119,8 +119,11 @@ def describe(
                 age_seconds=_seconds(now, session.started),
                 last_error=last.error or None,
                 last_error_seconds=_seconds(now, last.failed) if last.error else None,
-                workers=sorted(workers, key=lambda worker: worker.number),
-                **_sum(session, *seen),
+                workers=[
+                    _describe_worker(worker, now, see(worker.pid), unread, stacks)
+                    for worker in sorted(workers, key=lambda row: row.number)
+                ],
+                **_sum(session, *workers),
             )
         )
     memory = {name: 1024 * int(size) for name, size in re.findall(r"(\w+): +(\d+) kB", read("/proc/meminfo"))}
@@ -129,25 +132,27 @@ def describe(
         pid=node.pid,
         uptime_seconds=_seconds(now, node.started),
         draining=bool(node.draining),
-        num_workers=node.num_workers,
-        max_connections=None if node.max_connections < 0 else node.max_connections,
+        num_workers=context.num_workers,
+        max_connections=context.max_connections,
         cpus=available_cpus(),
         load_average=os.getloadavg()[0],
         memory_total_bytes=memory.get("MemTotal", 0),
         memory_available_bytes=memory.get("MemAvailable", 0),
-        ended_workers=node.ended_workers + sum(session.ended_workers for session in view.sessions),
+        ended_workers=sum(row.ended_workers for row in rows),
         refused_connections=node.refused,
         clients=clients,
-        **_sum(node, *view.sessions, *view.workers),
+        **_sum(*rows),
     )
 
 
-def _sum(*rows: Seen) -> dict[str, int]:
-    return {name: sum(getattr(row, name) for row in rows) for name in WORK}
+def _sum(*rows: SimpleNamespace) -> dict[str, int]:
+    received, sent = sum(row.traffic for row in rows).tolist()
+    counts = {name: sum(getattr(row, name) for row in rows) for name in ("tasks", "calls", "errors")}
+    return {**counts, "received_bytes": received, "sent_bytes": sent}
 
 
 def _describe_worker(
-    worker: Seen, now: int, use: ProcessUse, unread: dict[int, int], stacks: dict[int, str] | None
+    worker: SimpleNamespace, now: int, use: ProcessUse, unread: dict[int, int], stacks: dict[int, str] | None
 ) -> WorkerStatus:
     return WorkerStatus(
         number=worker.number,
@@ -166,15 +171,15 @@ def _describe_worker(
     )
 
 
-_NO_STACK = f"no stack: its session did not answer within {STACK_TIMEOUT:g} s, perhaps as it is busy building"
-
-
-def _state_of(seen: Seen) -> str:
-    return "running" if seen.running else "idle"
+def _state_of(row: SimpleNamespace) -> str:
+    return "running" if row.running else "idle"
 
 
 def _seconds(now: int, then: int) -> float:
     return max(0, now - then) / 1e9
+
+
+_NO_STACK = f"no stack: its session did not answer within {STACK_TIMEOUT:g} s, perhaps as it is busy building"
 
 
 def ask_for_stacks(node: Link) -> dict[int, str]:

@@ -26,7 +26,7 @@ from typing import Any
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.server.connections import Origin
 from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.counters import CALLS, ERRORS, TASKS, Row
+from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.events import Authenticated, Decided, Drain, GaveUp
 from rpcdataloader.server.handles import HandleTable
@@ -380,9 +380,9 @@ class Worker:
                 return False
             self._unanswered.discard(request_id)
             # Before the client has the answer, so that it finds it counted.
-            what = ERRORS if error is not None else TASKS if task else CALLS
+            counter = self._row.errors if error is not None else self._row.tasks if task else self._row.calls
             wanted = request_id not in self._cancelled
-            self._row.answered(what if wanted else None, len(self._unanswered))
+            self._row.answered(counter if wanted else None, len(self._unanswered))
             if error is not None and wanted:
                 self._row.failed(error)
             self._cancelled.discard(request_id)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 
 import pytest
 
 from rpcdataloader.server import statistics
 from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.counters import ERRORS, TASKS
 from rpcdataloader.server.events import WantsStacks
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.statistics import ProcessUse, StacksAsked, ask_for_stacks, describe, see_process, see_unread
 from rpcdataloader.wire.credentials import INSECURE
+from rpcdataloader.wire.status import NodeStatus
 from tests.conftest import wait_until
 
 SECOND = 10**9
@@ -21,33 +22,37 @@ SECOND = 10**9
 
 @pytest.fixture
 def context():
-    return ServerContext("node01", num_workers=2, parallel=1, timeout=0, max_tasks=0, credentials=INSECURE)
+    return ServerContext(
+        "node01", num_workers=2, parallel=1, timeout=0, max_tasks=0, credentials=INSECURE, max_connections=8
+    )
+
+
+def open_session(table, pid, client, rank=None, job=""):
+    place = table.open_gate(pid, SECOND)
+    table.become_session(place, client, rank, job)
+    return place
 
 
 def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_have_ended(context):
     table = context.counters
-    table.begin(100, 0, 2, 8)
-    session = table.open_session(200, SECOND, "gpu01:2304", 3, "4711")
-    rows = [table.open_worker(session, number, 300 + number, 2 * SECOND) for number in (1, 2)]
-    other = table.open_session(201, SECOND, "gpu02:1", None, "")
-    for row in rows:
-        table.row(row).answered(TASKS, 0)
-    table.row(table.open_worker(other, 1, 400, SECOND)).answered(ERRORS, 0)
-    table.row(rows[0]).failed("LookupError: a damaged file")
-    table.close_worker(rows[0])
-    row = table.row(rows[1])
+    session = open_session(table, 200, "gpu01:2304", 3, "4711")
+    places = [table.open_worker(session, number, 300 + number, 2 * SECOND) for number in (1, 2)]
+    other = open_session(table, 201, "gpu02:1")
+    for row in map(table.row, places):
+        row.answered(row.tasks, 0)
+    row = table.row(table.open_worker(other, 1, 400, SECOND))
+    row.answered(row.errors, 0)
+    table.row(places[0]).failed("LookupError: a damaged file")
+    table.close(places[0])
+    row = table.row(places[1])
     row.traffic[1] = 50
     row.runs(4 * SECOND, 1, 3)
     row.connected(77)
+    table.row(session).control[1] = 1000
     use = ProcessUse("R", 1.5, 4096)
     node = describe(table.look(), 6 * SECOND, context, lambda pid: {302: use}.get(pid, ProcessUse()), {77: 9}, None)
-    assert (node.host, node.pid, node.uptime_seconds, node.num_workers, node.max_connections) == (
-        "node01",
-        100,
-        6,
-        2,
-        8,
-    )
+    assert (node.host, node.pid, node.num_workers, node.max_connections) == ("node01", os.getpid(), 2, 8)
+    assert describe(table.look(), time.monotonic_ns(), context, see_process, {}, None).uptime_seconds > 0
     assert (node.tasks, node.errors, node.sent_bytes, node.ended_workers) == (2, 1, 50, 1)
     assert 0 < node.memory_available_bytes <= node.memory_total_bytes
     assert node.cpus >= 1
@@ -66,11 +71,30 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     assert worker.stack is None
     # The clock of the copy may be a little ahead of the one who looks.
     assert describe(table.look(), 3 * SECOND, context, see_process, {}, None).clients[0].workers[0].state_seconds == 0
+    # All of it is plain, numpy's own numbers would not be.
+    assert NodeStatus.decode(node.encode()) == node
+
+
+def test_clients_and_workers_are_in_the_order_in_which_they_came(context):
+    table = context.counters
+    early, late = (table.open_gate(pid, now) for pid, now in [(200, 1), (201, 3)])
+    table.close(early)
+    early = table.open_gate(202, 2)  # where the first one was, before the second
+    for number, session in (2, early), (1, early), (1, late):
+        table.open_worker(session, number, 300, 4)
+    table.become_session(late, "a:3", None, "")
+    table.become_session(early, "a:2", None, "")
+    table.close(late)
+    late = table.open_gate(203, 5)
+    table.become_session(late, "a:4", None, "")
+    node = describe(table.look(), 9, context, see_process, {}, None)
+    assert [client.pid for client in node.clients] == [2, 4]
+    assert [worker.number for worker in node.workers] == [1, 2]
 
 
 def test_stack_that_has_not_come_is_explained(context):
     table = context.counters
-    session = table.open_session(200, 0, "gpu01:2304", None, "")
+    session = open_session(table, 200, "gpu01:2304")
     for number in (1, 2):
         table.open_worker(session, number, 300 + number, 0)
     node = describe(table.look(), 0, context, see_process, {}, {301: "it sleeps"})
