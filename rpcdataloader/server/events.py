@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 from rpcdataloader.server.connections import Origin
 from rpcdataloader.wire import plain
+from rpcdataloader.wire.plain import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,16 @@ class TellsStatus:
 
 @dataclass(frozen=True, slots=True)
 class WantsStacks:
-    """Status gate to node server, and node server to session, with the link for the :class:`StackPiece` to come."""
+    """Status gate to node server, and node server to session: write the stacks of all workers.
+
+    With it come a file, for a line per worker, which is a :class:`WorkerStack`; and the end of a pipe, which the
+    session closes when it has written all lines.
+    """
 
 
 @dataclass(frozen=True, slots=True)
-class StackPiece:
-    """Session to status gate: a part of what there is to say of the worker with this process id."""
+class WorkerStack(Json):
+    """What there is to say of the worker with this process id."""
 
     pid: int
     text: str
@@ -162,7 +167,6 @@ Event = (
     | Refused
     | TellsStatus
     | WantsStacks
-    | StackPiece
     | StacksBegun
     | IsForWorker
     | HandedOver

@@ -233,7 +233,7 @@ class Session:
                     worker.link.send(event)
             case WantsStacks():
                 self._node.send(StacksBegun())
-                self._stacks.ask_all(descriptors[0])
+                self._stacks.ask_all(*descriptors)
             case Drain():
                 self._life = Life.DRAINING
                 self._channel.send(MessageType.GOAWAY)

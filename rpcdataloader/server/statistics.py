@@ -7,7 +7,6 @@ stacks, and two seconds.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import select
@@ -21,7 +20,7 @@ from rpcdataloader.host.cgroups import read
 from rpcdataloader.host.cpus import available_cpus
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import SESSION, WORKER
-from rpcdataloader.server.events import StackPiece, TellsStatus, WantsStacks
+from rpcdataloader.server.events import TellsStatus, WantsStacks, WorkerStack
 from rpcdataloader.server.link import Link
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.frames import MessageType
@@ -29,9 +28,6 @@ from rpcdataloader.wire.status import ClientStatus, NodeStatus, StatusRequest, W
 
 # A session answers within one second, even if a worker does not, unless it is busy building.
 STACK_TIMEOUT = 2.0
-
-# Of a stack, per message to the gate: with every character escaped it still fits into one.
-PIECE_CHARS = 1200
 
 
 def serve_status(channel: Channel, node: Link, context: ServerContext) -> None:
@@ -183,65 +179,23 @@ _NO_STACK = f"no stack: its session did not answer within {STACK_TIMEOUT:g} s, p
 
 
 def ask_for_stacks(node: Link) -> dict[int, str]:
-    """The stacks of the workers of all sessions, by process id; only of those whose session answers in time."""
-    ours, theirs = Link.pair()
-    with contextlib.closing(ours):
-        with contextlib.closing(theirs):
-            node.send(WantsStacks(), [theirs.fileno()])
-        stacks: dict[int, str] = {}
-        poll = select.poll()
-        poll.register(ours.fileno(), select.POLLIN)
-        deadline = time.monotonic() + STACK_TIMEOUT
-        while (remaining := deadline - time.monotonic()) > 0:
-            if not poll.poll(remaining * 1000 + 1):
-                break
-            received = ours.recv(wait=False)
-            if received is None:  # every session has answered
-                break
-            event, _descriptors = received
-            if isinstance(event, StackPiece):
-                stacks[event.pid] = stacks.get(event.pid, "") + event.text
-        return stacks
+    """The stacks of the workers of all sessions, by process id, as far as their sessions answer in time.
 
-
-class StacksAsked:
-    """Seen from a session: somebody wants the stacks of all of its workers.
-
-    Args:
-        link: Where they go; closed when all have gone. Its other end may be slow, which nobody waits for.
-        numbers: Of the workers that are there.
+    They come in a file in memory, so that no session ever waits for its reader.
     """
-
-    def __init__(self, link: Link, numbers: set[int]) -> None:
-        self._link = link
-        self._waiting = numbers
-        self._has_unsent = False
-
-    def waits_for(self, number: int) -> bool:
-        """Whether the stack of that worker is wanted."""
-        return number in self._waiting
-
-    def tell(self, number: int, pid: int, text: str) -> None:
-        """It is ``text``; or the worker has ended, which that says."""
-        self._waiting.discard(number)
-        for start in range(0, len(text), PIECE_CHARS):
-            self._link.post(StackPiece(pid, text[start : start + PIECE_CHARS]))
-        self.flush()
-
-    def flush(self) -> None:
-        """Send on what has had no room."""
-        self._has_unsent = not self._link.flush()
-
-    @property
-    def has_unsent(self) -> bool:
-        """Whether something waits for room."""
-        return self._has_unsent
-
-    @property
-    def is_over(self) -> bool:
-        """Whether everything has been said."""
-        return not self._waiting and not self._has_unsent
-
-    def close(self) -> None:
-        """Give the descriptor back."""
-        self._link.close()
+    told = os.memfd_create("rpcdl-stacks")
+    ended, open_while_told = os.pipe()
+    try:
+        try:
+            node.send(WantsStacks(), [told, open_while_told])
+        finally:
+            os.close(open_while_told)
+        poll = select.poll()
+        poll.register(ended)
+        poll.poll(STACK_TIMEOUT * 1000)
+        # Behind the last line feed is what a late session is writing now.
+        lines = os.pread(told, os.fstat(told).st_size, 0).split(b"\n")[:-1]
+        return {stack.pid: stack.text for stack in map(WorkerStack.decode, lines)}
+    finally:
+        os.close(told)
+        os.close(ended)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -10,9 +11,8 @@ import pytest
 
 from rpcdataloader.server import statistics
 from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.events import WantsStacks
-from rpcdataloader.server.link import Link
-from rpcdataloader.server.statistics import ProcessUse, StacksAsked, ask_for_stacks, describe, see_process, see_unread
+from rpcdataloader.server.events import WantsStacks, WorkerStack
+from rpcdataloader.server.statistics import ProcessUse, ask_for_stacks, describe, see_process, see_unread
 from rpcdataloader.wire.credentials import INSECURE
 from rpcdataloader.wire.status import NodeStatus
 from tests.conftest import wait_until
@@ -125,11 +125,21 @@ def test_kernel_is_asked_what_was_not_received():
 
 
 class FakeNode:
-    """Keeps the descriptor that goes to the sessions."""
+    """Lets some sessions write, as their descriptors arrive, before the gate waits for the last of them."""
+
+    def __init__(self, *lines):
+        self.lines = lines
+        self.kept = []
 
     def send(self, event, descriptors):
         assert event == WantsStacks()
-        self.link = Link(socket.socket(fileno=os.dup(descriptors[0])))
+        self.kept = [os.dup(descriptor) for descriptor in descriptors]
+        for line in self.lines:
+            os.write(descriptors[0], line)
+
+    def close(self):
+        while self.kept:
+            os.close(self.kept.pop())
 
 
 def test_stacks_of_all_sessions_are_gathered_until_the_last_has_closed(monkeypatch):
@@ -139,46 +149,14 @@ def test_stacks_of_all_sessions_are_gathered_until_the_last_has_closed(monkeypat
     class Answering(FakeNode):
         def send(self, event, descriptors):
             super().send(event, descriptors)
-            asked = StacksAsked(self.link, {1, 2})
-            assert asked.waits_for(2)
-            asked.tell(1, 301, text)
-            assert not asked.waits_for(1)
-            assert not asked.is_over
-            asked.tell(2, 302, "it has ended")
-            assert asked.is_over
-            asked.close()
+            self.close()
 
-    assert ask_for_stacks(Answering()) == {301: text, 302: "it has ended"}
+    node = Answering(WorkerStack(301, text).encode() + b"\n", WorkerStack(302, "it has ended").encode() + b"\n")
+    assert ask_for_stacks(node) == {301: text, 302: "it has ended"}
 
 
 def test_session_that_does_not_answer_is_not_waited_for_long(monkeypatch):
     monkeypatch.setattr(statistics, "STACK_TIMEOUT", 0.05)
-    node = FakeNode()
-    assert ask_for_stacks(node) == {}
-    node.link.close()
-
-
-def test_session_does_not_wait_for_somebody_who_does_not_read():
-    ours, theirs = Link.pair()
-    asked = StacksAsked(theirs, {1})
-    text = "x" * 2_000_000
-    asked.tell(1, 301, text)
-    assert asked.has_unsent
-    assert not asked.is_over
-    received = ""
-    while len(received) < len(text):
-        received += ours.recv()[0].text
-        asked.flush()
-    assert asked.is_over
-    asked.close()
-    assert ours.recv() is None
-    ours.close()
-
-
-def test_session_does_not_keep_what_nobody_can_read_any_more():
-    ours, theirs = Link.pair()
-    ours.close()
-    asked = StacksAsked(theirs, {1})
-    asked.tell(1, 301, "x" * 2_000_000)
-    assert asked.is_over
-    asked.close()
+    late = WorkerStack(302, "late").encode()
+    with contextlib.closing(FakeNode(WorkerStack(301, "in time").encode() + b"\n", late[:10])) as node:
+        assert ask_for_stacks(node) == {301: "in time"}
