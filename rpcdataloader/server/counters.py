@@ -152,12 +152,7 @@ class CounterTable:
         self._is_gone = is_gone
         self._free = list(range(num_rows - 1, 0, -1))
         self._head = self._rows[0]
-        self._write(0, kind=NODE, pid=os.getpid(), started=time.monotonic_ns(), num_used=1)
-
-    def _write(self, place: int, **values: int | bytes) -> None:
-        row = self._rows[place]
-        for name, value in values.items():
-            row[name] = value
+        self.describe(0, kind=NODE, pid=os.getpid(), started=time.monotonic_ns(), num_used=1)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -169,50 +164,33 @@ class CounterTable:
 
     # --- the node server
 
-    def drain(self) -> None:
-        """The node server takes no clients any more."""
-        self._head["draining"] = 1
-
-    def open_gate(self, pid: int, now: int) -> int:
-        """Give a row to a gate; returns its place.
-
-        Raises:
-            OSError: All rows are in use.
-        """
-        return self._open(pid, now, kind=GATE)
-
-    def become_session(self, place: int, client: str, rank: int | None, job: str) -> None:
-        """The gate has become a session.
+    def open(self, kind: int, pid: int, now: int, **values: int) -> int:
+        """Give a row to a process; returns its place.
 
         Args:
-            client: Host and process id of the client, ``"gpu01:2304"``.
-            rank: Rank of the client in a distributed job; None outside of one.
-            job: Slurm job of the client.
-        """
-        names = {"client": client.encode(errors="replace"), "job": job.encode(errors="replace")}
-        with self._changing():
-            self._write(place, kind=SESSION, rank=-1 if rank is None else rank, **names)
-
-    def open_worker(self, session: int, number: int, pid: int, now: int) -> int:
-        """Give a row to a worker of the session at place ``session``; returns its place.
+            kind: ``GATE`` or ``WORKER``.
+            values: What else is known of it, under the names of :data:`ROW`.
 
         Raises:
             OSError: All rows are in use.
         """
-        return self._open(pid, now, kind=WORKER, session=session, number=number)
-
-    def _open(self, pid: int, now: int, **values: int) -> int:
         for position in range(len(self._free) - 1, -1, -1):
             place = self._free[position]
             before = int(self._rows[place]["pid"])
             if before in (0, pid) or self._is_gone(before):
                 del self._free[position]
-                with self._changing():
-                    self._rows[place] = np.zeros((), ROW)
-                    self._write(place, pid=pid, started=now, since=now, **values)
-                    self._head["num_used"] = max(self._head["num_used"], place + 1)
+                self._rows[place] = np.zeros((), ROW)
+                self._head["num_used"] = max(self._head["num_used"], place + 1)
+                self.describe(place, pid=pid, started=now, since=now, **values, kind=kind)
                 return place
         raise OSError(errno.ENOSPC, f"no more than {len(self._rows) - 1} processes can serve connections")
+
+    def describe(self, place: int, **values: int | str) -> None:
+        """Write what is known of the process at ``place``."""
+        row = self._rows[place]
+        with self._changing():
+            for name, value in values.items():
+                row[name] = value.encode(errors="replace") if isinstance(value, str) else value
 
     def close(self, place: int) -> None:
         """The process at ``place`` has ended, and with a session all of its workers."""

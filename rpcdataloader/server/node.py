@@ -23,6 +23,7 @@ from rpcdataloader.server.admission import Admission
 from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.children import Child, ClientSession, OpenGate
 from rpcdataloader.server.context import ServerContext
+from rpcdataloader.server.counters import GATE
 from rpcdataloader.server.door import Door
 from rpcdataloader.server.events import Accepted, Event, IsForWorker, Refused, SessionBegun, TellsStatus, WantsStacks
 from rpcdataloader.server.lifeline import Lifeline
@@ -151,7 +152,7 @@ class NodeServer:
             gate = self._spares.take(time.monotonic())
             with contextlib.ExitStack() as failed:
                 failed.callback(self._spares.give_back, gate)
-                row = self._context.counters.open_gate(gate.process.pid, time.monotonic_ns())
+                row = self._context.counters.open(GATE, gate.process.pid, time.monotonic_ns())
                 failed.callback(self._context.counters.close, row)
                 accepted = accept(self._door.listener)
                 if accepted is not None:
@@ -294,7 +295,7 @@ class NodeServer:
     def _drain(self) -> None:
         if self._drain_deadline is not None:
             return
-        self._context.counters.drain()
+        self._context.counters.row(0).drain()
         self._spares.close()
         self._drain_deadline = time.monotonic() + self._grace
         if self._announcement is not None:

@@ -14,6 +14,7 @@ from rpcdataloader.server.admission import Admission
 from rpcdataloader.server.children import AdmittedWorker, ClientSession, OpenGate
 from rpcdataloader.server.connections import AcceptedConnection
 from rpcdataloader.server.context import ServerContext
+from rpcdataloader.server.counters import SESSION, WORKER
 from rpcdataloader.server.events import (
     Decided,
     Drain,
@@ -68,7 +69,8 @@ class Sessions:
     def begin(self, gate: OpenGate, begun: SessionBegun, output: int) -> ClientSession:
         """A gate has become a session; ``output`` is the pipe of what it prints."""
         origin = begun.origin
-        self._counters.become_session(gate.row, origin.client, origin.rank, origin.job)
+        rank = -1 if origin.rank is None else origin.rank
+        self._counters.describe(gate.row, kind=SESSION, client=origin.client, rank=rank, job=origin.job)
         traffic = self._counters.row(gate.row).control
         session = ClientSession(
             process=gate.process,
@@ -110,7 +112,8 @@ class Sessions:
         reason = self._admission.admit(session.id)
         if reason is None:
             try:
-                row = self._counters.open_worker(session.row, event.worker, event.pid, time.monotonic_ns())
+                now = time.monotonic_ns()
+                row = self._counters.open(WORKER, event.pid, now, session=session.row, number=event.worker)
             except OSError as exc:
                 self._admission.release(session.id)
                 reason = str(exc.strerror)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcdataloader.server.counters import NODE, ROW, SESSION, WORKER, CounterTable
+from rpcdataloader.server.counters import GATE, NODE, ROW, SESSION, WORKER, CounterTable
 
 SECOND = 10**9
 
@@ -21,14 +21,14 @@ def make_table(**options):
     return CounterTable(**{"num_rows": 8, "is_gone": gone, **options})
 
 
-def open_session(table, pid=2, client="a:1", rank=None, job=""):
-    place = table.open_gate(pid, 0)
-    table.become_session(place, client, rank, job)
+def open_session(table, pid=2, client="a:1", rank=-1, job=""):
+    place = table.open(GATE, pid, 0)
+    table.describe(place, kind=SESSION, client=client, rank=rank, job=job)
     return place
 
 
 def open_worker(table, session, number=1, pid=10):
-    place = table.open_worker(session, number, pid, 0)
+    place = table.open(WORKER, pid, 0, session=session, number=number)
     return place, table.row(place)
 
 
@@ -67,9 +67,9 @@ def test_numbers_are_words_that_a_store_cannot_tear():
 
 def test_session_and_worker_are_seen_with_what_they_do():
     table = make_table()
-    session = table.open_gate(200, 2 * SECOND)
-    table.become_session(session, "gpu01:2304", 3, "4711")
-    worker = table.open_worker(session, 7, 300, 3 * SECOND)
+    session = table.open(GATE, 200, 2 * SECOND)
+    table.describe(session, kind=SESSION, client="gpu01:2304", rank=3, job="4711")
+    worker = table.open(WORKER, 300, 3 * SECOND, session=session, number=7)
     row = table.row(worker)
     row.runs(4 * SECOND, 1, 3)
     row.connected(77)
@@ -99,13 +99,6 @@ def test_each_kind_of_answer_has_its_counter():
     for counter in (row.tasks, row.calls, row.calls, row.errors, row.errors, row.errors, None):
         row.answered(counter, 0)
     assert counts(*rows_of(table, WORKER)) == (1, 2, 3, 0, 0)
-
-
-def test_no_rank_is_below_zero():
-    table = make_table()
-    open_session(table)
-    open_session(table, pid=3, rank=0)
-    assert [row.rank for row in rows_of(table, SESSION)] == [-1, 0]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +140,7 @@ def test_work_of_ended_workers_stays_with_their_session_and_then_with_the_node()
 
 def test_gate_that_ends_leaves_nothing():
     table = make_table()
-    gate = table.open_gate(5, 0)
+    gate = table.open(GATE, 5, 0)
     table.row(gate).control[0] += 99
     table.close(gate)
     (node,) = table.look()
@@ -215,7 +208,7 @@ def test_refusals_and_drain_are_seen():
     table = make_table()
     table.refused()
     table.refused()
-    table.drain()
+    table.row(0).drain()
     (node,) = table.look()
     assert (node.refused, node.draining) == (2, 1)
 

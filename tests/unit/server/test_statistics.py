@@ -11,6 +11,7 @@ import pytest
 
 from rpcdataloader.server import statistics
 from rpcdataloader.server.context import ServerContext
+from rpcdataloader.server.counters import GATE, SESSION, WORKER, CounterTable
 from rpcdataloader.server.events import WantsStacks, WorkerStack
 from rpcdataloader.server.statistics import ProcessUse, ask_for_stacks, describe, see_process, see_unread
 from rpcdataloader.wire.credentials import INSECURE
@@ -23,24 +24,35 @@ SECOND = 10**9
 @pytest.fixture
 def context():
     return ServerContext(
-        "node01", num_workers=2, parallel=1, timeout=0, max_tasks=0, credentials=INSECURE, max_connections=8
+        "node01",
+        num_workers=2,
+        parallel=1,
+        timeout=0,
+        max_tasks=0,
+        credentials=INSECURE,
+        max_connections=8,
+        counters=CounterTable(is_gone=lambda _pid: True),
     )
 
 
-def open_session(table, pid, client, rank=None, job=""):
-    place = table.open_gate(pid, SECOND)
-    table.become_session(place, client, rank, job)
+def open_session(table, pid, client, rank=-1, job="", now=SECOND):
+    place = table.open(GATE, pid, now)
+    table.describe(place, kind=SESSION, client=client, rank=rank, job=job)
     return place
+
+
+def open_worker(table, session, number, pid, now):
+    return table.open(WORKER, pid, now, session=session, number=number)
 
 
 def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_have_ended(context):
     table = context.counters
     session = open_session(table, 200, "gpu01:2304", 3, "4711")
-    places = [table.open_worker(session, number, 300 + number, 2 * SECOND) for number in (1, 2)]
+    places = [open_worker(table, session, number, 300 + number, 2 * SECOND) for number in (1, 2)]
     other = open_session(table, 201, "gpu02:1")
     for row in map(table.row, places):
         row.answered(row.tasks, 0)
-    row = table.row(table.open_worker(other, 1, 400, SECOND))
+    row = table.row(open_worker(table, other, 1, 400, SECOND))
     row.answered(row.errors, 0)
     table.row(places[0]).failed("LookupError: a damaged file")
     table.close(places[0])
@@ -77,26 +89,23 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
 
 def test_clients_and_workers_are_in_the_order_in_which_they_came(context):
     table = context.counters
-    early, late = (table.open_gate(pid, now) for pid, now in [(200, 1), (201, 3)])
-    table.close(early)
-    early = table.open_gate(202, 2)  # where the first one was, before the second
-    for number, session in (2, early), (1, early), (1, late):
-        table.open_worker(session, number, 300, 4)
-    table.become_session(late, "a:3", None, "")
-    table.become_session(early, "a:2", None, "")
-    table.close(late)
-    late = table.open_gate(203, 5)
-    table.become_session(late, "a:4", None, "")
+    first = open_session(table, 200, "a:1", now=1)
+    late = open_session(table, 201, "a:3", now=3)
+    table.close(first)
+    early = open_session(table, 202, "a:2", now=2)  # in the row of the first one
+    for number, session in (2, early), (1, early), (3, late):
+        open_worker(table, session, number, 300, 4)
     node = describe(table.look(), 9, context, see_process, {}, None)
-    assert [client.pid for client in node.clients] == [2, 4]
-    assert [worker.number for worker in node.workers] == [1, 2]
+    assert early < late
+    assert [client.pid for client in node.clients] == [2, 3]
+    assert [worker.number for worker in node.workers] == [1, 2, 3]
 
 
 def test_stack_that_has_not_come_is_explained(context):
     table = context.counters
     session = open_session(table, 200, "gpu01:2304")
     for number in (1, 2):
-        table.open_worker(session, number, 300 + number, 0)
+        open_worker(table, session, number, 300 + number, 0)
     node = describe(table.look(), 0, context, see_process, {}, {301: "it sleeps"})
     assert [worker.stack for worker in node.workers] == [
         "it sleeps",
