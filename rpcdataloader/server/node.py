@@ -295,7 +295,7 @@ class NodeServer:
     def _drain(self) -> None:
         if self._drain_deadline is not None:
             return
-        self._context.counters.row(0).drain()
+        self._context.counters.row(0).draining[0] = 1
         self._spares.close()
         self._drain_deadline = time.monotonic() + self._grace
         if self._announcement is not None:

@@ -175,7 +175,7 @@ class Session:
 
     def _answer(self, message: Message, serve: Callable[[Message], Any]) -> None:
         """One reply per request, whatever happens in it."""
-        self._row.runs(time.monotonic_ns())
+        self._row.since[0], self._row.running[0] = time.monotonic_ns(), 1
         try:
             encoded = dumps_reply(serve(message))
         except BaseException as exc:
@@ -184,7 +184,7 @@ class Session:
         else:
             self._channel.send(MessageType.REPLY, message.request_id, encoded.payload, encoded.buffers)
         finally:
-            self._row.rests(time.monotonic_ns())
+            self._row.since[0], self._row.running[0] = time.monotonic_ns(), 0
 
     def _build(self, message: Message) -> dict[str, Any]:
         build = Build.decode(message.payload)

@@ -13,13 +13,12 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 from rpcdataloader.errors import RemoteProtocolError
 from rpcdataloader.host.cgroups import read
 from rpcdataloader.host.cpus import available_cpus
 from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.counters import SESSION, WORKER
+from rpcdataloader.server.counters import SESSION, WORKER, Row
 from rpcdataloader.server.events import TellsStatus, WantsStacks, WorkerStack
 from rpcdataloader.server.link import Link
 from rpcdataloader.wire.channel import Channel
@@ -81,7 +80,7 @@ def see_unread() -> dict[int, int]:
 
 
 def describe(
-    rows: Sequence[SimpleNamespace],
+    rows: Sequence[Row],
     now: int,
     context: ServerContext,
     see: Callable[[int], ProcessUse],
@@ -141,14 +140,14 @@ def describe(
     )
 
 
-def _sum(*rows: SimpleNamespace) -> dict[str, int]:
-    received, sent = sum(row.traffic for row in rows).tolist()
+def _sum(*rows: Row) -> dict[str, int]:
+    received, sent = (sum(row.traffic[direction] for row in rows) for direction in range(2))
     counts = {name: sum(getattr(row, name) for row in rows) for name in ("tasks", "calls", "errors")}
     return {**counts, "received_bytes": received, "sent_bytes": sent}
 
 
 def _describe_worker(
-    worker: SimpleNamespace, now: int, use: ProcessUse, unread: dict[int, int], stacks: dict[int, str] | None
+    worker: Row, now: int, use: ProcessUse, unread: dict[int, int], stacks: dict[int, str] | None
 ) -> WorkerStatus:
     return WorkerStatus(
         number=worker.number,
@@ -167,7 +166,7 @@ def _describe_worker(
     )
 
 
-def _state_of(row: SimpleNamespace) -> str:
+def _state_of(row: Row) -> str:
     return "running" if row.running else "idle"
 
 

@@ -50,16 +50,16 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     session = open_session(table, 200, "gpu01:2304", 3, "4711")
     places = [open_worker(table, session, number, 300 + number, 2 * SECOND) for number in (1, 2)]
     other = open_session(table, 201, "gpu02:1")
-    for row in map(table.row, places):
-        row.answered(row.tasks, 0)
+    for place in places:
+        table.row(place).tasks[0] += 1
     row = table.row(open_worker(table, other, 1, 400, SECOND))
-    row.answered(row.errors, 0)
-    table.row(places[0]).failed("LookupError: a damaged file")
+    row.errors[0] += 1
+    row = table.row(places[0])
+    row.error[0], row.failed[0] = b"LookupError: a damaged file", 6 * SECOND
     table.close(places[0])
     row = table.row(places[1])
     row.traffic[1] = 50
-    row.runs(4 * SECOND, 1, 3)
-    row.connected(77)
+    row.since[0], row.running[0], row.unanswered[0], row.socket[0] = 4 * SECOND, 1, 3, 77
     table.row(session).control[1] = 1000
     use = ProcessUse("R", 1.5, 4096)
     node = describe(table.look(), 6 * SECOND, context, lambda pid: {302: use}.get(pid, ProcessUse()), {77: 9}, None)
