@@ -8,15 +8,14 @@ stacks, and two seconds.
 from __future__ import annotations
 
 import os
-import re
 import select
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 from rpcdataloader.errors import RemoteProtocolError
-from rpcdataloader.host.cgroups import read
 from rpcdataloader.host.cpus import available_cpus
+from rpcdataloader.host.proc import memory_bytes, process_use, unread_bytes
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import SESSION, WORKER, Row
 from rpcdataloader.server.events import TellsStatus, WantsStacks, WorkerStack
@@ -44,59 +43,19 @@ def serve_status(channel: Channel, node: Link, context: ServerContext) -> None:
             raise RemoteProtocolError(f"message type {message.type} has no place on a status connection")
         request = StatusRequest.decode(message.payload)
         stacks = ask_for_stacks(node) if request.stacks else None
-        rows = context.counters.look()
-        status = describe(rows, time.monotonic_ns(), context, see_process, see_unread(), stacks)
+        status = describe(context.counters.look(), time.monotonic_ns(), context, stacks)
         channel.send(MessageType.STATS, message.request_id, status.encode())
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessUse:
-    """What the kernel says of a process."""
-
-    state: str = ""
-    cpu_seconds: float = 0.0
-    memory_bytes: int = 0
-
-
-def see_process(pid: int) -> ProcessUse:
-    """State, CPU time and resident memory of a process; nothing of one that has gone."""
-    text = read(f"/proc/{pid}/stat")
-    # The name of the program, in parentheses, may hold anything.
-    fields = text.rpartition(")")[2].split()
-    if len(fields) < 22:
-        return ProcessUse()
-    ticks = int(fields[11]) + int(fields[12])
-    return ProcessUse(fields[0], ticks / os.sysconf("SC_CLK_TCK"), int(fields[21]) * os.sysconf("SC_PAGE_SIZE"))
-
-
-def see_unread() -> dict[int, int]:
-    """Bytes that the kernel holds for the processes that own TCP sockets, by inode."""
-    unread = {}
-    for name in "tcp", "tcp6":
-        for line in read(f"/proc/net/{name}").splitlines()[1:]:
-            fields = line.split()
-            unread[int(fields[9])] = int(fields[4].partition(":")[2], 16)
-    return unread
-
-
-def describe(
-    rows: Sequence[Row],
-    now: int,
-    context: ServerContext,
-    see: Callable[[int], ProcessUse],
-    unread: dict[int, int],
-    stacks: dict[int, str] | None,
-) -> NodeStatus:
+def describe(rows: Sequence[Row], now: int, context: ServerContext, stacks: dict[int, str] | None) -> NodeStatus:
     """What is told of the node.
 
     Args:
         rows: Rows of the processes, that of the node server first.
         now: CLOCK_MONOTONIC in nanoseconds.
-        see: What the kernel says of a process.
-        unread: Bytes that it holds for sockets, by inode.
         stacks: By process id of a worker; None if they were not asked for.
     """
-    node = rows[0]
+    node, memory, unread = rows[0], memory_bytes(), unread_bytes()
     clients = []
     for session in sorted((row for row in rows if row.kind == SESSION), key=lambda row: row.started):
         workers = [row for row in rows if row.kind == WORKER and row.session == session.place]
@@ -109,19 +68,16 @@ def describe(
                 rank=None if session.rank < 0 else session.rank,
                 job=session.job,
                 session_pid=session.pid,
-                state=_state_of(session),
-                state_seconds=_seconds(now, session.since),
-                age_seconds=_seconds(now, session.started),
                 last_error=last.error or None,
                 last_error_seconds=_seconds(now, last.failed) if last.error else None,
                 workers=[
-                    _describe_worker(worker, now, see(worker.pid), unread, stacks)
+                    _describe_worker(worker, now, unread, stacks)
                     for worker in sorted(workers, key=lambda row: row.number)
                 ],
-                **_sum(session, *workers),
+                **_state(session, now),
+                **_work([session, *workers]),
             )
         )
-    memory = {name: 1024 * int(size) for name, size in re.findall(r"(\w+): +(\d+) kB", read("/proc/meminfo"))}
     return NodeStatus(
         host=context.node,
         pid=node.pid,
@@ -136,45 +92,46 @@ def describe(
         ended_workers=sum(row.ended_workers for row in rows),
         refused_connections=node.refused,
         clients=clients,
-        **_sum(*rows),
+        **_work(rows),
     )
 
 
-def _sum(*rows: Row) -> dict[str, int]:
-    received, sent = (sum(row.traffic[direction] for row in rows) for direction in range(2))
-    counts = {name: sum(getattr(row, name) for row in rows) for name in ("tasks", "calls", "errors")}
-    return {**counts, "received_bytes": received, "sent_bytes": sent}
-
-
-def _describe_worker(
-    worker: Row, now: int, use: ProcessUse, unread: dict[int, int], stacks: dict[int, str] | None
-) -> WorkerStatus:
+def _describe_worker(worker: Row, now: int, unread: dict[int, int], stacks: dict[int, str] | None) -> WorkerStatus:
+    use = process_use(worker.pid)
     return WorkerStatus(
         number=worker.number,
         pid=worker.pid,
-        state=_state_of(worker),
-        state_seconds=_seconds(now, worker.since),
         draining=bool(worker.draining),
         process_state=use.state,
-        age_seconds=_seconds(now, worker.started),
         queued=max(0, worker.unanswered - worker.running),
         unread_bytes=unread.get(worker.socket),
         cpu_seconds=use.cpu_seconds,
         memory_bytes=use.memory_bytes,
         stack=None if stacks is None else stacks.get(worker.pid, _NO_STACK),
-        **_sum(worker),
+        **_state(worker, now),
+        **_work([worker]),
     )
 
 
-def _state_of(row: Row) -> str:
-    return "running" if row.running else "idle"
+_NO_STACK = f"no stack: its session did not answer within {STACK_TIMEOUT:g} s, perhaps as it is busy building"
+
+
+def _state(row: Row, now: int) -> dict[str, Any]:
+    return {
+        "state": "running" if row.running else "idle",
+        "state_seconds": _seconds(now, row.since),
+        "age_seconds": _seconds(now, row.started),
+    }
+
+
+def _work(rows: Sequence[Row]) -> dict[str, Any]:
+    counts = {name: sum(getattr(row, name) for row in rows) for name in ("tasks", "calls", "errors")}
+    received, sent = (sum(row.traffic[direction] for row in rows) for direction in range(2))
+    return {**counts, "received_bytes": received, "sent_bytes": sent}
 
 
 def _seconds(now: int, then: int) -> float:
     return max(0, now - then) / 1e9
-
-
-_NO_STACK = f"no stack: its session did not answer within {STACK_TIMEOUT:g} s, perhaps as it is busy building"
 
 
 def ask_for_stacks(node: Link) -> dict[int, str]:

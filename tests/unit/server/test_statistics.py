@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 
 import pytest
 
+from rpcdataloader.host.proc import ProcessUse
 from rpcdataloader.server import statistics
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE, SESSION, WORKER, CounterTable
 from rpcdataloader.server.events import WantsStacks, WorkerStack
-from rpcdataloader.server.statistics import ProcessUse, ask_for_stacks, describe, see_process, see_unread
+from rpcdataloader.server.statistics import ask_for_stacks, describe
 from rpcdataloader.wire.credentials import INSECURE
 from rpcdataloader.wire.status import NodeStatus
-from tests.conftest import wait_until
 
 SECOND = 10**9
 
@@ -45,7 +44,7 @@ def open_worker(table, session, number, pid, now):
     return table.open(WORKER, pid, now, session=session, number=number)
 
 
-def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_have_ended(context):
+def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_have_ended(context, monkeypatch):
     table = context.counters
     session = open_session(table, 200, "gpu01:2304", 3, "4711")
     places = [open_worker(table, session, number, 300 + number, 2 * SECOND) for number in (1, 2)]
@@ -61,10 +60,12 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     row.traffic[1] = 50
     row.since[0], row.running[0], row.unanswered[0], row.socket[0] = 4 * SECOND, 1, 3, 77
     table.row(session).control[1] = 1000
-    use = ProcessUse("R", 1.5, 4096)
-    node = describe(table.look(), 6 * SECOND, context, lambda pid: {302: use}.get(pid, ProcessUse()), {77: 9}, None)
+    uses = {302: ProcessUse("R", 1.5, 4096)}
+    monkeypatch.setattr(statistics, "process_use", lambda pid: uses.get(pid, ProcessUse()))
+    monkeypatch.setattr(statistics, "unread_bytes", lambda: {77: 9})
+    node = describe(table.look(), 6 * SECOND, context, None)
     assert (node.host, node.pid, node.num_workers, node.max_connections) == ("node01", os.getpid(), 2, 8)
-    assert describe(table.look(), time.monotonic_ns(), context, see_process, {}, None).uptime_seconds > 0
+    assert describe(table.look(), time.monotonic_ns(), context, None).uptime_seconds > 0
     assert (node.tasks, node.errors, node.sent_bytes, node.ended_workers) == (2, 1, 50, 1)
     assert 0 < node.memory_available_bytes <= node.memory_total_bytes
     assert node.cpus >= 1
@@ -82,7 +83,7 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     assert (worker.process_state, worker.cpu_seconds, worker.memory_bytes) == ("R", 1.5, 4096)
     assert worker.stack is None
     # The clock of the copy may be a little ahead of the one who looks.
-    assert describe(table.look(), 3 * SECOND, context, see_process, {}, None).clients[0].workers[0].state_seconds == 0
+    assert describe(table.look(), 3 * SECOND, context, None).clients[0].workers[0].state_seconds == 0
     # All of it is plain, numpy's own numbers would not be.
     assert NodeStatus.decode(node.encode()) == node
 
@@ -95,7 +96,7 @@ def test_clients_and_workers_are_in_the_order_in_which_they_came(context):
     early = open_session(table, 202, "a:2", now=2)  # in the row of the first one
     for number, session in (2, early), (1, early), (3, late):
         open_worker(table, session, number, 300, 4)
-    node = describe(table.look(), 9, context, see_process, {}, None)
+    node = describe(table.look(), 9, context, None)
     assert early < late
     assert [client.pid for client in node.clients] == [2, 3]
     assert [worker.number for worker in node.workers] == [1, 2, 3]
@@ -106,31 +107,11 @@ def test_stack_that_has_not_come_is_explained(context):
     session = open_session(table, 200, "gpu01:2304")
     for number in (1, 2):
         open_worker(table, session, number, 300 + number, 0)
-    node = describe(table.look(), 0, context, see_process, {}, {301: "it sleeps"})
+    node = describe(table.look(), 0, context, {301: "it sleeps"})
     assert [worker.stack for worker in node.workers] == [
         "it sleeps",
         "no stack: its session did not answer within 2 s, perhaps as it is busy building",
     ]
-
-
-def test_kernel_is_asked_about_a_process():
-    use = see_process(os.getpid())
-    assert use.state in "RS"
-    assert use.cpu_seconds > 0
-    assert use.memory_bytes > 10**6
-    assert see_process(2**22 + 1) == ProcessUse()
-
-
-def test_kernel_is_asked_what_was_not_received():
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as ours,
-        listener.accept()[0] as theirs,
-    ):
-        inode = os.fstat(theirs.fileno()).st_ino
-        assert see_unread()[inode] == 0
-        ours.sendall(b"x" * 100)
-        wait_until(lambda: see_unread()[inode] == 100)
 
 
 class FakeNode:
