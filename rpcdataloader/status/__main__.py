@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     text = json.dumps(document) + "\n"
                 else:
                     nowhere = () if addresses else places.registers()
-                    when = time.strftime("%Y-%m-%d %H:%M:%S")
+                    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(document["time_unix_seconds"]))
                     text = as_text(document, when, nowhere=nowhere, workers=options.workers or options.stacks)
                     text = _fit(text) if redraw else text if before is None else "\n" + text
                 sys.stdout.write(text)

@@ -67,17 +67,16 @@ def _describe(answer: Answer, before: Tree) -> Tree:
         "address": answer.address,
         "state": answer.state,
         "error": answer.error or None,
-        "interval_seconds": None,
+        "interval_seconds": None,  # what the rates are over; None for averages since each began
     }
     if answer.status is None:
         return node
     node |= dataclasses.asdict(answer.status)
     interval = node["uptime_seconds"] - before.get("uptime_seconds", node["uptime_seconds"])
-    if interval > 0 and _identify(node) == _identify(before):
-        node["interval_seconds"] = interval
-        _add_rates(node, before, interval)
-    else:  # this is the first look, or the server was restarted
-        _add_rates(node, {}, interval)
+    if interval <= 0 or _identify(node) != _identify(before):  # this is the first look, or the server was restarted
+        before = {}
+    node["interval_seconds"] = interval if before else None
+    _add_rates(node, before, interval)
     return node
 
 

@@ -166,10 +166,10 @@ def test_text():
     assert as_text(look(READY, Answer("node02:6543", busy), GONE), "2026-11-21 12:00:00") == (
         """2026-11-21 12:00:00, rates: averages since each began
 node                       state    clients workers    CPU   load  CPUs mem % batch/s    MB/s errors
-all: 2 of 3 ready                         1       2    0.8      4     4    50    0.16       0      4
+all: 2 of 3 ready                         1       2    0.8      4     4    25    0.16       0      4
 node03:6543  unreachable: cannot connect to node03:6543: connection refused
-node01:6543                ready          1       1    0.4    1.5     2    50    0.08       0      2
-node02:6543                ready          1       1    0.4    2.5     2    50    0.08       0      2
+node01:6543                ready          1       1    0.4    1.5     2    25    0.08       0      2
+node02:6543                ready          1       1    0.4    2.5     2    25    0.08       0      2
 client gpu01:2304: 4 errors, the last one 3.0 s ago: LookupError: a damaged file
 """
     )

@@ -91,13 +91,13 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
 def test_clients_and_workers_are_in_the_order_in_which_they_came(context):
     table = context.counters
     first = open_session(table, 200, "a:1", now=1)
-    late = open_session(table, 201, "a:3", now=3)
+    early = open_session(table, 201, "a:2", now=2)
     table.close(first)
-    early = open_session(table, 202, "a:2", now=2)  # in the row of the first one
+    late = open_session(table, 202, "a:3", now=3)  # in the row of the first one
     for number, session in (2, early), (1, early), (3, late):
         open_worker(table, session, number, 300, 4)
     node = describe(table.look(), 9, context, None)
-    assert early < late
+    assert late < early
     assert [client.pid for client in node.clients] == [2, 3]
     assert [worker.number for worker in node.workers] == [1, 2, 3]
 
