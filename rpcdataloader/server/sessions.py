@@ -108,8 +108,7 @@ class Sessions:
                 session.is_asked = False
 
     def _decide(self, session: ClientSession, event: WantsRoom) -> None:
-        row = 0
-        reason = self._admission.admit(session.id)
+        row, reason = 0, self._admission.admit(session.id)
         if reason is None:
             try:
                 now = time.monotonic_ns()

@@ -86,9 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _alternate_screen() if redraw else contextlib.nullcontext():
             while True:
-                addresses = places.find()
+                addresses, ignored = places.look()
                 answers = asker.ask(addresses, stacks=options.stacks)
-                before, document = document, make_document(time.time(), answers, places.problems(), document)
+                before, document = document, make_document(time.time(), answers, ignored, document)
                 if options.json:
                     text = json.dumps(document) + "\n"
                 else:

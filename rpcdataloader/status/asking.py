@@ -40,26 +40,26 @@ class Places:
             if isinstance(where, (Inline, Local)):
                 raise ValueError(f"{where} belongs to one training process, and nobody else can ask it; name addresses")
             self._places.append(Register(where.directory) if isinstance(where, Registered) else where.addresses)
-        self._registers = [place for place in self._places if isinstance(place, Register)]
 
-    def find(self) -> list[Address]:
-        """Addresses that are named, and of those that are registered now; each once, in this order."""
+    def look(self) -> tuple[list[Address], dict[str, str]]:
+        """Addresses that are named, and of those that are registered now; each once, in this order.
+
+        With them comes why files of the directories, or these themselves, were not used, by path.
+        """
         found: list[Address] = []
+        problems: dict[str, str] = {}
         for place in self._places:
-            found += [one.address for one in place.look()] if isinstance(place, Register) else place
-        return list(dict.fromkeys(found))
-
-    def problems(self) -> dict[str, str]:
-        """Why files of the directories, or these themselves, were not used at the last look, by path."""
-        return {
-            os.path.join(register.directory, name): reason  # a directory itself is named by its path
-            for register in self._registers
-            for name, reason in register.problems.items()
-        }
+            if isinstance(place, Register):
+                found += [one.address for one in place.look()]
+                # A directory itself is named by its path.
+                problems |= {os.path.join(place.directory, name): reason for name, reason in place.problems.items()}
+            else:
+                found += place
+        return list(dict.fromkeys(found)), problems
 
     def registers(self) -> list[str]:
         """The directories."""
-        return [f"@{register.directory}" for register in self._registers]
+        return [f"@{place.directory}" for place in self._places if isinstance(place, Register)]
 
 
 class Asker:

@@ -28,7 +28,7 @@ def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: 
         lines.append(f"{f'all: {num_ready} of {len(nodes)} ready':<35} {_line(_NODE_COLUMNS, answered)}")
     # What needs a look comes first, as a terminal may have no room for all.
     for node in sorted(nodes, key=lambda node: node["state"] == "ready"):
-        if node in answered:
+        if "pid" in node:
             name = _cut(node["address"], 26, keep=8)
             lines.append(f"{name:<26} {node['state']:<8} {_line(_NODE_COLUMNS, [node])}")
         else:
@@ -187,10 +187,7 @@ def in_time(seconds: float) -> str:
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400:,} d {whole % 86400 // 3600} h"
+    for size, unit, part, smaller in (86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"):
+        if whole >= size:
+            return f"{whole // size:,} {unit} {whole % size // part} {smaller}"
+    return f"{whole} s"
