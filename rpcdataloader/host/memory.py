@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from rpcdataloader.host.cgroups import cgroup_folders, read
+from rpcdataloader.host.proc import memory_bytes
 
 # Where nothing is known of the memory, as on systems without /proc.
 UNKNOWN_MEMORY_BYTES = 4 * 2**30
@@ -54,10 +55,10 @@ def share_of_memory(meminfo: str, cgroup_limits: Iterable[str], environ: Mapping
             numbers, such as ``max``, are no limits.
         environ: Where ``SLURM_MEM_PER_NODE`` (MiB, 0 for all) and the number of ranks are looked up.
     """
-    kib = {name: int(amount) for name, amount in re.findall(r"^(\w+):\s+(\d+) kB$", meminfo, re.MULTILINE)}
+    memory = memory_bytes(meminfo)
     known = [int(text) for text in cgroup_limits if text.isdecimal()]
-    if (available := kib.get("MemAvailable", kib.get("MemTotal"))) is not None:
-        known.append(available * 2**10)
+    if (available := memory.get("MemAvailable", memory.get("MemTotal"))) is not None:
+        known.append(available)
     if (per_node := environ.get("SLURM_MEM_PER_NODE", "")).isdecimal() and int(per_node) > 0:
         known.append(int(per_node) * 2**20)
     if not known:

@@ -20,6 +20,7 @@ class Child:
         sock: The connection. It is kept to see the other end go away while the process is busy.
         source: Machine or user at the other end.
         peer: Address there.
+        row: Its place among the counters.
         has_unsent: Whether something was posted to it that had no room.
     """
 
@@ -28,6 +29,7 @@ class Child:
     sock: socket.socket
     source: str
     peer: str
+    row: int
     has_unsent: bool = False
 
     def post(self, event: Event) -> None:
@@ -54,13 +56,11 @@ class OpenGate(Child):
     """A gate whose connection has not become anything yet.
 
     Attributes:
-        traffic: What has come and gone.
         deadline: When it must have become something else; None when it is being ended.
         is_refused: Whether it has refused its connection, and waits for the other end to close.
         wanted: The session that its connection is for, and that has no room for it now.
     """
 
-    traffic: memoryview
     deadline: float | None
     is_refused: bool = False
     wanted: IsForWorker | None = None
@@ -76,11 +76,11 @@ class AdmittedWorker:
 
     Attributes:
         connection: What the log says of it.
-        row: Its place among the counters; None without one.
+        row: Its place among the counters.
     """
 
     connection: AcceptedConnection
-    row: int | None
+    row: int
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -91,7 +91,6 @@ class ClientSession(Child):
         id: Hexadecimal.
         client: Its name, for messages.
         connection: What the log says of the control connection.
-        row: Its place among the counters; None without one.
         workers: Those that were admitted, by number.
         is_client_gone: Whether the client has closed the connection.
         is_asked: Whether it was asked for stacks, and has not looked at that yet.
@@ -100,7 +99,6 @@ class ClientSession(Child):
     id: str
     client: str
     connection: AcceptedConnection
-    row: int | None
     workers: dict[int, AdmittedWorker] = field(default_factory=dict)
     is_client_gone: bool = False
     is_asked: bool = False

@@ -8,7 +8,6 @@ and may hold blanks. So nobody can write a pair, or a line, that is not his.
 from __future__ import annotations
 
 import logging
-import mmap
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,14 +22,6 @@ Kind = Literal["control", "worker", "status"]
 # Names of hosts have at most 253 characters.
 MAX_VALUE_CHARS = 255
 MAX_REASON_CHARS = 600
-
-
-def shared_traffic() -> memoryview:
-    """Two counters, bytes received and sent, that this process shares with those that are forked from it.
-
-    So they are known of a process that was killed, too.
-    """
-    return memoryview(mmap.mmap(-1, 16)).cast("Q")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +49,11 @@ class AcceptedConnection:
 
     Args:
         peer: Address at the other end.
-        traffic: Its counters; None if nobody counts.
+        traffic: Bytes received and sent, in shared memory, so that they are known of a process that was killed, too.
         worker: Number of the worker in its session; 0 for a control connection.
     """
 
-    def __init__(self, peer: str, origin: Origin, traffic: memoryview | None, worker: int = 0) -> None:
+    def __init__(self, peer: str, origin: Origin, traffic: memoryview, worker: int = 0) -> None:
         self._peer = peer
         self.origin = origin
         self._traffic = traffic
@@ -72,7 +63,7 @@ class AcceptedConnection:
 
     def closed(self, reason: str) -> None:
         """Write the line of its end."""
-        received, sent = (None, None) if self._traffic is None else self._traffic
+        received, sent = self._traffic
         seconds = f"{time.monotonic() - self._start:.3f}"
         self._log("closed", seconds=seconds, received=received, sent=sent, reason=reason)
 

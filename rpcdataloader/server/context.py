@@ -29,6 +29,7 @@ class ServerContext:
     Attributes:
         node: Host name, for messages.
         num_workers: What the server advertises.
+        max_connections: Cap on workers; None for no cap.
         parallel: Threads per worker for ``rpc_async`` calls.
         timeout: Seconds for an ``rpc_async`` call whose caller set no limit; 0 for none.
         max_tasks: Tasks of a loader after which a worker retires; 0 for no limit.
@@ -45,6 +46,7 @@ class ServerContext:
     timeout: float
     max_tasks: int
     credentials: Credentials
+    max_connections: int | None = None
     tls: TlsFiles | None = None
     tells_clients: bool = True
     refusals: SharedLimit = field(default_factory=lambda: SharedLimit(MAX_REFUSALS, REFUSALS_PERIOD))

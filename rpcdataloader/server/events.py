@@ -10,13 +10,20 @@ from dataclasses import asdict, dataclass
 
 from rpcdataloader.server.connections import Origin
 from rpcdataloader.wire import plain
+from rpcdataloader.wire.plain import Json
 
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Node server to gate, with the connection: it is yours. ``peer`` is the address at the other end."""
+    """Node server to gate, with the connection: it is yours.
+
+    Attributes:
+        peer: Address at the other end.
+        row: Place of the gate among the counters.
+    """
 
     peer: str
+    row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +38,16 @@ class TellsStatus:
 
 @dataclass(frozen=True, slots=True)
 class WantsStacks:
-    """Status gate to node server, and node server to session, with the link for the :class:`StackPiece` to come."""
+    """Status gate to node server, and node server to session: write the stacks of all workers.
+
+    With it come a file, for a line per worker, which is a :class:`WorkerStack`; and the end of a pipe, which the
+    session closes when it has written all lines.
+    """
 
 
 @dataclass(frozen=True, slots=True)
-class StackPiece:
-    """Session to status gate: a part of what there is to say of the worker with this process id."""
+class WorkerStack(Json):
+    """What there is to say of the worker with this process id."""
 
     pid: int
     text: str
@@ -82,9 +93,7 @@ class SessionBegun:
 
 @dataclass(frozen=True, slots=True)
 class SessionKnown:
-    """Node server to session: worker connections may come. ``row`` is its place among the counters."""
-
-    row: int | None
+    """Node server to session: worker connections may come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +134,12 @@ class Decided:
 
     Attributes:
         reason: Why there is no room; None if there is.
-        row: Place of the worker among the counters.
+        row: Place of the worker among the counters; 0 if there is no room.
     """
 
     worker: int
     reason: str | None
-    row: int | None
+    row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +167,6 @@ Event = (
     | Refused
     | TellsStatus
     | WantsStacks
-    | StackPiece
     | StacksBegun
     | IsForWorker
     | HandedOver

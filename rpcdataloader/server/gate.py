@@ -29,12 +29,11 @@ from rpcdataloader.wire.transport import Stream
 logger = logging.getLogger("rpcdataloader.server")
 
 
-def run_gate(node: Link, context: ServerContext, traffic: memoryview) -> None:
+def run_gate(node: Link, context: ServerContext) -> None:
     """Wait for a connection and serve it until it has become something else.
 
     Args:
         node: Link to the node server, which gives the connection, and takes it again if it is that of a worker.
-        traffic: Counts what comes and goes.
     """
     received = node.recv()
     if received is None:
@@ -44,7 +43,8 @@ def run_gate(node: Link, context: ServerContext, traffic: memoryview) -> None:
         raise TypeError(f"a gate waits for its connection, and not for {event}")
     name_process("rpcdl-gate")
     peer = event.peer
-    stream = Stream(socket.socket(fileno=descriptors[0]), peer, traffic)
+    row = context.counters.row(event.row)
+    stream = Stream(socket.socket(fileno=descriptors[0]), peer, row.control)
     kind: Kind | None = None
     try:
         preamble = recv_preamble(stream)
@@ -62,7 +62,7 @@ def run_gate(node: Link, context: ServerContext, traffic: memoryview) -> None:
         if kind == "status":
             _serve_status(channel, node, context)
         else:
-            run_session(channel, node, context, peer)
+            run_session(channel, node, context, peer, row)
         return
     stream.linger()
 

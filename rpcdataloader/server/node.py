@@ -23,6 +23,7 @@ from rpcdataloader.server.admission import Admission
 from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.children import Child, ClientSession, OpenGate
 from rpcdataloader.server.context import ServerContext
+from rpcdataloader.server.counters import GATE
 from rpcdataloader.server.door import Door
 from rpcdataloader.server.events import Accepted, Event, IsForWorker, Refused, SessionBegun, TellsStatus, WantsStacks
 from rpcdataloader.server.lifeline import Lifeline
@@ -61,7 +62,6 @@ class NodeServer:
     Args:
         listener: Listening socket; closed when the server ends or drains.
         context: What sessions and workers are told.
-        max_connections: Cap on workers; None for no cap.
         max_connections_per_client: Cap on the workers of one client; None for no cap.
         grace: Seconds that a drain may take before everything is ended.
         write_output: Takes the lines that sessions and workers print.
@@ -75,7 +75,6 @@ class NodeServer:
         listener: socket.socket,
         context: ServerContext,
         *,
-        max_connections: int | None,
         max_connections_per_client: int | None,
         grace: float,
         write_output: Callable[[str], None] = write_to_stderr,
@@ -87,7 +86,7 @@ class NodeServer:
         self._loop = Loop()
         self._door = Door(listener, self._loop, self._on_connection)
         self._outputs = Outputs(self._loop, write_output)
-        admission = Admission(max_connections, max_connections_per_client)
+        admission = Admission(context.max_connections, max_connections_per_client)
         self._sessions = Sessions(context, admission, self._loop, self._outputs)
         self._lifeline = None if lifeline is None else Lifeline(lifeline)
         self._announcement = announcement
@@ -153,19 +152,21 @@ class NodeServer:
             gate = self._spares.take(time.monotonic())
             with contextlib.ExitStack() as failed:
                 failed.callback(self._spares.give_back, gate)
+                row = self._context.counters.open(GATE, gate.process.pid, time.monotonic_ns())
+                failed.callback(self._context.counters.close, row)
                 accepted = accept(self._door.listener)
                 if accepted is not None:
-                    self._open_gate(gate, *accepted)
+                    self._open_gate(gate, row, *accepted)
                     failed.pop_all()
         except (ConnectError, OSError) as exc:
             logger.warning("cannot take a connection now: %s", getattr(exc, "strerror", exc))
             self._door.pause(EXHAUSTED_PAUSE)
 
-    def _open_gate(self, spare: Gate, sock: socket.socket, source: str) -> None:
+    def _open_gate(self, spare: Gate, row: int, sock: socket.socket, source: str) -> None:
         with contextlib.ExitStack() as failed:
             failed.callback(sock.close)
             peer = peer_name(sock)
-            has_it = spare.link.send(Accepted(peer), [sock.fileno()])
+            has_it = spare.link.send(Accepted(peer, row), [sock.fileno()])
             failed.pop_all()
         process, pid = spare.process, spare.process.pid
         gate = self._children[pid] = OpenGate(
@@ -174,7 +175,7 @@ class NodeServer:
             sock=sock,
             source=source,
             peer=peer,
-            traffic=spare.traffic,
+            row=row,
             deadline=time.monotonic() + GATE_TIMEOUT,
         )
         self._loop.watch(gate.link.fileno(), lambda: self._on_link(pid))
@@ -244,7 +245,12 @@ class NodeServer:
                     child.is_refused = True
                 case TellsStatus():
                     self._children[child.process.pid] = Child(
-                        process=child.process, link=child.link, sock=child.sock, source=child.source, peer=child.peer
+                        process=child.process,
+                        link=child.link,
+                        sock=child.sock,
+                        source=child.source,
+                        peer=child.peer,
+                        row=child.row,
                     )
 
     def _on_end(self, pid: int) -> None:
@@ -264,6 +270,7 @@ class NodeServer:
         self._door.open()
         if isinstance(child, ClientSession):
             self._sessions.ended(child, reason)
+        self._context.counters.close(child.row)
         if os.getpid() == 1:
             reap_orphans(self._children.keys() | self._spares.pids)
 
@@ -288,7 +295,7 @@ class NodeServer:
     def _drain(self) -> None:
         if self._drain_deadline is not None:
             return
-        self._context.counters.drain()
+        self._context.counters.row(0).draining[0] = 1
         self._spares.close()
         self._drain_deadline = time.monotonic() + self._grace
         if self._announcement is not None:

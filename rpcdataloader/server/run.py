@@ -9,7 +9,6 @@ import logging
 import os
 import resource
 import socket
-import time
 from collections.abc import Callable, Sequence
 
 from rpcdataloader.server.announcement import Announcement
@@ -99,6 +98,7 @@ def run_server(
         context = ServerContext(
             node=socket.gethostname(),
             num_workers=settings.workers,
+            max_connections=None if embedded else settings.connections,
             parallel=settings.parallel,
             timeout=settings.timeout,
             max_tasks=settings.max_tasks_per_worker,
@@ -107,13 +107,9 @@ def run_server(
             tells_clients=not embedded,
         )
         announcement = _announcement(settings, context, address)
-        context.counters.begin(
-            os.getpid(), time.monotonic_ns(), settings.workers, None if embedded else settings.connections
-        )
         server = NodeServer(
             listener,
             context,
-            max_connections=None if embedded else settings.connections,
             max_connections_per_client=settings.max_connections_per_client or None,
             grace=settings.grace,
             write_output=write_output,

@@ -62,8 +62,13 @@ HANDSHAKE_TIMEOUT = 10.0
 MAX_UNAUTHENTICATED = 256
 
 
-def run_session(channel: Channel, node: Link, context: ServerContext, peer: str) -> None:
-    """Serve an authenticated control connection until it ends; ``peer`` is the address at the other end."""
+def run_session(channel: Channel, node: Link, context: ServerContext, peer: str, row: Row) -> None:
+    """Serve an authenticated control connection until it ends.
+
+    Args:
+        peer: Address at the other end.
+        row: Counts what this process does.
+    """
     # With --insecure, or in the embedded pool, nobody has read and removed it.
     os.environ.pop(TOKEN_VARIABLE, None)
     name_process("rpcdl-session")
@@ -79,7 +84,6 @@ def run_session(channel: Channel, node: Link, context: ServerContext, peer: str)
     received = node.recv()
     if received is None or not isinstance(received[0], SessionKnown):
         return
-    row = context.counters.row(received[0].row)
     welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers)
     try:
         channel.send(MessageType.WELCOME, payload=welcome.encode())
@@ -171,7 +175,7 @@ class Session:
 
     def _answer(self, message: Message, serve: Callable[[Message], Any]) -> None:
         """One reply per request, whatever happens in it."""
-        self._row.runs(time.monotonic_ns())
+        self._row.since[0], self._row.running[0] = time.monotonic_ns(), 1
         try:
             encoded = dumps_reply(serve(message))
         except BaseException as exc:
@@ -180,7 +184,7 @@ class Session:
         else:
             self._channel.send(MessageType.REPLY, message.request_id, encoded.payload, encoded.buffers)
         finally:
-            self._row.rests(time.monotonic_ns())
+            self._row.since[0], self._row.running[0] = time.monotonic_ns(), 0
 
     def _build(self, message: Message) -> dict[str, Any]:
         build = Build.decode(message.payload)
@@ -229,7 +233,7 @@ class Session:
                     worker.link.send(event)
             case WantsStacks():
                 self._node.send(StacksBegun())
-                self._stacks.ask_all(descriptors[0])
+                self._stacks.ask_all(*descriptors)
             case Drain():
                 self._life = Life.DRAINING
                 self._channel.send(MessageType.GOAWAY)

@@ -14,6 +14,7 @@ from rpcdataloader.server.admission import Admission
 from rpcdataloader.server.children import AdmittedWorker, ClientSession, OpenGate
 from rpcdataloader.server.connections import AcceptedConnection
 from rpcdataloader.server.context import ServerContext
+from rpcdataloader.server.counters import SESSION, WORKER
 from rpcdataloader.server.events import (
     Decided,
     Drain,
@@ -67,17 +68,20 @@ class Sessions:
 
     def begin(self, gate: OpenGate, begun: SessionBegun, output: int) -> ClientSession:
         """A gate has become a session; ``output`` is the pipe of what it prints."""
-        now, origin = time.monotonic_ns(), begun.origin
+        origin = begun.origin
+        rank = -1 if origin.rank is None else origin.rank
+        self._counters.describe(gate.row, kind=SESSION, client=origin.client, rank=rank, job=origin.job)
+        traffic = self._counters.row(gate.row).control
         session = ClientSession(
             process=gate.process,
             link=gate.link,
             sock=gate.sock,
             source=gate.source,
             peer=gate.peer,
+            row=gate.row,
             id=begun.id,
             client=begun.name,
-            connection=AcceptedConnection(begun.peer, origin, gate.traffic),
-            row=self._counters.open_session(gate.process.pid, now, origin.client, origin.rank, origin.job),
+            connection=AcceptedConnection(begun.peer, origin, traffic),
         )
         self._by_id[session.id] = session
         if session.sock.family != socket.AF_UNIX:
@@ -85,7 +89,7 @@ class Sessions:
         self._outputs.add(output, f"[{self._context.node} {session.client}]")
         # The session ends with its client, even while user code keeps it from looking.
         self._loop.watch(session.sock.fileno(), lambda: self._on_client_gone(session), _CLIENT_GONE)
-        session.post(SessionKnown(session.row))
+        session.post(SessionKnown())
         if self._is_draining:
             session.post(Drain())
         return session
@@ -104,11 +108,16 @@ class Sessions:
                 session.is_asked = False
 
     def _decide(self, session: ClientSession, event: WantsRoom) -> None:
-        row = None
-        reason = self._admission.admit(session.id)
+        row, reason = 0, self._admission.admit(session.id)
         if reason is None:
-            row = self._counters.open_worker(session.row, event.worker, event.pid, time.monotonic_ns())
-            traffic = None if row is None else self._counters.row(row).traffic
+            try:
+                now = time.monotonic_ns()
+                row = self._counters.open(WORKER, event.pid, now, session=session.row, number=event.worker)
+            except OSError as exc:
+                self._admission.release(session.id)
+                reason = str(exc.strerror)
+        if reason is None:
+            traffic = self._counters.row(row).traffic
             connection = AcceptedConnection(event.peer, event.origin, traffic, event.worker)
             session.workers[event.worker] = AdmittedWorker(connection, row)
         else:
@@ -120,7 +129,7 @@ class Sessions:
         if worker is None:  # it was not admitted
             return
         worker.connection.closed(event.reason)
-        self._counters.close_worker(worker.row)
+        self._counters.close(worker.row)
         self._admission.release(session.id)
         if event.reason != "exited with status 0":
             # Of an embedded pool this is the trainer's own terminal, and the trainer says so itself.
@@ -181,4 +190,3 @@ class Sessions:
         for worker in session.workers.values():
             worker.connection.closed(f"its session has ended: {reason}")
         session.connection.closed(reason)
-        self._counters.close_session(session.row)

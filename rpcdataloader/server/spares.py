@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rpcdataloader.server.connections import shared_traffic
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.gate import run_gate
 from rpcdataloader.server.link import Link
@@ -29,15 +28,10 @@ QUIET_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """A process that waits for its connection.
-
-    Attributes:
-        traffic: Of its connection; shared with it.
-    """
+    """A process that waits for its connection."""
 
     process: Process
     link: Link
-    traffic: memoryview
 
     def end(self) -> None:
         """End it, and wait until it has ended."""
@@ -57,16 +51,15 @@ def fork_gate(forget: Callable[[], None], context: ServerContext) -> Gate:
         OSError: The system has no room for a process or a descriptor.
     """
     ours, theirs = Link.pair()
-    traffic = shared_traffic()
 
     def run() -> None:
         name_process("rpcdl-spare")
         forget()
         ours.close()
-        run_gate(theirs, context, traffic)
+        run_gate(theirs, context)
 
     try:
-        return Gate(fork(run), ours, traffic)
+        return Gate(fork(run), ours)
     except BaseException:
         ours.close()
         raise

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from rpcdataloader.server.events import WorkerStack
 from rpcdataloader.server.life import Life
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.processes import Process
 from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackReader
-from rpcdataloader.server.statistics import StacksAsked
 from rpcdataloader.wire.messages import StackRequest
-
-# Seconds until another try when somebody who wants stacks has not read those before.
-STACK_RETRY_PAUSE = 0.05
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +35,30 @@ class ForkedWorker:
     failure: str = ""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Look:
+    """A status gate wants the stacks of all workers.
+
+    Attributes:
+        file: Takes a line per worker.
+        pipe: Closed when all lines are there.
+        waiting: Numbers of the workers whose line is not there yet.
+    """
+
+    file: int
+    pipe: int
+    waiting: set[int]
+
+    def tell(self, worker: ForkedWorker, text: str) -> None:
+        self.waiting.discard(worker.number)
+        with contextlib.suppress(OSError):  # a limit on the size of files costs a stack, and not the session
+            os.write(self.file, WorkerStack(worker.process.pid, text).encode() + b"\n")
+
+    def close(self) -> None:
+        os.close(self.file)
+        os.close(self.pipe)
+
+
 class StackDesk:
     """The requests for stacks that are under way.
 
@@ -50,7 +71,7 @@ class StackDesk:
         self._workers = workers
         self._reply = reply
         self._requests: dict[int, StackRequest] = {}
-        self._looks: list[StacksAsked] = []  # at all workers
+        self._looks: list[_Look] = []
 
     def ask(self, request_id: int, request: StackRequest) -> None:
         """The client wants one stack."""
@@ -58,9 +79,9 @@ class StackDesk:
         if worker := self._workers.get(request.worker):
             worker.stack.ask()
 
-    def ask_all(self, descriptor: int) -> None:
-        """Somebody looks at the whole node, and reads from this link."""
-        self._looks.append(StacksAsked(Link(socket.socket(fileno=descriptor)), set(self._workers)))
+    def ask_all(self, file: int, pipe: int) -> None:
+        """A status gate wants the stacks of all workers, in ``file``, until ``pipe`` is closed."""
+        self._looks.append(_Look(file, pipe, set(self._workers)))
         for worker in self._workers.values():
             worker.stack.ask()
 
@@ -73,16 +94,15 @@ class StackDesk:
             has_ended = 0 < number <= last_number
             self._tell(number, f"worker {number} has ended" if has_ended else f"there is no worker {number}")
         for look in self._looks:
-            look.flush()
-            if look.is_over:
+            if not look.waiting:
                 look.close()
-        self._looks = [look for look in self._looks if not look.is_over]
+        self._looks = [look for look in self._looks if look.waiting]
 
     def _tell(self, number: int, text: str) -> None:
         requests = {id: request for id, request in self._requests.items() if request.worker == number}
-        looks = [look for look in self._looks if look.waits_for(number)]
+        looks = [look for look in self._looks if number in look.waiting]
         for look in looks:
-            look.tell(number, self._workers[number].process.pid, text)
+            look.tell(self._workers[number], text)
         if not requests and not looks:
             # Somebody on this node wanted to know: into its log.
             os.write(1, f"{text}\n".encode())
@@ -96,15 +116,13 @@ class StackDesk:
     def ended(self, worker: ForkedWorker) -> None:
         """A worker has ended; requests of the client are answered by :meth:`finish`."""
         for look in self._looks:
-            if look.waits_for(worker.number):
-                look.tell(worker.number, worker.process.pid, "it has ended")
+            if worker.number in look.waiting:
+                look.tell(worker, "it has ended")
 
     @property
     def pause(self) -> float | None:
         """Seconds until :meth:`finish` may have something to do; None if nothing is under way."""
-        if any(worker.stack.is_asked for worker in self._workers.values()):
-            return STACK_LOOK_INTERVAL
-        return STACK_RETRY_PAUSE if self._looks else None  # somebody is slow to read them
+        return STACK_LOOK_INTERVAL if any(worker.stack.is_asked for worker in self._workers.values()) else None
 
     def forget_in_child(self) -> None:
         """Close, in a forked worker, what belongs to the session."""

@@ -26,7 +26,7 @@ from typing import Any
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.server.connections import Origin
 from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.counters import CALLS, ERRORS, TASKS, Row
+from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.events import Authenticated, Decided, Drain, GaveUp
 from rpcdataloader.server.handles import HandleTable
@@ -97,7 +97,7 @@ def run_worker_process(
         # A pass that was over before its last worker was there.
         return
     row = context.counters.row(decided.row)
-    row.connected(os.fstat(channel.fileno()).st_ino)
+    row.socket[0] = os.fstat(channel.fileno()).st_ino
     channel.stream.count_in(row.traffic)
     Worker(channel, session, datasets, number, context, row).run()
 
@@ -195,7 +195,7 @@ class Worker:
             return
         self._next_look = now + LOOK_INTERVAL
         if not self._inbox and self._pool is None:
-            self._row.rests(now)
+            self._row.since[0], self._row.running[0], self._row.unanswered[0] = now, 0, 0
         # Nothing that was read ahead is left: a round takes all of it.
         ready = dict(self._poll.poll(0 if self._inbox else None))
         if self._drain_read in ready:
@@ -220,7 +220,7 @@ class Worker:
         while not self._is_full and (stream.has_unread or stream.has_input()):
             self._take()
         self._life = life
-        self._row.drain()
+        self._row.draining[0] = 1
         self._poll.unregister(self._drain_read)
 
     def _take(self) -> None:
@@ -302,7 +302,7 @@ class Worker:
         else:
             self._pool.submit(self._execute, request_id, size_bytes, call, timer)
             with self._lock:
-                self._row.answered(None, len(self._unanswered))
+                self._row.unanswered[0] = len(self._unanswered)
 
     def _count_task(self) -> None:
         self._num_tasks += 1
@@ -315,7 +315,8 @@ class Worker:
             self._outbox.wait()
         if self._pool is None:
             # It rests when nothing more is there, which costs less than to say so after each request.
-            self._row.runs(time.monotonic_ns(), 1, len(self._unanswered))
+            row = self._row
+            row.since[0], row.running[0], row.unanswered[0] = time.monotonic_ns(), 1, len(self._unanswered)
         else:
             self._count_running(1)
         try:
@@ -353,7 +354,7 @@ class Worker:
         """One request more, or one less, is being run in some thread."""
         with self._lock:
             self._num_running += change
-            self._row.runs(time.monotonic_ns(), self._num_running, len(self._unanswered))
+            self._row.since[0], self._row.running[0] = time.monotonic_ns(), self._num_running
 
     def _resolve(self, reference: tuple[str, int]) -> Any:
         kind, number = reference
@@ -380,11 +381,13 @@ class Worker:
                 return False
             self._unanswered.discard(request_id)
             # Before the client has the answer, so that it finds it counted.
-            what = ERRORS if error is not None else TASKS if task else CALLS
-            wanted = request_id not in self._cancelled
-            self._row.answered(what if wanted else None, len(self._unanswered))
-            if error is not None and wanted:
-                self._row.failed(error)
+            row = self._row
+            row.unanswered[0] = len(self._unanswered)
+            if request_id not in self._cancelled:
+                counter = row.errors if error is not None else row.tasks if task else row.calls
+                counter[0] += 1
+                if error is not None:
+                    row.error[0], row.failed[0] = error.encode(errors="replace"), time.monotonic_ns()
             self._cancelled.discard(request_id)
         if self._outbox.num_waiting or not self._send_now(type, request_id, encoded):
             self._outbox.put(Outgoing(type, request_id, encoded.payload, encoded.buffers))

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 
 from rpcdataloader.errors import AuthenticationError
 from rpcdataloader.status.asking import Asker, Places
-from rpcdataloader.status.report import Look, as_data, as_text
+from rpcdataloader.status.report import Tree, make_document
+from rpcdataloader.status.text import as_text
 from rpcdataloader.wire.certificates import client_tls
 
 # The alternate screen of a terminal, which leaves what the user had on it alone, without wrapping long lines.
@@ -80,29 +81,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asker = Asker(client_tls(), options.timeout)
     except (ValueError, AuthenticationError) as exc:
         parser.error(str(exc))
-    before: Look | None = None
+    document: Tree | None = None
     redraw = options.watch is not None and not options.json and sys.stdout.isatty()
     try:
         with _alternate_screen() if redraw else contextlib.nullcontext():
             while True:
-                addresses = places.find()
+                addresses, ignored = places.look()
                 answers = asker.ask(addresses, stacks=options.stacks)
-                look = Look(time.time(), answers, places.problems(), () if addresses else places.names())
-                text = _describe(look, before, options)
-                sys.stdout.write(_fit(text) if redraw else text)
+                before, document = document, make_document(time.time(), answers, ignored, document)
+                if options.json:
+                    text = json.dumps(document) + "\n"
+                else:
+                    nowhere = () if addresses else places.registers()
+                    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(document["time_unix_seconds"]))
+                    text = as_text(document, when, nowhere=nowhere, workers=options.workers or options.stacks)
+                    text = _fit(text) if redraw else text if before is None else "\n" + text
+                sys.stdout.write(text)
                 sys.stdout.flush()
-                before = look
                 if options.watch is None:
-                    return look.exit_status
+                    break
                 time.sleep(options.watch)
     except KeyboardInterrupt:
-        return 1 if before is None else before.exit_status
+        pass
     except BrokenPipeError:
-        # Whoever read this has seen enough; what is left in the buffer must not be tried again at exit.
+        # The reader has seen enough; what is left in the buffer must not be tried again at exit.
         sys.stdout = None
-        return 1 if before is None else before.exit_status
     finally:
         asker.close()
+    return 1 if document is None else int(document["exit_status"])
 
 
 @contextlib.contextmanager
@@ -115,14 +121,6 @@ def _alternate_screen() -> Iterator[None]:
     finally:
         sys.stdout.write(_LEAVE)
         sys.stdout.flush()
-
-
-def _describe(look: Look, before: Look | None, options: argparse.Namespace) -> str:
-    if options.json:
-        return json.dumps(as_data(look, before)) + "\n"
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(look.time))
-    text = as_text(look, before, when, workers=options.workers or options.stacks)
-    return text if before is None else "\n" + text
 
 
 def _fit(text: str) -> str:

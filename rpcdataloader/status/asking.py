@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections.abc import Sequence
 
 from rpcdataloader.client.discovery import Inline, Local, Registered, find_workers
 from rpcdataloader.client.register import Register
-from rpcdataloader.errors import AuthenticationError, ConnectError, RemoteProtocolError, RPCError, RPCTimeoutError
+from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.status.report import Answer
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.certificates import TlsCredentials
@@ -24,10 +26,10 @@ class Places:
     """Where the node servers are.
 
     Args:
-        texts: As ``workers=`` takes them; none for what the environment says.
+        texts: As ``workers=`` takes them; empty for what the environment says.
 
     Raises:
-        ValueError: There is nobody to ask, an address is malformed, or one has no node server of its own.
+        ValueError: There is no node server to ask, an address is malformed, or a place has no node server of its own.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -39,28 +41,25 @@ class Places:
                 raise ValueError(f"{where} belongs to one training process, and nobody else can ask it; name addresses")
             self._places.append(Register(where.directory) if isinstance(where, Registered) else where.addresses)
 
-    def find(self) -> list[Address]:
-        """Addresses that are named, and of those that are registered now; each once, in this order."""
+    def look(self) -> tuple[list[Address], dict[str, str]]:
+        """Addresses that are named, and of those that are registered now; each once, in this order.
+
+        With them comes why files of the directories, or these themselves, were not used, by path.
+        """
         found: list[Address] = []
+        problems: dict[str, str] = {}
         for place in self._places:
-            found += [one.address for one in place.look()] if isinstance(place, Register) else place
-        return list(dict.fromkeys(found))
+            if isinstance(place, Register):
+                found += [one.address for one in place.look()]
+                # A directory itself is named by its path.
+                problems |= {os.path.join(place.directory, name): reason for name, reason in place.problems.items()}
+            else:
+                found += place
+        return list(dict.fromkeys(found)), problems
 
-    @property
-    def _registers(self) -> list[Register]:
-        return [place for place in self._places if isinstance(place, Register)]
-
-    def problems(self) -> dict[str, str]:
-        """Why files of the directories, or these themselves, were not used at the last look, by path."""
-        return {
-            name if name == register.directory else f"{register.directory}/{name}": reason
-            for register in self._registers
-            for name, reason in register.problems.items()
-        }
-
-    def names(self) -> list[str]:
+    def registers(self) -> list[str]:
         """The directories."""
-        return [f"@{register.directory}" for register in self._registers]
+        return [f"@{place.directory}" for place in self._places if isinstance(place, Register)]
 
 
 class Asker:
@@ -88,73 +87,62 @@ class Asker:
             stacks: With the stacks of the workers.
         """
         leaving = [address for address in self._channels if address not in addresses]
-        num_wanted, addresses = len(addresses), [*addresses, *leaving]
-        answers = [Answer(str(address), error=_late(address, self._timeout)) for address in addresses]
+        answers: dict[Address, Answer] = {}
 
-        def ask(position: int, address: Address) -> None:
-            answers[position] = self._ask(address, stacks)
+        def ask(address: Address) -> None:
+            answers[address] = self._ask(address, stacks)
 
         # Not waited for in the end: one may still resolve a name, which cannot be ended.
         threads = [
-            threading.Thread(target=ask, args=item, name=f"rpcdl-status {item[1]}", daemon=True)
-            for item in enumerate(addresses)
+            threading.Thread(target=ask, args=[address], name=f"rpcdl-status {address}", daemon=True)
+            for address in [*addresses, *leaving]
         ]
         deadline = Deadline(self._timeout + 1)
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(deadline.remaining())
-        return [answer for position, answer in enumerate(answers) if position < num_wanted or answer.status is not None]
+        found = [answers.get(address) or self._late(address) for address in addresses]
+        return found + [answer for address in leaving if (answer := answers.get(address)) and answer.status]
 
     def _ask(self, address: Address, stacks: bool) -> Answer:
-        name = str(address)
         deadline = Deadline(self._timeout)
         try:
             if (channel := self._channels.pop(address, None)) is not None:
-                try:
-                    return Answer(name, self._question(address, channel, stacks, deadline))
-                except RPCTimeoutError:
-                    raise
-                except RPCError:
-                    pass  # it has ended; another one may be there
-            return Answer(name, self._question(address, self._open(address, deadline), stacks, deadline))
-        except RPCTimeoutError:
-            return Answer(name, error=_late(address, self._timeout))
-        # Waiting does not help: another version, perhaps of Python, or another program on that port; a ValueError is of
-        # a variable that makes no sense.
-        except (AuthenticationError, RemoteProtocolError, ValueError) as exc:
-            return Answer(name, error=str(exc), is_refused=True)
-        except RPCError as exc:
-            return Answer(name, error=str(exc))
-
-    def _open(self, address: Address, deadline: Deadline) -> Channel:
-        tls = None if address.is_unix else self._tls
-        return open_channel(
-            address, client_credentials(address), local_identity("client"), STATUS_ID, deadline, tls=tls
-        )
+                with contextlib.suppress(ConnectionLostError):  # it has ended; another one may be there
+                    return Answer(str(address), self._question(address, channel, stacks, deadline))
+            tls = None if address.is_unix else self._tls
+            identity = local_identity("client")
+            channel = open_channel(address, client_credentials(address), identity, STATUS_ID, deadline, tls=tls)
+            return Answer(str(address), self._question(address, channel, stacks, deadline))
+        except TimeoutError:  # RPCTimeoutError is one, too
+            return self._late(address)
+        except (RPCError, ValueError) as exc:
+            # Waiting does not help: another version, perhaps of Python, or another program on that port; a ValueError
+            # is of a variable that makes no sense.
+            is_refused = isinstance(exc, (AuthenticationError, RemoteProtocolError, ValueError))
+            return Answer(str(address), error=str(exc), is_refused=is_refused)
 
     def _question(self, address: Address, channel: Channel, stacks: bool, deadline: Deadline) -> NodeStatus:
-        try:
+        with contextlib.ExitStack() as failed:
+            failed.callback(channel.stream.close)
             channel.stream.limit(deadline)
             channel.send(MessageType.STATS, payload=StatusRequest(stacks).encode())
             message = channel.recv()
             if message is None:
-                raise ConnectError(f"{address} closed the connection instead of answering")
+                raise ConnectionLostError(f"{address} closed the connection instead of answering")
             if message.type != MessageType.STATS:
                 raise RemoteProtocolError(f"{address} answered with message type {message.type} instead of its status")
             status = NodeStatus.decode(message.payload)
-        except BaseException:
-            channel.stream.close()
-            raise
+            failed.pop_all()
         self._channels[address] = channel
         return status
+
+    def _late(self, address: Address) -> Answer:
+        return Answer(str(address), error=f"{address} did not answer within {self._timeout:g} s")
 
     def close(self) -> None:
         """End the connections."""
         for channel in self._channels.values():
             channel.stream.close()
         self._channels.clear()
-
-
-def _late(address: Address, timeout: float) -> str:
-    return f"{address} did not answer within {timeout:g} s"

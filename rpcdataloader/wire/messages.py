@@ -6,41 +6,18 @@ was checked.
 
 from __future__ import annotations
 
-import json
 import pickle
 import struct
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rpcdataloader.errors import RemoteProtocolError
-from rpcdataloader.wire import plain
-
-
-class _Json:
-    """Encoding of a flat dataclass as a JSON object."""
-
-    __slots__ = ()
-
-    def encode(self) -> bytes:
-        """The payload."""
-        return json.dumps(asdict(self)).encode()  # type: ignore[call-overload]  # subclasses are dataclasses
-
-    @classmethod
-    def decode(cls, payload: bytes | bytearray | memoryview) -> Any:
-        """Read a payload; fields that are not known are left alone.
-
-        Raises:
-            RemoteProtocolError: It is not a JSON object with these fields.
-        """
-        try:
-            return plain.make(cls, plain.load(payload))
-        except ValueError as exc:
-            raise RemoteProtocolError(f"malformed {cls.__name__} message: {exc}") from exc
+from rpcdataloader.wire.plain import Json
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome(_Json):
+class Welcome(Json):
     """The server is ready for requests.
 
     Attributes:
@@ -59,14 +36,14 @@ class Welcome(_Json):
 
 
 @dataclass(frozen=True, slots=True)
-class Busy(_Json):
+class Busy(Json):
     """The server has no room for another worker now."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Exited(_Json):
+class Exited(Json):
     """A worker of this session ended: its number, process id, and how it ended, in words."""
 
     worker: int
@@ -75,7 +52,7 @@ class Exited(_Json):
 
 
 @dataclass(frozen=True, slots=True)
-class StackRequest(_Json):
+class StackRequest(Json):
     """Tell where the code of a worker of this session is; and then, if there is a reason to, end that worker."""
 
     worker: int
@@ -83,7 +60,7 @@ class StackRequest(_Json):
 
 
 @dataclass(frozen=True, slots=True)
-class Goaway(_Json):
+class Goaway(Json):
     """The worker ends; requests above ``last_request`` were not begun and will not be answered.
 
     Attributes:
@@ -97,7 +74,7 @@ class Goaway(_Json):
 
 
 @dataclass(frozen=True, slots=True)
-class Log(_Json):
+class Log(Json):
     """A warning, or a log record of warning level or above, of a worker or session."""
 
     level: int

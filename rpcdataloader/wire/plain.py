@@ -12,6 +12,8 @@ import types
 import typing
 from typing import Any, TypeVar
 
+from rpcdataloader.errors import RemoteProtocolError
+
 _Made = TypeVar("_Made")
 
 
@@ -74,3 +76,25 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if type(value) is not hint:
         raise ValueError(f"{name} is of another type")
     return value
+
+
+class Json:
+    """A dataclass that is the payload of a message, as a JSON object."""
+
+    __slots__ = ()
+
+    def encode(self) -> bytes:
+        """The payload."""
+        return json.dumps(dataclasses.asdict(typing.cast(Any, self))).encode()
+
+    @classmethod
+    def decode(cls: type[_Made], payload: bytes | bytearray | memoryview) -> _Made:
+        """Read a payload; fields that are not known are left alone.
+
+        Raises:
+            RemoteProtocolError: It is not a JSON object with these fields.
+        """
+        try:
+            return make(cls, load(payload))
+        except ValueError as exc:
+            raise RemoteProtocolError(f"malformed {cls.__name__} message: {exc}") from exc

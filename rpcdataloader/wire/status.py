@@ -1,234 +1,94 @@
 """What a node server tells of itself on a status connection: plain numbers and names, as JSON. Pure.
 
 Counters only grow while a node server lives: what ended workers and clients have done stays in the totals of those
-above them. Times are seconds that have passed, so that nobody's clock matters.
+above them. Times are seconds that have passed, so that the clocks of machines need not agree.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
-from rpcdataloader.errors import RemoteProtocolError
+from rpcdataloader.wire.plain import Json
 
 
 @dataclass(frozen=True, slots=True)
-class StatusRequest:
-    """Asks for a :class:`NodeStatus`.
+class StatusRequest(Json):
+    """Asks for a :class:`NodeStatus`."""
 
-    Attributes:
-        stacks: With the Python stacks of all workers, which takes up to 2 s.
-    """
-
-    stacks: bool = False
-
-    def encode(self) -> bytes:
-        """The payload."""
-        return json.dumps(dataclasses.asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, payload: bytes | bytearray | memoryview) -> StatusRequest:
-        """Read a payload.
-
-        Raises:
-            RemoteProtocolError: It is no such request.
-        """
-        return _make(cls, _load(payload))
+    stacks: bool = False  # with the Python stacks of all workers, which takes up to 2 s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What was done since the beginning.
+class Work(Json):
+    """What was done since the beginning."""
 
-    Attributes:
-        tasks: Batches of loaders that were answered.
-        calls: Other requests that were answered: remote calls, questions of a loader.
-        errors: Requests that were answered with an exception.
-        received_bytes: By worker connections.
-        sent_bytes: By worker connections.
-    """
-
-    tasks: int
-    calls: int
-    errors: int
-    received_bytes: int
-    sent_bytes: int
+    tasks: int  # batches of loaders that were answered
+    calls: int  # other requests that were answered: remote calls, questions of a loader
+    errors: int  # requests that were answered with an exception
+    received_bytes: int  # by worker connections
+    sent_bytes: int  # by worker connections
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus(Work):
-    """A worker.
+    """A worker."""
 
-    Attributes:
-        number: In its session, from 1.
-        pid: Its process.
-        state: ``"idle"`` or ``"running"``.
-        state_seconds: Since that changed, or since the last request began.
-        draining: Whether it takes no further requests.
-        process_state: The letter by which Linux names the state of its main thread: ``"T"`` is stopped, ``"D"`` waits
-            in the kernel; empty when it has gone.
-        age_seconds: Since it was admitted.
-        queued: Requests that it has received and not begun.
-        unread_bytes: Of requests that have arrived and that it has not received, as it does so between two of them;
-            None on a Unix socket, where the kernel does not tell.
-        cpu_seconds: CPU time that it has used.
-        memory_bytes: Its resident memory, that which it shares with others included.
-        stack: Its Python stack, or why there is none; None if nobody has asked for it.
-    """
-
-    number: int
+    number: int  # in its session, from 1
     pid: int
-    state: str
-    state_seconds: float
-    draining: bool
+    state: str  # "idle" or "running"
+    state_seconds: float  # since that changed, or since the last request began
+    draining: bool  # it takes no further requests
+    # The letter by which Linux names the state of its main thread: "T" is stopped, "D" waits in the kernel; empty when
+    # it has gone.
     process_state: str
-    age_seconds: float
-    queued: int
+    age_seconds: float  # since it was admitted
+    queued: int  # requests that it has received and not begun
+    # Bytes of requests that have arrived and that it has not received, as it does so between two of them; None on a
+    # Unix socket, where the kernel does not tell.
     unread_bytes: int | None
     cpu_seconds: float
-    memory_bytes: int
-    stack: str | None = None
+    memory_bytes: int  # resident, including what it shares with other processes
+    stack: str | None = None  # its Python stack, or why there is none; None without a request for stacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientStatus(Work):
-    """A training process, and its session here; its work is that of its workers, ended ones included.
+    """A training process, and its session here; its work is that of its workers, including those that have ended."""
 
-    Attributes:
-        host: Its machine, as it says.
-        pid: Its process there.
-        rank: In a distributed job; None outside of one.
-        job: Of Slurm; empty outside of one.
-        session_pid: The process that serves it here.
-        state: ``"idle"``, or ``"running"`` while the session builds a dataset or answers another request.
-        state_seconds: Since that changed.
-        age_seconds: Since it has connected.
-        last_error: Text of the last exception that a worker answered with; None if there was none.
-        last_error_seconds: Since then.
-        workers: Those that are there, in the order of their numbers.
-    """
-
-    host: str
-    pid: int
-    rank: int | None
-    job: str
-    session_pid: int
-    state: str
-    state_seconds: float
-    age_seconds: float
-    last_error: str | None
-    last_error_seconds: float | None
-    workers: list[WorkerStatus]
+    host: str  # its machine, as it says
+    pid: int  # its process there
+    rank: int | None  # in a distributed job; None outside of one
+    job: str  # of Slurm; empty outside of one
+    session_pid: int  # the process that serves it here
+    state: str  # "idle", or "running" while the session builds a dataset or answers another request
+    state_seconds: float  # since that changed
+    age_seconds: float  # since it has connected
+    last_error: str | None  # text of the last exception that a worker answered with; None if there was none
+    last_error_seconds: float | None  # since then
+    workers: list[WorkerStatus]  # in the order of their numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStatus(Work):
-    """A node server; its work is that of all clients, those that have gone included.
-
-    Attributes:
-        host: Its machine.
-        pid: Its process.
-        uptime_seconds: Since it listens.
-        draining: Whether it takes no clients any more.
-        num_workers: What it offers.
-        max_connections: Cap on workers; None for no cap.
-        cpus: That it may use.
-        load_average: Of the machine, over the last minute: threads of all its programs that run, wait for a CPU, or are
-            blocked in the kernel.
-        memory_total_bytes: Of the machine.
-        memory_available_bytes: Of the machine.
-        ended_workers: How many have ended, for whatever reason.
-        refused_connections: For a wrong secret, for lack of room, and so on.
-        clients: Those that are there, in the order in which they came.
-    """
+    """A node server; its work is that of all clients, including those that have gone."""
 
     host: str
     pid: int
-    uptime_seconds: float
-    draining: bool
-    num_workers: int
-    max_connections: int | None
-    cpus: int
+    uptime_seconds: float  # since it listens
+    draining: bool  # it takes no clients any more
+    num_workers: int  # what it offers
+    max_connections: int | None  # cap on workers; None for no cap
+    cpus: int  # that it may use
+    # Of the machine, over the last minute: threads of all its programs that run, wait for a CPU, or are blocked in the
+    # kernel.
     load_average: float
-    memory_total_bytes: int
-    memory_available_bytes: int
-    ended_workers: int
-    refused_connections: int
-    clients: list[ClientStatus]
-
-    def encode(self) -> bytes:
-        """The payload."""
-        return json.dumps(dataclasses.asdict(self)).encode()
-
-    @classmethod
-    def decode(cls, payload: bytes | bytearray | memoryview) -> NodeStatus:
-        """Read a payload.
-
-        Raises:
-            RemoteProtocolError: It is no such answer.
-        """
-        fields = _load(payload)
-        clients = []
-        for client in _list(fields, "clients"):
-            workers = [_make(WorkerStatus, worker) for worker in _list(client, "workers")]
-            clients.append(_make(ClientStatus, {**client, "workers": workers}))
-        return _make(cls, {**fields, "clients": clients})
+    memory_total_bytes: int  # of the machine
+    memory_available_bytes: int  # of the machine
+    ended_workers: int  # for whatever reason
+    refused_connections: int  # for a wrong secret, for lack of room, and so on
+    clients: list[ClientStatus]  # in the order in which they came
 
     @property
     def workers(self) -> list[WorkerStatus]:
         """Those of all clients."""
         return [worker for client in self.clients for worker in client.workers]
-
-
-_Fields = TypeVar("_Fields")
-
-# What the annotations above allow in JSON; a bool is no number here.
-_KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,),
-    "float": (int, float),
-    "str": (str,),
-    "bool": (bool,),
-    "int | None": (int, type(None)),
-    "float | None": (int, float, type(None)),
-    "str | None": (str, type(None)),
-    "list[WorkerStatus]": (list,),
-    "list[ClientStatus]": (list,),
-}
-
-
-def _load(payload: bytes | bytearray | memoryview) -> dict[str, Any]:
-    try:
-        fields = json.loads(bytes(payload))
-    except (ValueError, RecursionError) as exc:
-        raise RemoteProtocolError("malformed status message") from exc
-    return _dict(fields)
-
-
-def _dict(fields: Any) -> dict[str, Any]:
-    if not isinstance(fields, dict):
-        raise RemoteProtocolError("malformed status message: no JSON object where one should be")
-    return fields
-
-
-def _list(fields: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    value = fields.get(name)
-    if not isinstance(value, list):
-        raise RemoteProtocolError(f"malformed status message: {name} is no list")
-    return [_dict(item) for item in value]
-
-
-def _make(kind: type[_Fields], values: dict[str, Any]) -> _Fields:
-    """An object of ``kind``; what a later version may tell besides is left alone."""
-    fields = {}
-    for item in dataclasses.fields(kind):  # type: ignore[arg-type]  # only called with dataclasses
-        if item.name not in values:
-            if item.default is dataclasses.MISSING:
-                raise RemoteProtocolError(f"malformed status message: {item.name} is missing")
-            continue
-        value = values[item.name]
-        if type(value) not in _KINDS[str(item.type)]:
-            raise RemoteProtocolError(f"malformed status message: {item.name} is {value!r}")
-        fields[item.name] = value
-    return kind(**fields)

@@ -52,17 +52,17 @@ def test_connections_of_a_client_have_a_line_at_each_end(serve):
     assert 0 < float(worker["seconds"]) <= float(control["seconds"]) + 0.001
 
 
-def test_bytes_of_a_worker_are_left_out_where_the_table_of_processes_has_no_room(serve):
+def test_connection_waits_while_the_table_of_processes_has_no_room(serve, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "1")
     before = """
 from rpcdataloader.server.counters import CounterTable
-CounterTable.__init__.__defaults__ = (1, *CounterTable.__init__.__defaults__[1:])
+CounterTable.__init__.__defaults__ = (2, *CounterTable.__init__.__defaults__[1:])
 """
     server = serve(before=before)
-    assert len(rpc_async(server.address, bytes, (bytes(MEGABYTE),)).wait()) == MEGABYTE
-    pool.close_client()
-    wait_until(lambda: len(lines(server, event="closed")) == 2)
-    (worker,) = lines(server, event="closed", kind="worker")
-    assert (worker["received"], worker["sent"]) == ("-", "-")
+    with pytest.raises(ConnectError):  # it has a session, and no worker
+        rpc_async(server.address, os.getpid).wait()
+    assert "cannot take a connection now: no more than 1 processes can serve connections" in server.log
+    assert [line["kind"] for line in lines(server, event="accepted")] == ["control"]
 
 
 def test_bytes_of_a_worker_that_was_killed_are_known(serve):

@@ -48,6 +48,7 @@ PURE = {
     "rpcdataloader.wire.registration",
     "rpcdataloader.wire.status",
     "rpcdataloader.status.report",
+    "rpcdataloader.status.text",
     "rpcdataloader.client.slurm",
     "rpcdataloader.plan.roster",
     "rpcdataloader.plan.actions",

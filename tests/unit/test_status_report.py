@@ -7,17 +7,8 @@ import json
 
 import pytest
 
-from rpcdataloader.status.report import (
-    Answer,
-    Comparison,
-    Look,
-    as_data,
-    as_text,
-    in_bytes,
-    in_digits,
-    in_time,
-    state_of,
-)
+from rpcdataloader.status.report import Answer, make_document
+from rpcdataloader.status.text import as_text, in_bytes, in_digits, in_time
 from tests.unit.wire.test_status import CLIENT, NODE, WORKER
 
 # Columns of the text; stacks, errors and reasons apart.
@@ -29,8 +20,14 @@ GONE = Answer("node03:6543", error="cannot connect to node03:6543: connection re
 REFUSED = Answer("node04:6543", error="not the same secret", is_refused=True)
 
 
-def look(*answers, **options):
-    return Look(1000.0, answers, options.pop("ignored", {}), **options)
+def look(*answers, before=None, ignored=None):
+    return make_document(1000.0, answers, ignored or {}, before)
+
+
+def compare(now, before=None):
+    """The node of the document, of two looks or one."""
+    then = None if before is None else look(Answer("a:1", before))
+    return look(Answer("a:1", now), before=then)["nodes"][0]
 
 
 def with_worker(node=NODE, client=None, **worker):
@@ -51,11 +48,11 @@ def with_worker(node=NODE, client=None, **worker):
     ],
 )
 def test_exit_status(answers, status):
-    assert look(*answers).exit_status == status
+    assert look(*answers)["exit_status"] == status
 
 
 def test_state_in_one_word():
-    assert [state_of(answer) for answer in (READY, DRAINING, GONE, REFUSED)] == [
+    assert [answer.state for answer in (READY, DRAINING, GONE, REFUSED)] == [
         "ready",
         "draining",
         "unreachable",
@@ -67,13 +64,18 @@ def test_state_in_one_word():
 
 
 def test_rates_of_a_single_look_are_averages_since_each_began():
-    comparison = Comparison(NODE, None)
-    assert comparison.interval is None
-    assert comparison.node().tasks == 8 / 100
-    assert comparison.client(CLIENT).tasks == 7 / 11
-    rates = comparison.worker(WORKER)
-    assert (rates.tasks, rates.sent_bytes, rates.received_bytes, rates.cpu) == (0.5, 2, 1, 0.4)
-    assert comparison.node().cpu == comparison.client(CLIENT).cpu == 0.4
+    node = compare(NODE)
+    (client,) = node["clients"]
+    (worker,) = client["workers"]
+    assert node["interval_seconds"] is None
+    assert node["tasks_per_second"] == 8 / 100
+    assert client["tasks_per_second"] == 7 / 11
+    assert (worker["tasks_per_second"], worker["sent_bytes_per_second"], worker["received_bytes_per_second"]) == (
+        0.5,
+        2,
+        1,
+    )
+    assert node["cpu_percent"] == client["cpu_percent"] == worker["cpu_percent"] == 40
 
 
 def test_rates_of_two_looks_are_over_what_is_between_them():
@@ -85,38 +87,41 @@ def test_rates_of_two_looks_are_over_what_is_between_them():
         age_seconds=12,
         cpu_seconds=5.0,
     )
-    comparison = Comparison(now, NODE)
-    assert comparison.interval == 2
-    assert comparison.node().tasks == comparison.client(now.clients[0]).tasks == 5
-    rates = comparison.worker(now.workers[0])
-    assert (rates.tasks, rates.sent_bytes, rates.cpu) == (3, 500, 0.5)
+    node = compare(now, NODE)
+    (client,) = node["clients"]
+    (worker,) = client["workers"]
+    assert node["interval_seconds"] == 2
+    assert node["tasks_per_second"] == client["tasks_per_second"] == 5
+    assert (worker["tasks_per_second"], worker["sent_bytes_per_second"], worker["cpu_percent"]) == (3, 500, 50)
 
 
 def test_rates_of_what_has_come_meanwhile_are_over_its_own_time():
     now = with_worker(dataclasses.replace(NODE, uptime_seconds=110.0), pid=301, age_seconds=1, tasks=6)
-    assert Comparison(now, NODE).worker(now.workers[0]).tasks == 6
+    assert compare(now, NODE)["clients"][0]["workers"][0]["tasks_per_second"] == 6
     other = dataclasses.replace(CLIENT, session_pid=999, tasks=3, age_seconds=1.5)
     now = dataclasses.replace(now, clients=[other])
-    assert Comparison(now, NODE).client(other).tasks == 2
+    assert compare(now, NODE)["clients"][0]["tasks_per_second"] == 2
 
 
 @pytest.mark.parametrize("changed", [{"pid": 101}, {"host": "node02"}, {"uptime_seconds": 99.0}])
 def test_node_server_that_was_restarted_is_compared_to_nothing(changed):
-    comparison = Comparison(dataclasses.replace(NODE, tasks=2, **changed), NODE)
-    assert comparison.interval is None
-    assert comparison.node().tasks == 2 / comparison.now.uptime_seconds
+    now = dataclasses.replace(NODE, tasks=2, **{"uptime_seconds": 200.0, **changed})
+    node = compare(now, NODE)
+    assert node["interval_seconds"] is None
+    assert node["tasks_per_second"] == 2 / now.uptime_seconds
+    assert node["clients"][0]["tasks_per_second"] == 7 / 11
 
 
 def test_new_born_worker_has_a_finite_rate():
-    now = with_worker(age_seconds=0.0)
-    assert Comparison(now, None).worker(now.workers[0]).tasks < 10**6
+    worker = compare(with_worker(age_seconds=0.0))["clients"][0]["workers"][0]
+    assert 0 < worker["tasks_per_second"] < 10**6
 
 
 # --- data
 
 
 def test_data():
-    node = as_data(look(READY), None)["nodes"][0]
+    node = look(READY)["nodes"][0]
     assert (node["address"], node["state"], node["error"], node["interval_seconds"]) == (
         "node01:6543",
         "ready",
@@ -133,7 +138,7 @@ def test_data():
 
 
 def test_data_of_what_is_not_there():
-    data = as_data(look(GONE, ignored={"/pool/a.json": "it is empty"}), look(READY))
+    data = look(GONE, ignored={"/pool/a.json": "it is empty"}, before=look(READY))
     assert data["exit_status"] == 1
     assert data["time_unix_seconds"] == 1000
     assert data["schema"] == 1
@@ -146,25 +151,25 @@ def test_data_of_what_is_not_there():
 
 def test_data_of_a_second_look_tells_the_interval():
     later = dataclasses.replace(READY, status=dataclasses.replace(NODE, uptime_seconds=102.5))
-    assert as_data(look(later), look(READY))["nodes"][0]["interval_seconds"] == 2.5
+    assert look(later, before=look(READY))["nodes"][0]["interval_seconds"] == 2.5
 
 
 # --- text
 
 
 def details(*answers):
-    return as_text(look(*answers), None, "now", workers=True)
+    return as_text(look(*answers), "now", workers=True)
 
 
 def test_text():
     busy = dataclasses.replace(NODE, load_average=2.5)
-    assert as_text(look(READY, Answer("node02:6543", busy), GONE), None, "2026-11-21 12:00:00") == (
+    assert as_text(look(READY, Answer("node02:6543", busy), GONE), "2026-11-21 12:00:00") == (
         """2026-11-21 12:00:00, rates: averages since each began
 node                       state    clients workers    CPU   load  CPUs mem % batch/s    MB/s errors
-all: 2 of 3 ready                         1       2    0.8      4     4    50    0.16       0      4
+all: 2 of 3 ready                         1       2    0.8      4     4    25    0.16       0      4
 node03:6543  unreachable: cannot connect to node03:6543: connection refused
-node01:6543                ready          1       1    0.4    1.5     2    50    0.08       0      2
-node02:6543                ready          1       1    0.4    2.5     2    50    0.08       0      2
+node01:6543                ready          1       1    0.4    1.5     2    25    0.08       0      2
+node02:6543                ready          1       1    0.4    2.5     2    25    0.08       0      2
 client gpu01:2304: 4 errors, the last one 3.0 s ago: LookupError: a damaged file
 """
     )
@@ -186,7 +191,7 @@ def test_text_with_workers():
 
 
 def test_text_without_node_servers_has_no_table():
-    assert as_text(look(nowhere=["@/pool"]), None, "now").splitlines()[1:] == [
+    assert as_text(look(), "now", nowhere=["@/pool"]).splitlines()[1:] == [
         "@/pool: no node server has registered there"
     ]
 
@@ -211,18 +216,18 @@ def test_last_error_is_that_of_the_node_where_it_came_last():
     well = dataclasses.replace(CLIENT, pid=1, errors=0, last_error=None, last_error_seconds=None)
     nodes = dataclasses.replace(NODE, clients=[CLIENT, well]), dataclasses.replace(NODE, clients=[other])
     for order in nodes, nodes[::-1]:
-        text = as_text(look(*(Answer(f"node:{port}", node) for port, node in enumerate(order))), None, "now")
+        text = as_text(look(*(Answer(f"node:{port}", node) for port, node in enumerate(order))), "now")
         assert text.splitlines()[-1] == "client gpu01:2304: 7 errors, the last one 1.0 s ago: ValueError: ?[2J"
         assert "gpu01:1" not in text
 
 
 def test_text_of_a_second_look_tells_the_interval():
     later = dataclasses.replace(READY, status=dataclasses.replace(NODE, uptime_seconds=102.0))
-    assert as_text(look(later), look(READY), "now").startswith("now, rates: over the last 2.0 s\n")
+    assert as_text(look(later, before=look(READY)), "now").startswith("now, rates: over the last 2.0 s\n")
 
 
 def test_text_names_empty_registers_and_files_that_were_ignored():
-    text = as_text(look(ignored={"/pool/a.json": "its server is silent"}, nowhere=["@/pool"]), None, "now")
+    text = as_text(look(ignored={"/pool/a.json": "its server is silent"}), "now", nowhere=["@/pool"])
     assert "@/pool: no node server has registered there\n" in text
     assert "ignored /pool/a.json: its server is silent\n" in text
 
@@ -301,7 +306,7 @@ def test_text_fits_into_its_width_whatever_the_numbers():
         memory_available_bytes=10**11,
         clients=[client],
     )
-    text = as_text(look(Answer("a" * 200 + ":6543", node)), None, "2026-11-21 12:00:00", workers=True)
+    text = as_text(look(Answer("a" * 200 + ":6543", node)), "2026-11-21 12:00:00", workers=True)
     assert max(map(len, text.splitlines())) <= WIDTH, text
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcdataloader.server.counters import CALLS, ERRORS, TASKS, WORK, CounterTable, Row
+from rpcdataloader.server.counters import GATE, NODE, ROW, SESSION, WORKER, CounterTable
 
 SECOND = 10**9
 
@@ -18,75 +18,70 @@ def gone(_pid):
 
 
 def make_table(**options):
-    table = CounterTable(**{"num_rows": 8, "is_gone": gone, **options})
-    table.begin(pid=100, now=SECOND, num_workers=2, max_connections=8)
-    return table
+    return CounterTable(**{"num_rows": 8, "is_gone": gone, **options})
+
+
+def open_session(table, pid=2, client="a:1", rank=-1, job=""):
+    place = table.open(GATE, pid, 0)
+    table.describe(place, kind=SESSION, client=client, rank=rank, job=job)
+    return place
+
+
+def open_worker(table, session, number=1, pid=10):
+    place = table.open(WORKER, pid, 0, session=session, number=number)
+    return place, table.row(place)
+
+
+def rows_of(table, kind):
+    return [row for row in table.look() if row.kind == kind]
 
 
 def counts(*rows):
-    return tuple(sum(getattr(row, name) for row in rows) for name in WORK)
+    received, sent = map(sum, zip(*(row.traffic for row in rows), strict=True))
+    return (*(sum(getattr(row, name) for row in rows) for name in ("tasks", "calls", "errors")), received, sent)
 
 
-def total(view):
-    return counts(view.node, *view.sessions, *view.workers)[0]
+def num_tasks(rows):
+    return sum(row.tasks for row in rows)
 
 
-def ended(view):
-    return sum(seen.ended_workers for seen in [view.node, *view.sessions])
+def num_ended(rows):
+    return sum(row.ended_workers for row in rows)
 
 
 def test_new_table_tells_of_the_node_server_alone():
-    view = make_table().look()
-    node = view.node
-    assert (node.pid, node.started, node.num_workers, node.max_connections) == (100, SECOND, 2, 8)
-    assert (view.sessions, view.workers, node.refused, node.draining) == ([], [], 0, 0)
-    assert counts(view.node) == (0, 0, 0, 0, 0)
+    (node,) = make_table().look()
+    assert (node.kind, node.pid, node.started > 0, node.refused, node.draining) == (NODE, os.getpid(), True, 0, 0)
+    assert counts(node) == (0, 0, 0, 0, 0)
 
 
-def test_no_cap_is_below_zero():
-    table = CounterTable(num_rows=2)
-    table.begin(pid=1, now=0, num_workers=2, max_connections=None)
-    assert table.look().node.max_connections == -1
+def test_numbers_are_words_that_a_store_cannot_tear():
+    for name, (kind, offset, *_title) in ROW.fields.items():
+        assert offset % 8 == 0, name
+        assert kind.base == "i8" or kind.kind == "S", name
 
 
 def test_session_and_worker_are_seen_with_what_they_do():
     table = make_table()
-    session = table.open_session(200, 2 * SECOND, "gpu01:2304", 3, "4711")
-    worker = table.open_worker(session, 7, 300, 3 * SECOND)
+    session = table.open(GATE, 200, 2 * SECOND)
+    table.describe(session, kind=SESSION, client="gpu01:2304", rank=3, job="4711")
+    worker = table.open(WORKER, 300, 3 * SECOND, session=session, number=7)
     row = table.row(worker)
-    row.runs(4 * SECOND, 1, 3)
+    row.since[0], row.running[0], row.unanswered[0], row.socket[0] = 4 * SECOND, 1, 3, 77
     row.traffic[0] += 10
     row.traffic[1] += 20
-    view = table.look()
-    (seen,) = view.sessions
+    table.row(session).control[1] += 30
+    _node, seen, _worker = table.look()
     assert (seen.pid, seen.client, seen.rank, seen.job, seen.started) == (200, "gpu01:2304", 3, "4711", 2 * SECOND)
-    (seen,) = view.workers
+    assert (seen.control, counts(seen)) == ([0, 30], (0, 0, 0, 0, 0))
+    (seen,) = rows_of(table, WORKER)
     assert (seen.pid, seen.number, seen.session, seen.started) == (300, 7, session, 3 * SECOND)
-    assert (seen.running, seen.unanswered, seen.since, seen.draining) == (1, 3, 4 * SECOND, False)
+    assert (seen.running, seen.unanswered, seen.since, seen.draining, seen.socket) == (1, 3, 4 * SECOND, 0, 77)
     assert counts(seen) == (0, 0, 0, 10, 20)
-    row.answered(TASKS, 2)
-    row.drain()
-    (seen,) = table.look().workers
-    assert (seen.running, seen.unanswered, seen.since, seen.draining) == (1, 2, 4 * SECOND, True)
-    assert counts(seen) == (1, 0, 0, 10, 20)
-    row.rests(5 * SECOND)
-    (seen,) = table.look().workers
-    assert (seen.running, seen.unanswered, seen.since) == (0, 0, 5 * SECOND)
-
-
-def test_each_kind_of_answer_has_its_counter():
-    table = make_table()
-    row = table.row(table.open_worker(table.open_session(2, 0, "a:1", None, ""), 1, 3, 0))
-    for what in (TASKS, CALLS, CALLS, ERRORS, ERRORS, ERRORS, None):
-        row.answered(what, 0)
-    assert counts(table.look().workers[0]) == (1, 2, 3, 0, 0)
-
-
-def test_no_rank_is_below_zero():
-    table = make_table()
-    table.open_session(2, 0, "a:1", None, "")
-    table.open_session(3, 0, "a:2", 0, "")
-    assert [seen.rank for seen in table.look().sessions] == [-1, 0]
+    row.tasks[0] += 1
+    row.calls[0] += 2
+    row.errors[0] += 3
+    assert counts(*rows_of(table, WORKER)) == (1, 2, 3, 10, 20)
 
 
 @pytest.mark.parametrize(
@@ -94,61 +89,70 @@ def test_no_rank_is_below_zero():
     [
         ("gpu01:2304", "gpu01:2304"),
         ("é日:7", "é日:7"),
-        ("x" * 400 + ":2304", "x" * 251 + ":2304"),
-        ("日" * 400 + ":23", "日" * 84 + ":23"),
+        ("x" * 253 + ":4194304", "x" * 253 + ":4194304"),
+        ("x" * 400, "x" * 264),
+        ("x日" * 400, "x日" * 66),
+        ("xx日" * 400, "xx日" * 52 + "xx"),
         ("\ud800:7", "?:7"),
-        ("x:" + "9" * 400, ":" + "9" * 255),
     ],
 )
-def test_names_that_are_too_long_are_cut_and_keep_their_number(name, read):
+def test_names_that_are_too_long_are_cut(name, read):
     table = make_table()
-    table.open_session(2, 0, name, None, "j" * 100)
-    other = table.open_session(3, 0, "other:1", 1, "")
-    seen, after = table.look().sessions
+    open_session(table, client=name, job="j" * 100)
+    open_session(table, pid=3, client="other:1", rank=1)
+    seen, after = rows_of(table, SESSION)
     assert (seen.client, seen.job) == (read, "j" * 64)
-    assert (after.place, after.client, after.rank) == (other, "other:1", 1)
+    assert (after.client, after.rank) == ("other:1", 1)
 
 
 def test_work_of_ended_workers_stays_with_their_session_and_then_with_the_node():
     table = make_table()
-    session = table.open_session(2, 0, "a:1", None, "")
-    first, second = (table.open_worker(session, number, 10 + number, 0) for number in (1, 2))
-    table.row(first).answered(TASKS, 0)
-    table.row(second).answered(ERRORS, 0)
-    table.close_worker(first)
-    view = table.look()
-    assert (counts(view.sessions[0]), view.sessions[0].ended_workers) == ((1, 0, 0, 0, 0), 1)
-    assert [seen.number for seen in view.workers] == [2]
-    table.close_session(session)
-    view = table.look()
-    assert (view.sessions, view.workers) == ([], [])
-    assert (counts(view.node), view.node.ended_workers) == ((1, 0, 1, 0, 0), 2)
+    session = open_session(table)
+    (first, one), (_second, other) = (open_worker(table, session, number, 10 + number) for number in (1, 2))
+    one.tasks[0] += 1
+    one.traffic[1] += 7
+    other.errors[0] += 1
+    table.close(first)
+    (seen,) = rows_of(table, SESSION)
+    assert (counts(seen), seen.ended_workers) == ((1, 0, 0, 0, 7), 1)
+    assert [row.number for row in rows_of(table, WORKER)] == [2]
+    table.close(session)
+    (node,) = table.look()
+    assert (counts(node), node.ended_workers) == ((1, 0, 1, 0, 7), 2)
+
+
+def test_gate_that_ends_leaves_nothing():
+    table = make_table()
+    gate = table.open(GATE, 5, 0)
+    table.row(gate).control[0] += 99
+    table.close(gate)
+    (node,) = table.look()
+    assert (counts(node), node.ended_workers) == ((0, 0, 0, 0, 0), 0)
 
 
 def test_session_leaves_the_workers_of_others_alone():
     table = make_table()
-    ours, theirs = (table.open_session(pid, 0, "a:1", None, "") for pid in (2, 3))
-    table.open_worker(ours, 1, 4, 0)
-    table.open_worker(theirs, 1, 5, 0)
-    table.close_session(ours)
-    assert [seen.pid for seen in table.look().workers] == [5]
+    ours, theirs = (open_session(table, pid) for pid in (2, 3))
+    open_worker(table, ours, pid=4)
+    open_worker(table, theirs, pid=5)
+    table.close(ours)
+    assert [row.pid for row in rows_of(table, WORKER)] == [5]
 
 
 def test_rows_are_used_again_and_begin_at_zero():
     table = make_table(num_rows=3)
-    session = table.open_session(2, 0, "a:1", 5, "job")
+    session = open_session(table, rank=5, job="job")
     for number in range(1, 20):
-        place = table.open_worker(session, number, 100 + number, 0)
-        row = table.row(place)
-        row.runs(1, 1, 9)
-        row.answered(TASKS, 9)
-        row.drain()
-        assert table.look().workers[0].tasks == 1
-        table.close_worker(place)
-    assert table.look().sessions[0].tasks == 19
-    table.close_session(session)
-    table.open_session(3, 0, "b:1", None, "")
-    (seen,) = table.look().sessions
+        place, row = open_worker(table, session, number, 100 + number)
+        for view in row.since, row.running, row.unanswered, row.draining, row.tasks:
+            view[0] = 1
+        assert num_tasks(rows_of(table, WORKER)) == 1
+        table.close(place)
+    (seen,) = rows_of(table, SESSION)
+    assert seen.tasks == 19
+    table.close(session)
+    open_session(table, pid=3, client="b:1")
+    (seen,) = rows_of(table, SESSION)
     assert (seen.client, seen.job, seen.rank, seen.tasks) == ("b:1", "", -1, 0)
 
 
@@ -156,55 +160,47 @@ def test_row_of_a_process_that_lives_on_is_not_given_to_another():
     """A worker of a session that was killed may count for a moment longer."""
     alive = {10}
     table = make_table(num_rows=4, is_gone=lambda pid: pid not in alive)
-    session = table.open_session(2, 0, "a:1", None, "")
-    worker = table.open_worker(session, 1, 10, 0)
-    table.close_session(session)
-    places = [table.open_session(pid, 0, "b:1", None, "") for pid in (3, 4, 5)]
-    assert worker not in places
-    assert places[2] is None
+    session = open_session(table)
+    worker, _row = open_worker(table, session)
+    table.close(session)
+    assert worker not in [open_session(table, pid) for pid in (3, 4)]
+    with pytest.raises(OSError, match="no more than 3 processes"):
+        open_session(table, pid=5)
     alive.clear()
-    assert table.open_session(6, 0, "b:1", None, "") == worker
+    assert open_session(table, pid=6) == worker
 
 
 def test_live_process_is_not_gone():
     table = make_table(num_rows=2, is_gone=CounterTable.__init__.__defaults__[-1])
-    table.close_session(table.open_session(os.getpid(), 0, "a:1", None, ""))
-    assert table.open_session(2**22 + 1, 0, "b:1", None, "") is None
-    assert table.open_session(os.getpid(), 0, "b:1", None, "") == 1
+    table.close(open_session(table, os.getpid()))
+    with pytest.raises(OSError, match="no more than 1 processes"):
+        open_session(table, pid=2**22 + 1)
+    assert open_session(table, os.getpid()) == 1
 
 
-def test_full_table_gives_none_and_a_private_row_works():
+def test_full_table_takes_no_worker():
     table = make_table(num_rows=2)
-    session = table.open_session(2, 0, "a:1", None, "")
-    assert table.open_worker(session, 1, 3, 0) is None
-    assert table.open_session(4, 0, "a:2", None, "") is None
-    assert table.open_worker(None, 1, 5, 0) is None
-    for row in table.row(None), Row.private():
-        row.runs(5)
-        row.answered(TASKS, 0)
-        row.rests(6)
-        row.drain()
-        row.traffic[1] += 7
-    table.close_worker(None)
-    table.close_session(None)
-    assert counts(table.look().node) == (0, 0, 0, 0, 0)
+    session = open_session(table)
+    with pytest.raises(OSError, match="no more than 1 processes can serve"):
+        open_worker(table, session)
+    assert len(table.look()) == 2
 
 
 def test_refusals_and_drain_are_seen():
     table = make_table()
     table.refused()
     table.refused()
-    table.drain()
-    view = table.look()
-    assert (view.node.refused, view.node.draining) == (2, 1)
+    table.row(0).draining[0] = 1
+    (node,) = table.look()
+    assert (node.refused, node.draining) == (2, 1)
 
 
 def test_copy_in_the_middle_of_a_change_is_thrown_away():
-    """A worker's row is folded into its session's between two looks at the generation: counted twice, or not at all."""
+    """A worker's row moves to its session's between two looks at the generation: counted twice, or not at all."""
     table = make_table()
-    session = table.open_session(2, 0, "a:1", None, "")
-    worker = table.open_worker(session, 1, 3, 0)
-    table.row(worker).answered(TASKS, 0)
+    session = open_session(table)
+    worker, row = open_worker(table, session)
+    row.tasks[0] += 1
     real, copies = table._rows, []
 
     class Disturbed:
@@ -214,7 +210,7 @@ def test_copy_in_the_middle_of_a_change_is_thrown_away():
             data = real[key].copy()
             if not copies:
                 table._rows = real
-                table.close_worker(worker)
+                table.close(worker)
                 table._rows = self
                 # What a slow reader would have: the row as it was, and the totals as they are.
                 data[session] = real[session]
@@ -222,39 +218,41 @@ def test_copy_in_the_middle_of_a_change_is_thrown_away():
             return data
 
     table._rows = Disturbed()
-    view = table.look()
+    rows = table.look()
     assert len(copies) == 2
-    assert total(view) == 1
-    assert (view.workers, ended(view)) == ([], 1)
+    assert (num_tasks(rows), num_ended(rows), len(rows)) == (1, 1, 2)
 
 
 def test_last_error_of_a_session_is_that_of_its_worker_that_failed_last():
     table = make_table()
-    session = table.open_session(2, 0, "a:1", None, "")
-    first, second = (table.open_worker(session, number, 10 + number, 0) for number in (1, 2))
-    table.row(first).failed("first")
-    table.row(second).failed("日" * 100)
-    assert [(seen.error, seen.failed > 0) for seen in table.look().workers] == [("first", True), ("日" * 64, True)]
-    table.close_worker(second)
-    table.close_worker(first)
-    assert [seen.error for seen in table.look().sessions] == ["日" * 64]
-    table.row(table.open_worker(session, 3, 20, 0)).failed("later")
-    table.close_session(session)
-    view = table.look()
-    assert (view.node.error, view.sessions) == ("later", [])
-    table.open_session(3, 0, "a:1", None, "")
-    assert [seen.error for seen in table.look().sessions] == [""]
+    session = open_session(table)
+    (first, one), (second, other) = (open_worker(table, session, number, 10 + number) for number in (1, 2))
+    one.error[0], one.failed[0] = b"first", 1
+    other.error[0], other.failed[0] = ("日" * 100).encode(), 2
+    assert [(row.error, row.failed > 0) for row in rows_of(table, WORKER)] == [("first", True), ("日" * 64, True)]
+    table.close(second)
+    table.close(first)
+    assert [row.error for row in rows_of(table, SESSION)] == ["日" * 64]
+    _place, row = open_worker(table, session, 3, 20)
+    row.error[0], row.failed[0] = b"later", 3
+    table.close(session)
+    (node,) = table.look()
+    assert node.error == "later"
+    open_session(table, pid=3)
+    assert [row.error for row in rows_of(table, SESSION)] == [""]
 
 
 def test_writes_of_a_fork_are_seen():
     table = make_table()
-    worker = table.open_worker(table.open_session(2, 0, "a:1", None, ""), 1, 3, 0)
+    worker, _row = open_worker(table, open_session(table))
     pid = os.fork()
     if pid == 0:
-        table.row(worker).answered(TASKS, 0)
+        row = table.row(worker)
+        row.tasks[0] += 1
+        row.traffic[0] += 2**40
         os._exit(0)
     os.waitpid(pid, 0)
-    assert table.look().workers[0].tasks == 1
+    assert counts(*rows_of(table, WORKER)) == (1, 0, 0, 2**40, 0)
 
 
 @settings(max_examples=100, deadline=None)
@@ -265,25 +263,23 @@ def test_counters_never_go_backwards_and_lose_nothing(steps):
     for step, which in steps:
         before = table.look()
         pid += 1
-        if step == 0:
-            if (place := table.open_session(pid, 0, f"a:{pid}", None, "")) is not None:
-                sessions.append(place)
-        elif step == 1 and sessions:
+        if step == 0 and len(before) < 6:
+            sessions.append(open_session(table, pid, f"a:{pid}"))
+        elif step == 1 and sessions and len(before) < 6:
             session = sessions[which % len(sessions)]
-            if (place := table.open_worker(session, 1, pid, 0)) is not None:
-                workers.append((session, place))
-                num_opened += 1
+            workers.append((session, open_worker(table, session, 1, pid)[0]))
+            num_opened += 1
         elif step == 2 and workers:
-            table.row(workers[which % len(workers)][1]).answered(TASKS, 0)
+            table.row(workers[which % len(workers)][1]).tasks[0] += 1
             done += 1
         elif step == 3 and workers:
-            table.close_worker(workers.pop(which % len(workers))[1])
+            table.close(workers.pop(which % len(workers))[1])
         elif step == 4 and sessions:
             session = sessions.pop(which % len(sessions))
             workers = [worker for worker in workers if worker[0] != session]
-            table.close_session(session)
-        view = table.look()
-        assert total(view) == done >= total(before)
-        assert ended(view) + len(view.workers) == num_opened
-        assert len(view.sessions) == len(sessions)
-        assert sorted(seen.place for seen in view.workers) == sorted(place for _session, place in workers)
+            table.close(session)
+        rows = table.look()
+        assert num_tasks(rows) == done >= num_tasks(before)
+        assert num_ended(rows) + len(workers) == num_opened
+        assert [row.place for row in rows if row.kind == SESSION] == sorted(sessions)
+        assert [row.place for row in rows if row.kind == WORKER] == sorted(place for _session, place in workers)

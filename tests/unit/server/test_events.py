@@ -17,7 +17,7 @@ ORIGIN = Origin("gpu01:2304", None, "4711")
         SessionBegun("00ff", "client é", "[::1]:5", ORIGIN),
         WantsRoom(3, 4711, "10.0.0.7:5", Origin("gpu01:2304", 2, "")),
         Decided(1, None, 17),
-        Decided(2, "all connections are in use", None),
+        Decided(2, "all connections are in use", 0),
     ],
 )
 def test_events_arrive_as_they_were(event):
@@ -33,7 +33,7 @@ def test_events_arrive_as_they_were(event):
         (b"{}", "None is not an event"),
         (b'{"event": "Event"}', "'Event' is not an event"),
         (b'{"event": "Decided", "worker": 1, "reason": null}', "row is missing"),
-        (b'{"event": "Decided", "worker": true, "reason": null, "row": null}', "worker is of another type"),
+        (b'{"event": "Decided", "worker": true, "reason": null, "row": 0}', "worker is of another type"),
         (b'{"event": "SessionBegun", "id": "", "name": "", "peer": "", "origin": {}}', "client is missing"),
     ],
 )

@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from rpcdataloader.server.events import Drain, GaveUp, Refused, StackPiece, WantsStacks
+from rpcdataloader.server.events import Drain, GaveUp, Refused, WantsStacks, WorkerEnded
 from rpcdataloader.server.link import Link
 
 
@@ -28,7 +28,7 @@ def fill(link):
     """Post until there is no room; returns how many messages that took."""
     count = 0
     while link.flush():
-        link.post(StackPiece(count, "x" * 1000))
+        link.post(WorkerEnded(count, "x" * 1000))
         count += 1
     return count
 
@@ -36,8 +36,8 @@ def fill(link):
 def test_messages_keep_their_boundaries_and_order(pair):
     ours, theirs = pair
     for number in range(3):
-        assert ours.send(StackPiece(number, "é" * number))
-    assert [theirs.recv() for _ in range(3)] == [(StackPiece(number, "é" * number), []) for number in range(3)]
+        assert ours.send(WorkerEnded(number, "é" * number))
+    assert [theirs.recv() for _ in range(3)] == [(WorkerEnded(number, "é" * number), []) for number in range(3)]
 
 
 def test_descriptors_arrive_usable_and_are_not_inherited(pair):
@@ -98,7 +98,7 @@ def test_post_never_waits_and_loses_nothing(pair):
     while not received or received[-1] != Drain():
         received.append(theirs.recv()[0])
         ours.flush()
-    assert [event.pid for event in received[:-1]] == [*range(count)]
+    assert [event.worker for event in received[:-1]] == [*range(count)]
     assert ours.flush()
 
 
@@ -185,7 +185,7 @@ def test_several_processes_may_write_to_one_end(pair):
 
 
 @pytest.mark.parametrize(
-    "data", [b"{", b"[]", b'{"event": "StackPiece", "pid": "1", "text": ""}', b'{"event": "None"}']
+    "data", [b"{", b"[]", b'{"event": "WorkerEnded", "worker": "1", "reason": ""}', b'{"event": "None"}']
 )
 def test_what_is_no_event_is_refused_and_its_descriptors_are_closed(pair, data):
     """User code may write to a link, which is a descriptor of its process."""

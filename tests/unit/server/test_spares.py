@@ -9,7 +9,6 @@ import signal
 
 import pytest
 
-from rpcdataloader.server.connections import shared_traffic
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, fork
 from rpcdataloader.server.spares import MAX_SPARES, QUIET_SECONDS, Gate, SpareGates
@@ -27,7 +26,7 @@ def forked():
 def fork_gate(forked):
     def run():
         ours, theirs = Link.pair()
-        forked.append(Gate(fork(theirs.recv), ours, shared_traffic()))
+        forked.append(Gate(fork(theirs.recv), ours))
         theirs.close()
         return forked[-1]
 

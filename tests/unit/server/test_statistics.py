@@ -2,52 +2,70 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import socket
+import time
 
 import pytest
 
+from rpcdataloader.host.proc import ProcessUse
 from rpcdataloader.server import statistics
 from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.counters import ERRORS, TASKS
-from rpcdataloader.server.events import WantsStacks
-from rpcdataloader.server.link import Link
-from rpcdataloader.server.statistics import ProcessUse, StacksAsked, ask_for_stacks, describe, see_process, see_unread
+from rpcdataloader.server.counters import GATE, SESSION, WORKER, CounterTable
+from rpcdataloader.server.events import WantsStacks, WorkerStack
+from rpcdataloader.server.statistics import ask_for_stacks, describe
 from rpcdataloader.wire.credentials import INSECURE
-from tests.conftest import wait_until
+from rpcdataloader.wire.status import NodeStatus
 
 SECOND = 10**9
 
 
 @pytest.fixture
 def context():
-    return ServerContext("node01", num_workers=2, parallel=1, timeout=0, max_tasks=0, credentials=INSECURE)
-
-
-def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_have_ended(context):
-    table = context.counters
-    table.begin(100, 0, 2, 8)
-    session = table.open_session(200, SECOND, "gpu01:2304", 3, "4711")
-    rows = [table.open_worker(session, number, 300 + number, 2 * SECOND) for number in (1, 2)]
-    other = table.open_session(201, SECOND, "gpu02:1", None, "")
-    for row in rows:
-        table.row(row).answered(TASKS, 0)
-    table.row(table.open_worker(other, 1, 400, SECOND)).answered(ERRORS, 0)
-    table.row(rows[0]).failed("LookupError: a damaged file")
-    table.close_worker(rows[0])
-    row = table.row(rows[1])
-    row.traffic[1] = 50
-    row.runs(4 * SECOND, 1, 3)
-    row.connected(77)
-    use = ProcessUse("R", 1.5, 4096)
-    node = describe(table.look(), 6 * SECOND, context, lambda pid: {302: use}.get(pid, ProcessUse()), {77: 9}, None)
-    assert (node.host, node.pid, node.uptime_seconds, node.num_workers, node.max_connections) == (
+    return ServerContext(
         "node01",
-        100,
-        6,
-        2,
-        8,
+        num_workers=2,
+        parallel=1,
+        timeout=0,
+        max_tasks=0,
+        credentials=INSECURE,
+        max_connections=8,
+        counters=CounterTable(is_gone=lambda _pid: True),
     )
+
+
+def open_session(table, pid, client, rank=-1, job="", now=SECOND):
+    place = table.open(GATE, pid, now)
+    table.describe(place, kind=SESSION, client=client, rank=rank, job=job)
+    return place
+
+
+def open_worker(table, session, number, pid, now):
+    return table.open(WORKER, pid, now, session=session, number=number)
+
+
+def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_have_ended(context, monkeypatch):
+    table = context.counters
+    session = open_session(table, 200, "gpu01:2304", 3, "4711")
+    places = [open_worker(table, session, number, 300 + number, 2 * SECOND) for number in (1, 2)]
+    other = open_session(table, 201, "gpu02:1")
+    for place in places:
+        table.row(place).tasks[0] += 1
+    row = table.row(open_worker(table, other, 1, 400, SECOND))
+    row.errors[0] += 1
+    row = table.row(places[0])
+    row.error[0], row.failed[0] = b"LookupError: a damaged file", 6 * SECOND
+    table.close(places[0])
+    row = table.row(places[1])
+    row.traffic[1] = 50
+    row.since[0], row.running[0], row.unanswered[0], row.socket[0] = 4 * SECOND, 1, 3, 77
+    table.row(session).control[1] = 1000
+    uses = {302: ProcessUse("R", 1.5, 4096)}
+    monkeypatch.setattr(statistics, "process_use", lambda pid: uses.get(pid, ProcessUse()))
+    monkeypatch.setattr(statistics, "unread_bytes", lambda: {77: 9})
+    node = describe(table.look(), 6 * SECOND, context, None)
+    assert (node.host, node.pid, node.num_workers, node.max_connections) == ("node01", os.getpid(), 2, 8)
+    assert describe(table.look(), time.monotonic_ns(), context, None).uptime_seconds > 0
     assert (node.tasks, node.errors, node.sent_bytes, node.ended_workers) == (2, 1, 50, 1)
     assert 0 < node.memory_available_bytes <= node.memory_total_bytes
     assert node.cpus >= 1
@@ -65,47 +83,53 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     assert (worker.process_state, worker.cpu_seconds, worker.memory_bytes) == ("R", 1.5, 4096)
     assert worker.stack is None
     # The clock of the copy may be a little ahead of the one who looks.
-    assert describe(table.look(), 3 * SECOND, context, see_process, {}, None).clients[0].workers[0].state_seconds == 0
+    assert describe(table.look(), 3 * SECOND, context, None).clients[0].workers[0].state_seconds == 0
+    # All of it is plain, numpy's own numbers would not be.
+    assert NodeStatus.decode(node.encode()) == node
+
+
+def test_clients_and_workers_are_in_the_order_in_which_they_came(context):
+    table = context.counters
+    first = open_session(table, 200, "a:1", now=1)
+    early = open_session(table, 201, "a:2", now=2)
+    table.close(first)
+    late = open_session(table, 202, "a:3", now=3)  # in the row of the first one
+    for number, session in (2, early), (1, early), (3, late):
+        open_worker(table, session, number, 300, 4)
+    node = describe(table.look(), 9, context, None)
+    assert late < early
+    assert [client.pid for client in node.clients] == [2, 3]
+    assert [worker.number for worker in node.workers] == [1, 2, 3]
 
 
 def test_stack_that_has_not_come_is_explained(context):
     table = context.counters
-    session = table.open_session(200, 0, "gpu01:2304", None, "")
+    session = open_session(table, 200, "gpu01:2304")
     for number in (1, 2):
-        table.open_worker(session, number, 300 + number, 0)
-    node = describe(table.look(), 0, context, see_process, {}, {301: "it sleeps"})
+        open_worker(table, session, number, 300 + number, 0)
+    node = describe(table.look(), 0, context, {301: "it sleeps"})
     assert [worker.stack for worker in node.workers] == [
         "it sleeps",
         "no stack: its session did not answer within 2 s, perhaps as it is busy building",
     ]
 
 
-def test_kernel_is_asked_about_a_process():
-    use = see_process(os.getpid())
-    assert use.state in "RS"
-    assert use.cpu_seconds > 0
-    assert use.memory_bytes > 10**6
-    assert see_process(2**22 + 1) == ProcessUse()
-
-
-def test_kernel_is_asked_what_was_not_received():
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as ours,
-        listener.accept()[0] as theirs,
-    ):
-        inode = os.fstat(theirs.fileno()).st_ino
-        assert see_unread()[inode] == 0
-        ours.sendall(b"x" * 100)
-        wait_until(lambda: see_unread()[inode] == 100)
-
-
 class FakeNode:
-    """Keeps the descriptor that goes to the sessions."""
+    """Lets some sessions write, as their descriptors arrive, before the gate waits for the last of them."""
+
+    def __init__(self, *lines):
+        self.lines = lines
+        self.kept = []
 
     def send(self, event, descriptors):
         assert event == WantsStacks()
-        self.link = Link(socket.socket(fileno=os.dup(descriptors[0])))
+        self.kept = [os.dup(descriptor) for descriptor in descriptors]
+        for line in self.lines:
+            os.write(descriptors[0], line)
+
+    def close(self):
+        while self.kept:
+            os.close(self.kept.pop())
 
 
 def test_stacks_of_all_sessions_are_gathered_until_the_last_has_closed(monkeypatch):
@@ -115,46 +139,14 @@ def test_stacks_of_all_sessions_are_gathered_until_the_last_has_closed(monkeypat
     class Answering(FakeNode):
         def send(self, event, descriptors):
             super().send(event, descriptors)
-            asked = StacksAsked(self.link, {1, 2})
-            assert asked.waits_for(2)
-            asked.tell(1, 301, text)
-            assert not asked.waits_for(1)
-            assert not asked.is_over
-            asked.tell(2, 302, "it has ended")
-            assert asked.is_over
-            asked.close()
+            self.close()
 
-    assert ask_for_stacks(Answering()) == {301: text, 302: "it has ended"}
+    node = Answering(WorkerStack(301, text).encode() + b"\n", WorkerStack(302, "it has ended").encode() + b"\n")
+    assert ask_for_stacks(node) == {301: text, 302: "it has ended"}
 
 
 def test_session_that_does_not_answer_is_not_waited_for_long(monkeypatch):
     monkeypatch.setattr(statistics, "STACK_TIMEOUT", 0.05)
-    node = FakeNode()
-    assert ask_for_stacks(node) == {}
-    node.link.close()
-
-
-def test_session_does_not_wait_for_somebody_who_does_not_read():
-    ours, theirs = Link.pair()
-    asked = StacksAsked(theirs, {1})
-    text = "x" * 2_000_000
-    asked.tell(1, 301, text)
-    assert asked.has_unsent
-    assert not asked.is_over
-    received = ""
-    while len(received) < len(text):
-        received += ours.recv()[0].text
-        asked.flush()
-    assert asked.is_over
-    asked.close()
-    assert ours.recv() is None
-    ours.close()
-
-
-def test_session_does_not_keep_what_nobody_can_read_any_more():
-    ours, theirs = Link.pair()
-    ours.close()
-    asked = StacksAsked(theirs, {1})
-    asked.tell(1, 301, "x" * 2_000_000)
-    assert asked.is_over
-    asked.close()
+    late = WorkerStack(302, "late").encode()
+    with contextlib.closing(FakeNode(WorkerStack(301, "in time").encode() + b"\n", late[:10])) as node:
+        assert ask_for_stacks(node) == {301: "in time"}

@@ -61,7 +61,7 @@ NODE = NodeStatus(
     cpus=2,
     load_average=1.5,
     memory_total_bytes=2**30,
-    memory_available_bytes=2**29,
+    memory_available_bytes=3 * 2**28,
     ended_workers=3,
     refused_connections=4,
     clients=[CLIENT],
@@ -94,7 +94,7 @@ def test_what_a_later_version_tells_besides_is_left_alone():
 
 @pytest.mark.parametrize("payload", [b"", b"{", b"[]", b"null", b"\xff", b"{}", b"[" * 100_000])
 def test_nonsense_is_refused(payload):
-    with pytest.raises(RemoteProtocolError, match="malformed status message"):
+    with pytest.raises(RemoteProtocolError, match="malformed NodeStatus message"):
         NodeStatus.decode(payload)
 
 
@@ -102,19 +102,15 @@ def test_nonsense_is_refused(payload):
     ("change", "error"),
     [
         (lambda told: told.pop("pid"), "pid is missing"),
-        (lambda told: told.update(pid="1"), "pid is '1'"),
-        (lambda told: told.update(pid=True), "pid is True"),
-        (lambda told: told.update(draining=0), "draining is 0"),
-        (lambda told: told.update(clients={}), "clients is no list"),
-        (lambda told: told.update(clients=[1]), "no JSON object"),
-        (lambda told: told["clients"][0].pop("workers"), "workers is no list"),
-        (lambda told: told["clients"][0].update(rank="0"), "rank is '0'"),
-        (lambda told: told["clients"][0]["workers"][0].update(tasks=1.5), "tasks is 1.5"),
-        (lambda told: told["clients"][0]["workers"][0].update(stack=1), "stack is 1"),
+        (lambda told: told.update(pid=True), "pid is of another type"),
+        (lambda told: told.update(clients=[1]), "clients is of another type"),
+        (lambda told: told["clients"][0].pop("workers"), "workers is missing"),
+        (lambda told: told["clients"][0].update(rank="0"), "rank is of another type"),
+        (lambda told: told["clients"][0]["workers"][0].update(tasks=1.5), "tasks is of another type"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_field_of_another_kind_is_refused(change, error):
+def test_field_of_another_type_is_named_wherever_it_stands(change, error):
     told = fields()
     change(told)
     with pytest.raises(RemoteProtocolError, match=error):

@@ -1,0 +1,35 @@
+"""What the kernel says of processes, connections and memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from rpcdataloader.host.proc import ProcessUse, memory_bytes, process_use, unread_bytes
+from tests.conftest import wait_until
+
+
+def test_kernel_is_asked_about_a_process():
+    use = process_use(os.getpid())
+    assert use.state in "RS"
+    assert use.cpu_seconds > 0
+    assert use.memory_bytes > 10**6
+    assert process_use(2**22 + 1) == ProcessUse()
+
+
+def test_kernel_is_asked_what_was_not_received():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as ours,
+        listener.accept()[0] as theirs,
+    ):
+        inode = os.fstat(theirs.fileno()).st_ino
+        assert unread_bytes()[inode] == 0
+        ours.sendall(b"x" * 100)
+        wait_until(lambda: unread_bytes()[inode] == 100)
+
+
+def test_kernel_is_asked_for_memory():
+    memory = memory_bytes()
+    assert 0 < memory["MemAvailable"] <= memory["MemTotal"]
+    assert memory_bytes("MemTotal:       2 kB\nHugePages_Total:  7\n") == {"MemTotal": 2048}
