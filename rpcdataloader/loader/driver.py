@@ -213,6 +213,7 @@ class Driver:
             # torch's exception and text, which scripts may look for.
             label = self._settings.partition.label
             raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
+        engine.consumer_waits(now)
         due = engine.due(now)
         self._wakes_at = min(
             math.inf if due is None else due,

@@ -32,7 +32,7 @@ from rpcdataloader.loader.passes import Pass, loader_spec
 from rpcdataloader.loader.seat import Answer, Seat
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import describe
-from rpcdataloader.plan.actions import Action, Cancel, Close, End, Open, Restart, Say, Seek
+from rpcdataloader.plan.actions import Action, Cancel, Close, End, Open, ReportWait, Restart, Say, Seek
 from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call
@@ -132,6 +132,8 @@ class Executor:
                 get_client().start_thread(f"rpcdl-seek {action.node}", seek, self._closed)
             elif isinstance(action, End):
                 ends.append(action)
+            elif isinstance(action, ReportWait):
+                get_client().start_thread("rpcdl-report", functools.partial(self._report_wait, action), self._closed)
             elif isinstance(action, Say):
                 logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
         if ends:
@@ -238,6 +240,17 @@ class Executor:
                 worker.name,
                 task.stack,
             )
+
+    def _report_wait(self, action: ReportWait) -> None:
+        """Say what the consumer has waited for, and where that is; in a thread of its own, as the stack takes time."""
+        with self._condition:
+            seat = None if action.worker is None else self.seats.get(action.worker)
+        where, stack = "which no worker has", ""
+        if seat is not None:
+            where, stack = f"which is at {seat.worker.name}", "\n" + seat.worker.session.stack_of(seat.worker.number)
+        label = self._settings.partition.label
+        task = describe(action.payload)
+        logger.warning("%sthe loop has waited %.0f s for %s, %s%s", label, action.seconds, task, where, stack)
 
     def _seek(self, node: Node, delay: float) -> None:
         """Connect to a node, and build the dataset there; in a thread of its own."""

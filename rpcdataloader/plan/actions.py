@@ -59,6 +59,14 @@ class Seek(NamedTuple, Generic[N]):
     delay: float
 
 
+class ReportWait(NamedTuple):
+    """Tell the user that the consumer has waited for this task for ``seconds``; ``worker`` is None if none has it."""
+
+    worker: int | None
+    payload: Any
+    seconds: float
+
+
 class Say(NamedTuple):
     """Tell the user."""
 
@@ -66,4 +74,4 @@ class Say(NamedTuple):
     is_warning: bool = True
 
 
-Action = Load | Cancel | Open[Any] | Close | End | Restart | Seek[Any] | Say
+Action = Load | Cancel | Open[Any] | Close | End | Restart | Seek[Any] | ReportWait | Say

@@ -128,6 +128,9 @@ class BatchTable(Table[_BatchEntry]):
         task = None if number is None else self.tasks.get(number)
         return None if task is None or task.size_bytes is not None else number
 
+    def holder(self, task: _BatchEntry) -> int | None:
+        return task.holders[0].id if task.holders else None
+
     # Time
 
     def timed_out(self, now: float) -> list[tuple[int, int]]:

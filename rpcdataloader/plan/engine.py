@@ -12,12 +12,13 @@ means for the task that it was at, and what is tried again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Restart
+from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, ReportWait, Restart
 from rpcdataloader.plan.batches import BatchTable
 from rpcdataloader.plan.crew import Crew, Loss, Member
 from rpcdataloader.plan.options import PlanOptions
@@ -26,6 +27,11 @@ from rpcdataloader.plan.streams import StreamTable
 from rpcdataloader.plan.table import Table
 
 N = TypeVar("N", bound=Hashable)
+
+# Seconds that the consumer waits for one batch until the user is told, and until the user is told again. Shorter waits
+# are ordinary where storage is slow; a hang that prints nothing looks like a training that goes on.
+REPORT_AFTER = 60.0
+REPORT_AGAIN = 300.0
 
 
 class Delivery(NamedTuple):
@@ -74,6 +80,8 @@ class Engine(Generic[N]):
         self._out: list[Action] = []
         self._crew = Crew(options, homes, others, self._out)
         self._interrupted = ""  # what the last worker that was lost was at
+        self._waiting_since: float | None = None  # the consumer, for what is delivered next
+        self._report_at = math.inf
         self._begin(0.0, turn)
 
     def _begin(self, batch_size_bytes: float, turn: int) -> None:
@@ -117,11 +125,17 @@ class Engine(Generic[N]):
         task = self._table.pop_deliverable()
         if task is None:
             return None
+        self._waiting_since = None
         number, condemned = task.number, None
         if self._retries.is_needed:
             self._retries.delivered(number)
             condemned = self._condemned.pop(number, None)
         return Delivery(number, task.payload, task.answer, task.stream, condemned)
+
+    def consumer_waits(self, now: float) -> None:
+        """The consumer has found nothing to deliver; it may say so again."""
+        if self._waiting_since is None:
+            self._waiting_since, self._report_at = now, now + REPORT_AFTER
 
     @property
     def is_finished(self) -> bool:
@@ -140,6 +154,7 @@ class Engine(Generic[N]):
     def begin_epoch(self, now: float, turn: int = 0) -> None:
         """Another epoch begins, with the same workers; what was not delivered of the last one is dropped."""
         self._begin(self._table.batch_size_bytes, turn)
+        self._waiting_since = None
         self._crew.reopen()
         for worker in self._crew:
             self._out.append(Restart(worker.number))
@@ -355,11 +370,13 @@ class Engine(Generic[N]):
             if self._interrupted and isinstance(error, ConnectionLostError):
                 error = type(error)(f"{error}; it was loading {self._interrupted}")
             self.failure = error
+        if self._waiting_since is not None and self._report_at <= now and (task := self._table.awaited()) is not None:
+            self._out.append(ReportWait(self._table.holder(task), task.payload, now - self._waiting_since))
+            self._report_at = now + REPORT_AGAIN
 
     def due(self, now: float) -> float | None:
         """When to call :meth:`tick` and :meth:`act` again if nothing happens before; None for never."""
         due = self._table.due(now)
         stuck_until = self._crew.stuck_until(now) if self._crew.is_stuck else None
-        if due is None or stuck_until is None:
-            return stuck_until if due is None else due
-        return min(due, stuck_until)
+        report_at = None if self._waiting_since is None or not self._table.tasks else self._report_at
+        return min((time for time in (due, stuck_until, report_at) if time is not None), default=None)

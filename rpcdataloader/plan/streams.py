@@ -96,6 +96,9 @@ class StreamTable(Table[_StreamEntry]):
         self._condemn(task)
         return True
 
+    def holder(self, task: _StreamEntry) -> int | None:
+        return self._owners.get(_stream(task)) if task.is_sent else None
+
     # Time
 
     def timed_out(self, now: float) -> list[tuple[int, int]]:

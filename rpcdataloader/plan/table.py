@@ -132,6 +132,14 @@ class Table(ABC, Generic[T]):
             Whether that was one too many: the task counts as answered, and what is delivered for it is an error.
         """
 
+    @abstractmethod
+    def holder(self, task: T) -> int | None:
+        """The worker that loads a task which is not answered; None if it waits for one."""
+
+    def awaited(self) -> T | None:
+        """The oldest task that is not answered; None if there is none."""
+        return next((task for task in self.tasks.values() if task.size_bytes is None), None)
+
     def _condemn(self, task: T) -> None:
         task.size_bytes = 0
         if not self._in_order:

@@ -347,6 +347,19 @@ BUGS = [
         "        self._condemned: dict[int, str] = {}\n",
         "        if not hasattr(self, '_condemned'):\n            self._condemned: dict[int, str] = {}\n",
     ),
+    Bug(
+        "a long wait is told again all the time",
+        "engine",
+        "self._report_at = now + REPORT_AGAIN",
+        "self._report_at = now + 1.0",
+    ),
+    Bug("a long wait is never told", "engine", "now, now + REPORT_AFTER", "now, math.inf"),
+    Bug(
+        "a wait that is over is told",
+        "engine",
+        "        self._waiting_since = None\n        number, condemned",
+        "        number, condemned",
+    ),
 ]
 
 

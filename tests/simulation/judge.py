@@ -12,9 +12,9 @@ import math
 from collections import deque
 from typing import Any, NoReturn
 
-from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, Restart, Say, Seek
+from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, ReportWait, Restart, Say, Seek
 from rpcdataloader.plan.crew import Loss
-from rpcdataloader.plan.engine import Delivery
+from rpcdataloader.plan.engine import REPORT_AFTER, REPORT_AGAIN, Delivery
 from rpcdataloader.plan.options import PlanOptions
 
 _TINY = 1e-9
@@ -106,6 +106,8 @@ class Judge:
         """Nothing is added yet."""
         options = self.options
         self.tasks: dict[int, Task] = {}
+        self.waiting_since: float | None = None  # the consumer
+        self.reported_at = -math.inf
         self.num_added = 0
         self.next_delivery = 0
         self.answered_order: deque[int] = deque()
@@ -169,6 +171,7 @@ class Judge:
         number, payload, _answer, stream, condemned = delivery
         if number != self.deliverable():
             self.fail(f"task {number} is delivered, and {self.deliverable()} should be")
+        self.waiting_since, self.reported_at = None, -math.inf
         task = self.tasks.pop(number)
         if not self.options.in_order:
             self.answered_order.popleft()
@@ -474,6 +477,27 @@ class Judge:
             self._check_sent_away()
             self._check_stuck(now)
 
+    def _see_report(self, action: ReportWait, now: float) -> None:
+        """The consumer is told what it has waited for, and that is the oldest task which is not answered."""
+        number, task = next((number, task) for number, task in self.tasks.items() if not task.is_answered)
+        if self.waiting_since is None or abs(now - self.waiting_since - action.seconds) > _TINY:
+            self.fail(f"{action}: the consumer waits since {self.waiting_since}")
+        if now < self.reported_at + REPORT_AGAIN - _TINY or action.seconds < REPORT_AFTER - _TINY:
+            self.fail(f"{action}: it was told at {self.reported_at}")
+        if action.payload != task.payload:
+            self.fail(f"{action}: task {number} is waited for")
+        if action.worker != (task.holders[0] if task.holders else None):
+            self.fail(f"{action}: task {number} is at {task.holders}")
+        self.reported_at = now
+
+    def _check_report(self, due: float | None) -> None:
+        """The engine asks to be asked again in time to tell the user of a long wait."""
+        if self.waiting_since is None or not self.tasks:
+            return
+        deadline = max(self.waiting_since + REPORT_AFTER, self.reported_at + REPORT_AGAIN)
+        if due is None or due > deadline + _TINY:
+            self.fail(f"the consumer waits since {self.waiting_since}, and the engine waits until {due}")
+
     def _see_load(self, action: Load, now: float) -> None:
         worker, number, payload, is_last = action
         member = self.members.get(worker)
@@ -723,6 +747,7 @@ class Judge:
         """The consumer waits until then."""
         if self.options.task_timeout is not None and len(self.members) <= 64:
             self._check_limits(self.options.task_timeout, due)
+        self._check_report(due)
         self._check_stuck(now)
         if self.stuck_since is None:
             return
@@ -859,5 +884,6 @@ _SEEN: dict[type, Any] = {
     End: Judge._see_end,
     Restart: Judge._see_restart,
     Seek: Judge._see_seek,
+    ReportWait: Judge._see_report,
     Say: Judge._see_say,
 }

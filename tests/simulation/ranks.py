@@ -210,6 +210,8 @@ class Rank:
             if engine.wants_input:
                 crew.draw()
                 continue
+            engine.consumer_waits(now)
+            judge.waiting_since = now if judge.waiting_since is None else judge.waiting_since
             due = engine.due(now)
             judge.check_due(due, now)
             if due is None or due > now:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.plan.actions import Action, Close, Load, Open, Seek
+from rpcdataloader.plan.actions import Action, Close, Load, Open, ReportWait, Seek
 from rpcdataloader.plan.crew import Loss
-from rpcdataloader.plan.engine import Engine
+from rpcdataloader.plan.engine import REPORT_AFTER, REPORT_AGAIN, Engine
 from rpcdataloader.plan.options import PlanOptions
 
 DIED = ConnectionLostError("it died")
@@ -189,3 +191,23 @@ def test_a_node_that_is_about_to_join_is_waited_for_when_all_others_are_removed(
     engine.worker_lost(1, died(), 0.0)
     engine.act(0.0)
     assert engine.due(0.0) == 10.0
+
+
+def test_a_long_wait_is_reported_and_reported_again():
+    engine = start(["a"])
+    engine.act(0.0)
+    engine.consumer_waits(0.0)
+    fill(engine)
+    assert engine.due(1.0) == REPORT_AFTER
+    engine.tick(REPORT_AFTER)
+    assert of(ReportWait, engine.act(REPORT_AFTER)) == [ReportWait(None, "task", REPORT_AFTER)]
+    begin(engine, 1)
+    engine.act(70.0)
+    engine.consumer_waits(70.0)
+    later = REPORT_AFTER + REPORT_AGAIN
+    assert engine.due(later - 1) == later
+    engine.tick(later)
+    assert of(ReportWait, engine.act(later)) == [ReportWait(1, "task", later)]
+    engine.answered(1, 0, size_bytes=1, task_seconds=1.0, now=later)
+    assert engine.deliver() is not None
+    assert (engine.due(later) or math.inf) > later + REPORT_AGAIN  # a second copy, perhaps
