@@ -165,7 +165,9 @@ class Driver:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._condition:
-                delivery = self._engine.deliver() if self._ahead is None else self._ahead.take()
+                delivery = None
+                if self._engine.failure is None:  # what has failed has brought errors that say less
+                    delivery = self._engine.deliver() if self._ahead is None else self._ahead.take()
                 if delivery is None:
                     self._wait(deadline)
                 wants_input = self._engine.wants_input
