@@ -302,10 +302,6 @@ class Engine(Generic[N]):
         """Nodes may be added that are not known yet, so the loss of all others is not the end."""
         self._crew.roster.expects_more = True
 
-    def is_sought(self, node: N) -> bool:
-        """Whether it is of interest if a node can be reached."""
-        return self._crew.is_sought(node)
-
     def node_up(self, node: N, incarnation: Hashable, num_offered: int = 0) -> None:
         """Workers can be opened on a node.
 

@@ -456,7 +456,7 @@ class Pass:
             self.engine.node_failed(name, UNREACHABLE, is_foreign=True)
         elif node.broken_until > now:
             self.cluster.count("broken node")
-            if self.engine.is_sought(name):
+            if self.engine._crew.is_sought(name):
                 self.judge.node_hopeless(name)
             self.engine.node_hopeless(name, ValueError("no such file"))
         else:
