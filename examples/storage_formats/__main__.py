@@ -309,8 +309,14 @@ def study(args: argparse.Namespace, stack: ExitStack) -> None:
             print("written:", *files)
 
 
+def end(*_: object) -> None:
+    """End at the first SIGTERM; timeout(1) and service managers send it again to the group."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
+
+
 def main(argv: list[str] | None = None) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, end)
     try:
         args = parse_arguments(argv)
         args.argv = sys.argv[1:] if argv is None else argv

@@ -36,6 +36,7 @@ def mounted(location: Location, folder: Path, log: Path) -> Iterator[str]:
             wait_for(child, lambda: os.path.ismount(folder), "the mount")
             yield str(folder)
         finally:
-            child.stop()
-            if os.path.ismount(folder):  # rclone was killed
-                subprocess.run(["fusermount3", "-uz", str(folder)], check=False)
+            try:
+                child.stop()
+            finally:  # rclone unmounts, unless it was killed
+                subprocess.run(["fusermount3", "-uzq", str(folder)], check=False)

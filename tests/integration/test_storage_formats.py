@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -136,19 +136,40 @@ def test_quick_study_measures_every_format_and_leaves_nothing(tmp_path):
     assert find_left_behind(tmp_path) == []
 
 
+@contextlib.contextmanager
+def endless_study(folder):
+    """A command that is measuring, with a store, node servers, and a mount where there can be one."""
+    options = ["--quick", "--ranks", "1", "--loaders", "torch:2", "rpc:4", "--formats", "files", "objects"]
+    endless = ["--samples-per-worker", "100000", "--longest-epoch", "100000"]
+    with start_study(folder, *options, *endless) as process:
+        wait_until(lambda: "storage_formats.train" in str(find_left_behind(folder)), 120)
+        yield process
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_when_it_is_interrupted(number, tmp_path):
-    options = ["--quick", "--ranks", "1", "--loaders", "rpc:4", "--formats", "objects", "tfrecord-8"]
-    with start_study(tmp_path, *options, "--samples-per-worker", "100000", "--longest-epoch", "100000") as process:
-        wait_until(
-            lambda: find_left_behind(tmp_path) and "storage_formats.train" in str(find_left_behind(tmp_path)), 120
-        )
+@pytest.mark.parametrize("times", [1, 2])
+def test_nothing_is_left_when_it_is_interrupted(number, times, tmp_path):
+    with endless_study(tmp_path) as process:
         process.send_signal(number)
+        if times == 2:  # while it ends what it has started
+            wait_until(lambda: "storage_formats.train" not in str(find_left_behind(tmp_path)), 60)
+            process.send_signal(number)
         _, errors = process.communicate(timeout=60 * TIMEOUT_SCALE)
     assert process.returncode == 128 + number, errors
     assert find_left_behind(tmp_path) == []
     assert not (tmp_path / "result").exists()
+
+
+@pytest.mark.timeout(240)
+def test_processes_and_mounts_end_with_a_command_that_is_killed(tmp_path):
+    with endless_study(tmp_path) as process:
+        left = str(find_left_behind(tmp_path))
+        assert "weed mini" in left
+        assert mount.why_not() or "fuse.rclone" in left
+        process.kill()
+    [folder] = tmp_path.glob("storage-formats-*")  # its files stay
+    wait_until(lambda: find_left_behind(tmp_path) == [str(folder)], 60)
 
 
 @pytest.mark.parametrize("sample_format", FORMATS, ids=str)
@@ -163,11 +184,16 @@ def test_each_sample_comes_once_with_its_image(sample_format, samples, servers):
             assert not manifest.check_image(label, image ^ 1)
 
 
-def come_back(store):
-    """Start the store again, once a request has found that it is not there."""
-    with socket.create_server(("127.0.0.1", store.port)) as listener:
-        listener.accept()[0].close()
-    store.start()
+@contextlib.contextmanager
+def dead_for_a_while(store):
+    """A thread for what reads from the store, which is dead until a request has found that it is."""
+    with ThreadPoolExecutor(1) as pool:
+        store.kill()
+        yield pool
+        with socket.create_server(("127.0.0.1", store.port)) as listener:
+            listener.settimeout(60 * TIMEOUT_SCALE)
+            listener.accept()[0].close()
+        store.start()  # in this thread, with which it would end
 
 
 @pytest.mark.timeout(180)
@@ -178,11 +204,9 @@ def test_objects_are_read_once_when_the_store_dies_and_comes_back(sample_format,
     loader = RPCDataloader(dataset, batch_size=4, shuffle=True, num_workers=2, retry_on=UnavailableError)
     batches = iter(loader)
     labels = labels_of([next(batches)])
-    store.kill()
-    thread = threading.Thread(target=come_back, args=(store,))
-    thread.start()
-    labels += labels_of(batches)
-    thread.join()
+    with dead_for_a_while(store) as pool:
+        rest = pool.submit(labels_of, batches)
+    labels += rest.result()
     assert sorted(labels) == list(range(NUMBER))
 
 
@@ -194,15 +218,12 @@ def test_shard_goes_on_where_it_was_when_the_store_dies_and_comes_back(sample_fo
     with Proxy(store.port, Link(0, 1e6, 1e6)) as proxy:
         far = Location(proxy.endpoint, location.bucket, location.prefix)
         found = iter(make_dataset(far, manifest, sample_format, NUMBER, None))
-        labels = [next(found).label]
-        store.kill()
-        thread = threading.Thread(target=come_back, args=(store,))
-        thread.start()
-        for sample in found:
-            assert manifest.check_image(sample.label, sample.image.numpy())
-            labels.append(sample.label)
-        thread.join()
-    assert labels == list(range(NUMBER))
+        first = next(found)
+        with dead_for_a_while(store) as pool:
+            rest = pool.submit(list, found)
+        samples = [first, *rest.result()]
+    assert [sample.label for sample in samples] == list(range(NUMBER))
+    assert all(manifest.check_image(sample.label, sample.image.numpy()) for sample in samples)
 
 
 @pytest.mark.parametrize(
