@@ -26,6 +26,7 @@ from examples.storage_formats import mount
 from examples.storage_formats.__main__ import main, node_servers, parse_arguments, prepare_samples
 from examples.storage_formats.errors import SampleError, StudyError, UnavailableError
 from examples.storage_formats.plan import Format, Link
+from examples.storage_formats.processes import Child
 from examples.storage_formats.proxy import Proxy
 from examples.storage_formats.readers import make_dataset
 from examples.storage_formats.samples import MANIFEST, image_key, shard_key
@@ -148,13 +149,9 @@ def endless_study(folder):
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("times", [1, 2])
-def test_nothing_is_left_when_it_is_interrupted(number, times, tmp_path):
+def test_nothing_is_left_when_it_is_interrupted(number, tmp_path):
     with endless_study(tmp_path) as process:
         process.send_signal(number)
-        if times == 2:  # while it ends what it has started
-            wait_until(lambda: "storage_formats.train" not in str(find_left_behind(tmp_path)), 60)
-            process.send_signal(number)
         _, errors = process.communicate(timeout=60 * TIMEOUT_SCALE)
     assert process.returncode == 128 + number, errors
     assert find_left_behind(tmp_path) == []
@@ -170,6 +167,43 @@ def test_processes_and_mounts_end_with_a_command_that_is_killed(tmp_path):
         process.kill()
     [folder] = tmp_path.glob("storage-formats-*")  # its files stay
     wait_until(lambda: find_left_behind(tmp_path) == [str(folder)], 60)
+
+
+STUBBORN = """
+import signal
+signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_child_that_does_not_end_is_killed_at_a_second_interruption(tmp_path):
+    child = Child([sys.executable, "-c", STUBBORN], tmp_path / "log", piped=True)
+    assert child.output.readline() == "ready\n"
+
+    def interrupt():
+        assert child.output.readline() == "asked to end\n"
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        interrupted = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            child.stop(timeout=60)
+        interrupted.result()
+    assert child.poll() == -signal.SIGKILL
+
+
+def test_cost_of_a_sample_is_printed_for_reader_and_store(capsys):
+    assert main(["--cost", "--samples", "16", "--sample-bytes", "60e3"]) == 0
+    output = capsys.readouterr().out
+    assert "16 samples of 0.059643 MB" in output
+    rows = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows[2:]] == ["objects", "webdataset-8", "tfrecord-8"]
+    readers = [float(row[1].removesuffix(" ms")) for row in rows[2:]]
+    stores = [float(row[2].removesuffix(" ms")) for row in rows[2:]]
+    assert readers[0] > max(readers[1:])  # two requests per sample, against an eighth of one
+    assert sum(stores) > 0
 
 
 @pytest.mark.parametrize("sample_format", FORMATS, ids=str)
@@ -314,6 +348,7 @@ def test_wrong_keys_are_an_error_before_anything_is_started(wrong, store, capsys
         ("--endpoint http://127.0.0.1:9 --bucket b --links 0:1:1", "--links and --endpoint exclude each other"),
         ("--endpoint http://127.0.0.1:9 --bucket b --data d", "--data and --endpoint exclude each other"),
         ("--write-only --read-only --data d", "--write-only and --read-only exclude each other"),
+        ("--cost --formats objects", "--cost and --formats exclude each other: one process reads"),
         ("--read-only", "--read-only needs --endpoint or --data"),
         ("--samples 0", "--samples must be 1 or more, but is 0"),
         ("--sample-bytes nan", "--sample-bytes must be 1 or more"),
