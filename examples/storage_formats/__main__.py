@@ -81,8 +81,8 @@ def make_parser() -> argparse.ArgumentParser:
         default="storage-formats",
         help="folder of the result (default: %(default)s)",
     )
-    add("--cost", action="store_true", help="print how much CPU time reader and store need for a sample, and measure "
-        "nothing else (defaults: --samples 200 --shards 8)")  # fmt: skip
+    add("--cost", action="store_true", help="print how much CPU time a sample takes in reader, mount and store, and "
+        "measure nothing else (defaults: --samples 200 --shards 8)")  # fmt: skip
     add = parser.add_argument_group("storage").add_argument
     add("--endpoint", metavar="URL", help="S3 service (default: SeaweedFS, started here, behind a proxy that slows it)")
     add("--bucket", metavar="NAME", help="bucket of --endpoint, which must exist")
@@ -275,7 +275,7 @@ def measure(
                 folder_of = None
                 if any(run.needs_mount for run in chosen):
                     mounting = mount.mounted(place_of, folder / f"mount-{place}", folder / "mount.log")
-                    folder_of = stack.enter_context(mounting)
+                    folder_of = stack.enter_context(mounting).folder
                 job = Job(place_of, manifest, chosen, workers, args.batch_size, folder_of)
                 for run, result in zip(chosen, run_job(job, ranks, folder), strict=True):
                     speed = f"{result['samples_per_second']:.1f} samples/s"
@@ -304,7 +304,7 @@ def study(args: argparse.Namespace, stack: ExitStack) -> None:
         return
     if args.cost:
         assert store is not None
-        print(format_costs(location, store, manifest))
+        print(format_costs(location, store, manifest, folder))
         return
     command = ["python", "-m", "examples.storage_formats", *args.argv]
     report = Report(command, manifest.sample_bytes, manifest.number, args.batch_size, [], left_out)

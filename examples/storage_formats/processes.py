@@ -55,6 +55,12 @@ class Child:
         return self._process.pid
 
     @property
+    def cpu_seconds(self) -> float:
+        """CPU time of its process so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
+
+    @property
     def output(self) -> IO[str]:
         assert self._process.stdout is not None
         return self._process.stdout

@@ -74,10 +74,8 @@ class Store:
 
     @property
     def cpu_seconds(self) -> float:
-        """CPU time of its process so far."""
         assert self._child is not None
-        fields = Path(f"/proc/{self._child.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
+        return self._child.cpu_seconds
 
     def stop(self) -> None:
         if self._child is not None:

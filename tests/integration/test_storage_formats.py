@@ -194,15 +194,17 @@ def test_child_that_does_not_end_is_killed_at_a_second_interruption(tmp_path):
     assert child.poll() == -signal.SIGKILL
 
 
-def test_cost_of_a_sample_is_printed_for_reader_and_store(capsys):
+def test_cost_of_a_sample_is_printed_for_reader_mount_and_store(capsys):
     assert main(["--cost", "--samples", "16", "--sample-bytes", "60e3"]) == 0
     output = capsys.readouterr().out
     assert "16 samples of 0.059643 MB" in output
     rows = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("| ")]
-    assert [row[0] for row in rows[2:]] == ["objects", "webdataset-8", "tfrecord-8"]
-    readers = [float(row[1].removesuffix(" ms")) for row in rows[2:]]
-    stores = [float(row[2].removesuffix(" ms")) for row in rows[2:]]
-    assert readers[0] > max(readers[1:])  # two requests per sample, against an eighth of one
+    costs = {name: [float(cell.removesuffix(" ms")) for cell in cells] for name, *cells in rows[2:]}
+    assert list(costs) == ["objects", "webdataset-8", "tfrecord-8", *([] if mount.why_not() else ["files"])]
+    readers, mounts, stores = zip(*costs.values(), strict=True)
+    assert readers[0] > max(readers[1:3])  # two requests per sample, against an eighth of one
+    assert not any(mounts[:3])
+    assert mount.why_not() or mounts[3] > 0
     assert sum(stores) > 0
 
 
