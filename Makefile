@@ -57,7 +57,7 @@ slurm: .venv/ready
 	$(PYTEST) -m slurm --timeout 300
 
 study: .venv/study
-	$(PYTEST) -m study --timeout 300
+	$(PYTEST) -m study --timeout 300 -o faulthandler_timeout=300
 
 bench: .venv/ready
 	$(BIN)/python -m tests.benchmark

@@ -19,6 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from examples.storage_formats import mount
+from examples.storage_formats.cost import format_costs
 from examples.storage_formats.errors import StudyError
 from examples.storage_formats.plan import Format, Link, Loader, Run, default_runs, multiply, size_epochs
 from examples.storage_formats.processes import Child
@@ -47,6 +48,7 @@ DEFAULTS: dict[str, Any] = {
     "samples_per_worker": 75,
     "longest_epoch": 1600,
 }
+COST: dict[str, Any] = {"samples": 200, "shards": [8]}
 COMBINATIONS: dict[str, Any] = {
     "ranks": [1],
     "loaders": ["torch:0", "torch:4", "torch:16", "rpc:4", "rpc:16", "rpc:64"],
@@ -79,6 +81,8 @@ def make_parser() -> argparse.ArgumentParser:
         default="storage-formats",
         help="folder of the result (default: %(default)s)",
     )
+    add("--cost", action="store_true", help="print how much CPU time a sample takes in reader, mount and store, and "
+        "measure nothing else (defaults: --samples 200 --shards 8)")  # fmt: skip
     add = parser.add_argument_group("storage").add_argument
     add("--endpoint", metavar="URL", help="S3 service (default: SeaweedFS, started here, behind a proxy that slows it)")
     add("--bucket", metavar="NAME", help="bucket of --endpoint, which must exist")
@@ -120,6 +124,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         ("links", "endpoint", "that storage is measured as it is"),
         ("data", "endpoint", "it is the folder of a store that is started here"),
         ("write_only", "read_only", "nothing would be done"),
+        ("cost", "endpoint", "the store is measured, too"),
+        ("cost", "write_only", "nothing would be measured"),
+        ("cost", "quick", "it is as quick"),
+        *(("cost", name, "one process reads, and no network") for name in ("links", "ranks", "loaders", "formats")),
     ):
         if getattr(args, name) and getattr(args, other):
             raise StudyError(f"--{name.replace('_', '-')} and --{other.replace('_', '-')} exclude each other: {why}")
@@ -132,7 +140,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         **DEFAULTS,
         "links": LINKS if args.planned else LINKS[:1],
         **COMBINATIONS,
-        **(QUICK if args.quick else {}),
+        **(QUICK if args.quick else COST if args.cost else {}),
     }
     for name, value in defaults.items():
         if getattr(args, name) is None:
@@ -267,7 +275,7 @@ def measure(
                 folder_of = None
                 if any(run.needs_mount for run in chosen):
                     mounting = mount.mounted(place_of, folder / f"mount-{place}", folder / "mount.log")
-                    folder_of = stack.enter_context(mounting)
+                    folder_of = stack.enter_context(mounting).folder
                 job = Job(place_of, manifest, chosen, workers, args.batch_size, folder_of)
                 for run, result in zip(chosen, run_job(job, ranks, folder), strict=True):
                     speed = f"{result['samples_per_second']:.1f} samples/s"
@@ -280,10 +288,10 @@ def study(args: argparse.Namespace, stack: ExitStack) -> None:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="storage-formats-")))
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     stack.enter_context(environment(PYTHONPATH=paths, OMP_NUM_THREADS="1"))
-    runs, left_out = leave_out(args.runs, args.workers)
+    runs, left_out = ([], []) if args.cost else leave_out(args.runs, args.workers)
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
-    if not (runs or args.write_only):
+    if not (runs or args.write_only or args.cost):
         raise StudyError("no run is left")
     store = None
     if args.endpoint:
@@ -293,6 +301,10 @@ def study(args: argparse.Namespace, stack: ExitStack) -> None:
         location = Location(store.endpoint, BUCKET, args.prefix)
     manifest = prepare_samples(location, args)
     if args.write_only:
+        return
+    if args.cost:
+        assert store is not None
+        print(format_costs(location, store, manifest, folder))
         return
     command = ["python", "-m", "examples.storage_formats", *args.argv]
     report = Report(command, manifest.sample_bytes, manifest.number, args.batch_size, [], left_out)
@@ -309,8 +321,14 @@ def study(args: argparse.Namespace, stack: ExitStack) -> None:
             print("written:", *files)
 
 
+def end(*_: object) -> None:
+    """End at the first SIGTERM; timeout(1) and service managers send it again to the group."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
+
+
 def main(argv: list[str] | None = None) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, end)
     try:
         args = parse_arguments(argv)
         args.argv = sys.argv[1:] if argv is None else argv

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from examples.storage_formats.processes import Child, wait_for
 from examples.storage_formats.storage import Location
@@ -23,9 +24,16 @@ def why_not() -> str | None:
     return None
 
 
+class Mount(NamedTuple):
+    """A folder, and the program that serves it."""
+
+    folder: str
+    child: Child
+
+
 @contextlib.contextmanager
-def mounted(location: Location, folder: Path, log: Path) -> Iterator[str]:
-    """Mount the bucket read-only, without a cache of contents; gives the folder."""
+def mounted(location: Location, folder: Path, log: Path) -> Iterator[Mount]:
+    """Mount the bucket read-only, without a cache of contents."""
     program = find_program("rclone", "pip install '.[formats]'")
     folder.mkdir()
     # Without a file of its own, rclone would read the user's, and its answers are cached in a folder of the user's.
@@ -34,8 +42,9 @@ def mounted(location: Location, folder: Path, log: Path) -> Iterator[str]:
     with Child([program, "mount", f":s3:{location.bucket}", str(folder), *options], log) as child:
         try:
             wait_for(child, lambda: os.path.ismount(folder), "the mount")
-            yield str(folder)
+            yield Mount(str(folder), child)
         finally:
-            child.stop()
-            if os.path.ismount(folder):  # rclone was killed
-                subprocess.run(["fusermount3", "-uz", str(folder)], check=False)
+            try:
+                child.stop()
+            finally:  # rclone unmounts, unless it was killed
+                subprocess.run(["fusermount3", "-uzq", str(folder)], check=False)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import TracebackType
@@ -13,9 +14,21 @@ from typing import IO
 
 from examples.storage_formats.errors import StudyError
 
+# Asks the kernel for SIGTERM when the parent ends, and becomes the program. Not a preexec_fn, which must not run Python
+# in a process with threads. PR_SET_PDEATHSIG is 1; the parent may have ended before the call.
+GUARD = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
 
 class Child:
     """A program in a process group of its own, so that Ctrl-C reaches the command alone, which then ends all others.
+
+    It gets SIGTERM when the command ends without that, by SIGKILL for example. The kernel counts the end of the thread
+    that starts it as the end of the command.
 
     Args:
         command: Program and arguments.
@@ -28,7 +41,7 @@ class Child:
         self.name, self.log = Path(command[0]).name, log
         with open(log, "ab") as file:
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else file,
                 stderr=file,
@@ -40,6 +53,12 @@ class Child:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of its process so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # utime and stime
 
     @property
     def output(self) -> IO[str]:
@@ -58,12 +77,14 @@ class Child:
         return StudyError("\n".join([f"{what}; the last lines of {self.name}:", *lines]))
 
     def stop(self, timeout: float = 15.0) -> None:
-        """End it with SIGTERM, and with SIGKILL what is left of its group."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout)
-        self.kill()
+        """End it with SIGTERM, and with SIGKILL what is left of its group, also at a second Ctrl-C."""
+        try:
+            if self._process.poll() is None:
+                self._process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(timeout)
+        finally:
+            self.kill()
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

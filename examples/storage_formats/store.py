@@ -72,6 +72,11 @@ class Store:
             return False
         return True
 
+    @property
+    def cpu_seconds(self) -> float:
+        assert self._child is not None
+        return self._child.cpu_seconds
+
     def stop(self) -> None:
         if self._child is not None:
             self._child.stop()

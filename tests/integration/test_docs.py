@@ -59,6 +59,7 @@ NOT_RUN = {
         "$ pip install '.[formats]'",
         "$ python -m examples.storage_formats --ranks 1 4 --loaders torch:8 rpc:32 --formats objects tfrecord-8",
         "$ export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...",
+        "$ python -m examples.storage_formats --cost",
     ],
     "index.md": ["from torchvision.datasets import ImageFolder"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],

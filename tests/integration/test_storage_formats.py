@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -26,6 +26,7 @@ from examples.storage_formats import mount
 from examples.storage_formats.__main__ import main, node_servers, parse_arguments, prepare_samples
 from examples.storage_formats.errors import SampleError, StudyError, UnavailableError
 from examples.storage_formats.plan import Format, Link
+from examples.storage_formats.processes import Child
 from examples.storage_formats.proxy import Proxy
 from examples.storage_formats.readers import make_dataset
 from examples.storage_formats.samples import MANIFEST, image_key, shard_key
@@ -136,19 +137,75 @@ def test_quick_study_measures_every_format_and_leaves_nothing(tmp_path):
     assert find_left_behind(tmp_path) == []
 
 
+@contextlib.contextmanager
+def endless_study(folder):
+    """A command that is measuring, with a store, node servers, and a mount where there can be one."""
+    options = ["--quick", "--ranks", "1", "--loaders", "torch:2", "rpc:4", "--formats", "files", "objects"]
+    endless = ["--samples-per-worker", "100000", "--longest-epoch", "100000"]
+    with start_study(folder, *options, *endless) as process:
+        wait_until(lambda: "storage_formats.train" in str(find_left_behind(folder)), 120)
+        yield process
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_when_it_is_interrupted(number, tmp_path):
-    options = ["--quick", "--ranks", "1", "--loaders", "rpc:4", "--formats", "objects", "tfrecord-8"]
-    with start_study(tmp_path, *options, "--samples-per-worker", "100000", "--longest-epoch", "100000") as process:
-        wait_until(
-            lambda: find_left_behind(tmp_path) and "storage_formats.train" in str(find_left_behind(tmp_path)), 120
-        )
+    with endless_study(tmp_path) as process:
         process.send_signal(number)
         _, errors = process.communicate(timeout=60 * TIMEOUT_SCALE)
     assert process.returncode == 128 + number, errors
     assert find_left_behind(tmp_path) == []
     assert not (tmp_path / "result").exists()
+
+
+@pytest.mark.timeout(240)
+def test_processes_and_mounts_end_with_a_command_that_is_killed(tmp_path):
+    with endless_study(tmp_path) as process:
+        left = str(find_left_behind(tmp_path))
+        assert "weed mini" in left
+        assert mount.why_not() or "fuse.rclone" in left
+        process.kill()
+    [folder] = tmp_path.glob("storage-formats-*")  # its files stay
+    wait_until(lambda: find_left_behind(tmp_path) == [str(folder)], 60)
+
+
+STUBBORN = """
+import signal
+signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_child_that_does_not_end_is_killed_at_a_second_interruption(tmp_path):
+    child = Child([sys.executable, "-c", STUBBORN], tmp_path / "log", piped=True)
+    assert child.output.readline() == "ready\n"
+
+    def interrupt():
+        assert child.output.readline() == "asked to end\n"
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        interrupted = pool.submit(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            child.stop(timeout=60)
+        interrupted.result()
+    assert child.poll() == -signal.SIGKILL
+
+
+def test_cost_of_a_sample_is_printed_for_reader_mount_and_store(capsys):
+    assert main(["--cost", "--samples", "16", "--sample-bytes", "60e3"]) == 0
+    output = capsys.readouterr().out
+    assert "16 samples of 0.059643 MB" in output
+    rows = [line.strip("| ").split(" | ") for line in output.splitlines() if line.startswith("| ")]
+    costs = {name: [float(cell.removesuffix(" ms")) for cell in cells] for name, *cells in rows[2:]}
+    assert list(costs) == ["objects", "webdataset-8", "tfrecord-8", *([] if mount.why_not() else ["files"])]
+    readers, mounts, stores = zip(*costs.values(), strict=True)
+    assert readers[0] > max(readers[1:3])  # two requests per sample, against an eighth of one
+    assert not any(mounts[:3])
+    assert mount.why_not() or mounts[3] > 0
+    assert sum(stores) > 0
 
 
 @pytest.mark.parametrize("sample_format", FORMATS, ids=str)
@@ -163,11 +220,16 @@ def test_each_sample_comes_once_with_its_image(sample_format, samples, servers):
             assert not manifest.check_image(label, image ^ 1)
 
 
-def come_back(store):
-    """Start the store again, once a request has found that it is not there."""
-    with socket.create_server(("127.0.0.1", store.port)) as listener:
-        listener.accept()[0].close()
-    store.start()
+@contextlib.contextmanager
+def dead_for_a_while(store):
+    """A thread for what reads from the store, which is dead until a request has found that it is."""
+    with ThreadPoolExecutor(1) as pool:
+        store.kill()
+        yield pool
+        with socket.create_server(("127.0.0.1", store.port)) as listener:
+            listener.settimeout(60 * TIMEOUT_SCALE)
+            listener.accept()[0].close()
+        store.start()  # in this thread, with which it would end
 
 
 @pytest.mark.timeout(180)
@@ -178,11 +240,9 @@ def test_objects_are_read_once_when_the_store_dies_and_comes_back(sample_format,
     loader = RPCDataloader(dataset, batch_size=4, shuffle=True, num_workers=2, retry_on=UnavailableError)
     batches = iter(loader)
     labels = labels_of([next(batches)])
-    store.kill()
-    thread = threading.Thread(target=come_back, args=(store,))
-    thread.start()
-    labels += labels_of(batches)
-    thread.join()
+    with dead_for_a_while(store) as pool:
+        rest = pool.submit(labels_of, batches)
+    labels += rest.result()
     assert sorted(labels) == list(range(NUMBER))
 
 
@@ -194,15 +254,12 @@ def test_shard_goes_on_where_it_was_when_the_store_dies_and_comes_back(sample_fo
     with Proxy(store.port, Link(0, 1e6, 1e6)) as proxy:
         far = Location(proxy.endpoint, location.bucket, location.prefix)
         found = iter(make_dataset(far, manifest, sample_format, NUMBER, None))
-        labels = [next(found).label]
-        store.kill()
-        thread = threading.Thread(target=come_back, args=(store,))
-        thread.start()
-        for sample in found:
-            assert manifest.check_image(sample.label, sample.image.numpy())
-            labels.append(sample.label)
-        thread.join()
-    assert labels == list(range(NUMBER))
+        first = next(found)
+        with dead_for_a_while(store) as pool:
+            rest = pool.submit(list, found)
+        samples = [first, *rest.result()]
+    assert [sample.label for sample in samples] == list(range(NUMBER))
+    assert all(manifest.check_image(sample.label, sample.image.numpy()) for sample in samples)
 
 
 @pytest.mark.parametrize(
@@ -293,6 +350,7 @@ def test_wrong_keys_are_an_error_before_anything_is_started(wrong, store, capsys
         ("--endpoint http://127.0.0.1:9 --bucket b --links 0:1:1", "--links and --endpoint exclude each other"),
         ("--endpoint http://127.0.0.1:9 --bucket b --data d", "--data and --endpoint exclude each other"),
         ("--write-only --read-only --data d", "--write-only and --read-only exclude each other"),
+        ("--cost --formats objects", "--cost and --formats exclude each other: one process reads"),
         ("--read-only", "--read-only needs --endpoint or --data"),
         ("--samples 0", "--samples must be 1 or more, but is 0"),
         ("--sample-bytes nan", "--sample-bytes must be 1 or more"),
