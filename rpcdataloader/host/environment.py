@@ -3,16 +3,25 @@
 Only paths that are the client's own travel: the script's folder, the current folder, entries of ``sys.path`` that
 the user added. Nothing under the interpreter's prefix does, since the server has its own installation.
 
+A folder of the client that is missing here is a warning, and errors that may come of it say so.
+
 Datasets that split their files look for the rank in RANK and WORLD_SIZE. LOCAL_RANK stays at home: it numbers the
 trainers of another machine.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import sys
 import sysconfig
 from dataclasses import dataclass
+
+logger = logging.getLogger("rpcdataloader.server")
+
+# Which folders of the client this process lacks, in words; empty if it has them. Forks inherit it.
+_lack = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +67,30 @@ def install(environment: Environment) -> None:
     sys.path[:] = [*found, *(entry for entry in sys.path if entry not in found)]
     if environment.directory and os.path.isdir(environment.directory):
         os.chdir(environment.directory)
+    _say_what_is_missing(environment)
+
+
+def hint_at(error: BaseException) -> str | None:
+    """What to do about an error that a missing folder of the client may have caused; None for any other."""
+    if not _lack or not any(
+        isinstance(exc, (FileNotFoundError, ModuleNotFoundError)) for exc in (error, error.__cause__)
+    ):
+        return None
+    return _lack
+
+
+def _say_what_is_missing(environment: Environment) -> None:
+    global _lack
+    wanted = dict.fromkeys([*environment.import_path[:1], environment.directory])
+    missing = [path for path in wanted if path and not os.path.exists(path)]
+    _lack = ""
+    if missing:
+        _lack = (
+            f"on {socket.gethostname()}, where the working directory is {os.getcwd()}, there is no "
+            f"{' and no '.join(missing)}: put the training script and its modules on a file system that the nodes see, "
+            "or install the modules there, and open files by absolute paths"
+        )
+        logger.warning("%s", _lack)
 
 
 def set_rank(rank: int, world_size: int) -> None:

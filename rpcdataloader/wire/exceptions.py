@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rpcdataloader.errors import RemoteError, RemoteTraceback
+from rpcdataloader.host.environment import hint_at
 from rpcdataloader.wire.diagnose import USER_ERRORS
 from rpcdataloader.wire.picklers import ReplyPickler, Unpickler
 
@@ -63,7 +64,8 @@ def dumps_exception(exc: BaseException, where: str) -> bytes:
     text = _guard(lambda: _shorten(_format(exc)), summary)
     sample = _guard(lambda: vars(exc).pop(_SAMPLE, None), None)
     recipe = _guard(lambda: _pickle(_reduce(exc)), None)
-    return pickle.dumps((where, summary, text, recipe, sample), protocol=5)
+    notes = [note for note in (sample and f"{sample}, {where}", _guard(lambda: hint_at(exc), None)) if note]
+    return pickle.dumps((where, summary, text, recipe, notes), protocol=5)
 
 
 def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
@@ -75,17 +77,16 @@ def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
         rebuilt here.
     """
     try:
-        where, summary, text, recipe, sample = pickle.loads(payload)
+        where, summary, text, recipe, notes = pickle.loads(payload)
     except USER_ERRORS as error:
         return RemoteError(f"a task raised an exception whose message cannot be read ({type(error).__name__}: {error})")
-    note = None if sample is None else f"{sample}, {where}"
-    cause = RemoteTraceback(f"{where}:\n\n{text}" if note is None or _HAS_NOTES else f"{where}:\n\n{text}\n{note}")
+    cause = RemoteTraceback("\n".join([f"{where}:\n\n{text}", *([] if _HAS_NOTES else notes)]))
     exc: Exception = RemoteError(f"{where} raised {summary}")
     if recipe is not None:
         with contextlib.suppress(*USER_ERRORS):  # its class is missing here, or objects to being rebuilt
             exc = _rebuild(_unpickle(recipe))
     _restore(exc, {"__cause__": cause})
-    if note is not None:
+    for note in notes:
         add_note(exc, note)
     return exc
 
