@@ -84,14 +84,14 @@ def test_counters_are_shared_with_forks_and_apart_for_each_process():
 
 
 def test_end_of_a_connection_that_nobody_counted_has_no_bytes(caplog):
-    caplog.set_level(logging.INFO, "rpcdataloader.connections")
+    caplog.set_level(logging.DEBUG, "rpcdataloader.connections")
     AcceptedConnection("10.0.0.7:51234", ORIGIN, None, worker=2).closed("exited with status 0")
     closed = parse(caplog.messages[-1])
     assert (closed["event"], closed["received"], closed["sent"]) == ("closed", "-", "-")
 
 
 def test_connection_writes_a_line_at_both_ends(caplog):
-    caplog.set_level(logging.INFO, "rpcdataloader.connections")
+    caplog.set_level(logging.DEBUG, "rpcdataloader.connections")
     traffic = shared_traffic()
     connection = AcceptedConnection("10.0.0.7:51234", ORIGIN, traffic, worker=2)
     traffic[0], traffic[1] = 10, 20
