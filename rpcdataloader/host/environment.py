@@ -1,4 +1,5 @@
-"""What a session takes over of its client's process: where modules of the training script are found, and its rank.
+"""What a session takes over of its client's process: where modules of the training script are found, its rank, and
+variables of the environment that it was told to.
 
 Only paths that are the client's own travel: the script's folder, the current folder, entries of ``sys.path`` that
 the user added. Nothing under the interpreter's prefix does, since the server has its own installation.
@@ -16,7 +17,8 @@ import os
 import socket
 import sys
 import sysconfig
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -32,15 +34,17 @@ class Environment:
         import_path: Where its own modules are: absolute paths, in the order of its ``sys.path``.
         directory: Where it ran; empty if that is gone.
         rank: Its place among ``world_size`` trainers.
+        variables: Of the environment, which the session gets.
     """
 
     import_path: tuple[str, ...]
     directory: str
     rank: int = 0
     world_size: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def collect(rank: int = 0, world_size: int = 1) -> Environment:
+def collect(rank: int = 0, world_size: int = 1, variables: Mapping[str, str] | None = None) -> Environment:
     """Describe this process, which is trainer ``rank`` of ``world_size``."""
     try:
         directory = os.getcwd()
@@ -55,14 +59,15 @@ def collect(rank: int = 0, world_size: int = 1) -> Environment:
         path = os.path.abspath(entry) if entry or directory else ""
         if path and path not in own and not _under(path, installed):
             own.append(path)
-    return Environment(tuple(own), directory, rank, world_size)
+    return Environment(tuple(own), directory, rank, world_size, variables or {})
 
 
 def install(environment: Environment) -> None:
     """Put the client's paths that exist here in front of ``sys.path``, go to its directory if it exists here, and set
-    RANK and WORLD_SIZE, whatever they said of the node server itself.
+    RANK and WORLD_SIZE, whatever they said of the node server itself, and the client's variables.
     """
     set_rank(environment.rank, environment.world_size)
+    set_variables(environment.variables)
     found = [path for path in environment.import_path if os.path.exists(path)]
     sys.path[:] = [*found, *(entry for entry in sys.path if entry not in found)]
     if environment.directory and os.path.isdir(environment.directory):
@@ -96,6 +101,11 @@ def _say_what_is_missing(environment: Environment) -> None:
 def set_rank(rank: int, world_size: int) -> None:
     """Set RANK and WORLD_SIZE, for this process and its forks."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables of the environment, for this process and its forks."""
+    os.environ.update(variables)
 
 
 def _installed_prefixes() -> tuple[str, ...]:
