@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Thousands of processes need not compile the package where the environment forbids to keep what was compiled.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test test-first test-rest simulate simulate-bugs chaos slurm study bench bench-check lint docs clean
+.PHONY: help demo test test-first test-rest simulate simulate-bugs chaos slurm study bench bench-check lint docs dist clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
@@ -22,6 +22,7 @@ help:
 	@echo "make bench-check  measure what is claimed, and fail below 80 % of what was recorded"
 	@echo "make lint   check format, style and types"
 	@echo "make docs   build the documentation in docs/_build"
+	@echo "make dist   build sdist and wheel in dist, and run the quickstart with the wheel"
 	@echo "make clean  remove all of the above, and .venv"
 
 demo: .venv/ready
@@ -74,6 +75,9 @@ lint: .venv/ready
 docs: .venv/ready
 	$(BIN)/sphinx-build -W --keep-going --quiet docs docs/_build
 
+dist: .venv/ready
+	$(BIN)/python -m tests.wheel
+
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) hatchling editables setuptools
@@ -86,4 +90,4 @@ docs: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv docs/_build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv dist docs/_build .mypy_cache .pytest_cache .ruff_cache

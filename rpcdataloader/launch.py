@@ -75,6 +75,14 @@ def make_parser() -> argparse.ArgumentParser:
         "for a server that shall not outlive the ssh connection, or the program, that has started it (default: off)",
     )
     parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        metavar="LEVEL",
+        help="log from this level on: debug has each connection, info each client, then warning and error "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
         "--log-file",
         metavar="FILE",
         help="append the log and the workers' output to this file (default: standard error)",
@@ -92,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(parser.parse_args(arguments))
     token_file, log_file = options.pop("token_file"), options.pop("log_file")
     insecure, insecure_tcp = options.pop("insecure"), options.pop("insecure_tcp")
-    exit_with_stdin = options.pop("exit_with_stdin")
+    exit_with_stdin, log_level = options.pop("exit_with_stdin"), options.pop("log_level")
     try:
         settings = ServerSettings(**options)
         if (insecure or insecure_tcp) and token_file:
@@ -106,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(exc))
     try:
         log = open(log_file, "a", buffering=1) if log_file else sys.stderr  # noqa: SIM115  # open until the end
-        with _logging_to(log):
+        with _logging_to(log, log_level):
             if insecure or insecure_tcp:
                 credentials = INSECURE
             elif token_file == "-":
@@ -128,12 +136,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextmanager
-def _logging_to(log: TextIO) -> Iterator[None]:
+def _logging_to(log: TextIO, level: str) -> Iterator[None]:
     handler = logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
-    logging.getLogger("rpcdataloader").setLevel(logging.INFO)
+    logging.getLogger("rpcdataloader").setLevel(level.upper())
     try:
         yield
     finally:

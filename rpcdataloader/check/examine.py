@@ -39,6 +39,9 @@ MAX_SHOWN = 10
 
 ADVICE = "MODULE is imported there, and FACTORY called with no arguments: def make(): return Data(root=...)"
 
+# Files whose frames say nothing about a dataset, here or on a node.
+_OURS = re.compile("/importlib/|/rpcdataloader/(check|client|fetch|loader|server|wire)/")
+
 # What code of the user raises; Ctrl-C is the user's own.
 _ERRORS = (Exception, SystemExit)
 
@@ -187,8 +190,8 @@ def _frames(error: BaseException) -> list[str]:
     """Where in the code of the user that happened, innermost last."""
     cause = error.__cause__
     text = str(cause) if isinstance(cause, RemoteTraceback) else "".join(traceback.format_tb(error.__traceback__))
-    # Below the probe: nothing is, where the package itself has failed.
-    _above, probe, below = text.rpartition("rpcdataloader/check/probe.py")
-    frames = re.findall(r'File "(.+)", (line \d+, in .+)\n    (.+)', below) if probe else []
-    frames = [frame for frame in frames if not re.search("/importlib/|/rpcdataloader/wire/", frame[0])]
+    # Below the probe, if it is shown; nothing is left where the package itself has failed.
+    below = text.rpartition("rpcdataloader/check/probe.py")[2]
+    frames = re.findall(r'File "(.+)", (line \d+, in .+)\n    (.+)', below)
+    frames = [frame for frame in frames if not _OURS.search(frame[0])]
     return [line for file, place, code in frames[-MAX_SHOWN:] for line in (f"{file}, {place}", f"    {code}")]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rpcdataloader.client.alarm import Alarm
 from rpcdataloader.client.refs import DatasetRef
+from rpcdataloader.client.variables import SharedVariables
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.certificates import TlsCredentials
@@ -36,6 +37,7 @@ class ClientSettings:
         alarm: Watches their deadlines.
         waits_for_servers: Whether one that refuses connections may be about to start.
         tls: For TCP connections; None to do without.
+        variables: Of the environment, for all sessions.
     """
 
     credentials: Callable[[Address], Credentials]
@@ -45,6 +47,7 @@ class ClientSettings:
     alarm: Alarm
     tls: TlsCredentials | None = None
     waits_for_servers: bool = True
+    variables: SharedVariables = field(default_factory=SharedVariables)
 
     def tls_for(self, address: Address) -> TlsCredentials | None:
         """What to speak TLS with to ``address``; None for a Unix socket, where nobody can listen."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
@@ -16,7 +16,7 @@ from rpcdataloader.client.exchange import ClientSettings, PendingReply, log_from
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
-from rpcdataloader.host.environment import collect, install, set_rank
+from rpcdataloader.host.environment import collect, install, set_rank, set_variables
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.buffers import BlockBytes
@@ -61,6 +61,7 @@ class RemoteSession:
         self._connection = Connection(self.name, self._open, self, settings.allocator)
         self._workers: set[RemoteWorker] = set()
         self._partition = current_partition()  # as the session knows it
+        self._variables: Mapping[str, str] = {}  # as it knows them
 
     def start(self) -> None:
         """Begin to connect."""
@@ -114,8 +115,9 @@ class RemoteSession:
         with self._condition:
             self._condition.notify_all()
 
-    def follow_rank(self) -> None:
-        """Tell the session if the rank of this process has changed, as ``init_process_group`` may have done since."""
+    def follow(self) -> None:
+        """Tell the session of a change: of the rank, as ``init_process_group`` may have made one, and of variables."""
+        self._send_variables()
         partition = current_partition()
         if partition != self._partition:
             self.call(set_rank, partition.rank, partition.world_size)()
@@ -142,7 +144,14 @@ class RemoteSession:
         Args:
             finished: Called from the receiver thread when there is one.
         """
+        self._send_variables()  # before anything is built, as the session answers in order
         return self._wait_for(MessageType.BUILD, payload, buffers, finished)
+
+    def _send_variables(self) -> None:
+        variables = self._settings.variables.values
+        if variables is not self._variables:
+            self.call(set_variables, variables)
+            self._variables = variables
 
     def release(self, key: int) -> None:
         """Let a dataset go; never blocks."""
@@ -280,7 +289,9 @@ class RemoteSession:
         return channel
 
     def ready(self) -> None:
-        encoded = dumps(Call(install, (collect(self._partition.rank, self._partition.world_size),), {}).fields())
+        self._variables = self._settings.variables.values
+        environment = collect(self._partition.rank, self._partition.world_size, self._variables)
+        encoded = dumps(Call(install, (environment,), {}).fields())
         # First of all, so that the modules of the training script are found by everything that follows.
         self._connection.submit(
             MessageType.CALL, encoded.payload, encoded.buffers, Request(self._installed, self._settings.allocator)

@@ -24,8 +24,10 @@ from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.collate import TensorCollator
 from rpcdataloader.fetch.gathering import find_stacks
+from rpcdataloader.fetch.indices import describe_indices
 from rpcdataloader.fetch.stopping import dataset_stopped, stopped
 from rpcdataloader.fetch.stream_state import StreamState
+from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
 
 # torch's own functions draw no random numbers, so the generators need no seed for them: 7 us of a batch of one integer.
@@ -161,10 +163,14 @@ class BatchLoader:
 
     def _load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
         start = time.perf_counter()
-        samples = self._fetch(indices, position)
+        samples = self._fetch(indices, position, batch_number)
         fetched = time.perf_counter()
         collate = self._collate_seeded if self._reduced is None else self._collate_rest
-        batch = collate(samples, batch_number)
+        try:
+            batch = collate(samples, batch_number)
+        except BaseException as error:
+            self._name(error, f"collating batch {batch_number} of indices {describe_indices(indices)}")
+            raise
         return (fetched - start, time.perf_counter() - fetched), batch
 
     def _at_work(self, load: Callable[..., tuple[BatchMetrics, Any]], *args: Any) -> tuple[BatchMetrics, Any]:
@@ -211,7 +217,7 @@ class BatchLoader:
         finally:
             self._collate_tensors.stacks = {}
 
-    def _fetch(self, indices: Any, position: int) -> Any:
+    def _fetch(self, indices: Any, position: int, batch_number: int) -> Any:
         dataset = self._dataset
         single = not self._spec.auto_collation
         # Asked the way torch asks.
@@ -222,9 +228,13 @@ class BatchLoader:
                     samples = dataset[indices] if single else dataset.__getitems__(indices)
                 except StopIteration as stop:
                     raise dataset_stopped(dataset, indices, at_once=not single) from stop
-            except Exception as error:
+            except BaseException as error:
                 # That was one question, so nothing is left.
                 if not self._skip([indices] if single else indices, error):
+                    what = "index" if single else "indices"
+                    self._name(
+                        error, f"{what} {describe_indices(indices)} at position {position}, batch {batch_number}"
+                    )
                     raise
                 return []
             # Of our own, as the dataset may keep the one that it returns.
@@ -237,15 +247,25 @@ class BatchLoader:
                     samples.append(dataset[index])
                 except StopIteration as stop:
                     raise dataset_stopped(dataset, index) from stop
-            except Exception as error:
+            except BaseException as error:
                 if not self._skip([index], error):
+                    self._name(error, f"index {describe_indices(index)} at position {place}, batch {batch_number}")
                     raise
         return samples
 
-    def _skip(self, indices: Sequence[Any], error: Exception) -> bool:
+    def _name(self, error: BaseException, sample: str) -> None:
+        """Say in an exception what was being loaded; a worker's name comes to it on the way to the trainer."""
+        if self._inline:
+            add_note(error, sample)
+        else:
+            name_sample(error, sample)
+
+    def _skip(self, indices: Sequence[Any], error: BaseException) -> bool:
         """Whether samples are left out because of an exception; if so, they are from now on."""
         spec = self._spec
-        if not spec.skips or isinstance(error, RPCError) or (not self._last_try and isinstance(error, spec.retry_on)):
+        if not spec.skips or not isinstance(error, Exception) or isinstance(error, RPCError):
+            return False
+        if not self._last_try and isinstance(error, spec.retry_on):
             return False
         self._begin_reduced().leave_out(indices, error)
         return True

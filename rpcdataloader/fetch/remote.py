@@ -14,7 +14,7 @@ from rpcdataloader.wire.slabs import PageablePool
 class _FailedLoader:
     """What failed to begin fails for every batch, as with torch, so that a loop which goes on comes to its end."""
 
-    def __init__(self, dataset: Any, spec: LoaderSpec, error: Exception) -> None:
+    def __init__(self, dataset: Any, spec: LoaderSpec, error: BaseException) -> None:
         self._dataset = dataset
         self._spec = spec
         self._error, self._traceback = error, error.__traceback__
@@ -39,7 +39,7 @@ def open_loader(dataset: Any, spec: LoaderSpec) -> None:
     kind = StreamLoader if spec.iterable else BatchLoader
     try:
         _loader = kind(dataset, spec, PageablePool(), sends=True)
-    except Exception as error:
+    except BaseException as error:  # SystemExit, too: an error of this call may lose the race against those of load
         _loader = _FailedLoader(dataset, spec, error)
 
 

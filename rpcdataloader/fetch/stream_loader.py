@@ -79,10 +79,14 @@ class StreamLoader(BatchLoader):
                 return (fetched - start, 0.0), (None, None)
         self._num_batches += 1
         number = (self._num_batches - 1) * self._spec.num_workers + self._spec.worker_id
-        if self._reduced is not None:
-            batch = self._collate_rest(samples, number)
-        else:
-            batch = self._collate_seeded(samples if self._spec.auto_collation else samples[0], number)
+        try:
+            if self._reduced is not None:
+                batch = self._collate_rest(samples, number)
+            else:
+                batch = self._collate_seeded(samples if self._spec.auto_collation else samples[0], number)
+        except BaseException as error:
+            self._name(error, f"collating batch {self._num_batches - 1} of stream {self._spec.worker_id}")
+            raise
         return (fetched - start, time.perf_counter() - fetched), (batch, self._state())
 
     def _next_samples(self, batch_size: int) -> list[Any]:
@@ -93,8 +97,10 @@ class StreamLoader(BatchLoader):
                     samples.append(self._next_sample())
                 except StopIteration:
                     raise
-                except Exception as error:
+                except BaseException as error:
                     if self._iterator is None or not self._skip([self._num_samples - 1], error):
+                        sample = f"position {self._num_samples - 1}" if self._num_samples else "the beginning"
+                        self._name(error, f"{sample} of stream {self._spec.worker_id}, batch {self._num_batches}")
                         raise
                     self._failed_at = self._num_samples
         except StopIteration:

@@ -1,7 +1,10 @@
-"""What a session takes over of its client's process: where modules of the training script are found, and its rank.
+"""What a session takes over of its client's process: where modules of the training script are found, its rank, and
+variables of the environment that it was told to.
 
 Only paths that are the client's own travel: the script's folder, the current folder, entries of ``sys.path`` that
 the user added. Nothing under the interpreter's prefix does, since the server has its own installation.
+
+A folder of the client that is missing here is a warning, and errors that may come of it say so.
 
 Datasets that split their files look for the rank in RANK and WORLD_SIZE. LOCAL_RANK stays at home: it numbers the
 trainers of another machine.
@@ -9,10 +12,18 @@ trainers of another machine.
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 import sys
 import sysconfig
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+logger = logging.getLogger("rpcdataloader.server")
+
+# Which folders of the client this process lacks, in words; empty if it has them. Forks inherit it.
+_lack = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +34,17 @@ class Environment:
         import_path: Where its own modules are: absolute paths, in the order of its ``sys.path``.
         directory: Where it ran; empty if that is gone.
         rank: Its place among ``world_size`` trainers.
+        variables: Of the environment, which the session gets.
     """
 
     import_path: tuple[str, ...]
     directory: str
     rank: int = 0
     world_size: int = 1
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def collect(rank: int = 0, world_size: int = 1) -> Environment:
+def collect(rank: int = 0, world_size: int = 1, variables: Mapping[str, str] | None = None) -> Environment:
     """Describe this process, which is trainer ``rank`` of ``world_size``."""
     try:
         directory = os.getcwd()
@@ -46,23 +59,53 @@ def collect(rank: int = 0, world_size: int = 1) -> Environment:
         path = os.path.abspath(entry) if entry or directory else ""
         if path and path not in own and not _under(path, installed):
             own.append(path)
-    return Environment(tuple(own), directory, rank, world_size)
+    return Environment(tuple(own), directory, rank, world_size, variables or {})
 
 
 def install(environment: Environment) -> None:
     """Put the client's paths that exist here in front of ``sys.path``, go to its directory if it exists here, and set
-    RANK and WORLD_SIZE, whatever they said of the node server itself.
+    RANK and WORLD_SIZE, whatever they said of the node server itself, and the client's variables.
     """
     set_rank(environment.rank, environment.world_size)
+    set_variables(environment.variables)
     found = [path for path in environment.import_path if os.path.exists(path)]
     sys.path[:] = [*found, *(entry for entry in sys.path if entry not in found)]
     if environment.directory and os.path.isdir(environment.directory):
         os.chdir(environment.directory)
+    _say_what_is_missing(environment)
+
+
+def hint_at(error: BaseException) -> str | None:
+    """What to do about an error that a missing folder of the client may have caused; None for any other."""
+    if not _lack or not any(
+        isinstance(exc, (FileNotFoundError, ModuleNotFoundError)) for exc in (error, error.__cause__)
+    ):
+        return None
+    return _lack
+
+
+def _say_what_is_missing(environment: Environment) -> None:
+    global _lack
+    wanted = dict.fromkeys([*environment.import_path[:1], environment.directory])
+    missing = [path for path in wanted if path and not os.path.exists(path)]
+    _lack = ""
+    if missing:
+        _lack = (
+            f"on {socket.gethostname()}, where the working directory is {os.getcwd()}, there is no "
+            f"{' and no '.join(missing)}: put the training script and its modules on a file system that the nodes see, "
+            "or install the modules there, and open files by absolute paths"
+        )
+        logger.warning("%s", _lack)
 
 
 def set_rank(rank: int, world_size: int) -> None:
     """Set RANK and WORLD_SIZE, for this process and its forks."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables of the environment, for this process and its forks."""
+    os.environ.update(variables)
 
 
 def _installed_prefixes() -> tuple[str, ...]:

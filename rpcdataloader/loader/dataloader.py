@@ -17,6 +17,7 @@ from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.sharing import Partition
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.host.environment import set_variables
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
@@ -72,6 +73,9 @@ class RPCDataloader(DataLoader[_T_co]):
             one of the thread that begins a pass. The next batch is copied while this one is used, in few large
             pieces, out of pinned memory. Arrays, and tensors that are more than a dtype, a shape and strides (sparse
             and nested ones, subclasses), stay where they are. None or ``"cpu"`` for no device.
+        env: Environment variables that the workers' sessions get: names and patterns of variables of this process, such
+            as ``["HF_*", "AWS_PROFILE"]``, which are read now; or their values, ``{"TZ": "UTC"}``. Not with an
+            ``RPCDataset``, which has its own.
 
     Raises:
         ValueError: Arguments contradict each other or are out of range, or there is no such ``device``.
@@ -79,6 +83,7 @@ class RPCDataloader(DataLoader[_T_co]):
     """
 
     device: Any
+    env: Any
     partition: Any
 
     def __init__(
@@ -111,11 +116,14 @@ class RPCDataloader(DataLoader[_T_co]):
         on_error: Literal["raise", "skip"] = "raise",
         max_skipped: int = 100,
         device: torch.device | str | int | None = None,
+        env: Mapping[str, str] | Iterable[str] | None = None,
     ) -> None:
         arguments = locals()
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
         where = _where(dataset, workers, num_workers)
+        if env is not None and isinstance(dataset, RPCDataset):
+            raise ValueError("env is too late for an RPCDataset, which is built: give it to the RPCDataset")
         if where is not None and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"dataset of type {type(dataset).__name__} has no __getitem__, which a map-style dataset needs, and is "
@@ -164,6 +172,10 @@ class RPCDataloader(DataLoader[_T_co]):
             raise ValueError("task_timeout and retry_on need workers: give workers or num_workers")
         if not own and settings.skips:
             raise ValueError("on_error='skip' needs workers: give workers or num_workers")
+        if not own and settings.env:
+            raise ValueError("env needs workers: give workers or num_workers, or set os.environ")
+        if env is not None:
+            self.env = settings.env
         if type(self) in (RPCDataloader, _LoaderWithoutState):
             self.__class__ = RPCDataloader if own else _LoaderWithoutState
 
@@ -313,9 +325,11 @@ class RPCDataloader(DataLoader[_T_co]):
                 stacklevel=3,
             )
         if isinstance(self._where, Inline):
+            set_variables(settings.env)
             local = access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else self.dataset
             return InlineIterator(settings, local, saved, self._reported_length)
         assert self._where is not None
+        get_client().variables.add(settings.env)
         if isinstance(self.dataset, RPCDataset):
             dataset: RemoteDataset = access_of(self.dataset)
         else:

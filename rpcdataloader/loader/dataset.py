@@ -6,14 +6,17 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
+from rpcdataloader.client.variables import choose_variables
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.host.environment import set_variables
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.placement import place, prepare
 from rpcdataloader.loader.settings import PassSettings
@@ -35,10 +38,13 @@ class RPCDataset(Dataset[Any]):
         *args: Its positional arguments.
         build: ``"node"`` builds it once per node, and workers inherit it by a fork. ``"worker"`` builds it in each
             worker: for datasets that open HDF5 or LMDB files or start threads in their constructor.
+        env: Environment variables that the sessions get before the dataset is built: names and patterns of variables of
+            this process, such as ``["HF_*", "AWS_PROFILE"]``; or their values, ``{"TZ": "UTC"}``.
         **kwargs: Its keyword arguments.
 
     Raises:
-        ValueError: ``workers`` or ``build`` is malformed.
+        ValueError: ``workers``, ``build`` or ``env`` is malformed, or another dataset or loader of this process gives
+            a variable another value.
         TypeError: ``dataset`` cannot be called, or what it makes is no dataset.
         ConnectError: A node server cannot be reached.
         SerializationError: An argument cannot be pickled.
@@ -51,6 +57,7 @@ class RPCDataset(Dataset[Any]):
         dataset: Callable[..., Any],
         *args: Any,
         build: str = "node",
+        env: Mapping[str, str] | Iterable[str] | None = None,
         **kwargs: Any,
     ) -> None:
         if callable(workers):
@@ -62,9 +69,11 @@ class RPCDataset(Dataset[Any]):
             )
         if build not in ("node", "worker"):
             raise ValueError(f"build must be 'node' or 'worker', but is {build!r}")
+        variables = choose_variables(env)
         where = find_workers(workers) or Local()
         access: _Inline | RemoteDataset
         if isinstance(where, Inline):
+            set_variables(variables)
             access = _Inline(_check_kind(dataset(*args, **kwargs)))
         else:
             name = getattr(dataset, "__qualname__", None) or repr(dataset)
@@ -72,6 +81,7 @@ class RPCDataset(Dataset[Any]):
             pickled = dumps_named(tuple(parts.values()), parts)
             is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
             access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable)
+            get_client().variables.add(variables)
             prepare(access, place(where).homes)
         # Past __setattr__, which sets attributes of the remote dataset.
         self.__dict__["_where"] = where

@@ -62,7 +62,7 @@ def place(where: Local | Remote | Registered, *, partition: Partition | None = N
     offered = [node.num_workers() for node in nodes]
     for session in sessions:
         if session.is_ready:
-            session.follow_rank()
+            session.follow()
     if isinstance(where, Local):
         return Placement((nodes[0],) * (num_workers or where.num_workers or offered[0]))
     partition = partition or current_partition()

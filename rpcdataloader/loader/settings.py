@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from rpcdataloader.client.sharing import Partition, current_partition
+from rpcdataloader.client.variables import choose_variables
 from rpcdataloader.host.memory import default_in_flight_bytes
 from rpcdataloader.loader.copying import find_device
 from rpcdataloader.loader.sampler import ResumableDistributedSampler
@@ -33,6 +34,7 @@ class PassSettings:
         retry_on: Exceptions of the dataset after which a batch is tried again.
         max_skipped: More skipped samples in a pass are an error.
         device: Where batches are brought; None for the memory of this process.
+        env: Variables that the sessions get, by name.
 
     Raises:
         ValueError: A value is out of range.
@@ -61,6 +63,7 @@ class PassSettings:
     on_error: str = "raise"
     max_skipped: int = 100
     device: torch.device | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, loader: Any) -> PassSettings:
@@ -100,6 +103,7 @@ class PassSettings:
             max_in_flight_bytes=_bytes(self.max_in_flight_bytes),
             retry_on=_exceptions(self.retry_on),
             device=find_device(self.device),
+            env=choose_variables(self.env),
         )
         if self.retry_on and self.iterable:
             raise ValueError("retry_on is for map-style datasets: a stream that has raised cannot be asked again")

@@ -1,5 +1,7 @@
 """The log of connections: one line for each that is accepted, refused or closed, for ``grep`` and ``awk``.
 
+Lines of level INFO say which client has come, and what was refused; those of level DEBUG are of all other connections.
+
 A line is ``key=value`` pairs in a fixed order, with ``-`` for what is not known. No value holds a blank, an equals
 sign or a quotation mark, whatever a stranger calls himself, except the reason, which comes last, in quotation marks,
 and may hold blanks. So nobody can write a pair, or a line, that is not his.
@@ -69,7 +71,9 @@ class AcceptedConnection:
 
     def _log(self, event: Event, **fields: Any) -> None:
         kind: Kind = "worker" if self._worker else "control"
-        logger.info("%s", describe(event, kind, self._peer, self.origin, worker=self._worker or None, **fields))
+        # One line per client: a rank of a large job opens hundreds of connections.
+        level = logging.INFO if kind == "control" and event == "accepted" else logging.DEBUG
+        logger.log(level, "%s", describe(event, kind, self._peer, self.origin, worker=self._worker or None, **fields))
 
 
 def describe(

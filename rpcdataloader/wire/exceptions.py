@@ -3,12 +3,18 @@
 ``BaseException`` pickles as a call of its class with its ``args``. That is wrong for every class whose constructor
 takes anything else: it fails, or runs the constructor a second time on its own message. Here an exception is rebuilt
 without its constructor, unless it says itself how it is to be pickled.
+
+A worker says with :func:`name_sample` what was being loaded. The trainer makes a note of it, with the worker and its
+node. Python 3.10 has no notes: there, it stands below the traceback of the worker.
 """
 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import io
+import itertools
+import os
 import pickle
 import traceback
 import types
@@ -16,16 +22,34 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rpcdataloader.errors import RemoteError, RemoteTraceback
+from rpcdataloader.host.environment import hint_at
 from rpcdataloader.wire.diagnose import USER_ERRORS
 from rpcdataloader.wire.picklers import ReplyPickler, Unpickler
 
 #: A longer text is cut in the middle: a message with a whole array in it helps nobody.
 _MAX_TEXT_CHARACTERS = 1 << 16
 
+# Attribute of an exception: what was being loaded when it was raised.
+_SAMPLE = "_rpcdataloader_sample"
+
+_HAS_NOTES = hasattr(BaseException, "add_note")
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+
 _Result = TypeVar("_Result")
 
 # Python 3.10 has no groups; isinstance(exc, ()) is false.
 _GROUP: Any = getattr(builtins, "ExceptionGroup", ())
+
+
+def name_sample(exc: BaseException, sample: str) -> None:
+    """Say what was being loaded when an exception was raised; for :func:`dumps_exception`."""
+    _guard(lambda: _restore(exc, {_SAMPLE: sample}), None)
+
+
+def add_note(exc: BaseException, note: str) -> None:
+    """Add a note, also to an exception that does not let itself be changed; without effect in Python 3.10."""
+    if _HAS_NOTES:
+        _guard(lambda: _restore(exc, {"__notes__": [*getattr(exc, "__notes__", ()), note]}), None)
 
 
 def dumps_exception(exc: BaseException, where: str) -> bytes:
@@ -37,9 +61,11 @@ def dumps_exception(exc: BaseException, where: str) -> bytes:
     """
     name = type(exc).__name__
     summary = _guard(lambda: _shorten("".join(traceback.format_exception_only(type(exc), exc)).strip()), name)
-    text = _guard(lambda: _shorten("".join(traceback.format_exception(type(exc), exc, exc.__traceback__))), summary)
+    text = _guard(lambda: _shorten(_format(exc)), summary)
+    sample = _guard(lambda: vars(exc).pop(_SAMPLE, None), None)
     recipe = _guard(lambda: _pickle(_reduce(exc)), None)
-    return pickle.dumps((where, summary, text, recipe), protocol=5)
+    notes = [note for note in (sample and f"{sample}, {where}", _guard(lambda: hint_at(exc), None)) if note]
+    return pickle.dumps((where, summary, text, recipe, notes), protocol=5)
 
 
 def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
@@ -51,21 +77,18 @@ def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
         rebuilt here.
     """
     try:
-        where, summary, text, recipe = pickle.loads(payload)
+        where, summary, text, recipe, notes = pickle.loads(payload)
     except USER_ERRORS as error:
         return RemoteError(f"a task raised an exception whose message cannot be read ({type(error).__name__}: {error})")
-    cause = RemoteTraceback(f"{where}:\n\n{text}")
+    cause = RemoteTraceback("\n".join([f"{where}:\n\n{text}", *([] if _HAS_NOTES else notes)]))
+    exc: Exception = RemoteError(f"{where} raised {summary}")
     if recipe is not None:
-        try:
+        with contextlib.suppress(*USER_ERRORS):  # its class is missing here, or objects to being rebuilt
             exc = _rebuild(_unpickle(recipe))
-            _restore(exc, {"__cause__": cause})
-        except USER_ERRORS:  # its class is missing here, or objects to being rebuilt
-            pass
-        else:
-            return exc
-    substitute = RemoteError(f"{where} raised {summary}")
-    substitute.__cause__ = cause
-    return substitute
+    _restore(exc, {"__cause__": cause})
+    for note in notes:
+        add_note(exc, note)
+    return exc
 
 
 def _guard(attempt: Callable[[], _Result], otherwise: _Result) -> _Result:
@@ -73,6 +96,20 @@ def _guard(attempt: Callable[[], _Result], otherwise: _Result) -> _Result:
         return attempt()
     except BaseException:  # a __str__ or __reduce__ may raise anything
         return otherwise
+
+
+def _format(exc: BaseException) -> str:
+    """The traceback as text, with causes and contexts, from the first frame on that is not this package's."""
+    found = traceback.TracebackException(type(exc), exc, exc.__traceback__, compact=True)
+    waiting: list[Any] = [found]
+    while waiting:
+        part = waiting.pop()
+        if part is not None:
+            frames = itertools.dropwhile(lambda frame: frame.filename.startswith(_PACKAGE), part.stack)
+            # What the package itself raises has no others.
+            part.stack[:] = list(frames) or part.stack[:]
+            waiting += [part.__cause__, part.__context__, *(getattr(part, "exceptions", None) or ())]
+    return "".join(found.format())
 
 
 def _shorten(text: str) -> str:

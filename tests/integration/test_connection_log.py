@@ -26,11 +26,27 @@ def lines(server, **wanted):
     return [line for line in found if all(line[key] == value for key, value in wanted.items())]
 
 
+@pytest.fixture
+def serve(serve):
+    """Start node servers that log each connection."""
+    return lambda *options, **more: serve("--log-level", "debug", *options, **more)
+
+
 @pytest.fixture(autouse=True)
 def in_a_job(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
+
+
+@pytest.mark.parametrize(("level", "expected"), [("info", ["control"]), ("warning", [])])
+def test_log_has_one_line_per_client_unless_each_connection_is_asked_for(serve, level, expected):
+    server = serve("--log-level", level)
+    assert rpc_async(server.address, os.getpid).wait() != os.getpid()
+    pool.close_client()
+    wait_until(lambda: not server.processes())
+    assert [line["kind"] for line in lines(server)] == expected
+    assert ("listening on" in server.log) == bool(expected)
 
 
 def test_connections_of_a_client_have_a_line_at_each_end(serve):

@@ -109,7 +109,62 @@ def test_cause_shows_chains_and_notes(raised):
         assert text.lower() in cause.lower()
     if hasattr(BaseException, "add_note"):
         assert "while reading\nsample 17" in cause
-        assert raised["chain"].__notes__ == ["while reading\nsample 17"]
+        assert raised["chain"].__notes__[:-1] == ["while reading\nsample 17"]
+
+
+def fail_at_five(samples):
+    if 5 in samples:
+        raise ValueError("five")
+    return samples
+
+
+class Five(Dataset):
+    def __getitem__(self, index):
+        return fail_at_five([index])
+
+
+class FiveAtOnce(Dataset):
+    def __getitems__(self, indices):
+        return fail_at_five(indices)
+
+
+class FiveInStream(IterableDataset):
+    def __iter__(self):
+        for index in range(7):
+            yield fail_at_five([index])
+
+
+SAMPLES = [3, 2, 6, 5, 0]
+
+
+@pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="the cause has it in Python 3.10")
+@pytest.mark.parametrize("where", ["inline", "workers"])
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({"dataset": Five()}, r"index 5 at position 3, batch 1"),
+        ({"dataset": Five(), "batch_size": None}, r"index 5 at position 3, batch 3"),
+        ({"dataset": FiveAtOnce()}, r"indices \[6, 5\] at position 2, batch 1"),
+        ({"dataset": range(7), "collate_fn": fail_at_five}, r"collating batch 1 of indices \[6, 5\]"),
+        ({"dataset": FiveInStream(), "sampler": None}, r"position 5 of stream 0, batch 2"),
+        ({"dataset": Parts([7]), "sampler": None, "collate_fn": fail_at_five}, r"collating batch 2 of stream 0"),
+    ],
+)
+def test_exception_names_its_sample(workers, where, options, note):
+    chosen = {"workers": workers, "num_workers": 1} if where == "workers" else {"workers": where}
+    loader = RPCDataloader(**{"batch_size": 2, "sampler": SAMPLES, **options, **chosen})
+    with pytest.raises(ValueError, match="five") as caught:
+        list(loader)
+    where = r", worker \d+ \(pid \d+\) on \S+" if where == "workers" else ""
+    (found,) = caught.value.__notes__
+    assert re.fullmatch(note + where, found), found
+
+
+def test_remote_traceback_begins_with_the_code_of_the_user(workers):
+    with pytest.raises(ValueError, match="five") as caught:
+        list(RPCDataloader(Five(), sampler=SAMPLES, workers=workers))
+    assert "in __getitem__" in str(caught.value.__cause__)
+    assert "rpcdataloader/" not in str(caught.value.__cause__)
 
 
 def test_torch_raises_the_same_types_where_it_can(raised):

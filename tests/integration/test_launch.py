@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from rpcdataloader import __main__ as commands
 from rpcdataloader import launch, rpc_async, run_worker
 from rpcdataloader.client import client as pool
 from rpcdataloader.errors import ConnectError, RPCTimeoutError
@@ -88,6 +89,7 @@ def test_help_explains_every_option_with_unit_and_default(capsys):
         "--exit-with-stdin": "60 seconds pass",
         "--insecure": "(default: off)",
         "--insecure-tcp": "(default: off)",
+        "--log-level LEVEL": "(default: info)",
         "--log-file FILE": "(default: standard error)",
     }
     starts = [text.rindex(option) for option in options]
@@ -96,6 +98,37 @@ def test_help_explains_every_option_with_unit_and_default(capsys):
         assert expected in text[start:end], option
         assert "seconds" in text[start:end] or not option.endswith("SECONDS")
     assert set(re.findall(r" (--[a-z-]+)", text)) == {"--help", *(option.split()[0] for option in options)}
+
+
+@pytest.mark.parametrize("command", ["launch", "status", "check", "ssh"])
+def test_every_command_is_listed_and_has_help(command, capsys):
+    for words, expected in (["--help"], f"\n  {command} "), ([command, "--help"], f"rpcdataloader.{command} "):
+        with pytest.raises(SystemExit) as exited:
+            commands.main(words)
+        assert exited.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["lauch"], ["--port", "1"], ["status", "--no-such-option"]])
+def test_unknown_commands_and_options_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as exited:
+        commands.main(words)
+    assert exited.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: ")
+
+
+def test_package_as_a_command_finds_modules_in_the_current_folder_as_python_m_does(tmp_path):
+    (tmp_path / "mine.py").write_text("raise ImportError('mine was found')")
+    done = subprocess.run(
+        [sys.executable, "-m", "rpcdataloader", "launch", "--port", "0", "--preload", "mine"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60 * TIMEOUT_SCALE,
+        check=False,
+    )
+    assert (done.returncode, "cannot preload mine: mine was found" in done.stderr) == (1, True), done.stderr
 
 
 # --- where it listens
@@ -360,6 +393,7 @@ def test_secret_in_the_first_line_of_standard_input(serve_with_stdin, tmp_path, 
         (["--host", "unix:relative"], "a Unix socket needs an absolute path"),
         (["--host", "unix:/x", "--port", "7000"], "a Unix socket has no port, and nothing to advertise"),
         (["--interface", "lo"], "unrecognized arguments: --interface"),
+        (["--log-level", "loud"], "--log-level: invalid choice: 'loud'"),
         (["--insecure"], "--insecure on TCP lets every user who reaches the port run code as you"),
         (
             ["--insecure", "--host", "unix:/x", "--token-file", "/y"],

@@ -133,3 +133,50 @@ def test_classes_and_functions_of_the_training_script(zygote, shared_server):
     ended = zygote.start(SCRIPT, shared_server.address, ends_quickly=True).wait(60)
     assert ended.status == 0, ended.errors
     assert ended.output == "as expected\n"
+
+
+ELSEWHERE = """
+import sys
+
+import __main__
+
+from rpcdataloader import RPCDataloader, RPCDataset
+
+__main__.__file__ = "/no/such/project/train.py"  # as it looks to a node that does not see that folder
+
+
+class Images:
+    def __init__(self, *paths):
+        for path in paths:
+            open(path)
+
+    def __getitem__(self, index):
+        if index == 0:
+            raise ValueError("another one")
+        if index == 1:
+            import helpers_of_the_project
+        return open("images/2.png")
+
+
+def notes(call):
+    try:
+        call()
+    except Exception as error:
+        text = "\\n".join(getattr(error, "__notes__", [str(error.__cause__)]))
+        return type(error).__name__, "where the working directory is" in text and "no /no/such/project: put" in text
+
+
+workers = sys.argv[1]
+batches = iter(RPCDataloader(Images(), None, sampler=[0, 1, 2], workers=workers, num_workers=1))
+assert notes(lambda: next(batches)) == ("ValueError", False)
+assert notes(lambda: next(batches)) == ("ModuleNotFoundError", True)
+assert notes(lambda: next(batches)) == ("FileNotFoundError", True)
+assert notes(lambda: RPCDataset(workers, Images, "labels.csv")) == ("FileNotFoundError", True)
+print("as expected")
+"""
+
+
+def test_node_without_the_folder_of_the_script_says_so_once_and_in_what_comes_of_it(zygote, shared_server):
+    ended = zygote.start(ELSEWHERE, shared_server.address, ends_quickly=True).wait(60)
+    assert ended.output == "as expected\n", ended.errors
+    assert ended.errors.count("there is no /no/such/project") == 1

@@ -129,7 +129,7 @@ def test_every_client_has_a_session_with_its_worker(serve, start_client):
 
 @pytest.mark.parametrize("source", [IDLE, BUSY_WORKER, BUSY_SESSION], ids=["idle", "busy worker", "busy session"])
 def test_everything_of_a_client_that_is_killed_is_gone_at_once(serve, start_client, source):
-    server = serve()
+    server = serve("--log-level", "debug")
     script, worker, session = start_client(source, server)
     assert call(server, os.getpid) > 0  # another client, of whom the first one's processes must hold nothing
     script.kill()

@@ -32,6 +32,7 @@ BELOW = {
     "plan": {"errors"},
     "loader": {"plan", "fetch", "client", "wire", "host", "errors"},
     "launch": {"server", "wire", "errors"},
+    "__main__": {"launch", "ssh", "check", "status"},
     "integrations": {"loader"},
     "check": {"loader", "fetch", "client", "server", "wire", "errors"},
     "status": {"client", "wire", "errors"},

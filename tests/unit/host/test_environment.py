@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rpcdataloader.host.environment import Environment, collect, install
+import rpcdataloader.host.environment
+from rpcdataloader.host.environment import Environment, collect, hint_at, install
 
 ROOT = str(Path(__file__).parents[3])
 
@@ -109,6 +111,7 @@ def here(monkeypatch, tmp_path):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "0")  # which install sets
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(rpcdataloader.host.environment, "_lack", "")
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
     return tmp_path
@@ -130,6 +133,26 @@ def test_path_that_is_there_already_moves_to_the_front(here):
 def test_folder_that_does_not_exist_here_changes_nothing(here, directory):
     install(Environment((), directory))
     assert os.getcwd() == str(here)
+
+
+def chained():
+    error = ValueError("x")
+    error.__cause__ = ModuleNotFoundError("x")
+    return error
+
+
+def test_missing_folders_are_a_warning_and_a_hint_at_errors_that_may_come_of_them(here, caplog):
+    install(Environment(("/no/script", str(here / "missing")), "/no/directory"))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    for text in ("no /no/script and no /no/directory", f"directory is {here}", f"on {socket.gethostname()}"):
+        assert text in record.getMessage()
+    for error in FileNotFoundError(2, "x", "y"), ModuleNotFoundError("x"), chained():
+        assert hint_at(error) == record.getMessage()
+    assert hint_at(ValueError("x")) is None
+    install(Environment((str(here), "/no/other"), str(here)))
+    assert hint_at(FileNotFoundError(2, "x", "y")) is None
+    assert len(caplog.records) == 1
 
 
 def test_rank_is_the_client_s_and_not_that_of_the_server(here, monkeypatch):

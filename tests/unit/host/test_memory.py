@@ -7,6 +7,7 @@ import pytest
 from rpcdataloader import RPCDataloader
 from rpcdataloader.host import memory
 from rpcdataloader.host.memory import default_in_flight_bytes, share_of_memory
+from rpcdataloader.loader.settings import PassSettings
 
 GIB = 2**30
 MEMINFO = f"MemTotal:       {128 << 20} kB\nMemFree:  1 kB\nMemAvailable:   {64 << 20} kB\nHugePages_Total:  7\n"
@@ -71,6 +72,7 @@ def test_limit_of_this_process_is_read(monkeypatch, membership, name):
 
 
 def test_loader_uses_it_unless_told_otherwise(monkeypatch):
-    monkeypatch.setattr("rpcdataloader.loader.dataloader.default_in_flight_bytes", lambda: 12345)
-    assert RPCDataloader(range(3), workers="inline")._settings().max_in_flight_bytes == 12345
-    assert RPCDataloader(range(3), workers="inline", max_in_flight_bytes=7)._settings().max_in_flight_bytes == 7
+    monkeypatch.setattr("rpcdataloader.loader.settings.default_in_flight_bytes", lambda: 12345)
+    assert PassSettings.of(RPCDataloader(range(3), workers="inline")).max_in_flight_bytes == 12345
+    chosen = RPCDataloader(range(3), workers="inline", max_in_flight_bytes=7)
+    assert PassSettings.of(chosen).max_in_flight_bytes == 7

@@ -87,6 +87,7 @@ ARGUMENTS = {
     "max_skipped": 7,
     "device": "cpu",
     "max_in_flight_bytes": 1000,
+    "env": {"TZ": "UTC"},
 }
 
 

@@ -72,7 +72,7 @@ def test_nobody_writes_a_pair_or_a_line_that_is_not_his(peer, client, job, reaso
 
 
 def test_connection_writes_a_line_at_both_ends(caplog):
-    caplog.set_level(logging.INFO, "rpcdataloader.connections")
+    caplog.set_level(logging.DEBUG, "rpcdataloader.connections")
     traffic = memoryview(bytearray(16)).cast("q")
     connection = AcceptedConnection("10.0.0.7:51234", ORIGIN, traffic, worker=2)
     traffic[0], traffic[1] = 10, 20

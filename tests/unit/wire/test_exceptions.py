@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from rpcdataloader.errors import RemoteError, RemoteTraceback, RPCTimeoutError
+from rpcdataloader.wire import exceptions
+from rpcdataloader.wire.exceptions import name_sample
 from rpcdataloader.wire.pickling import dumps_exception, loads_exception
 
 WHERE = "worker 3 (pid 123) on node07:6543"
@@ -207,6 +209,54 @@ def test_notes_arrive_with_the_exception_and_in_the_text():
     received = transfer(exc)
     assert received.__notes__ == ["in sample 17"]
     assert "in sample 17" in str(received.__cause__)
+
+
+@pytest.mark.parametrize("kind", [ValueError, ReadOnly, Unprintable, SystemExit])
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="notes came with Python 3.11")
+def test_sample_is_a_note_with_the_worker(kind):
+    exc = raised(kind("x"))
+    name_sample(exc, "index 203")
+    for _again in range(2):  # an exception may be raised more than once
+        received = loads_exception(dumps_exception(exc, WHERE))
+        if not _again:
+            assert received.__notes__ == [f"index 203, {WHERE}"]
+        assert not hasattr(received, "_rpcdataloader_sample")
+    assert not hasattr(received, "__notes__")
+
+
+def test_sample_stands_in_the_cause_where_python_has_no_notes(monkeypatch):
+    monkeypatch.setattr(exceptions, "_HAS_NOTES", False)
+    exc = raised(ValueError("x"))
+    name_sample(exc, "index 203")
+    received = loads_exception(dumps_exception(exc, WHERE))
+    assert str(received.__cause__).endswith(f"ValueError: x\n\nindex 203, {WHERE}")
+    assert not hasattr(received, "__notes__")
+
+
+def test_frames_of_the_package_are_left_out_above_those_of_others():
+    def fail() -> None:
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise ValueError("outer") from error
+
+    def in_the_package(function: Any) -> Any:
+        # As a frame of another file of the package would be.
+        code = compile("def load(function):\n    function()\n", exceptions._PACKAGE + "fetch/load.py", "exec")
+        names: dict[str, Any] = {}
+        exec(code, names)
+        return names["load"](function)
+
+    with pytest.raises(ValueError, match="outer") as caught:
+        in_the_package(fail)
+    exc = caught.value.with_traceback(caught.tb.tb_next.tb_next)  # where the worker would have begun
+    text = str(loads_exception(dumps_exception(exc, WHERE)).__cause__)
+    assert text.count("in fail") == 2
+    assert "in load" not in text
+    with pytest.raises(TypeError) as caught:
+        in_the_package(None)
+    exc = caught.value.with_traceback(caught.tb.tb_next.tb_next)
+    assert "in load" in str(loads_exception(dumps_exception(exc, WHERE)).__cause__)
 
 
 def test_no_suggestion_is_made_of_the_names_where_it_is_raised_again(capsys):

@@ -1,0 +1,45 @@
+"""``rpcdataloader COMMAND``, or ``python -m rpcdataloader COMMAND``: finds the command; nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+# Module and purpose of each; a module is imported when its command runs, since some must do without torch.
+COMMANDS = {
+    "launch": ("rpcdataloader.launch", "run a node server on this machine"),
+    "status": ("rpcdataloader.status.__main__", "show what node servers are doing"),
+    "check": ("rpcdataloader.check.__main__", "find out whether a dataset works in remote workers, and how fast"),
+    "ssh": ("rpcdataloader.ssh", "run a node server on each host of a file"),
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line up to the command."""
+    commands = [f"  {name:<8} {purpose}" for name, (_module, purpose) in COMMANDS.items()]
+    parser = argparse.ArgumentParser(
+        prog="rpcdataloader",
+        description="Load training data in worker processes on other machines.",
+        epilog="\n".join(["commands:", *commands, "", "rpcdataloader COMMAND --help lists the options of a command."]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of the commands below")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    module, _purpose = COMMANDS[make_parser().parse_args(words[:1]).command]
+    # As with python -m: modules of the current folder can be preloaded and checked.
+    if not getattr(sys.flags, "safe_path", False) and not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    status: int = importlib.import_module(module).main(words[1:])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

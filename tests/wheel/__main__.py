@@ -1,0 +1,103 @@
+"""``make dist``: build sdist and wheel, and run the quickstart with the wheel, in an environment that has only that.
+
+The wheel is built from the sdist, which so is known to be complete. The dependencies are those of the environment that
+runs this, seen through a ``.pth`` file, as torch takes minutes to install.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.conftest import READY_LINE
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = re.compile(r"^<!-- file: train.py -->\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def build(folder: Path) -> Path:
+    """Build both into ``dist``; returns the wheel."""
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    hatch = [sys.executable, "-m", "hatchling", "build", "--directory", str(ROOT / "dist"), "--target"]
+    subprocess.run([*hatch, "sdist"], cwd=ROOT, check=True)
+    (sdist,) = (ROOT / "dist").glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    (source,) = folder.iterdir()
+    subprocess.run([*hatch, "wheel"], cwd=source, check=True)
+    (wheel,) = (ROOT / "dist").glob("*.whl")
+    return wheel
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """Install the wheel into a new environment; returns the folder of its programs."""
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*pip, "--no-index", "--no-deps", str(wheel)], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(others) + "\n")
+    return python.parent
+
+
+def run(command: list[str], folder: Path, **env: str) -> str:
+    """Run a program with nothing of this checkout in its path; returns what it prints."""
+    done = subprocess.run(command, cwd=folder, env=_environment(**env), check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout
+
+
+def _environment(**env: str) -> dict[str, str]:
+    return {**{name: value for name, value in os.environ.items() if name != "PYTHONPATH"}, **env}
+
+
+@contextmanager
+def node_server(programs: Path, folder: Path, token: str) -> Iterator[str]:
+    """A node server, from the installed command; gives its address."""
+    command = [str(programs / "rpcdataloader"), "launch", "--port", "0", "--num-workers", "2", "--log-level", "warning"]
+    env = _environment(RPCDATALOADER_TOKEN=token)
+    with subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            match = READY_LINE.fullmatch(line)
+            assert match, line
+            yield match[1]
+        finally:
+            process.send_signal(signal.SIGTERM)
+    assert process.returncode == 0
+
+
+def main() -> None:
+    """Build, install and try."""
+    with tempfile.TemporaryDirectory() as name:
+        source, environment, folder = (Path(name, part) for part in ("source", "environment", "script"))
+        source.mkdir()
+        folder.mkdir()
+        programs = install(build(source), environment)
+        python = str(programs / "python")
+        found = run([python, "-c", "import rpcdataloader; print(rpcdataloader.__file__)"], folder)
+        assert found.startswith(str(environment)), f"the package comes from {found}"
+        match = SCRIPT.search((ROOT / "docs" / "quickstart.md").read_text())
+        assert match
+        (folder / "train.py").write_text(match[1])
+        here = run([python, "train.py"], folder, RPCDATALOADER_WORKERS="local:2")
+        assert re.findall(r"^rank 0 epoch (\d): sum of all pixels \d+$", here, re.MULTILINE) == ["0", "1"], here
+        token = os.urandom(16).hex()
+        with node_server(programs, folder, token) as address:
+            there = run([python, "train.py"], folder, RPCDATALOADER_WORKERS=address, RPCDATALOADER_TOKEN=token)
+        assert here == there, f"{here} on this machine, and {there} from a node server"
+
+
+if __name__ == "__main__":
+    main()
