@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -66,9 +66,11 @@ class Figures:
         limited_by_bytes: Whether it is the bytes.
         task: Seconds that a worker is at work on a batch.
         latency: Seconds from sending a request to its result, without any queue.
-        cpu: Share of the task on a CPU, as are the following two.
+        collate: Share of the task in the collate function.
+        cpu: Share of the task on a CPU.
         runqueue: Share of the task waiting for a CPU.
         stalled: Share of the task waiting for something else.
+        receiving: CPU seconds of a receiver per batch.
         lock: Seconds per batch that receivers did not run though bytes were there.
         starved: Share of their time at a reply that receivers waited for its bytes.
         peer_limited: Share of the connections' sending time in which the trainer took no bytes.
@@ -89,9 +91,11 @@ class Figures:
     limited_by_bytes: bool
     task: float
     latency: float
+    collate: float
     cpu: float
     runqueue: float
     stalled: float
+    receiving: float
     lock: float
     starved: float
     peer_limited: float
@@ -101,40 +105,40 @@ class Figures:
 
 def measure(records: Records) -> Figures | None:
     """Compute the figures of the span; None if it has no two probes."""
-    first, *probes = records.span or (None,)
-    if first is None or not probes:
+    span = records.span
+    if len(span) < 2:
         return None
-    begin, end, setup = first.totals, records.totals, records.setup
+    first, probes, setup = span[0], span[1:], records.setup
+    begin, end = first.totals, records.totals
     batches = end.batches - begin.batches
-    known = [(probe, probe.stages) for probe in probes if probe.stages is not None]
-    tasks = _by_worker(known)
-    usual = [stages.task for kept in tasks.values() for stages in kept]
-    task = _mean(usual)
-    transit = _mean(probe.answered - probe.sent - stages.task for probe, stages in known if stages.idle > 0)
     size_bytes = (end.size_bytes - begin.size_bytes) / batches
     by_bytes = max(1.0, setup.max_in_flight_bytes / size_bytes) if size_bytes else math.inf
-    allowed = min(float(setup.window), by_bytes)
+    known = [(probe, probe.stages) for probe in probes if probe.stages is not None]
+    tasks = _by_worker(known)
+    usual = [stages for kept in tasks.values() for stages in kept]
+    times = [stages.task for stages in usual]
+    task = _mean(times)
+    # What is not the worker's own, of requests that did not wait for another one's end there.
+    transit = _mean(_usual([p.answered - p.sent - s.task for p, s in known if s.idle > 0]))
     stages = _stages(probes, known, transit)
-    shares = _shares([stages for kept in tasks.values() for stages in kept])
-    latency = task + max(0.0, transit)
-    receiving = sum(probe.answered - probe.arrived for probe in probes)
-    idle_free = sum(probe.receive_cpu + probe.decode_cpu + probe.lock for probe in probes)
-    decode, receive = _mean(p.decode_cpu for p in probes), _mean(p.receive_cpu + p.decode_cpu for p in probes)
-    sending = sum(stages.sending for _, stages in known)
+    cpu, runqueue, stalled = _shares(usual)
+    decode, receiving = _mean([p.decode_cpu for p in probes]), _mean([p.receive_cpu + p.decode_cpu for p in probes])
+    lock, present = _mean([p.lock for p in probes]), _mean([p.answered - p.arrived for p in probes])
+    sending = sum(s.sending for _, s in known)
     capacities = {
         "network": _per_second(batches, end.link - begin.link),
-        # Decoding holds the interpreter lock, so all receivers together do one at a time. The kernel's copying does not.
-        "trainer": min(_per_second(1, decode), _per_second(max(1, len(setup.workers)), receive)),
+        # Decoding holds the interpreter lock, so all receivers together do one at a time; the kernel's copying does not.
+        "trainer": min(_per_second(1, decode), _per_second(max(1, len(setup.workers)), receiving)),
         "device_copy": _per_second(1, stages["copy"].mean),
     }
     slow = None
     if known:
-        means = {worker: _mean(one.task for one in kept) for worker, kept in tasks.items()}
-        nodes = {probe.worker: probe.node for probe, _ in known} | dict(setup.workers)
-        current = setup.workers or nodes
-        capacities["workers"] = sum(_per_second(1, means.get(worker, task)) for worker in current)
-        capacities["window"] = _per_second(allowed, latency)
-        slow = _find_slow(means, nodes, current, tasks)
+        means = {worker: _mean([s.task for s in kept]) for worker, kept in tasks.items()}
+        # A worker that is slow is hardly given anything, and so hardly ever a probe.
+        means = {worker: means.get(worker, records.tasks.get(worker, task)) for worker in setup.workers}
+        capacities["workers"] = sum(_per_second(1, seconds) for seconds in means.values())
+        capacities["window"] = _per_second(min(setup.window, by_bytes), task + transit)
+        slow = _find_slow(means, setup.workers)
     return Figures(
         batches=batches,
         elapsed=records.last - first.delivered + records.waiting,
@@ -145,17 +149,19 @@ def measure(records: Records) -> Figures | None:
         size_bytes=size_bytes,
         stages=stages,
         capacities={name: value for name, value in capacities.items() if value < math.inf},
-        allowed=allowed,
+        allowed=min(setup.window, by_bytes),
         limited_by_bytes=by_bytes < setup.window,
         task=task,
-        latency=latency,
-        cpu=shares[0],
-        runqueue=shares[1],
-        stalled=shares[2],
-        lock=_mean(probe.lock for probe in probes),
-        starved=1.0 - min(1.0, idle_free / receiving) if receiving else 0.0,
-        peer_limited=sum(stages.peer_limited for _, stages in known) / sending if sending else 0.0,
-        error=_spread(usual) / math.sqrt(len(usual)) if usual else 0.0,
+        latency=task + transit,
+        collate=sum(s.collate for s in usual) / sum(times) if sum(times) else 0.0,
+        cpu=cpu,
+        runqueue=runqueue,
+        stalled=stalled,
+        receiving=receiving,
+        lock=lock,
+        starved=1.0 - min(1.0, (receiving + lock) / present) if present > 0 else 0.0,
+        peer_limited=sum(s.peer_limited for _, s in known) / sending if sending else 0.0,
+        error=_spread(times) / math.sqrt(len(times)) if times else 0.0,
         slow=slow,
     )
 
@@ -165,27 +171,31 @@ def _by_worker(known: Iterable[tuple[Probe, Stages]]) -> dict[int, list[Stages]]
     found: dict[int, list[Stages]] = defaultdict(list)
     for probe, stages in known:
         found[probe.worker].append(stages)
-    for worker, all_ in found.items():
-        limit = _LATE_FACTOR * median(stages.task for stages in all_)
-        found[worker] = [stages for stages in all_ if stages.task <= limit]
+    for worker, kept in found.items():
+        limit = _LATE_FACTOR * median(stages.task for stages in kept)
+        found[worker] = [stages for stages in kept if stages.task <= limit]
     return found
 
 
-def _find_slow(
-    means: dict[int, float], nodes: dict[int, str], current: Iterable[int], tasks: dict[int, list[Stages]]
-) -> SlowNode | None:
-    """Compare the slowest node with the others together."""
+def _usual(values: list[float]) -> list[float]:
+    """Durations without those that are longer by far."""
+    limit = _LATE_FACTOR * median(values) if values else 0.0
+    return [max(0.0, value) for value in values if value <= limit]
+
+
+def _find_slow(means: Mapping[int, float], nodes: Mapping[int, str]) -> SlowNode | None:
+    """Compare the slowest node with all others together."""
     times: dict[str, list[float]] = defaultdict(list)
-    for worker, kept in tasks.items():
-        times[nodes[worker]] += [stages.task for stages in kept]
+    for worker, seconds in means.items():
+        times[nodes[worker]].append(seconds)
     if len(times) < 2:
         return None
     name = max(times, key=lambda node: fmean(times[node]))
-    usual = fmean(time for node, of_node in times.items() if node != name for time in of_node)
+    usual = fmean([seconds for worker, seconds in means.items() if nodes[worker] != name])
     factor = fmean(times[name]) / usual if usual else 1.0
     if factor < _SLOW_FACTOR:
         return None
-    healed = [usual if nodes[worker] == name else means.get(worker, usual) for worker in current]
+    healed = [usual if nodes[worker] == name else seconds for worker, seconds in means.items()]
     return SlowNode(name, factor, sum(_per_second(1, seconds) for seconds in healed))
 
 
@@ -211,11 +221,9 @@ def _stages(probes: Sequence[Probe], known: Sequence[tuple[Probe, Stages]], tran
     }
 
 
-def _shares(stages: Sequence[Stages]) -> tuple[float, float, float]:
+def _shares(usual: Sequence[Stages]) -> tuple[float, float, float]:
     """Of the tasks' time: on a CPU, waiting for one, and the rest; all 0 if CPU times were not measured."""
-    total, cpu, runqueue = (sum(column) for column in zip(*((s.task, s.cpu, s.runqueue) for s in stages), strict=True)) if (
-        stages
-    ) else (0.0, 0.0, 0.0)
+    total, cpu, runqueue = (sum(getattr(s, name) for s in usual) for name in ("task", "cpu", "runqueue"))
     if not total or not cpu + runqueue:
         return 0.0, 0.0, 0.0
     runqueue = min(1.0, runqueue / total)
@@ -229,9 +237,8 @@ def _stage(seconds: Iterable[float]) -> Stage:
     return Stage(fmean(ordered), ordered[(len(ordered) * 95 - 1) // 100]) if ordered else Stage(0.0, 0.0)
 
 
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return fmean(found) if found else 0.0
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0
 
 
 def _spread(values: Sequence[float]) -> float:

@@ -1,9 +1,9 @@
 """What is noted of a pass while it runs: sums of every batch, and the whole way of some. Pure.
 
 The cheapest batches take 50 microseconds each, and noting them may cost 1 % of that. So every batch adds to a few sums
-(:class:`Totals`), and one batch each 20 ms is a *probe*, whose way is timed from the sampler to the consumer. Batches that
-take longer than that are all probes. Each probe keeps the sums at its delivery, so that the differences between two
-probes are exact for all batches in between.
+(:class:`Totals`), and one batch each 20 ms is a *probe*, whose way is timed from the sampler to the consumer. Batches
+that take longer than that are all probes. Each probe keeps the sums at its delivery, so that the differences between
+two probes are exact for all batches in between.
 
 Times are seconds of the trainer's monotonic clock, and are passed in. Workers send durations only
 (:class:`~rpcdataloader.wire.stages.Stages`).
@@ -29,6 +29,9 @@ _NUM_PROBES = int(SPAN_SECONDS / PROBE_INTERVAL)
 # Shorter waits are only added up: a change of threads takes 10 to 100 microseconds.
 _NOTED_WAIT = 1e-3
 _NUM_WAITS = 1000
+
+# A reply that was received within this time came in one piece, which says nothing about the link.
+_WHOLE = 1e-5
 
 # Intervals of the link that are kept apart until no reply can lie between them any more.
 _NUM_INTERVALS = 64
@@ -153,6 +156,7 @@ class Records:
         totals: Sums of the whole pass.
         probes: In the order of delivery.
         waits: In the order of delivery.
+        tasks: Seconds of the last task of each worker, probe or not: one that is slow is hardly given any.
         last: Time of the last delivery.
         waiting: Seconds that the consumer has been waiting for the next one by now.
     """
@@ -164,6 +168,7 @@ class Records:
     totals: Totals
     probes: tuple[Probe, ...]
     waits: tuple[Wait, ...]
+    tasks: dict[int, float]
     last: float
     waiting: float = 0.0
 
@@ -194,6 +199,7 @@ class Recorder:
         self._reset(now)
 
     def _reset(self, now: float) -> None:
+        self._tasks: dict[int, float] = {}
         self._start, self._skip, self._last = now, self.setup.window, now
         self._next_probe = now
         self._first_wait = 0.0
@@ -210,10 +216,19 @@ class Recorder:
         self._next_probe = now + PROBE_INTERVAL
         return Probe()
 
-    def answered(self, size_bytes: int, arrived: float, received: float) -> None:
-        """A reply has come; ``arrived`` and ``received`` are equal if one receive call found all of it."""
+    def answered(self, worker: int, task: float, size_bytes: int, arrived: float, received: float) -> None:
+        """A reply has come.
+
+        Args:
+            worker: Number of the worker that answered.
+            task: Seconds that the worker was at work on it.
+            size_bytes: Bytes of the reply.
+            arrived: Time of the first bytes.
+            received: Time of the last bytes; the same if one receive call found all of them.
+        """
+        self._tasks[worker] = task
         self._size_bytes += size_bytes
-        if received <= arrived:
+        if received - arrived < _WHOLE:
             return
         # Replies come in the order of their ends, nearly: whatever lies behind the beginning of this one is part of it.
         self._link += received - arrived
@@ -282,6 +297,7 @@ class Recorder:
             totals=self._totals(),
             probes=tuple(self._probes),
             waits=tuple(self._waits),
+            tasks=dict(self._tasks),
             last=self._last,
             waiting=waiting,
         )

@@ -1,9 +1,9 @@
 """Why the training loop waits: from the records of a pass to one bound, and one sentence. Pure.
 
-Times inside ``next`` in which the consumer's own thread is at work (the sampler, our own Python) need no inference: they
-are measured. While it sleeps, the part with the lowest *capacity* is the bound if that is below 1.05 of what the consumer
-would take. If every part is fast enough, it is their connection: the interpreter lock of the trainer, the window, or one
-batch that all others wait for.
+Times inside ``next`` in which the consumer's own thread is at work (the sampler, our own Python) need no inference:
+they are measured. While it sleeps, the part with the lowest *capacity* is the bound if that is below 1.05 of what the
+consumer would take. If every part is fast enough, it is their connection: the interpreter lock of the trainer, the
+window, or one batch that all others wait for.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ _LOST_TO_NODE = 0.2
 
 # With exactly as many batches per second as the loop takes, it waits now and then, since times vary.
 _LIKELY, _HIGH = 1.05, 1.25
+
+# Workers that wait for each other's batches, or for a consumer, are at work less than always; below this they are not
+# the bound.
+_LEAST_USE = 0.8
 
 _OF_WORKERS = ("workers", "collate", "storage")
 
@@ -82,6 +86,8 @@ def diagnose(records: Records) -> Diagnosis:
     else:
         bound, details = _find_bound(figures, records, needed)
         evidence |= details
+        if bound == "trainer":
+            evidence["reason"] = reason(str(evidence["part"]), evidence)
         if bound in _OF_WORKERS:
             more, evidence["remedy"] = _more_workers(figures, len(records.setup.workers), needed)
     return Diagnosis(
@@ -119,7 +125,7 @@ def _find_bound(figures: Figures, records: Records, needed: float) -> tuple[str,
     if largest == figures.drawn:
         return "sampler", {}
     if largest == own:
-        return _trainer("own", figures, {"own_seconds": own / figures.batches})
+        return "trainer", {"part": "own", "own_seconds": own / figures.batches}
     limit = _HEADROOM * needed
     parts = {name: value for name, value in figures.capacities.items() if name != "window"}
     lowest = min(parts, key=parts.__getitem__, default="")
@@ -127,14 +133,14 @@ def _find_bound(figures: Figures, records: Records, needed: float) -> tuple[str,
     window = figures.capacities.get("window", math.inf)
     if slowest < limit and window >= _WINDOW_MARGIN * slowest:
         if lowest == "workers":
-            return _refine_workers(figures, records, limit)
+            return _refine_workers(figures, limit)
         if lowest == "network" and (figures.starved < 0.5 or figures.peer_limited > 0.5):
             # The link was busy because its bytes were not taken.
-            return _trainer("lock" if figures.lock > figures.busy_receiving else "receive", figures, {})
-        return (lowest, {}) if lowest != "trainer" else _trainer("receive", figures, {})
+            return "trainer", {"part": "lock" if figures.lock > figures.receiving else "receive"}
+        return lowest, {"part": "receive"}
     # Bytes that lay here unread for half of the time waited.
-    if figures.lock >= max(figures.busy_receiving, figures.blocked / figures.batches / 2):
-        return _trainer("lock", figures, {})
+    if figures.lock >= max(figures.receiving, figures.blocked / figures.batches / 2):
+        return "trainer", {"part": "lock"}
     if window < limit:
         return "window", _setting(figures, records, needed)
     if figures.ready >= figures.blocked / 2:
@@ -143,7 +149,7 @@ def _find_bound(figures: Figures, records: Records, needed: float) -> tuple[str,
     return "unclear", {"seen": f": {seen}" if seen else ""}
 
 
-def _refine_workers(figures: Figures, records: Records, limit: float) -> tuple[str, dict[str, Value]]:
+def _refine_workers(figures: Figures, limit: float) -> tuple[str, dict[str, Value]]:
     """What it is about the workers that makes them too slow."""
     slow, capacity = figures.slow, figures.capacities["workers"]
     if slow is not None and (slow.capacity >= limit or capacity <= (1 - _LOST_TO_NODE) * slow.capacity):
@@ -176,10 +182,6 @@ def _node(figures: Figures) -> tuple[str, dict[str, Value]]:
     return "node", {"node": figures.slow.name, "slow_factor": figures.slow.factor}
 
 
-def _trainer(part: str, figures: Figures, details: dict[str, Value]) -> tuple[str, dict[str, Value]]:
-    return "trainer", {"part": part, **details}
-
-
 def _setting(figures: Figures, records: Records, needed: float) -> dict[str, Value]:
     """The setting that keeps too little in flight, and the value that is enough."""
     setup = records.setup
@@ -191,3 +193,63 @@ def _setting(figures: Figures, records: Records, needed: float) -> dict[str, Val
         factor = math.ceil(in_flight / max(1, len(setup.workers)))
         setting, current = f"prefetch_factor={factor}", f"{setup.prefetch_factor}"
     return {"in_flight": in_flight, "setting": setting, "current": current}
+
+
+def _more_workers(figures: Figures, num: int, needed: float) -> tuple[tuple[int, int, int] | None, str]:
+    """How many more workers would end the waiting, or bring it to the next bound; and that in words.
+
+    At least: as many as make 0.95 of what the loop takes if none of them ever waits, less twice the standard error of
+    the task time. Likely: as many as make a little more than it takes, working as much of the time as they do now.
+    """
+    # More workers come with a larger window, unless that is one of bytes.
+    others = {
+        name: rate
+        for name, rate in figures.capacities.items()
+        if name != "workers" and (name != "window" or figures.limited_by_bytes)
+    }
+    following = min(others, key=others.__getitem__, default=None)
+    allowed = math.inf if following is None else others[following]
+    goal, capacity = min(needed, allowed), figures.capacities["workers"]
+    if math.isinf(goal) or goal < _HEADROOM * capacity < needed:
+        return None, remedy(None, following, 1.0, allowed)
+    each = capacity / max(1, num)
+    usual = min(1.0, max(_LEAST_USE, figures.batches / figures.elapsed / capacity))
+    rates = (1 - _HARMLESS) * (1 - 2 * figures.error) * goal, _LIKELY * goal / usual, _HIGH * goal / usual
+    low, likely, high = (max(1, math.ceil(target / each - num)) for target in rates)
+    more = low, max(low, likely), max(low, high)
+    return more, remedy(more, following, needed / allowed, allowed)
+
+
+def _evidence(figures: Figures, share: float, demand: float) -> dict[str, Value]:
+    stages = figures.stages
+    rates = {f"{name}_rate": rate for name, rate in figures.capacities.items()}
+    slowest = max(("fetch", "collate", "encode"), key=lambda name: stages[name].mean)
+    return {
+        "wait_share": share,
+        "batches": float(figures.batches),
+        "delivered_rate": figures.batches / figures.elapsed,
+        "demand_rate": demand,
+        **rates,
+        "blocked_share": _ratio(figures.blocked, figures.waited),
+        "draw_seconds": figures.drawn / figures.batches,
+        "ready_share": _ratio(figures.ready, figures.blocked),
+        "task_seconds": figures.task,
+        "stage": {"fetch": "fetch (the dataset)", "encode": "encode (pickling)"}.get(slowest, slowest),
+        "collate_share": figures.collate,
+        "cpu_share": figures.cpu,
+        "runqueue_share": figures.runqueue,
+        "stalled_share": figures.stalled,
+        "batch_bytes": figures.size_bytes,
+        "link_bytes": figures.size_bytes * figures.capacities.get("network", 0.0),
+        "peer_limited_share": figures.peer_limited,
+        "starved_share": figures.starved,
+        "receiving_seconds": figures.receiving,
+        "lock_seconds": figures.lock,
+        "copy_seconds": stages["copy"].mean,
+        "latency_seconds": figures.latency,
+        "allowed": figures.allowed,
+    }
+
+
+def _ratio(part: float, whole: float, otherwise: float = 0.0) -> float:
+    return part / whole if whole > 0 else otherwise

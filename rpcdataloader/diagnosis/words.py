@@ -45,12 +45,13 @@ WORDS = {
         _WAITS + "workers, which spend {collate_share} of theirs in collate_fn: make it cheaper, or {remedy}.",
     ),
     "storage": Words(
-        "The workers together are slower than the loop, and more than half of their time they use no CPU and want none.",
+        "The workers together are slower than the loop, and more than half of their time they neither use nor want a CPU.",
         _WAITS + "workers, which wait {stalled_share} of theirs for storage: if that can give more, {remedy}.",
     ),
     "oversubscribed": Words(
         "The workers together are slower than the loop, and at least a fifth of their time they wait for a CPU.",
-        _WAITS + "workers, which wait {runqueue_share} of theirs for a CPU: give them more CPUs or nodes, as more workers "
+        _WAITS
+        + "workers, which wait {runqueue_share} of theirs for a CPU: give them more CPUs or nodes, as more workers "
         "on the same CPUs would not help.",
     ),
     "node": Words(
@@ -60,7 +61,8 @@ WORDS = {
     ),
     "network": Words(
         "The link is full: while replies arrive, it carries fewer batches than the loop would take.",
-        _WAITS + "the network, which carries {network_rate} batches per second ({link_bytes}/s) of {demand_rate}: send less "
+        _WAITS
+        + "the network, which carries {network_rate} batches per second ({link_bytes}/s) of {demand_rate}: send less "
         "than {batch_bytes} per batch (uint8 in place of float32, crops, compressed data), or use a faster link.",
     ),
     "trainer": Words(
@@ -69,7 +71,8 @@ WORDS = {
     ),
     "device_copy": Words(
         "Copying to the device takes longer than the loop does for a batch.",
-        _WAITS + "copies to the device, which take {copy_seconds} per batch of {batch_bytes}: send smaller types (uint8 in "
+        _WAITS
+        + "copies to the device, which take {copy_seconds} per batch of {batch_bytes}: send smaller types (uint8 in "
         "place of float32), and convert them on the device.",
     ),
     "sampler": Words(
@@ -78,25 +81,30 @@ WORDS = {
     ),
     "window": Words(
         "Every part is fast enough, but fewer batches may be in flight than arrive within the time that one takes.",
-        _WAITS + "batches that were asked for too late: {allowed:.0f} may be in flight and take {latency_seconds} each, "
+        _WAITS
+        + "batches that were asked for too late: {allowed:.0f} may be in flight and take {latency_seconds} each, "
         "which the loop needs {in_flight:.0f} of: set {setting} (now {current}).",
     ),
     "straggler": Words(
         "Every part is fast enough, but most of the time waited, later batches are here and the next one is late.",
-        _WAITS + "single batches while later ones are here, {worst_share} of it for worker {worker} on {node}: look at that "
+        _WAITS
+        + "single batches while later ones are here, {worst_share} of it for worker {worker} on {node}: look at that "
         "worker, or hide it with a larger prefetch_factor or in_order=False.",
     ),
     "unclear": Words(
         "Nothing that was measured explains the wait, or too little was.",
-        "The loop waits {wait_share} of its time, which nothing that was measured in {batches:.0f} batches explains{seen}.",
+        "The loop waits {wait_share} of its time, and nothing that was measured in {batches:.0f} batches explains it{seen}.",
     ),
 }
+
+# A part that would be less full is not told.
+_WORTH_TELLING = 0.25
 
 # What the trainer is at, by its part.
 REASONS = {
     "own": "which spends {own_seconds} per batch in next without sleeping: use larger batches",
-    "receive": "which receives {trainer_rate} batches per second of {demand_rate}: use larger batches, fewer tensors and "
-    "less that must be unpickled",
+    "receive": "which receives {trainer_rate} batches per second of {demand_rate}: use larger batches, fewer tensors "
+    "and less that must be unpickled",
     "lock": "where bytes of each batch lay unread for {lock_seconds} while other code held the interpreter lock: move "
     "work in Python out of the loop and its threads",
 }
@@ -131,12 +139,14 @@ def remedy(more: tuple[int, int, int] | None, following: str | None, full: float
         rate: Batches per second that it allows.
     """
     if more is None:
-        return f"more workers would not help, as {PARTS[following]} allows {_rate(rate)} batches per second" if following else (
-            "use more workers"
+        return (
+            f"more workers would not help, as {PARTS[following]} allows {_rate(rate)} batches per second"
+            if following
+            else ("use more workers")
         )
     low, likely, high = more
     count = f"{likely:,} more worker{'s' * (likely != 1)} ({low:,} to {high:,})"
-    if following is None:
+    if following is None or full < _WORTH_TELLING:
         return f"{count} would end that"
     if full > 1:
         return f"{count} would bring it to {_rate(rate)} batches per second, where {PARTS[following]} is the next bound"

@@ -27,7 +27,8 @@ BELOW = {
     "server": {"wire", "errors"},
     "ssh": {"wire", "errors"},
     "plan": {"errors"},
-    "loader": {"plan", "client", "wire", "errors"},
+    "diagnosis": {"wire", "errors"},
+    "loader": {"diagnosis", "plan", "client", "wire", "errors"},
     "launch": {"server", "wire", "errors"},
     "integrations": {"loader"},
     "check": {"loader", "client", "server", "wire", "errors"},
@@ -43,6 +44,7 @@ PURE = {
     "rpcdataloader.wire.printable",
     "rpcdataloader.server.tracebacks",
     "rpcdataloader.wire.registration",
+    "rpcdataloader.wire.stages",
     "rpcdataloader.wire.status",
     "rpcdataloader.status.report",
     "rpcdataloader.client.slurm",
@@ -60,6 +62,10 @@ PURE = {
     "rpcdataloader.plan.batches",
     "rpcdataloader.plan.streams",
     "rpcdataloader.plan.timeouts",
+    "rpcdataloader.diagnosis.figures",
+    "rpcdataloader.diagnosis.records",
+    "rpcdataloader.diagnosis.verdict",
+    "rpcdataloader.diagnosis.words",
     "rpcdataloader.loader.origin",
 }
 IMPURE = {
