@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, median_low
 
 from rpcdataloader.diagnosis.records import Probe, Records
 from rpcdataloader.wire.stages import Stages
@@ -39,11 +39,13 @@ class SlowNode:
     Attributes:
         name: Of the node.
         factor: How many times as long.
+        usual: Seconds of a task on the others.
         capacity: Batches per second of all workers, if this node were like the others.
     """
 
     name: str
     factor: float
+    usual: float
     capacity: float
 
 
@@ -131,14 +133,16 @@ def measure(records: Records) -> Figures | None:
         "trainer": min(_per_second(1, decode), _per_second(max(1, len(setup.workers)), receiving)),
         "device_copy": _per_second(1, stages["copy"].mean),
     }
-    slow = None
+    slow, latency = None, 0.0
     if known:
         means = {worker: _mean([s.task for s in kept]) for worker, kept in tasks.items()}
         # A worker that is slow is hardly given anything, and so hardly ever a probe.
         means = {worker: means.get(worker, records.tasks.get(worker, task)) for worker in setup.workers}
         capacities["workers"] = sum(_per_second(1, seconds) for seconds in means.values())
-        capacities["window"] = _per_second(min(setup.window, by_bytes), task + transit)
         slow = _find_slow(means, setup.workers)
+        # What a slow node takes is no reason to keep more in flight.
+        latency = transit + (task if slow is None else slow.usual)
+        capacities["window"] = _per_second(min(setup.window, by_bytes), latency)
     return Figures(
         batches=batches,
         elapsed=records.last - first.delivered + records.waiting,
@@ -152,7 +156,7 @@ def measure(records: Records) -> Figures | None:
         allowed=min(setup.window, by_bytes),
         limited_by_bytes=by_bytes < setup.window,
         task=task,
-        latency=task + transit,
+        latency=latency,
         collate=sum(s.collate for s in usual) / sum(times) if sum(times) else 0.0,
         cpu=cpu,
         runqueue=runqueue,
@@ -172,14 +176,14 @@ def _by_worker(known: Iterable[tuple[Probe, Stages]]) -> dict[int, list[Stages]]
     for probe, stages in known:
         found[probe.worker].append(stages)
     for worker, kept in found.items():
-        limit = _LATE_FACTOR * median(stages.task for stages in kept)
+        limit = _LATE_FACTOR * median_low(stages.task for stages in kept)
         found[worker] = [stages for stages in kept if stages.task <= limit]
     return found
 
 
 def _usual(values: list[float]) -> list[float]:
     """Durations without those that are longer by far."""
-    limit = _LATE_FACTOR * median(values) if values else 0.0
+    limit = _LATE_FACTOR * median_low(values) if values else 0.0
     return [max(0.0, value) for value in values if value <= limit]
 
 
@@ -196,7 +200,7 @@ def _find_slow(means: Mapping[int, float], nodes: Mapping[int, str]) -> SlowNode
     if factor < _SLOW_FACTOR:
         return None
     healed = [usual if nodes[worker] == name else seconds for worker, seconds in means.items()]
-    return SlowNode(name, factor, sum(_per_second(1, seconds) for seconds in healed))
+    return SlowNode(name, factor, usual, sum(_per_second(1, seconds) for seconds in healed))
 
 
 def _stages(probes: Sequence[Probe], known: Sequence[tuple[Probe, Stages]], transit: float) -> dict[str, Stage]:

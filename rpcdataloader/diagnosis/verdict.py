@@ -32,12 +32,13 @@ _STALLED, _RUNQUEUE = 0.5, 0.2
 # A slow node is the bound if this share of all capacity is lost there.
 _LOST_TO_NODE = 0.2
 
-# With exactly as many batches per second as the loop takes, it waits now and then, since times vary.
-_LIKELY, _HIGH = 1.05, 1.25
+# With exactly as many batches per second as the loop takes, it waits now and then, since times vary. In the simulation
+# of tests/simulation/pipeline.py, it waits for less than 5 % of its time with 1.1 to 1.2 of them.
+_LIKELY, _HIGH = 1.15, 1.4
 
 # Workers that wait for each other's batches, or for a consumer, are at work less than always; below this they are not
 # the bound.
-_LEAST_USE = 0.8
+_LEAST_USE = 0.6
 
 _OF_WORKERS = ("workers", "collate", "storage")
 

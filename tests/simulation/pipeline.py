@@ -65,7 +65,7 @@ class Scenario:
     decode_cpu: float = 0.0001
     holds_lock: bool = False
     draw: float = 0.00001
-    own: float = 0.00005
+    own: float = 0.00002
     copy: float = 0.0
     consumer: float = 0.01
     startup: float = 0.05
@@ -134,7 +134,7 @@ class Worker:
     is_busy: bool = False
     is_sending: bool = False
     idle_since: float = 0.0
-    stopped: float = 0.0  # seconds that the present task takes longer
+    stopped_until: float = 0.0
 
 
 class Pipeline:
@@ -324,9 +324,9 @@ class Pipeline:
         worker.is_busy = True
         table, task = worker.inbox.popleft()
         scenario, slowness = self.scenario, worker.slowness
-        fetch, stall, collate = (
+        fetch, stall, collate = [
             self.vary(seconds) * slowness for seconds in (scenario.cpu, scenario.stall, scenario.collate)
-        )
+        ]
         times = {"idle": idle, "cpu": fetch + collate}
         began = self.now
 
@@ -338,7 +338,7 @@ class Pipeline:
             worker.cpu.run(collate, collated)
 
         def collated() -> None:
-            stopped, worker.stopped = worker.stopped, 0.0
+            stopped = max(0.0, worker.stopped_until - self.now)
             self.after(stopped, ended, stopped)
 
         def ended(stopped: float) -> None:
@@ -356,7 +356,7 @@ class Pipeline:
 
     def _stop(self, number: int) -> None:
         worker = self.workers[number % len(self.workers)]
-        worker.stopped += self.scenario.stop_seconds
+        worker.stopped_until = self.now + self.scenario.stop_seconds
         self.after(self.scenario.stop_every, self._stop, number + 1)
 
     def _send(self, worker: Worker) -> None:
