@@ -116,28 +116,28 @@ def measure(records: Records) -> Figures | None:
     size_bytes = (end.size_bytes - begin.size_bytes) / batches
     by_bytes = max(1.0, setup.max_in_flight_bytes / size_bytes) if size_bytes else math.inf
     known = [(probe, probe.stages) for probe in probes if probe.stages is not None]
-    tasks = _by_worker(known)
-    usual = [stages for kept in tasks.values() for stages in kept]
-    times = [stages.task for stages in usual]
+    # The first task of a worker says more about imports and cold caches.
+    tasks = {worker: _usual(recent[1:] or recent) for worker, recent in records.tasks.items()}
+    times = [seconds for worker in setup.workers for seconds in tasks.get(worker, ())]
     task = _mean(times)
+    limit = _LATE_FACTOR * task
+    usual = [stages for _, stages in known if stages.task <= limit]
     # What is not the worker's own, of requests that did not wait for another one's end there.
     transit = _mean(_usual([p.answered - p.sent - s.task for p, s in known if s.idle > 0]))
     stages = _stages(probes, known, transit)
-    cpu, runqueue, stalled = _shares(usual)
+    collate, cpu, runqueue, stalled = _shares(usual)
     decode, receiving = _mean([p.decode_cpu for p in probes]), _mean([p.receive_cpu + p.decode_cpu for p in probes])
     lock, present = _mean([p.lock for p in probes]), _mean([p.answered - p.arrived for p in probes])
     sending = sum(s.sending for _, s in known)
     capacities = {
         "network": _per_second(batches, end.link - begin.link),
-        # Decoding holds the interpreter lock, so all receivers together do one at a time; the kernel's copying does not.
+        # Decoding holds the interpreter lock, so receivers take turns; the kernel's copying does not.
         "trainer": min(_per_second(1, decode), _per_second(max(1, len(setup.workers)), receiving)),
         "device_copy": _per_second(1, stages["copy"].mean),
     }
     slow, latency = None, 0.0
-    if known:
-        means = {worker: _mean([s.task for s in kept]) for worker, kept in tasks.items()}
-        # A worker that is slow is hardly given anything, and so hardly ever a probe.
-        means = {worker: means.get(worker, records.tasks.get(worker, task)) for worker in setup.workers}
+    if times:
+        means = {worker: _mean(tasks.get(worker, ())) or task for worker in setup.workers}
         capacities["workers"] = sum(_per_second(1, seconds) for seconds in means.values())
         slow = _find_slow(means, setup.workers)
         # What a slow node takes is no reason to keep more in flight.
@@ -157,7 +157,7 @@ def measure(records: Records) -> Figures | None:
         limited_by_bytes=by_bytes < setup.window,
         task=task,
         latency=latency,
-        collate=sum(s.collate for s in usual) / sum(times) if sum(times) else 0.0,
+        collate=collate,
         cpu=cpu,
         runqueue=runqueue,
         stalled=stalled,
@@ -170,21 +170,10 @@ def measure(records: Records) -> Figures | None:
     )
 
 
-def _by_worker(known: Iterable[tuple[Probe, Stages]]) -> dict[int, list[Stages]]:
-    """The tasks of each worker, without those that were late by far."""
-    found: dict[int, list[Stages]] = defaultdict(list)
-    for probe, stages in known:
-        found[probe.worker].append(stages)
-    for worker, kept in found.items():
-        limit = _LATE_FACTOR * median_low(stages.task for stages in kept)
-        found[worker] = [stages for stages in kept if stages.task <= limit]
-    return found
-
-
-def _usual(values: list[float]) -> list[float]:
+def _usual(durations: Sequence[float]) -> list[float]:
     """Durations without those that are longer by far."""
-    limit = _LATE_FACTOR * median_low(values) if values else 0.0
-    return [max(0.0, value) for value in values if value <= limit]
+    limit = _LATE_FACTOR * median_low(durations) if durations else 0.0
+    return [max(0.0, seconds) for seconds in durations if seconds <= limit]
 
 
 def _find_slow(means: Mapping[int, float], nodes: Mapping[int, str]) -> SlowNode | None:
@@ -225,15 +214,18 @@ def _stages(probes: Sequence[Probe], known: Sequence[tuple[Probe, Stages]], tran
     }
 
 
-def _shares(usual: Sequence[Stages]) -> tuple[float, float, float]:
-    """Of the tasks' time: on a CPU, waiting for one, and the rest; all 0 if CPU times were not measured."""
-    total, cpu, runqueue = (sum(getattr(s, name) for s in usual) for name in ("task", "cpu", "runqueue"))
-    if not total or not cpu + runqueue:
-        return 0.0, 0.0, 0.0
-    runqueue = min(1.0, runqueue / total)
+def _shares(usual: Sequence[Stages]) -> tuple[float, float, float, float]:
+    """Of the tasks' time: in collate; on a CPU, waiting for one, and the rest, all 0 if CPU times were not measured."""
+    total = sum(s.task for s in usual)
+    if not total:
+        return 0.0, 0.0, 0.0, 0.0
+    collate, cpu, runqueue = (sum(getattr(s, name) for s in usual) / total for name in ("collate", "cpu", "runqueue"))
+    if not cpu + runqueue:
+        return collate, 0.0, 0.0, 0.0
+    runqueue = min(1.0, runqueue)
     # Threads of a dataset may use more CPU time than passes.
-    cpu = min(1.0 - runqueue, cpu / total)
-    return cpu, runqueue, 1.0 - cpu - runqueue
+    cpu = min(1.0 - runqueue, cpu)
+    return collate, cpu, runqueue, 1.0 - cpu - runqueue
 
 
 def _stage(seconds: Iterable[float]) -> Stage:

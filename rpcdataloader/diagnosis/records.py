@@ -11,7 +11,7 @@ Times are seconds of the trainer's monotonic clock, and are passed in. Workers s
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -25,6 +25,9 @@ PROBE_INTERVAL = 0.02
 SPAN_SECONDS = 60.0
 SPAN_BATCHES = 200
 _NUM_PROBES = int(SPAN_SECONDS / PROBE_INTERVAL)
+
+# Tasks of a worker whose times are kept. Their mean is known to an eighth of their spread.
+_NUM_TASKS = 64
 
 # Shorter waits are only added up: a change of threads takes 10 to 100 microseconds.
 _NOTED_WAIT = 1e-3
@@ -156,7 +159,7 @@ class Records:
         totals: Sums of the whole pass.
         probes: In the order of delivery.
         waits: In the order of delivery.
-        tasks: Seconds of the last task of each worker, probe or not: one that is slow is hardly given any.
+        tasks: Seconds of the last tasks of each worker, probes or not: one that is slow is hardly given any.
         last: Time of the last delivery.
         waiting: Seconds that the consumer has been waiting for the next one by now.
     """
@@ -168,7 +171,7 @@ class Records:
     totals: Totals
     probes: tuple[Probe, ...]
     waits: tuple[Wait, ...]
-    tasks: dict[int, float]
+    tasks: dict[int, tuple[float, ...]]
     last: float
     waiting: float = 0.0
 
@@ -199,7 +202,7 @@ class Recorder:
         self._reset(now)
 
     def _reset(self, now: float) -> None:
-        self._tasks: dict[int, float] = {}
+        self._tasks: defaultdict[int, deque[float]] = defaultdict(_recent)
         self._start, self._skip, self._last = now, self.setup.window, now
         self._next_probe = now
         self._first_wait = 0.0
@@ -226,7 +229,7 @@ class Recorder:
             arrived: Time of the first bytes.
             received: Time of the last bytes; the same if one receive call found all of them.
         """
-        self._tasks[worker] = task
+        self._tasks[worker].append(task)
         self._size_bytes += size_bytes
         if received - arrived < _WHOLE:
             return
@@ -297,7 +300,7 @@ class Recorder:
             totals=self._totals(),
             probes=tuple(self._probes),
             waits=tuple(self._waits),
-            tasks=dict(self._tasks),
+            tasks={worker: tuple(recent) for worker, recent in self._tasks.items()},
             last=self._last,
             waiting=waiting,
         )
@@ -306,3 +309,7 @@ class Recorder:
         return Totals(
             self._batches, self._waited, self._blocked, self._drawn, self._ready, self._link, self._size_bytes
         )
+
+
+def _recent() -> deque[float]:
+    return deque(maxlen=_NUM_TASKS)

@@ -9,7 +9,7 @@ window, or one batch that all others wait for.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from rpcdataloader.diagnosis.figures import Figures, Stage, measure
@@ -137,8 +137,9 @@ def _find_bound(figures: Figures, records: Records, needed: float) -> tuple[str,
             return _refine_workers(figures, limit)
         if lowest == "network" and (figures.starved < 0.5 or figures.peer_limited > 0.5):
             # The link was busy because its bytes were not taken.
-            return "trainer", {"part": "lock" if figures.lock > figures.receiving else "receive"}
-        return lowest, {"part": "receive"}
+            part = "lock" if figures.lock > figures.receiving else "receive"
+            return "trainer", {"part": part, "received_rate": slowest}
+        return lowest, {"part": "receive", "received_rate": slowest} if lowest == "trainer" else {}
     # Bytes that lay here unread for half of the time waited.
     if figures.lock >= max(figures.receiving, figures.blocked / figures.batches / 2):
         return "trainer", {"part": "lock"}
@@ -164,18 +165,17 @@ def _refine_workers(figures: Figures, limit: float) -> tuple[str, dict[str, Valu
 
 def _refine_straggler(figures: Figures, records: Records) -> tuple[str, dict[str, Value]]:
     """Who is late."""
-    span = records.span
-    late = [wait for wait in records.waits if span[0].delivered < wait.at <= records.last]
-    seconds: Counter[tuple[int, str]] = Counter()
-    for wait in late:
-        seconds[wait.worker, wait.node] += wait.ready
+    begin = records.span[0].delivered
+    seconds: dict[tuple[int, str], float] = defaultdict(float)
+    for wait in records.waits:
+        if wait.at > begin:
+            seconds[wait.worker, wait.node] += wait.ready
     total = sum(seconds.values())
-    if figures.slow is not None:
-        of_node = sum(value for (_, node), value in seconds.items() if node == figures.slow.name)
-        if of_node >= total / 2:
-            return _node(figures)
-    (worker, node), worst = seconds.most_common(1)[0] if seconds else ((-1, "?"), 0.0)
-    return "straggler", {"worker": str(worker), "node": node, "worst_share": _ratio(worst, total)}
+    slow = figures.slow
+    if slow is not None and sum(late for (_, node), late in seconds.items() if node == slow.name) >= total / 2:
+        return _node(figures)
+    worker, node = max(seconds, key=seconds.__getitem__, default=(-1, "its node"))
+    return "straggler", {"worker": f"{worker}", "node": node, "worst_share": _ratio(seconds[worker, node], total)}
 
 
 def _node(figures: Figures) -> tuple[str, dict[str, Value]]:
@@ -216,7 +216,7 @@ def _more_workers(figures: Figures, num: int, needed: float) -> tuple[tuple[int,
     each = capacity / max(1, num)
     usual = min(1.0, max(_LEAST_USE, figures.batches / figures.elapsed / capacity))
     rates = (1 - _HARMLESS) * (1 - 2 * figures.error) * goal, _LIKELY * goal / usual, _HIGH * goal / usual
-    low, likely, high = (max(1, math.ceil(target / each - num)) for target in rates)
+    low, likely, high = (max(1, math.ceil(one / each - num)) for one in rates)
     more = low, max(low, likely), max(low, high)
     return more, remedy(more, following, needed / allowed, allowed)
 

@@ -33,8 +33,8 @@ WORDS = {
     ),
     "start": Words(
         "Only the first batch of the pass was waited for.",
-        "The loop waited {first_wait_seconds} for its first batch and {wait_share} of its time since: "
-        "persistent_workers=True would keep the workers from one epoch to the next.",
+        "The loop waited {first_wait_seconds} for its first batch, and {wait_share} of its time since: "
+        "persistent_workers=True keeps the workers from one epoch to the next.",
     ),
     "workers": Words(
         "The workers together are slower than the loop, and most of their time is CPU time in the dataset.",
@@ -45,7 +45,7 @@ WORDS = {
         _WAITS + "workers, which spend {collate_share} of theirs in collate_fn: make it cheaper, or {remedy}.",
     ),
     "storage": Words(
-        "The workers together are slower than the loop, and more than half of their time they neither use nor want a CPU.",
+        "The workers together are slower than the loop, and for more than half of their time they need no CPU.",
         _WAITS + "workers, which wait {stalled_share} of theirs for storage: if that can give more, {remedy}.",
     ),
     "oversubscribed": Words(
@@ -93,7 +93,7 @@ WORDS = {
     ),
     "unclear": Words(
         "Nothing that was measured explains the wait, or too little was.",
-        "The loop waits {wait_share} of its time, and nothing that was measured in {batches:.0f} batches explains it{seen}.",
+        "The loop waits {wait_share} of its time, and {batches:.0f} of its batches do not show why{seen}.",
     ),
 }
 
@@ -103,7 +103,7 @@ _WORTH_TELLING = 0.25
 # What the trainer is at, by its part.
 REASONS = {
     "own": "which spends {own_seconds} per batch in next without sleeping: use larger batches",
-    "receive": "which receives {trainer_rate} batches per second of {demand_rate}: use larger batches, fewer tensors "
+    "receive": "which receives {received_rate} batches per second of {demand_rate}: use larger batches, fewer tensors "
     "and less that must be unpickled",
     "lock": "where bytes of each batch lay unread for {lock_seconds} while other code held the interpreter lock: move "
     "work in Python out of the loop and its threads",

@@ -129,7 +129,7 @@ class Worker:
     node: str
     cpu: Shared
     slowness: float
-    inbox: deque[int] = field(default_factory=deque)
+    inbox: deque[tuple[Any, int]] = field(default_factory=deque)
     outbox: deque[Any] = field(default_factory=deque)
     is_busy: bool = False
     is_sending: bool = False
@@ -148,7 +148,7 @@ class Pipeline:
         self._ties = itertools.count()
         self._link = Shared(self, scenario.link_rate)
         self._lock = Shared(self, 1.0, 1.0)
-        self.workers = []
+        self.workers: list[Worker] = []
         for node, count in enumerate(scenario.nodes):
             cpu = Shared(self, scenario.cores, 1.0)
             slowness = scenario.slowness if node == 0 else 1.0
@@ -170,7 +170,10 @@ class Pipeline:
 
     def begin(self) -> None:
         scenario = self.scenario
-        common = {"prefetch_factor": scenario.prefetch_factor, "max_in_flight_bytes": scenario.max_in_flight_bytes}
+        common: dict[str, Any] = {
+            "prefetch_factor": scenario.prefetch_factor,
+            "max_in_flight_bytes": scenario.max_in_flight_bytes,
+        }
         self._table: Any
         if scenario.is_iterable:
             self._table = StreamTable(num_streams=len(self.workers), **common)

@@ -1,0 +1,64 @@
+"""Records of a pass in which every batch is the same."""
+
+from __future__ import annotations
+
+from rpcdataloader.diagnosis.records import Recorder, Records, Setup
+from rpcdataloader.wire.stages import Stages
+
+FOUR = dict.fromkeys(range(4), "node07")
+TASK = Stages(fetch=0.019, collate=0.001, cpu=0.02)
+
+
+def make_setup(workers=FOUR, prefetch_factor=2, max_in_flight_bytes=2**30, window=None) -> Setup:
+    return Setup(workers, window or len(workers) * prefetch_factor, prefetch_factor, max_in_flight_bytes)
+
+
+def record(
+    recorder: Recorder | None = None,
+    *,
+    num_batches=100,
+    consumer=0.02,
+    blocked=0.0,
+    drawn=0.0,
+    own=0.0,
+    ready=0.0,
+    copy=0.0,
+    lock=0.0,
+    receive=0.0,
+    receive_cpu=0.0,
+    decode_cpu=0.0,
+    first_wait=0.0,
+    latency=0.001,
+    size_bytes=1_000_000,
+    stages: Stages | None = TASK,
+    slow: dict[int, Stages] | None = None,
+    **setup,
+) -> Recorder:
+    """Deliver batches of workers in turn; after the first window, each is waited for as long."""
+    recorder = recorder or Recorder(make_setup(**setup), 0.0)
+    now = recorder.snapshot().last
+    workers = list(recorder.setup.workers.items())
+    for number in range(num_batches):
+        worker, node = workers[number % len(workers)]
+        of_worker = (slow or {}).get(worker, stages)
+        task = 0.0 if of_worker is None else of_worker.task
+        first = first_wait if number == 0 else 0.0
+        waited = first + blocked + drawn + own
+        now += waited + consumer
+        probe = recorder.probe(now)
+        if probe is not None:
+            probe.draw, probe.copy, probe.lock = drawn, copy, lock
+            probe.added = probe.assigned = probe.sent = now - task - latency
+            probe.answered = now
+            probe.received = now - decode_cpu - lock
+            probe.arrived = probe.received - receive
+            probe.receive_cpu, probe.decode_cpu = receive_cpu, decode_cpu
+            probe.worker, probe.node, probe.stages = worker, node, of_worker
+            probe.size_bytes = size_bytes
+        recorder.answered(worker, task, size_bytes, now - receive, now)
+        recorder.delivered(now, waited, first + blocked, ready, drawn, worker, node, probe)
+    return recorder
+
+
+def records(**options) -> Records:
+    return record(**options).snapshot()
