@@ -24,8 +24,6 @@ class Words(NamedTuple):
     sentence: str
 
 
-_WAITS = "The loop waits {wait_share} of its time for "
-
 WORDS = {
     "none": Words(
         "The loop waits for less than 5 % of its time.",
@@ -38,64 +36,67 @@ WORDS = {
     ),
     "workers": Words(
         "The workers together are slower than the loop, and most of their time is CPU time in the dataset.",
-        _WAITS + "workers, which spend it in {stage}: {remedy}.",
+        "The loop waits {wait_share} of its time for workers, which spend it in {stage}: {remedy}.",
     ),
     "collate": Words(
         "The workers together are slower than the loop, and at least half of their time is in the collate function.",
-        _WAITS + "workers, which spend {collate_share} of theirs in collate_fn: make it cheaper, or {remedy}.",
+        "The loop waits {wait_share} of its time for workers, which spend {collate_share} of theirs in collate_fn: "
+        "make it cheaper, or {remedy}.",
     ),
     "storage": Words(
         "The workers together are slower than the loop, and for more than half of their time they need no CPU.",
-        _WAITS + "workers, which wait {stalled_share} of theirs for storage: if that can give more, {remedy}.",
+        "The loop waits {wait_share} of its time for workers, which wait {stalled_share} of theirs for storage: if "
+        "that can give more, {remedy}.",
     ),
     "oversubscribed": Words(
         "The workers together are slower than the loop, and at least a fifth of their time they wait for a CPU.",
-        _WAITS
-        + "workers, which wait {runqueue_share} of theirs for a CPU: give them more CPUs or nodes, as more workers "
-        "on the same CPUs would not help.",
+        "The loop waits {wait_share} of its time for workers, which wait {runqueue_share} of theirs for a CPU: give "
+        "them more CPUs or nodes, as more workers on the same CPUs would not help.",
     ),
     "node": Words(
         "The workers of one node take at least twice as long as those of the others, and the loop waits for them.",
-        _WAITS + "node {node}, whose workers take {slow_factor:.1f} times as long as the others: look at its load and "
-        "storage, or leave it out.",
+        "The loop waits {wait_share} of its time for node {node}, whose workers take {slow_factor:.1f} times as long "
+        "as the others: look at its load and storage, or leave it out.",
     ),
     "network": Words(
         "The link is full: while replies arrive, it carries fewer batches than the loop would take.",
-        _WAITS
-        + "the network, which carries {network_rate} batches per second ({link_bytes}/s) of {demand_rate}: send less "
-        "than {batch_bytes} per batch (uint8 in place of float32, crops, compressed data), or use a faster link.",
+        "The loop waits {wait_share} of its time for the network, which carries {network_rate} batches per second "
+        "({link_bytes}/s) of {demand_rate}: send less than {batch_bytes} per batch (uint8 in place of float32, crops, "
+        "compressed data), or use a faster link.",
     ),
     "trainer": Words(
         "The process of the trainer is too slow to receive batches, or its interpreter lock is held by other code.",
-        _WAITS + "its own process, {reason}.",
+        "The loop waits {wait_share} of its time for its own process, {reason}.",
     ),
     "device_copy": Words(
-        "Copying to the device takes longer than the loop does for a batch.",
-        _WAITS
-        + "copies to the device, which take {copy_seconds} per batch of {batch_bytes}: send smaller types (uint8 in "
-        "place of float32), and convert them on the device.",
+        "Copying a batch to the device takes longer than the loop takes for it.",
+        "The loop waits {wait_share} of its time for copies to the device, which take {copy_seconds} per batch of "
+        "{batch_bytes}: send smaller types (uint8 in place of float32), and convert them on the device.",
     ),
     "sampler": Words(
-        "At least half of the time in next is spent in the sampler, which runs in the thread of the loop.",
-        _WAITS + "the sampler, which takes {draw_seconds} per batch: make it cheaper, or draw the indices in advance.",
+        "Most of the time in next is spent in the sampler, which runs in the thread of the loop.",
+        "The loop waits {wait_share} of its time for the sampler, which takes {draw_seconds} per batch: make it "
+        "cheaper, or draw the indices in advance.",
     ),
     "window": Words(
-        "Every part is fast enough, but fewer batches may be in flight than arrive within the time that one takes.",
-        _WAITS
-        + "batches that were asked for too late: {allowed:.0f} may be in flight and take {latency_seconds} each, "
-        "which the loop needs {in_flight:.0f} of: set {setting} (now {current}).",
+        "Every part is fast enough, but the loop takes more batches while one is on its way than may be in flight.",
+        "The loop waits {wait_share} of its time for batches that were asked for too late: each takes "
+        "{latency_seconds}, {allowed:.0f} may be in flight, and {in_flight:.0f} are needed: set {setting} "
+        "(now {current}).",
     ),
     "straggler": Words(
-        "Every part is fast enough, but most of the time waited, later batches are here and the next one is late.",
-        _WAITS
-        + "single batches while later ones are here, {worst_share} of it for worker {worker} on {node}: look at that "
-        "worker, or hide it with a larger prefetch_factor or in_order=False.",
+        "Every part is fast enough, but for most of the time waited, later batches are here and the next one is late.",
+        "The loop waits {wait_share} of its time for single batches while later ones are here, {worst_share} of it for "
+        "worker {worker} on {node}: look at that worker, or hide it with a larger prefetch_factor or in_order=False.",
     ),
     "unclear": Words(
-        "Nothing that was measured explains the wait, or too little was.",
-        "The loop waits {wait_share} of its time, and {batches:.0f} of its batches do not show why{seen}.",
+        "Too little was measured, or nothing that was measured explains the wait.",
+        "The loop waits {wait_share} of its time, and what is known of {batches} does not say why{seen}.",
     ),
 }
+
+# A pass that has begun and delivered nothing.
+NOT_BEGUN = "The loop has waited {first_wait_seconds} for its first batch, which is still on its way."
 
 # A part that would be less full is not told.
 _WORTH_TELLING = 0.25
@@ -121,7 +122,8 @@ PARTS = {
 
 def say(bound: str, values: Mapping[str, Value]) -> str:
     """The sentence of a bound."""
-    return WORDS[bound].sentence.format_map(_format(values))
+    sentence = NOT_BEGUN if bound == "start" and not values["batches"] else WORDS[bound].sentence
+    return sentence.format_map(_format(values))
 
 
 def reason(part: str, values: Mapping[str, Value]) -> str:
@@ -158,6 +160,8 @@ def _format(values: Mapping[str, Value]) -> dict[str, Value]:
 
 
 def _of(name: str, value: float) -> Value:
+    if name == "batches":
+        return f"{value:,.0f} batch{'es' * (value != 1)}"
     for end, write in (("_share", _share), ("_seconds", _seconds), ("_bytes", _bytes), ("_rate", _rate)):
         if name.endswith(end):
             return write(value)

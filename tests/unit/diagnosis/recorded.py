@@ -16,6 +16,7 @@ def make_setup(workers=FOUR, prefetch_factor=2, max_in_flight_bytes=2**30, windo
 def record(
     recorder: Recorder | None = None,
     *,
+    now=None,
     num_batches=100,
     consumer=0.02,
     blocked=0.0,
@@ -36,7 +37,7 @@ def record(
 ) -> Recorder:
     """Deliver batches of workers in turn; after the first window, each is waited for as long."""
     recorder = recorder or Recorder(make_setup(**setup), 0.0)
-    now = recorder.snapshot().last
+    now = recorder.snapshot().last if now is None else now
     workers = list(recorder.setup.workers.items())
     for number in range(num_batches):
         worker, node = workers[number % len(workers)]
