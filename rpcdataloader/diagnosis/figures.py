@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median_low
+from statistics import fmean, median_low, pstdev
 
 from rpcdataloader.diagnosis.records import Probe, Records
 from rpcdataloader.wire.stages import Stages
@@ -76,7 +76,8 @@ class Figures:
         lock: Seconds per batch that receivers did not run though bytes were there.
         starved: Share of their time at a reply that receivers waited for its bytes.
         peer_limited: Share of the connections' sending time in which the trainer took no bytes.
-        error: Relative standard error of the task time.
+        spread: Standard deviation of task times over their mean.
+        error: Standard error of that mean, over it.
         slow: A slow node, if there is one.
     """
 
@@ -101,6 +102,7 @@ class Figures:
     lock: float
     starved: float
     peer_limited: float
+    spread: float
     error: float
     slow: SlowNode | None
 
@@ -120,6 +122,7 @@ def measure(records: Records) -> Figures | None:
     tasks = {worker: _usual(recent[1:] or recent) for worker, recent in records.tasks.items()}
     times = [seconds for worker in setup.workers for seconds in tasks.get(worker, ())]
     task = _mean(times)
+    spread = pstdev(times) / task if task else 0.0
     limit = _LATE_FACTOR * task
     usual = [stages for _, stages in known if stages.task <= limit]
     # What is not the worker's own, of requests that did not wait for another one's end there.
@@ -165,7 +168,8 @@ def measure(records: Records) -> Figures | None:
         lock=lock,
         starved=1.0 - min(1.0, (receiving + lock) / present) if present > 0 else 0.0,
         peer_limited=sum(s.peer_limited for _, s in known) / sending if sending else 0.0,
-        error=_spread(times) / math.sqrt(len(times)) if times else 0.0,
+        spread=spread,
+        error=spread / math.sqrt(len(times) or 1),
         slow=slow,
     )
 
@@ -235,12 +239,6 @@ def _stage(seconds: Iterable[float]) -> Stage:
 
 def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else 0.0
-
-
-def _spread(values: Sequence[float]) -> float:
-    """Standard deviation over mean."""
-    mean = fmean(values)
-    return math.sqrt(fmean((value - mean) ** 2 for value in values)) / mean if mean else 0.0
 
 
 def _per_second(amount: float, seconds: float) -> float:

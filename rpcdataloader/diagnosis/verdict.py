@@ -32,9 +32,13 @@ _STALLED, _RUNQUEUE = 0.5, 0.2
 # A slow node is the bound if this share of all capacity is lost there.
 _LOST_TO_NODE = 0.2
 
-# With exactly as many batches per second as the loop takes, it waits now and then, since times vary. In the simulation
-# of tests/simulation/pipeline.py, it waits for less than 5 % of its time with 1.1 to 1.2 of them.
-_LIKELY, _HIGH = 1.15, 1.4
+# With exactly as many batches per second as the loop takes, it waits now and then, since times vary. It waits for less
+# than 5 % of its time with this many more, of which a part goes with the spread of the times: found in simulations, see
+# tests/simulation/test_diagnosis.py.
+_MORE, _MORE_BY_SPREAD, _HIGH = 1.1, 0.25, 1.2
+
+# A window that holds just what the loop takes while a batch is on its way is too small for the same reason.
+_LARGER_WINDOW = 1.4
 
 # Workers that wait for each other's batches, or for a consumer, are at work less than always; below this they are not
 # the bound.
@@ -186,7 +190,7 @@ def _node(figures: Figures) -> tuple[str, dict[str, Value]]:
 def _setting(figures: Figures, records: Records, needed: float) -> dict[str, Value]:
     """The setting that keeps too little in flight, and the value that is enough."""
     setup = records.setup
-    in_flight = _HIGH * needed * figures.latency
+    in_flight = _LARGER_WINDOW * needed * figures.latency
     if figures.limited_by_bytes:
         size = math.ceil(in_flight * figures.size_bytes)
         setting, current = f"max_in_flight_bytes={size}", f"{setup.max_in_flight_bytes}"
@@ -215,7 +219,8 @@ def _more_workers(figures: Figures, num: int, needed: float) -> tuple[tuple[int,
         return None, remedy(None, following, 1.0, allowed)
     each = capacity / max(1, num)
     usual = min(1.0, max(_LEAST_USE, figures.batches / figures.elapsed / capacity))
-    rates = (1 - _HARMLESS) * (1 - 2 * figures.error) * goal, _LIKELY * goal / usual, _HIGH * goal / usual
+    enough = (_MORE + _MORE_BY_SPREAD * figures.spread) * goal / usual
+    rates = (1 - _HARMLESS) * (1 - 2 * figures.error) * goal, enough, _HIGH * enough
     low, likely, high = (max(1, math.ceil(one / each - num)) for one in rates)
     more = low, max(low, likely), max(low, high)
     return more, remedy(more, following, needed / allowed, allowed)

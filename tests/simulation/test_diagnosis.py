@@ -92,28 +92,36 @@ POOLS = [
 ]
 
 
-def check_more_workers(scenario: Scenario, seed: int) -> None:
-    diagnosis = run(scenario, seed)
-    assert diagnosis.more_workers is not None
-    low, likely, high = diagnosis.more_workers
-    assert low <= likely <= high
+def with_more(scenario: Scenario, num_more: int, seed: int) -> float:
+    """The share that the loop waits with more workers."""
     first, *others = scenario.nodes
-    assert run(replace(scenario, nodes=(first + likely, *others)), seed).wait_share < 0.05, diagnosis
-    assert run(replace(scenario, nodes=(first + 2 * low // 3, *others)), seed).wait_share >= 0.05, diagnosis
+    return run(replace(scenario, nodes=(first + num_more, *others), num_batches=800), seed).wait_share
+
+
+def check_more_workers(scenario: Scenario, seeds: range) -> None:
+    """What is likely is enough in 9 of 10 passes, and two thirds of the least are in none."""
+    num_enough = 0
+    for seed in seeds:
+        diagnosis = run(scenario, seed)
+        assert diagnosis.more_workers is not None
+        low, likely, high = diagnosis.more_workers
+        assert low <= likely <= high
+        assert with_more(scenario, 2 * low // 3, seed) >= 0.05, (seed, diagnosis)
+        num_enough += with_more(scenario, likely, seed) < 0.05
+    assert num_enough >= 0.9 * len(seeds)
 
 
 @pytest.mark.parametrize("scenario", POOLS)
 def test_more_workers_are_enough_and_fewer_are_not(scenario):
-    check_more_workers(scenario, 0)
+    check_more_workers(scenario, range(1))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("scenario", POOLS)
 def test_more_workers_are_enough_with_every_seed(scenario, part):
-    for seed in range(10 * part, 10 * part + 10):
-        check_more_workers(scenario, seed)
+    check_more_workers(scenario, range(20 * part, 20 * part + 20))
 
 
 def test_more_workers_are_capped_by_the_next_bound():

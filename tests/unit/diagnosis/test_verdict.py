@@ -27,17 +27,17 @@ SENTENCES = {
     ),
     "workers": (
         SLOW_WORKERS,
-        "The loop waits 50 % of its time for workers, which spend it in fetch (the dataset): 6 more workers (4 to 8) "
+        "The loop waits 50 % of its time for workers, which spend it in fetch (the dataset): 5 more workers (4 to 7) "
         "would end that.",
     ),
     "workers, then the link": (
         {**SLOW_WORKERS, "receive": 0.0019, "receive_cpu": 0.0001},
-        "The loop waits 50 % of its time for workers, which spend it in fetch (the dataset): 6 more workers (4 to 8) "
+        "The loop waits 50 % of its time for workers, which spend it in fetch (the dataset): 5 more workers (4 to 7) "
         "would end that; the link would then be 76 % full.",
     ),
     "workers, up to the link": (
         {**SLOW_WORKERS, "receive": 0.0032, "receive_cpu": 0.0001},
-        "The loop waits 50 % of its time for workers, which spend it in fetch (the dataset): 4 more workers (2 to 5) "
+        "The loop waits 50 % of its time for workers, which spend it in fetch (the dataset): 3 more workers (2 to 5) "
         "would bring it to 313 batches per second, where the link is the next bound.",
     ),
     "workers, as fast as the link": (
@@ -47,18 +47,18 @@ SENTENCES = {
     ),
     "workers, encoding": (
         {**SLOW_WORKERS, "stages": Stages(fetch=0.005, encode=0.015, cpu=0.02)},
-        "The loop waits 50 % of its time for workers, which spend it in encode (pickling): 6 more workers (4 to 8) "
+        "The loop waits 50 % of its time for workers, which spend it in encode (pickling): 5 more workers (4 to 7) "
         "would end that.",
     ),
     "collate": (
         {**SLOW_WORKERS, "stages": Stages(fetch=0.004, collate=0.016, cpu=0.02)},
         "The loop waits 50 % of its time for workers, which spend 80 % of theirs in collate_fn: make it cheaper, or "
-        "6 more workers (4 to 8) would end that.",
+        "5 more workers (4 to 7) would end that.",
     ),
     "storage": (
         {**SLOW_WORKERS, "stages": Stages(fetch=0.019, collate=0.001, cpu=0.004)},
         "The loop waits 50 % of its time for workers, which wait 80 % of theirs for storage: if that can give more, "
-        "6 more workers (4 to 8) would end that.",
+        "5 more workers (4 to 7) would end that.",
     ),
     "oversubscribed": (
         {**SLOW_WORKERS, "stages": Stages(fetch=0.019, collate=0.001, cpu=0.012, runqueue=0.008)},
@@ -176,7 +176,7 @@ def test_numbers_of_a_diagnosis():
     assert diagnosis.wait_share == pytest.approx(0.5)
     assert diagnosis.demand == pytest.approx(400)
     assert diagnosis.capacities == pytest.approx({"workers": 200, "window": 400})
-    assert diagnosis.more_workers == (4, 6, 8)
+    assert diagnosis.more_workers == (4, 5, 7)
     assert diagnosis.stages["fetch"].mean == pytest.approx(0.019)
     assert diagnosis.stages["collate"].p95 == pytest.approx(0.001)
     assert diagnosis.evidence["delivered_rate"] == pytest.approx(200)
