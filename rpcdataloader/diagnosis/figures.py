@@ -54,56 +54,17 @@ class Figures:
     """What follows from the records.
 
     Attributes:
-        batches: Batches in the span.
-        elapsed: Seconds in the span, by now.
-        waited: Seconds in ``next``, as are the following three.
-        blocked: Seconds in which the consumer slept.
-        drawn: Seconds in the sampler.
-        ready: Seconds of ``blocked`` while a later batch was here.
-        size_bytes: Bytes per batch.
+        evidence: Numbers by their names, which end with their units: ``_seconds`` and ``_bytes`` per batch, ``_rate``
+            in batches per second, ``_share`` from 0 to 1.
         stages: Seconds per batch.
         capacities: Batches per second: ``workers``, ``network``, ``trainer``, ``device_copy`` and ``window``, as far as
             they were measured.
-        allowed: Batches that may be undelivered: by the window, or by the bytes.
-        limited_by_bytes: Whether it is the bytes.
-        task: Seconds that a worker is at work on a batch.
-        latency: Seconds from sending a request to its result, without any queue.
-        collate: Share of the task in the collate function.
-        cpu: Share of the task on a CPU.
-        runqueue: Share of the task waiting for a CPU.
-        stalled: Share of the task waiting for something else.
-        receiving: CPU seconds of a receiver per batch.
-        lock: Seconds per batch that receivers did not run though bytes were there.
-        starved: Share of their time at a reply that receivers waited for its bytes.
-        peer_limited: Share of the connections' sending time in which the trainer took no bytes.
-        spread: Standard deviation of task times over their mean.
-        error: Standard error of that mean, over it.
         slow: A slow node, if there is one.
     """
 
-    batches: int
-    elapsed: float
-    waited: float
-    blocked: float
-    drawn: float
-    ready: float
-    size_bytes: float
+    evidence: dict[str, float]
     stages: dict[str, Stage]
     capacities: dict[str, float]
-    allowed: float
-    limited_by_bytes: bool
-    task: float
-    latency: float
-    collate: float
-    cpu: float
-    runqueue: float
-    stalled: float
-    receiving: float
-    lock: float
-    starved: float
-    peer_limited: float
-    spread: float
-    error: float
     slow: SlowNode | None
 
 
@@ -115,63 +76,64 @@ def measure(records: Records) -> Figures | None:
     first, probes, setup = span[0], span[1:], records.setup
     begin, end = first.totals, records.totals
     batches = end.batches - begin.batches
+    # The wait that is going on counts, too.
+    elapsed = records.last - first.delivered + records.waiting
+    waited, blocked = (until - since + records.waiting for since, until in zip(begin[1:3], end[1:3], strict=True))
+    drawn = end.drawn - begin.drawn
     size_bytes = (end.size_bytes - begin.size_bytes) / batches
-    by_bytes = max(1.0, setup.max_in_flight_bytes / size_bytes) if size_bytes else math.inf
-    known = [(probe, probe.stages) for probe in probes if probe.stages is not None]
+    allowed = min(setup.window, max(1.0, ratio(setup.max_in_flight_bytes, size_bytes, math.inf)))
     # The first task of a worker says more about imports and cold caches.
     tasks = {worker: _usual(recent[1:] or recent) for worker, recent in records.tasks.items()}
     times = [seconds for worker in setup.workers for seconds in tasks.get(worker, ())]
     task = _mean(times)
-    spread = pstdev(times) / task if task else 0.0
-    limit = _LATE_FACTOR * task
-    usual = [stages for _, stages in known if stages.task <= limit]
+    known = [(probe, probe.stages) for probe in probes if probe.stages is not None]
     # What is not the worker's own, of requests that did not wait for another one's end there.
     transit = _mean(_usual([p.answered - p.sent - s.task for p, s in known if s.idle > 0]))
     stages = _stages(probes, known, transit)
-    collate, cpu, runqueue, stalled = _shares(usual)
     decode, receiving = _mean([p.decode_cpu for p in probes]), _mean([p.receive_cpu + p.decode_cpu for p in probes])
     lock, present = _mean([p.lock for p in probes]), _mean([p.answered - p.arrived for p in probes])
-    sending = sum(s.sending for _, s in known)
     capacities = {
-        "network": _per_second(batches, end.link - begin.link),
+        "network": ratio(batches, end.link - begin.link, math.inf),
         # Decoding holds the interpreter lock, so receivers take turns; the kernel's copying does not.
-        "trainer": min(_per_second(1, decode), _per_second(max(1, len(setup.workers)), receiving)),
-        "device_copy": _per_second(1, stages["copy"].mean),
+        "trainer": min(ratio(1, decode, math.inf), ratio(max(1, len(setup.workers)), receiving, math.inf)),
+        "device_copy": ratio(1, stages["copy"].mean, math.inf),
     }
     slow, latency = None, 0.0
     if times:
         means = {worker: _mean(tasks.get(worker, ())) or task for worker in setup.workers}
-        capacities["workers"] = sum(_per_second(1, seconds) for seconds in means.values())
         slow = _find_slow(means, setup.workers)
         # What a slow node takes is no reason to keep more in flight.
         latency = transit + (task if slow is None else slow.usual)
-        capacities["window"] = _per_second(min(setup.window, by_bytes), latency)
-    return Figures(
-        batches=batches,
-        elapsed=records.last - first.delivered + records.waiting,
-        waited=end.waited - begin.waited + records.waiting,
-        blocked=end.blocked - begin.blocked + records.waiting,
-        drawn=end.drawn - begin.drawn,
-        ready=end.ready - begin.ready,
-        size_bytes=size_bytes,
-        stages=stages,
-        capacities={name: value for name, value in capacities.items() if value < math.inf},
-        allowed=min(setup.window, by_bytes),
-        limited_by_bytes=by_bytes < setup.window,
-        task=task,
-        latency=latency,
-        collate=collate,
-        cpu=cpu,
-        runqueue=runqueue,
-        stalled=stalled,
-        receiving=receiving,
-        lock=lock,
-        starved=1.0 - min(1.0, (receiving + lock) / present) if present > 0 else 0.0,
-        peer_limited=sum(s.peer_limited for _, s in known) / sending if sending else 0.0,
-        spread=spread,
-        error=spread / math.sqrt(len(times) or 1),
-        slow=slow,
-    )
+        capacities["workers"] = sum(ratio(1, seconds, math.inf) for seconds in means.values())
+        capacities["window"] = ratio(allowed, latency, math.inf)
+    evidence = {
+        "batches": float(batches),
+        "wait_share": ratio(waited, elapsed),
+        "delivered_rate": ratio(batches, elapsed),
+        "demand_rate": ratio(batches, elapsed - waited, math.inf),
+        # The sampler and our own Python run in the consumer's thread, one after the other with the loop: what it would
+        # take if it never slept.
+        "needed_rate": ratio(batches, elapsed - blocked, math.inf),
+        "blocked_seconds": blocked / batches,
+        "draw_seconds": drawn / batches,
+        "own_seconds": max(0.0, waited - blocked - drawn) / batches,
+        "ready_share": ratio(end.ready - begin.ready, blocked),
+        "first_wait_seconds": records.first_wait,
+        "task_seconds": task,
+        "task_spread": ratio(pstdev(times), task) if times else 0.0,
+        "num_tasks": float(len(times)),
+        "latency_seconds": latency,
+        "allowed": float(allowed),
+        "batch_bytes": size_bytes,
+        "receiving_seconds": receiving,
+        "lock_seconds": lock,
+        "starved_share": 1.0 - min(1.0, ratio(receiving + lock, present, 1.0)),
+        "peer_limited_share": ratio(sum(s.peer_limited for _, s in known), sum(s.sending for _, s in known)),
+        "copy_seconds": stages["copy"].mean,
+        **_shares([s for _, s in known if s.task <= _LATE_FACTOR * task]),
+    }
+    capacities = {name: rate for name, rate in capacities.items() if rate < math.inf}
+    return Figures(evidence | {f"{name}_rate": rate for name, rate in capacities.items()}, stages, capacities, slow)
 
 
 def _usual(durations: Sequence[float]) -> list[float]:
@@ -189,11 +151,11 @@ def _find_slow(means: Mapping[int, float], nodes: Mapping[int, str]) -> SlowNode
         return None
     name = max(times, key=lambda node: fmean(times[node]))
     usual = fmean([seconds for worker, seconds in means.items() if nodes[worker] != name])
-    factor = fmean(times[name]) / usual if usual else 1.0
+    factor = ratio(fmean(times[name]), usual, 1.0)
     if factor < _SLOW_FACTOR:
         return None
     healed = [usual if nodes[worker] == name else seconds for worker, seconds in means.items()]
-    return SlowNode(name, factor, usual, sum(_per_second(1, seconds) for seconds in healed))
+    return SlowNode(name, factor, usual, sum(ratio(1, seconds, math.inf) for seconds in healed))
 
 
 def _stages(probes: Sequence[Probe], known: Sequence[tuple[Probe, Stages]], transit: float) -> dict[str, Stage]:
@@ -218,18 +180,16 @@ def _stages(probes: Sequence[Probe], known: Sequence[tuple[Probe, Stages]], tran
     }
 
 
-def _shares(usual: Sequence[Stages]) -> tuple[float, float, float, float]:
+def _shares(usual: Sequence[Stages]) -> dict[str, float]:
     """Of the tasks' time: in collate; on a CPU, waiting for one, and the rest, all 0 if CPU times were not measured."""
     total = sum(s.task for s in usual)
-    if not total:
-        return 0.0, 0.0, 0.0, 0.0
-    collate, cpu, runqueue = (sum(getattr(s, name) for s in usual) / total for name in ("collate", "cpu", "runqueue"))
-    if not cpu + runqueue:
-        return collate, 0.0, 0.0, 0.0
-    runqueue = min(1.0, runqueue)
+    collate, cpu, runqueue = (
+        min(1.0, ratio(sum(getattr(s, name) for s in usual), total)) for name in ("collate", "cpu", "runqueue")
+    )
     # Threads of a dataset may use more CPU time than passes.
     cpu = min(1.0 - runqueue, cpu)
-    return collate, cpu, runqueue, 1.0 - cpu - runqueue
+    stalled = 1.0 - cpu - runqueue if cpu + runqueue else 0.0
+    return {"collate_share": collate, "cpu_share": cpu, "runqueue_share": runqueue, "stalled_share": stalled}
 
 
 def _stage(seconds: Iterable[float]) -> Stage:
@@ -241,5 +201,6 @@ def _mean(values: Sequence[float]) -> float:
     return fmean(values) if values else 0.0
 
 
-def _per_second(amount: float, seconds: float) -> float:
-    return amount / seconds if seconds > 0 else math.inf
+def ratio(part: float, whole: float, otherwise: float = 0.0) -> float:
+    """A quotient; ``otherwise`` if there is nothing to divide by."""
+    return part / whole if whole > 0 else otherwise

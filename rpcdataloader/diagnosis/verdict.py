@@ -12,8 +12,8 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from rpcdataloader.diagnosis.figures import Figures, Stage, measure
-from rpcdataloader.diagnosis.records import Records
+from rpcdataloader.diagnosis.figures import Figures, SlowNode, Stage, measure, ratio
+from rpcdataloader.diagnosis.records import Records, Setup
 from rpcdataloader.diagnosis.words import Value, reason, remedy, say
 
 # A loop that waits less has nothing to gain: measurements of a training vary by more.
@@ -78,23 +78,19 @@ def diagnose(records: Records) -> Diagnosis:
     figures = measure(records)
     if figures is None:
         return _diagnose_start(records)
-    share = _ratio(figures.waited, figures.elapsed)
-    demand = _ratio(figures.batches, figures.elapsed - figures.waited, math.inf)
-    # The sampler and our own Python run in the consumer's thread, one after the other with the loop: what it would take
-    # if it never slept.
-    needed = _ratio(figures.batches, figures.elapsed - figures.blocked, math.inf)
-    evidence = _evidence(figures, share, demand) | {"first_wait_seconds": records.first_wait}
+    evidence: dict[str, Value] = {**figures.evidence}
+    share = figures.evidence["wait_share"]
     more = None
     if share < _HARMLESS:
         total = records.last - records.begun + records.waiting
         bound = "start" if records.first_wait >= _HARMLESS * total > 0 else "none"
     else:
-        bound, details = _find_bound(figures, records, needed)
+        bound, details = _find_bound(figures, records)
         evidence |= details
         if bound == "trainer":
-            evidence["reason"] = reason(str(evidence["part"]), evidence)
+            evidence["reason"] = reason(str(details["part"]), evidence)
         if bound in _OF_WORKERS:
-            more, evidence["remedy"] = _more_workers(figures, len(records.setup.workers), needed)
+            more, evidence["remedy"] = _more_workers(figures, records.setup)
     return Diagnosis(
         wait_share=share,
         bound=bound,
@@ -103,68 +99,67 @@ def diagnose(records: Records) -> Diagnosis:
         more_workers=more,
         stages=figures.stages,
         capacities=figures.capacities,
-        demand=demand,
+        demand=figures.evidence["demand_rate"],
     )
 
 
 def _diagnose_start(records: Records) -> Diagnosis:
     """Too few batches have come for more than a word about the first one."""
-    total = records.last - records.begun + records.waiting
-    waited = records.totals.waited + records.waiting
-    first = records.first_wait if records.totals.batches else records.waiting
-    share = _ratio(waited - first, total - first)
-    evidence: dict[str, Value] = {
-        "wait_share": share,
-        "first_wait_seconds": first,
-        "batches": float(records.totals.batches),
-        "seen": "",
-    }
-    bound = "start" if share < _HARMLESS <= _ratio(first, total) else "none" if share < _HARMLESS else "unclear"
-    return Diagnosis(share, bound, say(bound, evidence), evidence)
+    totals = records.totals
+    total, waited = records.last - records.begun + records.waiting, totals.waited + records.waiting
+    first = records.first_wait if totals.batches else records.waiting
+    share = ratio(waited - first, total - first)
+    bound = "unclear" if share >= _HARMLESS else "start" if ratio(first, total) >= _HARMLESS else "none"
+    evidence: dict[str, Value] = {"wait_share": share, "first_wait_seconds": first, "batches": float(totals.batches)}
+    return Diagnosis(share, bound, say(bound, evidence | {"seen": ""}), evidence)
 
 
-def _find_bound(figures: Figures, records: Records, needed: float) -> tuple[str, dict[str, Value]]:
-    """Name the bound of a loop that waits, and what is to be said of it."""
-    own = max(0.0, figures.waited - figures.blocked - figures.drawn)
-    largest = max(figures.drawn, figures.blocked, own)
-    if largest == figures.drawn:
-        return "sampler", {}
-    if largest == own:
-        return "trainer", {"part": "own", "own_seconds": own / figures.batches}
-    limit = _HEADROOM * needed
-    parts = {name: value for name, value in figures.capacities.items() if name != "window"}
-    lowest = min(parts, key=parts.__getitem__, default="")
-    slowest = parts.get(lowest, math.inf)
-    window = figures.capacities.get("window", math.inf)
+def _find_bound(figures: Figures, records: Records) -> tuple[str, dict[str, Value]]:
+    """Name the bound of a loop that waits, and what else is to be said of it."""
+    evidence, capacities = figures.evidence, figures.capacities
+    own, drawn, blocked = (evidence[f"{part}_seconds"] for part in ("own", "draw", "blocked"))
+    if max(own, drawn) > blocked:
+        return ("sampler", {}) if drawn > own else ("trainer", {"part": "own"})
+    limit = _HEADROOM * evidence["needed_rate"]
+    lowest = min((name for name in capacities if name != "window"), key=capacities.__getitem__, default="")
+    slowest, window = capacities.get(lowest, math.inf), capacities.get("window", math.inf)
+    lock, receiving = evidence["lock_seconds"], evidence["receiving_seconds"]
     if slowest < limit and window >= _WINDOW_MARGIN * slowest:
         if lowest == "workers":
             return _refine_workers(figures, limit)
-        if lowest == "network" and (figures.starved < 0.5 or figures.peer_limited > 0.5):
-            # The link was busy because its bytes were not taken.
-            part = "lock" if figures.lock > figures.receiving else "receive"
+        is_full = evidence["starved_share"] >= 0.5 and evidence["peer_limited_share"] <= 0.5
+        if lowest == "network" and is_full:
+            return "network", {"link_bytes": evidence["batch_bytes"] * slowest}
+        if lowest in ("network", "trainer"):
+            # A link is busy, too, while its bytes are not taken.
+            part = "lock" if lowest == "network" and lock > receiving else "receive"
             return "trainer", {"part": part, "received_rate": slowest}
-        return lowest, {"part": "receive", "received_rate": slowest} if lowest == "trainer" else {}
-    # Bytes that lay here unread for half of the time waited.
-    if figures.lock >= max(figures.receiving, figures.blocked / figures.batches / 2):
+        return lowest, {}
+    # The bytes lay here unread for half of the time waited.
+    if lock >= max(receiving, blocked / 2):
         return "trainer", {"part": "lock"}
     if window < limit:
-        return "window", _setting(figures, records, needed)
-    if figures.ready >= figures.blocked / 2:
+        return "window", _setting(figures, records.setup)
+    if evidence["ready_share"] >= 0.5:
         return _refine_straggler(figures, records)
-    seen = "; ".join(f"{name} could do {rate:,.1f} batches per second" for name, rate in figures.capacities.items())
+    seen = "; ".join(f"{name} could do {rate:,.1f} batches per second" for name, rate in capacities.items())
     return "unclear", {"seen": f": {seen}" if seen else ""}
 
 
 def _refine_workers(figures: Figures, limit: float) -> tuple[str, dict[str, Value]]:
     """What it is about the workers that makes them too slow."""
-    slow, capacity = figures.slow, figures.capacities["workers"]
-    if slow is not None and (slow.capacity >= limit or capacity <= (1 - _LOST_TO_NODE) * slow.capacity):
-        return _node(figures)
-    if figures.runqueue >= _RUNQUEUE:
+    slow, evidence = figures.slow, figures.evidence
+    lost = 0.0 if slow is None else 1.0 - figures.capacities["workers"] / slow.capacity
+    if slow is not None and (slow.capacity >= limit or lost >= _LOST_TO_NODE):
+        return _node(slow)
+    if evidence["runqueue_share"] >= _RUNQUEUE:
         return "oversubscribed", {}
-    if figures.collate >= 0.5:
+    if evidence["collate_share"] >= 0.5:
         return "collate", {}
-    return ("storage", {}) if figures.stalled > _STALLED else ("workers", {})
+    if evidence["stalled_share"] > _STALLED:
+        return "storage", {}
+    slowest = max(("fetch", "collate", "encode"), key=lambda name: figures.stages[name].mean)
+    return "workers", {"stage": {"fetch": "fetch (the dataset)", "encode": "encode (pickling)"}.get(slowest, slowest)}
 
 
 def _refine_straggler(figures: Figures, records: Records) -> tuple[str, dict[str, Value]]:
@@ -174,88 +169,51 @@ def _refine_straggler(figures: Figures, records: Records) -> tuple[str, dict[str
     for wait in records.waits:
         if wait.at > begin:
             seconds[wait.worker, wait.node] += wait.ready
-    total = sum(seconds.values())
-    slow = figures.slow
+    total, slow = sum(seconds.values()), figures.slow
     if slow is not None and sum(late for (_, node), late in seconds.items() if node == slow.name) >= total / 2:
-        return _node(figures)
+        return _node(slow)
     worker, node = max(seconds, key=seconds.__getitem__, default=(-1, "its node"))
-    return "straggler", {"worker": f"{worker}", "node": node, "worst_share": _ratio(seconds[worker, node], total)}
+    return "straggler", {"worker": f"{worker}", "node": node, "worst_share": ratio(seconds[worker, node], total)}
 
 
-def _node(figures: Figures) -> tuple[str, dict[str, Value]]:
-    assert figures.slow is not None
-    return "node", {"node": figures.slow.name, "slow_factor": figures.slow.factor}
+def _node(slow: SlowNode) -> tuple[str, dict[str, Value]]:
+    return "node", {"node": slow.name, "slow_factor": slow.factor}
 
 
-def _setting(figures: Figures, records: Records, needed: float) -> dict[str, Value]:
+def _setting(figures: Figures, setup: Setup) -> dict[str, Value]:
     """The setting that keeps too little in flight, and the value that is enough."""
-    setup = records.setup
-    in_flight = _LARGER_WINDOW * needed * figures.latency
-    if figures.limited_by_bytes:
-        size = math.ceil(in_flight * figures.size_bytes)
-        setting, current = f"max_in_flight_bytes={size}", f"{setup.max_in_flight_bytes}"
+    evidence = figures.evidence
+    in_flight = _LARGER_WINDOW * evidence["needed_rate"] * evidence["latency_seconds"]
+    if evidence["allowed"] < setup.window:
+        setting = f"max_in_flight_bytes={math.ceil(in_flight * evidence['batch_bytes'])}"
+        current = setup.max_in_flight_bytes
     else:
-        factor = math.ceil(in_flight / max(1, len(setup.workers)))
-        setting, current = f"prefetch_factor={factor}", f"{setup.prefetch_factor}"
-    return {"in_flight": in_flight, "setting": setting, "current": current}
+        setting = f"prefetch_factor={math.ceil(in_flight / max(1, len(setup.workers)))}"
+        current = setup.prefetch_factor
+    return {"in_flight": in_flight, "setting": setting, "current": f"{current}"}
 
 
-def _more_workers(figures: Figures, num: int, needed: float) -> tuple[tuple[int, int, int] | None, str]:
+def _more_workers(figures: Figures, setup: Setup) -> tuple[tuple[int, int, int] | None, str]:
     """How many more workers would end the waiting, or bring it to the next bound; and that in words.
 
     At least: as many as make 0.95 of what the loop takes if none of them ever waits, less twice the standard error of
-    the task time. Likely: as many as make a little more than it takes, working as much of the time as they do now.
+    the task time. Likely: as many as make more than it takes, working as much of the time as they do now.
     """
-    # More workers come with a larger window, unless that is one of bytes.
-    others = {
-        name: rate
-        for name, rate in figures.capacities.items()
-        if name != "workers" and (name != "window" or figures.limited_by_bytes)
-    }
+    evidence, num = figures.evidence, len(setup.workers)
+    capacity, needed = figures.capacities["workers"], evidence["needed_rate"]
+    # More workers come with a larger window, unless bytes limit it.
+    others = {name: rate for name, rate in figures.capacities.items() if name not in ("workers", "window")}
+    if evidence["allowed"] < setup.window:
+        others["window"] = figures.capacities["window"]
     following = min(others, key=others.__getitem__, default=None)
     allowed = math.inf if following is None else others[following]
-    goal, capacity = min(needed, allowed), figures.capacities["workers"]
+    goal = min(needed, allowed)
     if math.isinf(goal) or goal < _HEADROOM * capacity < needed:
         return None, remedy(None, following, 1.0, allowed)
-    each = capacity / max(1, num)
-    usual = min(1.0, max(_LEAST_USE, figures.batches / figures.elapsed / capacity))
-    enough = (_MORE + _MORE_BY_SPREAD * figures.spread) * goal / usual
-    rates = (1 - _HARMLESS) * (1 - 2 * figures.error) * goal, enough, _HIGH * enough
-    low, likely, high = (max(1, math.ceil(one / each - num)) for one in rates)
+    usual = min(1.0, max(_LEAST_USE, evidence["delivered_rate"] / capacity))
+    error = ratio(evidence["task_spread"], math.sqrt(evidence["num_tasks"]))
+    enough = (_MORE + _MORE_BY_SPREAD * evidence["task_spread"]) * goal / usual
+    rates = (1 - _HARMLESS) * (1 - 2 * error) * goal, enough, _HIGH * enough
+    low, likely, high = (max(1, math.ceil(rate * num / capacity - num)) for rate in rates)
     more = low, max(low, likely), max(low, high)
     return more, remedy(more, following, needed / allowed, allowed)
-
-
-def _evidence(figures: Figures, share: float, demand: float) -> dict[str, Value]:
-    stages = figures.stages
-    rates = {f"{name}_rate": rate for name, rate in figures.capacities.items()}
-    slowest = max(("fetch", "collate", "encode"), key=lambda name: stages[name].mean)
-    return {
-        "wait_share": share,
-        "batches": float(figures.batches),
-        "delivered_rate": figures.batches / figures.elapsed,
-        "demand_rate": demand,
-        **rates,
-        "blocked_share": _ratio(figures.blocked, figures.waited),
-        "draw_seconds": figures.drawn / figures.batches,
-        "ready_share": _ratio(figures.ready, figures.blocked),
-        "task_seconds": figures.task,
-        "stage": {"fetch": "fetch (the dataset)", "encode": "encode (pickling)"}.get(slowest, slowest),
-        "collate_share": figures.collate,
-        "cpu_share": figures.cpu,
-        "runqueue_share": figures.runqueue,
-        "stalled_share": figures.stalled,
-        "batch_bytes": figures.size_bytes,
-        "link_bytes": figures.size_bytes * figures.capacities.get("network", 0.0),
-        "peer_limited_share": figures.peer_limited,
-        "starved_share": figures.starved,
-        "receiving_seconds": figures.receiving,
-        "lock_seconds": figures.lock,
-        "copy_seconds": stages["copy"].mean,
-        "latency_seconds": figures.latency,
-        "allowed": figures.allowed,
-    }
-
-
-def _ratio(part: float, whole: float, otherwise: float = 0.0) -> float:
-    return part / whole if whole > 0 else otherwise

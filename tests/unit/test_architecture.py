@@ -63,6 +63,7 @@ PURE = {
     "rpcdataloader.plan.streams",
     "rpcdataloader.plan.timeouts",
     "rpcdataloader.diagnosis.figures",
+    "rpcdataloader.diagnosis.recorder",
     "rpcdataloader.diagnosis.records",
     "rpcdataloader.diagnosis.verdict",
     "rpcdataloader.diagnosis.words",

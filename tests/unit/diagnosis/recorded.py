@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rpcdataloader.diagnosis.records import Recorder, Records, Setup
+from rpcdataloader.diagnosis.recorder import Recorder
+from rpcdataloader.diagnosis.records import Records, Setup
 from rpcdataloader.wire.stages import Stages
 
 FOUR = dict.fromkeys(range(4), "node07")

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from rpcdataloader.diagnosis.records import PROBE_INTERVAL, Recorder, Totals
+from rpcdataloader.diagnosis.recorder import PROBE_INTERVAL, Recorder
+from rpcdataloader.diagnosis.records import Totals
 from tests.unit.diagnosis.recorded import make_setup, record
 
 

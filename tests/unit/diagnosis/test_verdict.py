@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from rpcdataloader.diagnosis.records import Recorder
+from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.diagnosis.words import REASONS, WORDS
 from rpcdataloader.wire.stages import Stages
@@ -168,7 +168,7 @@ def test_words_of_each_bound_are_one_sentence_of_plain_text(name):
 def test_diagnosis_cannot_be_changed():
     diagnosis = diagnose(records())
     with pytest.raises(dataclasses.FrozenInstanceError):
-        diagnosis.bound = "workers"  # type: ignore[misc]
+        diagnosis.bound = "workers"
 
 
 def test_numbers_of_a_diagnosis():
