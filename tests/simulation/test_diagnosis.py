@@ -86,7 +86,7 @@ def test_every_bound_but_unclear_has_a_cause():
 POOLS = [
     Scenario(consumer=0.0035),
     Scenario(consumer=0.002),
-    Scenario(nodes=(8, 8), consumer=0.0009, spread=0.4),
+    Scenario(nodes=(8, 8), cpu=0.1, consumer=0.0045, spread=0.4),
     Scenario(nodes=(6,), consumer=0.0025, spread=0.1),
     Scenario(nodes=(4,), cpu=0.004, stall=0.02, consumer=0.003),
 ]
