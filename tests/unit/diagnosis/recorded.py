@@ -18,6 +18,7 @@ def record(
     recorder: Recorder | None = None,
     *,
     now=None,
+    worker=None,
     num_batches=100,
     consumer=0.02,
     blocked=0.0,
@@ -36,12 +37,13 @@ def record(
     slow: dict[int, Stages] | None = None,
     **setup,
 ) -> Recorder:
-    """Deliver batches of workers in turn; after the first window, each is waited for as long."""
+    """Deliver batches of one worker, or of all in turn, which are all waited for as long."""
     recorder = recorder or Recorder(make_setup(**setup), 0.0)
     now = recorder.snapshot().last if now is None else now
-    workers = list(recorder.setup.workers.items())
+    workers = list(recorder.setup.workers) if worker is None else [worker]
     for number in range(num_batches):
-        worker, node = workers[number % len(workers)]
+        worker = workers[number % len(workers)]
+        node = recorder.setup.workers[worker]
         of_worker = (slow or {}).get(worker, stages)
         task = 0.0 if of_worker is None else of_worker.task
         first = first_wait if number == 0 else 0.0

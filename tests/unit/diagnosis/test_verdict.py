@@ -11,7 +11,7 @@ from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.diagnosis.words import REASONS, WORDS
 from rpcdataloader.wire.stages import Stages
-from tests.unit.diagnosis.recorded import make_setup, record, records
+from tests.unit.diagnosis.recorded import TASK, make_setup, record, records
 
 # The loop takes 400 batches per second, and the workers make 200.
 SLOW_WORKERS = {"consumer": 0.0025, "blocked": 0.0025}
@@ -263,15 +263,23 @@ def test_a_pass_without_workers_does_not_fail():
 
 
 def test_first_tasks_of_workers_do_not_count():
-    recorder = record(num_batches=4, first_wait=2.0, stages=Stages(fetch=2.0, cpu=2.0), **SLOW_WORKERS)
+    recorder = record(num_batches=4, first_wait=2.0, stages=Stages(fetch=0.1, cpu=0.1), **SLOW_WORKERS)
     record(recorder, num_batches=100, **SLOW_WORKERS)
     assert diagnose(recorder.snapshot()).capacities["workers"] == pytest.approx(200)
 
 
+def test_worker_that_was_stopped_is_not_slow():
+    recorder = record(num_batches=40, **SLOW_WORKERS)
+    record(recorder, num_batches=1, stages=Stages(fetch=2.0, cpu=0.02), **SLOW_WORKERS)
+    record(recorder, num_batches=59, **SLOW_WORKERS)
+    assert diagnose(recorder.snapshot()).capacities["workers"] == pytest.approx(200)
+
+
 def test_threads_that_use_more_cpu_time_than_passes_are_no_storage():
-    diagnosis = diagnose(records(**SLOW_WORKERS, stages=Stages(fetch=0.02, cpu=0.08)))
+    diagnosis = diagnose(records(**SLOW_WORKERS, stages=Stages(fetch=0.02, cpu=0.08, runqueue=0.002)))
     assert diagnosis.bound == "workers"
-    assert diagnosis.evidence["cpu_share"] == 1.0
+    shares = [diagnosis.evidence[f"{name}_share"] for name in ("cpu", "runqueue", "stalled")]
+    assert shares == pytest.approx([0.9, 0.1, 0.0])
 
 
 def test_workers_without_cpu_times_are_no_storage():
@@ -283,3 +291,47 @@ def test_link_that_the_trainer_does_not_read_is_no_full_link():
     unread = Stages(fetch=0.02, cpu=0.02, sending=0.03, peer_limited=0.02)
     assert diagnose(records(**network, stages=Stages(fetch=0.02, cpu=0.02, sending=0.03))).bound == "network"
     assert diagnose(records(**network, stages=unread)).bound == "trainer"
+
+
+def test_window_is_the_bound_beside_workers_only_if_it_allows_far_less():
+    """With prefetch_factor=1, workers that are the bound rest between two tasks."""
+    options = {"consumer": 0.0025, "blocked": 0.0075, "prefetch_factor": 1, "stages": ALONE}
+    assert diagnose(records(**options, latency=0.02)).bound == "window"
+    assert diagnose(records(**options, latency=0.004)).bound == "workers"
+
+
+TWO_NODES = {0: "node07", 1: "node07", 2: "node08", 3: "node08"}
+SLOW_NODE = {"workers": TWO_NODES, "slow": {2: LATE, 3: LATE}}
+
+
+def test_node_that_costs_a_fifth_is_the_bound_even_if_it_is_not_the_only_one():
+    diagnosis = diagnose(records(**SLOW_NODE, consumer=0.002, blocked=0.01))
+    assert diagnosis.evidence["needed_rate"] == pytest.approx(500)
+    assert diagnosis.bound == "node"
+
+
+def test_node_that_costs_less_is_the_bound_if_the_others_would_be_enough():
+    workers = {**dict.fromkeys(range(7), "node07"), 7: "node08"}
+    slow = {"workers": workers, "slow": {7: Stages(fetch=0.05, cpu=0.05)}}
+    assert diagnose(records(**slow, consumer=1 / 375, blocked=0.001)).bound == "node"
+    assert diagnose(records(**slow, consumer=1 / 500, blocked=0.001)).bound == "workers"
+
+
+@pytest.mark.parametrize(("late", "bound"), [(2, "node"), (0, "straggler")])
+def test_slow_node_is_the_bound_if_the_late_batches_are_its_own(late, bound):
+    recorder = record(**SLOW_NODE, consumer=0.02, num_batches=40)
+    for _ in range(15):
+        for worker in TWO_NODES:
+            blocked = 0.05 if worker == late else 0.0
+            task = LATE if worker > 1 else TASK
+            record(recorder, num_batches=1, worker=worker, stages=task, consumer=0.02, blocked=blocked, ready=blocked)
+    assert diagnose(recorder.snapshot()).bound == bound
+
+
+def test_more_workers_are_needed_if_they_work_less_of_the_time():
+    few, many = (diagnose(records(consumer=0.0025, blocked=blocked)).more_workers for blocked in (0.0025, 0.005))
+    assert few is not None
+    assert many is not None
+    assert few[0] == many[0]
+    assert few[1] < many[1]
+    assert few[2] < many[2]
