@@ -35,7 +35,7 @@ _LOST_TO_NODE = 0.2
 # With exactly as many batches per second as the loop takes, it waits now and then, since times vary. It waits for less
 # than 5 % of its time with this many more, of which a part goes with the spread of the times: found in simulations, see
 # tests/simulation/test_diagnosis.py.
-_MORE, _MORE_BY_SPREAD, _HIGH = 1.1, 0.25, 1.2
+_MORE, _MORE_BY_SPREAD, _HIGH = 1.1, 0.4, 1.2
 
 # A window that holds just what the loop takes while a batch is on its way is too small for the same reason.
 _LARGER_WINDOW = 1.4
