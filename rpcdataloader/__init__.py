@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rpcdataloader.client.refs import RRef
     from rpcdataloader.client.rpc import rpc_async
+    from rpcdataloader.fetch.seeding import get_sample_seed, set_random_seeds
     from rpcdataloader.loader.dataloader import RPCDataloader
     from rpcdataloader.loader.dataset import RPCDataset
-    from rpcdataloader.loader.seeding import get_sample_seed, set_random_seeds
     from rpcdataloader.server.run import run_worker
 
 __version__ = "0.1.0"
@@ -35,10 +35,10 @@ _MODULES = {
     "RPCDataset": "rpcdataloader.loader.dataset",
     "RRef": "rpcdataloader.client.refs",
     "ResumableDistributedSampler": "rpcdataloader.loader.sampler",
-    "get_sample_seed": "rpcdataloader.loader.seeding",
+    "get_sample_seed": "rpcdataloader.fetch.seeding",
     "rpc_async": "rpcdataloader.client.rpc",
     "run_worker": "rpcdataloader.server.run",
-    "set_random_seeds": "rpcdataloader.loader.seeding",
+    "set_random_seeds": "rpcdataloader.fetch.seeding",
 }
 
 

@@ -146,5 +146,6 @@ def _use_workers(prepared: Any, options_of: DataLoader[Any], **changes: Any) -> 
         )
     options = {name: getattr(options_of, name) for name in _OPTIONS if hasattr(options_of, name)}
     prepared.base_dataloader = RPCDataloader(inside.dataset, **_sampling(inside), **{**options, **changes})
-    prepared.dl_state_dict = prepared.base_dataloader.state_dict()
+    if hasattr(prepared.base_dataloader, "state_dict"):  # not without workers
+        prepared.dl_state_dict = prepared.base_dataloader.state_dict()
     return prepared

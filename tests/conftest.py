@@ -249,7 +249,7 @@ def _serve_to_the_end(zygote: Zygote) -> Iterator[QuickServer]:
 @pytest.fixture
 def clean_client() -> Iterator[None]:
     """Close this process's client after the test, and check that no thread, descriptor or process of it is left."""
-    from rpcdataloader.client import pool
+    from rpcdataloader.client import client as pool
 
     pool.close_client()
     before = set(os.listdir("/proc/self/fd"))

@@ -20,12 +20,12 @@ import torch
 
 from rpcdataloader.check.compare import AGAIN, HERE, OTHER_NODE, OTHER_WORKER, SENT, explain, find_differences
 from rpcdataloader.check.probe import Facts, Probe, Timed
+from rpcdataloader.client.client import get_client
 from rpcdataloader.client.discovery import Registered, Remote, Where
-from rpcdataloader.client.pool import get_client
 from rpcdataloader.errors import RemoteTraceback, RPCError
+from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.dataloader import RPCDataloader
 from rpcdataloader.loader.dataset import RPCDataset
-from rpcdataloader.loader.seeding import generators_restored
 
 # Enough to meet what varies from sample to sample; each is loaded five times.
 NUM_COMPARED = 8

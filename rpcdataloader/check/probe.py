@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.check.compare import kind_of
-from rpcdataloader.loader import seeding
+from rpcdataloader.fetch import seeding
 from rpcdataloader.server.datasets import why_not_shared
 from rpcdataloader.server.processes import num_threads, open_files
 from rpcdataloader.wire.pickling import dumps_reply

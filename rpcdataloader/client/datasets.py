@@ -20,15 +20,15 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from rpcdataloader.client.client import get_client
 from rpcdataloader.client.exchange import Answer
-from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.refs import DatasetRef
 from rpcdataloader.client.session import Session
 from rpcdataloader.client.worker import Worker, WorkerOwner
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError, SerializationError
+from rpcdataloader.host.generators import get_states
 from rpcdataloader.wire.buffers import pieces_of
 from rpcdataloader.wire.frames import Message
-from rpcdataloader.wire.generators import get_states
 from rpcdataloader.wire.messages import Build, Call
 from rpcdataloader.wire.picklers import PersistentId
 from rpcdataloader.wire.pickling import Encoded, dumps

@@ -13,11 +13,11 @@ import threading
 import time
 from collections.abc import Mapping
 
-from rpcdataloader.wire import safe_files
+from rpcdataloader.host import safe_files
+from rpcdataloader.host.safe_files import UnsafeFileError
 from rpcdataloader.wire.identity import machine_id
 from rpcdataloader.wire.printable import printable
 from rpcdataloader.wire.registration import MAX_FILE_BYTES, MAX_SILENCE, SUFFIX, Registration
-from rpcdataloader.wire.safe_files import UnsafeFileError
 
 logger = logging.getLogger("rpcdataloader.client")
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.futures import Future
 
 from rpcdataloader.client.alarm import Timer
-from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.client import get_client
 from rpcdataloader.client.refs import RRef
 from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError

@@ -16,12 +16,12 @@ from rpcdataloader.client.exchange import Answer, ClientSettings, log_from_serve
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import Worker, WorkerOwner
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
+from rpcdataloader.host.environment import collect, install, set_rank
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.channel import Channel, open_channel
 from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.environment import collect, install, set_rank
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call, Exited, Stack, Welcome

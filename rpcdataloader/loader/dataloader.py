@@ -13,22 +13,22 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
-from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.loader.copying import find_device
+from rpcdataloader.host.memory import default_in_flight_bytes
+from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
-from rpcdataloader.loader.local import LocalIterator
-from rpcdataloader.loader.memory import default_in_flight_bytes
 from rpcdataloader.loader.placement import Placement, place, prepare, warn_of_few
-from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.ranks import errors_of_rank
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import VERSION, check_state, end_pass, to_state
+from rpcdataloader.loader.tasks import Progress
+from rpcdataloader.wire.slabs import PageablePool
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -177,16 +177,17 @@ class RPCDataloader(DataLoader[_T_co]):
             self.__dict__["persistent_workers"] = persistent_workers
             if isinstance(where, Local) and num_workers:
                 self.check_worker_number_rationality()
+        if type(self) in (RPCDataloader, _LoaderWithoutState):
+            self.__class__ = RPCDataloader if own else _LoaderWithoutState
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
+        if self._where is None:
+            return self._iterate_here()
         settings = self._settings()
         # A state of the beginning has nothing to go on with.
         saved = self._saved if self._saved is not None and "start" in self._saved else None
-        iterator: LocalIterator | RemoteIterator | InlineIterator
-        if self._where is None:
-            going_on = None if saved is None or saved["finished"] else saved
-            iterator = LocalIterator(super().__iter__, settings, self.dataset, going_on)
-        elif not self.persistent_workers:
+        iterator: RemoteIterator | InlineIterator
+        if not self.persistent_workers:
             with errors_of_rank(settings.partition):
                 iterator = self._begin(settings, None if saved is None or saved["finished"] else saved)
         elif self._pass is None or not self._pass.is_usable or saved is not None:
@@ -200,6 +201,11 @@ class RPCDataloader(DataLoader[_T_co]):
         self._progress = settings, iterator.progress
         return iterator
 
+    def _iterate_here(self) -> Iterator[Any]:
+        """torch's own iterator, for ``num_workers=0`` and no workers."""
+        iterator, device = super().__iter__(), find_device(self.device)
+        return iterator if device is None else map(make_carrier(device, PageablePool()).send, iterator)
+
     @property
     def num_skipped(self) -> int:
         """How many samples were skipped (``on_error="skip"``) in what was delivered of the current or the last pass."""
@@ -211,7 +217,11 @@ class RPCDataloader(DataLoader[_T_co]):
         It counts what was delivered, not what is being prefetched, and takes some 25 KB as JSON, mostly the states of
         the global generators when the epoch began, from which samplers draw. The states of samplers and of
         iterable-style datasets that have a ``state_dict()`` of their own are part of it.
+
+        Raises:
+            LocalProtocolError: The loader has no workers (``num_workers=0``).
         """
+        self._check_can_resume()
         if self._progress is None:
             return dict(self._saved or {"version": VERSION})
         return to_state(*self._progress)
@@ -224,15 +234,24 @@ class RPCDataloader(DataLoader[_T_co]):
         the end of an epoch lets the next one begin.
 
         Raises:
+            LocalProtocolError: The loader has no workers (``num_workers=0``).
             TypeError: ``state_dict`` is no mapping.
             ValueError: It belongs to another kind of loader. When iterating: or the sampler is too short for it.
         """
+        self._check_can_resume()
         settings = self._settings()
         check_state(settings, state_dict)
         if state_dict.get("finished"):
             end_pass(settings, state_dict)
         self._saved = copy.deepcopy(state_dict)
         self._progress = None
+
+    def _check_can_resume(self) -> None:
+        if self._where is None:
+            raise _NoStateError(
+                "this loader has no workers, so it is torch's own, which cannot resume: give num_workers=1 or more, or "
+                "workers='inline' to load in this process"
+            )
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -358,6 +377,25 @@ class RPCDataloader(DataLoader[_T_co]):
         iterator = RemoteIterator(settings, dataset, placement, saved, self._reported_length)
         self._current = weakref.ref(iterator)
         return iterator
+
+
+class _NoStateError(LocalProtocolError, AttributeError):
+    """Also what ``hasattr`` expects."""
+
+
+class _LoaderWithoutState(RPCDataloader[_T_co]):
+    """A loader without workers, in which libraries find as little of a state as in torch's own.
+
+    Lightning and torchdata save the state of each loader that has the methods, so a checkpoint would fail. They ask a
+    protocol of :mod:`typing`, which looks at the class before the instance, and for which None is no method.
+    """
+
+    state_dict = load_state_dict = None  # type: ignore[assignment]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("state_dict", "load_state_dict"):
+            self._check_can_resume()
+        return super().__getattribute__(name)
 
 
 def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: int) -> Where | None:

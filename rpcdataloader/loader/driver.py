@@ -14,11 +14,11 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.watcher import Watch
 from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import (
@@ -28,19 +28,18 @@ from rpcdataloader.errors import (
     RPCError,
     RPCTimeoutError,
 )
-from rpcdataloader.loader.answers import Answer, Failure, decode
-from rpcdataloader.loader.bad_samples import Reduced
+from rpcdataloader.fetch.bad_samples import Reduced
+from rpcdataloader.fetch.stream_state import StreamState
+from rpcdataloader.loader.ahead import Ahead
 from rpcdataloader.loader.copying import make_carrier
-from rpcdataloader.loader.executor import Executor, Seat, Sent
-from rpcdataloader.loader.passes import begin_epoch, begin_pass, undone_afterwards
+from rpcdataloader.loader.executor import Executor
+from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass, undone_afterwards
 from rpcdataloader.loader.placement import Placement
-from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.ranks import of_rank
-from rpcdataloader.loader.results import Results, Taken
+from rpcdataloader.loader.seat import Answer, Failure, Seat, Sent, decode
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.stream_state import StreamState
-from rpcdataloader.loader.tasks import Task, describe, load_request
-from rpcdataloader.plan.actions import Action, Open
+from rpcdataloader.loader.tasks import Progress, Task, describe
+from rpcdataloader.plan.actions import Action, Load, Open
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.options import PlanOptions
@@ -62,7 +61,6 @@ class Driver:
     Attributes:
         begun: The pass of this epoch; another object in the next one.
         num_streams: Workers that the pass has begun with.
-        results: What has been answered and is not delivered.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class Driver:
         carrier = None if settings.device is None else make_carrier(settings.device, self._allocator)
         if carrier is not None:
             self._allocator = carrier.allocator
-        self._decode = functools.partial(
+        answering = functools.partial(
             decode,
             allocator=self._allocator,
             iterable=settings.iterable,
@@ -93,10 +91,10 @@ class Driver:
         self._watch: Watch | None = None
         self._drawn: Task | None = None  # from the sampler, and not in the table yet; the consumer's own
         self._condition = threading.Condition()
-        self._executor = Executor(self, settings, dataset, self._allocator, self._condition, self._closed)
+        self._executor = Executor(self, settings, dataset, self._allocator, answering, self._condition, self._closed)
         with undone_afterwards(saved):
             # Guarded by the condition:
-            self.begun = begin_pass(settings, saved)
+            self.begun = begin_pass(settings, saved, makes_requests=True)
             self._streams: list[StreamState] = []  # after the last answer of each
             self._begin_streams()
             self._engine: Engine[Node] = Engine(
@@ -106,9 +104,9 @@ class Driver:
                 describe=describe,
                 turn=self.progress.turn,
             )
-            self.results = Results(self._engine, carrier)
+            self._ahead = None if carrier is None else Ahead(self._engine, carrier)
             self._wakes_at = -math.inf  # when the consumer, if it waits, looks again without being told
-            self._draw(acts=False)
+            self._advance(wants_input=True, acts=False)
         try:
             self._start(placement)
         except BaseException:
@@ -148,11 +146,12 @@ class Driver:
                     self._engine.node_missing(node, ConnectionLostError("it is not there"))
             if placement.register is not None:
                 self._engine.expect_more()
-            actions = self._act()
-        # All before the first is asked for, so that what cannot be pickled is found early.
-        places = [action.place for action in actions if isinstance(action, Open)]
-        openings = {place: self._executor.opening(place) for place in places}
-        self._executor.carry_out(actions, self.begun, openings)
+            todo = self._act()
+        if todo is not None:
+            # All before the first is asked for, so that what cannot be pickled is found early.
+            places = [action.place for action in todo.actions if isinstance(action, Open)]
+            openings = {place: self._executor.opening(place) for place in places}
+            self._executor.carry_out(todo.actions, todo.begun, openings)
         if placement.register is not None:
             known = [node.address for node in (*placement.homes, *placement.others)]
             self._watch = self._client.watch(placement.register, known, self._register_changed)
@@ -167,58 +166,64 @@ class Driver:
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
             with self._condition:
-                taken = self._wait(deadline)
-                if taken is not None:
-                    result, task, stream, copies = taken
-                    del taken
-                    break
-            self._draw()
+                delivery = self._engine.deliver() if self._ahead is None else self._ahead.take()
+                if delivery is None:
+                    self._wait(deadline)
+                wants_input = self._engine.wants_input
+            if delivery is not None:
+                break
+            self._advance(wants_input)
+        task, answer, stream = delivery.payload, delivery.answer, delivery.stream
+        if delivery.condemned is not None:
+            answer = Answer(Failure(ConnectionLostError(delivery.condemned)))
         if stream is None:
             self.progress.delivered(task.number, task.num_samples, task.sampler_state)
         else:
-            self.progress.stream_delivered(*stream)
-        self._draw()
-        if copies is not None:
-            copies.wait()
-        if isinstance(result, Failure):
+            self.progress.stream_delivered(stream, answer.stream)
+        self._advance(wants_input)
+        if answer.copies is not None:
+            answer.copies.wait()
+        if type(answer.result) is Failure:
             try:
-                raise self._explained(result.error, task)
+                raise self._explained(answer.result.error, task)
             finally:
-                del result  # the traceback refers to this frame, and so must nothing else in it refer to the error
-        return result
+                del delivery, answer  # the traceback refers to this frame, which must not refer to the error
+        return answer.result
 
-    def _wait(self, deadline: float | None) -> Taken | None:
-        """Wait for the next batch; None when there is something else to do."""
+    def _wait(self, deadline: float | None) -> None:
+        """Wait until the next batch may be there, or there is something else to do.
+
+        Raises:
+            StopIteration: Everything is delivered.
+            RuntimeError: The deadline is over.
+            BaseException: The pass cannot go on.
+        """
         engine = self._engine
-        while True:
-            if engine.failure is not None:
+        if engine.failure is not None:
+            self.close()
+            raise of_rank(engine.failure.with_traceback(None), self._settings.partition)
+        if engine.is_finished:
+            self.progress.finished = True
+            if not self._settings.persistent_workers:
                 self.close()
-                raise of_rank(engine.failure.with_traceback(None), self._settings.partition)
-            taken: Taken | None = self.results.take()
-            if taken is not None:
-                return taken
-            if engine.is_finished:
-                self.progress.finished = True
-                if not self._settings.persistent_workers:
-                    self.close()
-                raise StopIteration
-            if engine.wants_input:
-                # A stream has ended, and left its place to the others.
-                return None
-            now = time.monotonic()
-            if deadline is not None and deadline <= now:
-                # torch's exception and text, which scripts may look for.
-                label = self._settings.partition.label
-                raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
-            due = engine.due(now)
-            times = [moment for moment in (due, deadline) if moment is not None]
-            self._wakes_at = min(times, default=math.inf)
-            self._condition.wait(self._wakes_at - now if times else None)
-            self._wakes_at = -math.inf
-            now = time.monotonic()
-            if due is not None and due <= now:
-                engine.tick(now)
-                return None
+            raise StopIteration
+        if engine.wants_input:
+            return  # a stream has ended, and left its place to the others
+        now = time.monotonic()
+        if deadline is not None and deadline <= now:
+            # torch's exception and text, which scripts may look for.
+            label = self._settings.partition.label
+            raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
+        due = engine.due(now)
+        self._wakes_at = min(
+            math.inf if due is None else due,
+            math.inf if deadline is None else deadline,
+        )
+        self._condition.wait(None if self._wakes_at == math.inf else self._wakes_at - now)
+        self._wakes_at = -math.inf
+        now = time.monotonic()
+        if due is not None and due <= now:
+            engine.tick(now)
 
     def _explained(self, error: BaseException, task: Task) -> BaseException:
         """The same error, naming the rank; with the last stack, if it is that of a task that took too long."""
@@ -226,53 +231,47 @@ class Driver:
             error = RPCTimeoutError(f"{error}\n{task.stack}")
         return of_rank(error, self._settings.partition)
 
-    def _draw(self, *, acts: bool = True) -> None:
-        """Fill the window from the sampler, which is user code and so runs outside of the lock."""
-        drawing = True
-        while drawing:
-            if self._drawn is None and self._engine.wants_input:
-                self._drawn = self._next_task()
+    def _advance(self, wants_input: bool, *, acts: bool = True) -> None:
+        """Fill the window from the sampler, which is user code and so runs outside of the lock, and do what follows."""
+        while True:
+            if wants_input and self._drawn is None:
+                self._drawn = next(self.begun.source, None)
             with self._condition:
-                # A stream that has ended meanwhile may have left less room.
-                if self._drawn is not None and self._engine.wants_input:
-                    self._engine.add_task(self._drawn)
-                    self._drawn = None
-                drawing = self._engine.wants_input
-                actions, begun = self._act() if acts else (), self.begun
-            self._executor.carry_out(actions, begun)
-
-    def _next_task(self) -> Task | None:
-        """The next task of the sampler; None at its end, which the engine is told."""
-        source = self.begun.source
-        try:
-            indices, position, number = next(source)
-        except StopIteration:
-            with self._condition:
-                self._engine.end_of_input()
-            return None
-        request = last_request = load_request(indices, position, number)
-        if self._settings.marks_last_try:
-            last_request = load_request(indices, position, number, last_try=True)
-        return Task(indices, number, source.num_samples(indices), source.sampler_state, request, last_request)
+                if wants_input:
+                    if self._drawn is None:
+                        self._engine.end_of_input()
+                    elif self._engine.add_task(self._drawn) is not None:
+                        self._drawn = None
+                    # Otherwise a stream that has ended meanwhile has left less room.
+                    wants_input = self._engine.wants_input
+                todo = self._act() if acts else None
+            if todo is not None:
+                self._carry_out(todo)
+            if not wants_input:
+                return
 
     def begin_epoch(self) -> None:
         """Begin another epoch with the same workers."""
-        begun = begin_epoch(self._settings, self.progress.base_seed, self.progress.epoch + 1)
+        begun = begin_epoch(self._settings, self.progress.base_seed, self.progress.epoch + 1, makes_requests=True)
         with self._condition:
-            self.results.clear()
             self._drawn = None
+            if self._ahead is not None:
+                self._ahead.delivery = None
             self.begun = begun
             self._begin_streams()
             self._engine.begin_epoch(time.monotonic(), self.progress.turn)
-            actions = self._act()
-        self._executor.carry_out(actions, begun)
-        self._draw()
+            todo = self._act()
+        if todo is not None:
+            self._carry_out(todo)
+        self._advance(wants_input=True)
 
     def close(self) -> None:
         """End the workers; idempotent."""
         with self._condition:
             self._closed.set()
-            self.results.clear()
+            self._engine.forget_tasks()
+            if self._ahead is not None:
+                self._ahead.delivery = None
             self._condition.notify_all()
         if self._watch is not None:
             self._watch.close()
@@ -286,9 +285,10 @@ class Driver:
             if self._closed.is_set():
                 return
             event(self._engine, time.monotonic())
-            actions, begun = self._act(), self.begun
+            todo = self._act()
             self._condition.notify_all()
-        self._executor.carry_out(actions, begun)
+        if todo is not None:
+            self._carry_out(todo)
 
     def add_nodes(self, nodes: Iterable[Node]) -> None:
         """Let more nodes help from now on; returns at once."""
@@ -331,15 +331,8 @@ class Driver:
         )
         self.feed(lambda engine, now: engine.worker_lost(seat.number, loss, now))
 
-    def replied(self, seat: Seat, sent: Sent, reply: Message | RPCError) -> None:
-        """A worker has answered a request for a task."""
-        if not isinstance(reply, Message):
-            # The worker is lost, which is reported once for all of its requests.
-            return
-        # Not a variable here: the traceback of an exception refers to this frame, and would keep the whole pass.
-        self._take(seat, sent, self._decode(reply))
-
-    def _take(self, seat: Seat, sent: Sent, answer: Answer) -> None:
+    def answered(self, seat: Seat, sent: Sent, answer: Answer) -> None:
+        """A worker has answered a task."""
         if type(answer.result) is Reduced:
             answer.result.where = seat.worker.name
         with self._condition:
@@ -347,38 +340,40 @@ class Driver:
                 return
             # Not before: the numbers of another epoch begin anew.
             seat.sent.pop(sent.number, None)
-            self._answer(self._engine, seat.number, sent, answer)
-            self.results.copy_ahead()
-            actions = self._act()
-            # Waking the consumer for a batch that is not its turn costs two changes of thread.
-            engine = self._engine
-            if self.results.has_next or engine.is_finished or engine.wants_input or self._is_due_earlier():
+            self._tell_engine(seat.number, sent, answer)
+            if self._ahead is not None:
+                self._ahead.send()
+            todo = self._act()
+            if self._wakes_at >= 0 and self._has_news():
                 self._condition.notify()
-        self._executor.carry_out(actions, sent.begun)
+        if todo is not None:
+            self._carry_out(todo)
 
-    def _answer(self, engine: Engine[Node], worker: int, sent: Sent, answer: Answer) -> None:
-        """Give an answer to the engine, and keep it if it counts; with the condition."""
-        now, number = time.monotonic(), sent.number
-        error = answer.result.error if type(answer.result) is Failure else None
-        if self._settings.iterable and answer.stream is None and error is None:
+    def _tell_engine(self, worker: int, sent: Sent, answer: Answer) -> None:
+        engine, now, number = self._engine, time.monotonic(), sent.number
+        if type(answer.result) is Failure:
+            error = answer.result.error
+            if isinstance(error, self._settings.retry_on) and engine.failed(worker, number, error, now):
+                return
+        elif self._settings.iterable and answer.stream is None:
             engine.stream_ended(worker, number, now)
             return
-        may_pass = error is not None and isinstance(error, self._settings.retry_on)
-        if error is not None and may_pass and engine.failed(worker, number, error, now):
-            return
-        if engine.answered(worker, number, size_bytes=answer.size_bytes, task_seconds=answer.seconds, now=now):
-            after = None
-            if self._settings.iterable and (stream := engine.stream_of(number)) is not None:
-                after = stream, answer.stream
-                if answer.stream is not None:
-                    self._streams[stream] = answer.stream
-            self.results.put(number, (answer.result, sent.task, after, answer.movable))
+        stream = engine.stream_of(number) if self._settings.iterable else None
+        counts = engine.answered(
+            worker, number, size_bytes=answer.size_bytes, task_seconds=answer.seconds, now=now, answer=answer
+        )
+        if counts and stream is not None and answer.stream is not None:
+            self._streams[stream] = answer.stream
 
-    def _is_due_earlier(self) -> bool:
-        """Whether the consumer waits, and too long for what the engine will have to do."""
-        if self._wakes_at < 0:
-            return False
-        due = self._engine.due(time.monotonic())
+    def _has_news(self) -> bool:
+        """Whether the consumer, who waits, has something to do: waking it in vain costs two changes of thread."""
+        engine = self._engine
+        if engine.has_deliverable or engine.is_finished or engine.wants_input:
+            return True
+        if self._ahead is not None and self._ahead.delivery is not None:
+            return True
+        # It waits too long for what the engine will have to do.
+        due = engine.due(time.monotonic())
         return due is not None and due < self._wakes_at
 
     def fail(self, error: BaseException) -> None:
@@ -408,13 +403,34 @@ class Driver:
         with self._condition:
             return not self._engine.num_workers and not self._closed.is_set()
 
-    def _act(self) -> Sequence[Action]:
-        """What the engine wants done; with the condition."""
-        if self._closed.is_set():
-            return ()
+    def _act(self) -> _ToDo | None:
+        """What the engine wants done, if anything; with the condition, so tasks are queued as they were decided."""
         actions = self._engine.act(time.monotonic())
-        self._executor.queue(actions, self.begun)
-        return actions
+        if not actions or self._closed.is_set():
+            return None
+        todo = _ToDo([], [], self.begun)
+        for action in actions:
+            if type(action) is not Load:
+                todo.actions.append(action)
+            elif (seat := self._executor.seats.get(action.worker)) is not None:  # or else it was lost in between
+                seat.enqueue(action, self.begun)
+                todo.seats.append(seat)
+        return todo
+
+    def _carry_out(self, todo: _ToDo) -> None:
+        """Do what is to be done; without the condition."""
+        if todo.actions:
+            self._executor.carry_out(todo.actions, todo.begun)
+        for seat in todo.seats:
+            seat.send()
+
+
+class _ToDo(NamedTuple):
+    """Workers that tasks are sent to come last: what is opened, restarted or cancelled is decided before."""
+
+    actions: list[Action]
+    seats: list[Seat]
+    begun: Pass
 
 
 def _plan_options(settings: PassSettings, placement: Placement) -> PlanOptions:

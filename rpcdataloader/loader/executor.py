@@ -1,4 +1,4 @@
-"""Carries out what the engine wants done: requests are sent, workers opened and ended, nodes looked for.
+"""Carries out what the engine wants done beside sending tasks: opens and ends workers, looks for nodes.
 
 Any thread, and never with the pass's condition, so that no thread waits for another one's send. What comes of it is
 told to the driver, in whichever thread notices.
@@ -11,16 +11,14 @@ import functools
 import logging
 import threading
 import weakref
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.exchange import reference_of
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.pool import get_client
-from rpcdataloader.client.worker import Worker
 from rpcdataloader.errors import (
     AuthenticationError,
     ConnectError,
@@ -29,11 +27,12 @@ from rpcdataloader.errors import (
     RemoteProtocolError,
     RPCError,
 )
-from rpcdataloader.loader import remote
+from rpcdataloader.fetch import remote
 from rpcdataloader.loader.passes import Pass, loader_spec
+from rpcdataloader.loader.seat import Answer, Seat
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.tasks import Task, describe
-from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, Restart, Say, Seek
+from rpcdataloader.loader.tasks import describe
+from rpcdataloader.plan.actions import Action, Cancel, Close, End, Open, Restart, Say, Seek
 from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.messages import Call
@@ -55,51 +54,6 @@ class _Opening:
     begun: Pass
 
 
-@dataclass(slots=True)
-class Sent:
-    """A copy of a task that was sent to a worker.
-
-    Attributes:
-        task: What it is a copy of.
-        number: Of the task, in the epoch that ``begun`` is.
-        begun: The pass of that epoch.
-        request: That of the task, or of its last try.
-        request_id: Of its connection; 0 while it is being sent.
-    """
-
-    task: Task
-    number: int
-    begun: Pass
-    request: bytes
-    request_id: int = 0
-
-
-class Seat:
-    """A worker of this pass, and what was sent to it; told by the worker's receiver thread what happens to it."""
-
-    def __init__(self, driver: Driver, number: int) -> None:
-        self.number = number
-        self.worker: Worker  # as soon as it was asked for
-        self.sent: dict[int, Sent] = {}  # and not answered, by task
-        # In the order of the engine's decisions, whichever thread carries them out: a stream's tasks are not swapped.
-        self.queue: deque[Sent] = deque()  # to be sent
-        self.sending = threading.Lock()  # held while it is emptied
-        self._driver = driver
-
-    def worker_ready(self, worker: Worker) -> None:  # noqa: ARG002  there is one
-        self._driver.feed(lambda engine, now: engine.worker_ready(self.number, now))
-
-    def worker_draining(self, worker: Worker) -> None:  # noqa: ARG002
-        self._driver.feed(lambda engine, _now: engine.worker_draining(self.number))
-
-    def worker_lost(self, worker: Worker, error: RPCError) -> None:
-        self._driver.lost(self, worker, error)
-
-    def started(self, reply: Message | RPCError) -> None:
-        """The worker has answered the first request of an epoch."""
-        self._driver.started(self, reply)
-
-
 class Executor:
     """The workers of a pass, and what is done with them.
 
@@ -108,6 +62,7 @@ class Executor:
         settings: The arguments of the loader.
         dataset: What the workers use.
         allocator: Where batches are received.
+        decode: Makes an answer of a reply.
         condition: The pass's own.
         closed: Set when the pass is over.
 
@@ -121,6 +76,7 @@ class Executor:
         settings: PassSettings,
         dataset: RemoteDataset,
         allocator: Allocator,
+        decode: Callable[[Message], Answer],
         condition: threading.Condition,
         closed: threading.Event,
     ) -> None:
@@ -130,6 +86,7 @@ class Executor:
         self._settings = settings
         self._dataset = dataset  # held for as long as there are workers
         self._allocator = allocator
+        self._decode = decode
         self._condition = condition
         self._closed = closed
         self._unwanted: set[int] = set()  # workers that were to be closed before they were asked for
@@ -151,14 +108,6 @@ class Executor:
         for node in list(self._sought):
             node.wake()
 
-    def queue(self, actions: Sequence[Action], begun: Pass) -> None:
-        """Note what each worker is to be sent; with the condition, so that the order is that of the decisions."""
-        for action in actions:
-            if type(action) is Load and (seat := self.seats.get(action.worker)) is not None:
-                task = action.payload
-                request = task.last_request if action.is_last else task.request
-                seat.queue.append(Sent(task, action.number, begun, request))
-
     def carry_out(self, actions: Sequence[Action], begun: Pass, openings: Mapping[int, _Opening] | None = None) -> None:
         """Do what the engine wants; without the condition.
 
@@ -169,9 +118,7 @@ class Executor:
         """
         ends: list[End] = []
         for action in actions:
-            if type(action) is Load:
-                self._load(action.worker)
-            elif isinstance(action, Cancel):
+            if isinstance(action, Cancel):
                 self._cancel(action, begun)
             elif isinstance(action, Open):
                 self._open(action, None if openings is None else openings[action.place])
@@ -189,20 +136,6 @@ class Executor:
                 logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
         if ends:
             self._end(ends, begun)
-
-    def _load(self, worker: int) -> None:
-        seat = self.seats.get(worker)
-        if seat is None:
-            return  # it was lost in between
-        with seat.sending:
-            while seat.queue:
-                sent = seat.queue.popleft()
-                seat.sent[sent.number] = sent
-                complete = functools.partial(self._driver.replied, seat, sent)
-                # Fails where the worker was lost in between, which is about to be reported, and puts the task back.
-                with contextlib.suppress(RPCError):
-                    request_id = seat.worker.submit(sent.request, [], complete, self._allocator, cancellable=True)
-                    sent.request_id = request_id
 
     def _cancel(self, action: Cancel, begun: Pass) -> None:
         seat = self.seats.get(action.worker)
@@ -222,14 +155,8 @@ class Executor:
         if seat is None:
             return
         args = begun.progress.epoch, begun.order.first, begun.order.pipe_seed
-        starting = dumps(Call(remote.start_epoch, args, {}, ordered=True).fields())
-        # Fails where the worker was lost in between, which is about to be reported.
-        with seat.sending, contextlib.suppress(RPCError):
-            # Of the last epoch: the consumer draws for this one when all workers know of it.
-            seat.queue.clear()
-            seat.sent.clear()
-            seat.worker.connection.cancel_all()
-            seat.worker.submit(starting.payload, starting.buffers, seat.started)
+        # The consumer draws for this epoch when all workers know of it.
+        seat.restart(dumps(Call(remote.start_epoch, args, {}, ordered=True).fields()))
 
     def _open(self, action: Open[Node], opening: _Opening | None) -> None:
         """Ask for a worker, if its node is still there."""
@@ -262,7 +189,7 @@ class Executor:
         if action.worker in self._unwanted or not session.is_ready or not self._dataset.is_on(session):
             self._unwanted.discard(action.worker)
             return ConnectionLostError("it is not there any more")
-        seat = Seat(self._driver, action.worker)
+        seat = Seat(self._driver, action.worker, self._allocator, self._decode)
         keep_waiting = self._driver.is_open if action.is_promised else self._driver.is_alone
         seat.worker = self._dataset.open_worker(session, seat, keep_waiting)
         self.seats[action.worker] = seat

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rpcdataloader.loader.answers import pin
-from rpcdataloader.loader.bad_samples import Reduced, account
-from rpcdataloader.loader.batch_loader import BatchLoader
+from rpcdataloader.fetch.bad_samples import Reduced
+from rpcdataloader.fetch.batch_loader import BatchLoader
+from rpcdataloader.fetch.stream_loader import StreamLoader
+from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.copying import make_carrier
 from rpcdataloader.loader.passes import begin_epoch, begin_pass, loader_spec, undone_afterwards, warn_if_longer
-from rpcdataloader.loader.progress import Progress
+from rpcdataloader.loader.seat import pin
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import check_one_stream
-from rpcdataloader.loader.stream_loader import StreamLoader
-from rpcdataloader.loader.stream_state import StreamState
+from rpcdataloader.loader.tasks import Progress, Task
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 
 
@@ -42,7 +42,7 @@ class InlineIterator:
         self._pins = settings.pin_memory and pinned_allocator() is not None
         self._carrier = None if settings.device is None else make_carrier(settings.device, PageablePool())
         if saved is not None:
-            check_one_stream(saved, "workers='inline'")
+            check_one_stream(saved)
         with undone_afterwards(saved):
             self._pass = begin_pass(settings, saved)
         self._begin_streams()
@@ -59,7 +59,7 @@ class InlineIterator:
 
     def __next__(self) -> Any:
         while type(batch := self._load_next()) is Reduced:
-            account(batch, self.progress, self._settings.max_skipped)
+            self.progress.account_reduced(batch, self._settings.max_skipped)
             if not batch.is_empty:
                 batch = batch.batch
                 break
@@ -69,33 +69,31 @@ class InlineIterator:
         return batch if self._carrier is None else self._carrier.send(batch)
 
     def _load_next(self) -> Any:
-        source = self._pass.source
         try:
-            indices, position, number = next(source)
+            task = next(self._pass.source)
         except StopIteration:
             self.progress.finished = True
             raise
         stream: StreamState | None = None
         try:
-            _seconds, batch = self._loader.load(indices, position, number, last_try=True)
+            _seconds, batch = self._loader.load(task.indices, task.position, task.number, last_try=True)
             if self._settings.iterable:
                 batch, stream = batch
         except Exception:
             # It takes the place of the batch. An interrupt does not.
-            self._delivered(indices, number, None)
+            self._delivered(task, None)
             raise
         if self._settings.iterable and stream is None:
             self.progress.finished = True
             raise StopIteration
-        self._delivered(indices, number, stream)
+        self._delivered(task, stream)
         return batch
 
-    def _delivered(self, indices: Any, number: int, stream: StreamState | None) -> None:
+    def _delivered(self, task: Task, stream: StreamState | None) -> None:
         if self._settings.iterable:
             self.progress.stream_delivered(0, stream)
         else:
-            source = self._pass.source
-            self.progress.delivered(number, source.num_samples(indices), source.sampler_state)
+            self.progress.delivered(task.number, task.num_samples, task.sampler_state)
 
     def __len__(self) -> int:
         return len(self._settings.sampler)

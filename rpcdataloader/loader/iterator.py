@@ -6,15 +6,15 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.pool import get_client
-from rpcdataloader.loader.bad_samples import Reduced, account
+from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.passes import warn_if_longer
 from rpcdataloader.loader.placement import Placement
-from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.tasks import Progress
 
 
 class RemoteIterator:
@@ -55,7 +55,7 @@ class RemoteIterator:
             BadSamplesError: More samples were skipped than the loader allows.
         """
         while type(batch := self._driver.next()) is Reduced:
-            account(batch, self.progress, self._max_skipped)
+            self.progress.account_reduced(batch, self._max_skipped)
             if not batch.is_empty:
                 batch = batch.batch
                 break

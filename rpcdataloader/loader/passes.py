@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe
 
-from rpcdataloader.loader.batch_loader import LoaderSpec
-from rpcdataloader.loader.progress import Progress
-from rpcdataloader.loader.seeding import generators_restored
+from rpcdataloader.fetch.batch_loader import LoaderSpec
+from rpcdataloader.fetch.seeding import generators_restored
+from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import capture_start, progress_of, restore_start, sampler_state, skip_delivered
-from rpcdataloader.loader.stream_state import StreamState
-from rpcdataloader.loader.tasks import TaskSource
+from rpcdataloader.loader.tasks import Progress, TaskSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,24 +79,25 @@ def undone_afterwards(saved: Mapping[str, Any] | None) -> contextlib.AbstractCon
     return contextlib.nullcontext() if saved is None or saved["finished"] else generators_restored()
 
 
-def begin_pass(settings: PassSettings, saved: Mapping[str, Any] | None = None) -> Pass:
+def begin_pass(settings: PassSettings, saved: Mapping[str, Any] | None = None, *, makes_requests: bool = False) -> Pass:
     """Begin a pass: iterate over the sampler and draw the base seed, in torch's order.
 
     Args:
         saved: What :func:`to_state` made of the pass to go on with; if that is finished, of the one before, of
             persistent workers.
+        makes_requests: The tasks go to workers.
 
     Raises:
         ValueError: The state does not fit this loader.
     """
     if saved is not None and saved["finished"]:
-        return begin_epoch(settings, saved["base_seed"], saved["epoch"] + 1)
+        return begin_epoch(settings, saved["base_seed"], saved["epoch"] + 1, makes_requests=makes_requests)
     start = capture_start(settings) if saved is None else restore_start(settings, saved)
     order = _order(settings)
     samples = iter(settings.sampler)
     if saved is None:
         progress = Progress(draw_base_seed(settings.generator), 0, start=start)
-        return Pass(_new_source(settings, samples), progress, order)
+        return Pass(_new_source(settings, samples, makes_requests), progress, order)
     if saved["epoch"] == 0:
         # For its effect on the generator; persistent workers draw it once.
         draw_base_seed(settings.generator)
@@ -110,22 +110,29 @@ def begin_pass(settings: PassSettings, saved: Mapping[str, Any] | None = None) -
         number=progress.num_batches,
         position=progress.num_samples,
         leave_out=progress.ahead,
-        sampler_state=get_state,
+        get_state=get_state,
+        makes_requests=makes_requests,
+        marks_last_try=settings.marks_last_try,
     )
     return Pass(source, progress, order)
 
 
-def begin_epoch(settings: PassSettings, base_seed: int, epoch: int) -> Pass:
+def begin_epoch(settings: PassSettings, base_seed: int, epoch: int, *, makes_requests: bool = False) -> Pass:
     """Begin another pass of persistent workers, which keep their base seed as torch's do."""
     start = capture_start(settings)
     order = _order(settings)
-    source = _new_source(settings, iter(settings.sampler))
+    source = _new_source(settings, iter(settings.sampler), makes_requests)
     return Pass(source, Progress(base_seed, epoch, start=start), order)
 
 
-def _new_source(settings: PassSettings, samples: Iterator[Any]) -> TaskSource:
-    get_state = sampler_state(settings, samples)
-    return TaskSource(samples, auto_collation=settings.auto_collation, sampler_state=get_state)
+def _new_source(settings: PassSettings, samples: Iterator[Any], makes_requests: bool) -> TaskSource:
+    return TaskSource(
+        samples,
+        auto_collation=settings.auto_collation,
+        get_state=sampler_state(settings, samples),
+        makes_requests=makes_requests,
+        marks_last_try=settings.marks_last_try,
+    )
 
 
 def _order(settings: PassSettings) -> Order:

@@ -8,10 +8,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Local, Registered, Remote
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.pool import get_client
 from rpcdataloader.client.session import Session
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
 from rpcdataloader.errors import ConnectionLostError, RPCError

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from rpcdataloader.client.sharing import Partition, current_partition
-from rpcdataloader.loader.memory import default_in_flight_bytes
+from rpcdataloader.host.memory import default_in_flight_bytes
 from rpcdataloader.loader.sampler import ResumableDistributedSampler
 
 

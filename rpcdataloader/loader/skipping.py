@@ -46,8 +46,8 @@ def skip(samples: Iterator[Any], sampler: Any, num_batches: int, *, auto_collati
     else:
         source = TaskSource(samples, auto_collation=True)
         num_samples = num_skipped = 0
-        for batch, _position, _number in itertools.islice(source, num_batches):
-            num_samples += source.num_samples(batch)
+        for task in itertools.islice(source, num_batches):
+            num_samples += task.num_samples
             num_skipped += 1
     if num_skipped < num_batches:
         raise ValueError(

@@ -24,14 +24,14 @@ from torch.utils.data import (
 )
 
 from rpcdataloader.client.sharing import current_partition
+from rpcdataloader.fetch.seeding import generators_restored
+from rpcdataloader.fetch.stream_state import StreamState
+from rpcdataloader.host.generators import get_states, set_states, states_from_plain, states_to_plain
 from rpcdataloader.loader.origin import Origin, check_order, check_rank, describe_samplers
-from rpcdataloader.loader.progress import Progress
 from rpcdataloader.loader.sampler import ResumableDistributedSampler, order_of
-from rpcdataloader.loader.seeding import generators_restored
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.skipping import skip
-from rpcdataloader.loader.stream_state import StreamState
-from rpcdataloader.wire.generators import get_states, set_states, states_from_plain, states_to_plain
+from rpcdataloader.loader.tasks import Progress
 
 # 1 knew neither ranks nor samplers.
 VERSION = 2
@@ -143,7 +143,7 @@ def _check_same(what: str, saved: str, here: str) -> None:
         raise ValueError(f"the state is of a loader with {saved}, but the {what} here is {here}")
 
 
-def check_one_stream(saved: Mapping[str, Any], workers: str) -> None:
+def check_one_stream(saved: Mapping[str, Any]) -> None:
     """Check that a single iterator over the dataset can go on from a state.
 
     Raises:
@@ -152,7 +152,7 @@ def check_one_stream(saved: Mapping[str, Any], workers: str) -> None:
     if len(saved["streams"]) > 1 and not saved["finished"]:
         raise ValueError(
             f"the state is of {len(saved['streams'])} workers, and an iterable-style dataset goes on with as many as "
-            f"it began with; {workers} is one"
+            "it began with; workers='inline' is one"
         )
 
 
@@ -262,8 +262,7 @@ def skip_delivered(
         samples, num_samples = skip(
             samples, settings.sampler, saved["num_batches"], auto_collation=settings.auto_collation
         )
-        # Other batch samplers may give generators, whose samples torch's own iterator does not count.
-        if type(settings.sampler) is BatchSampler and num_samples != saved["num_samples"]:
+        if num_samples != saved["num_samples"]:
             raise ValueError(
                 f"the saved pass had delivered {saved['num_samples']} samples in {saved['num_batches']} batches, but "
                 f"the sampler gives {num_samples} in as many now: have dataset, batch size or sampler changed?"
@@ -300,11 +299,11 @@ def _restore_generators(settings: PassSettings, states: Iterable[str]) -> None:
         generator.set_state(_from_hex(state))
 
 
-def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[], Any]:
-    """What to call after each batch, for the state of the sampler; returns None if it has none."""
+def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[], Any] | None:
+    """What to call after each batch, for the state of the sampler; None if it has none."""
     stateful = _stateful(settings, samples)
     if not stateful:
-        return lambda: None
+        return None
     # It may be the object that the sampler goes on changing.
     return lambda: {name: copy.deepcopy(owner.state_dict()) for name, owner in stateful.items()}
 

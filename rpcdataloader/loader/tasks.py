@@ -1,15 +1,18 @@
-"""The tasks of a pass: what a sampler gives, numbered, as requests to workers, and in words."""
+"""What a pass draws from the sampler, numbered and made into requests to workers, and what of it was delivered."""
 
 from __future__ import annotations
 
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from rpcdataloader.loader import remote
-from rpcdataloader.loader.indices import describe_indices
+from rpcdataloader.errors import BadSamplesError
+from rpcdataloader.fetch import remote
+from rpcdataloader.fetch.bad_samples import Reduced
+from rpcdataloader.fetch.indices import describe_indices
+from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import NO_TENSORS, dumps
 
@@ -22,17 +25,20 @@ class Task:
 
     Attributes:
         number: In the whole pass, of which this process may have taken up only the rest.
+        position: Of its first sample in the epoch.
         sampler_state: After this batch, if the sampler has one.
+        request: To a worker; empty where no worker is asked.
         last_request: That of the last try, which may be another one.
         stack: Where the last worker was that took too long.
     """
 
     indices: Any
     number: int
+    position: int
     num_samples: int
-    sampler_state: Any
-    request: bytes
-    last_request: bytes
+    sampler_state: Any = None
+    request: bytes = b""
+    last_request: bytes = b""
     stack: str = ""
 
 
@@ -44,10 +50,9 @@ class TaskSource:
         number: Of the first batch.
         position: Of its first sample.
         leave_out: Numbers of batches that are not needed.
-        sampler_state: Called after each batch.
-
-    Attributes:
-        sampler_state: What it returned last.
+        get_state: Called after each batch, for the state of the sampler; None if it has none.
+        makes_requests: The tasks go to workers.
+        marks_last_try: The last try of a task is another request.
     """
 
     def __init__(
@@ -58,41 +63,52 @@ class TaskSource:
         number: int = 0,
         position: int = 0,
         leave_out: Iterable[int] = (),
-        sampler_state: Callable[[], Any] = lambda: None,
+        get_state: Callable[[], Any] | None = None,
+        makes_requests: bool = False,
+        marks_last_try: bool = False,
     ) -> None:
         self._samples = samples
         self._auto_collation = auto_collation
         self._number = number
         self._position = position
         self._leave_out = frozenset(leave_out)
-        self._get_state = sampler_state
-        self.sampler_state: Any = None
+        self._get_state = get_state
+        self._makes_requests = makes_requests
+        self._marks_last_try = marks_last_try
 
-    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+    def __iter__(self) -> Iterator[Task]:
         return self
 
-    def __next__(self) -> tuple[Any, int, int]:
-        """Indices, position, batch number.
+    def __next__(self) -> Task:
+        """The next task.
 
         Raises:
             StopIteration: The sampler is at its end.
+            ValueError: The indices are large arrays or tensors.
+            SerializationError: They cannot be pickled.
         """
+        num_samples = 1
         while True:
             indices = next(self._samples)
-            if self._auto_collation and not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
-                # A sampler may yield tensors, arrays or generators; torch only iterates over them.
-                indices = list(indices)
+            if self._auto_collation:
+                if not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
+                    # A sampler may yield tensors, arrays or generators; torch only iterates over them.
+                    indices = list(indices)
+                # What is no batch at all is an error where the batch is loaded.
+                num_samples = len(indices) if isinstance(indices, (list, tuple)) else 1
             position, number = self._position, self._number
-            self._position += self.num_samples(indices)
+            self._position += num_samples
             self._number += 1
             if number not in self._leave_out:
-                self.sampler_state = self._get_state()
-                return indices, position, number
-
-    def num_samples(self, indices: Any) -> int:
-        """How many samples a batch has."""
-        # What is no batch at all is an error where the batch is loaded.
-        return len(indices) if self._auto_collation and isinstance(indices, (list, tuple)) else 1
+                break
+        task = Task(indices, number, position, num_samples)
+        if self._get_state is not None:
+            task.sampler_state = self._get_state()
+        if self._makes_requests:
+            task.request = task.last_request = load_request(task)
+            if self._marks_last_try:
+                task.last_request = load_request(task, last_try=True)
+        return task
 
 
 def _pickle_part(value: Any) -> bytes:
@@ -110,21 +126,16 @@ _BEFORE_ARGS = pickle.PROTO + b"\x03" + pickle.MARK + _pickle_part(_LOAD)
 _AFTER_ARGS = b"".join(map(_pickle_part, _OPTIONS)) + pickle.TUPLE + pickle.STOP + NO_TENSORS
 
 
-def load_request(indices: Any, position: int, number: int, *, last_try: bool = False) -> bytes:
-    """The payload of a call of ``remote.load``.
-
-    Raises:
-        ValueError: The indices are large arrays or tensors.
-        SerializationError: They cannot be pickled.
-    """
-    args = (indices, position, number, True) if last_try else (indices, position, number)
+def load_request(task: Task, *, last_try: bool = False) -> bytes:
+    """The payload of a call of ``remote.load``."""
+    args = (task.indices, task.position, task.number, True)[: 4 if last_try else 3]
     try:
-        pickled = _pickle_part(args)
+        pickled = pickle.dumps(args, protocol=3)[2:-1]  # as _pickle_part
         # Not of a class of the training script, which has to be sent along.
         if b"_main__" not in pickled:
             return _BEFORE_ARGS + pickled + _AFTER_ARGS
     except Exception:
-        logger.debug("not for the plain pickler: %r", indices, exc_info=True)
+        logger.debug("not for the plain pickler: %r", task.indices, exc_info=True)
     encoded = dumps(Call(remote.load, args, {}, ordered=True, task=True).fields(), name="indices")
     if encoded.buffers:
         raise ValueError("the sampler yields large tensors or arrays; yield lists of indices")
@@ -134,3 +145,76 @@ def load_request(indices: Any, position: int, number: int, *, last_try: bool = F
 def describe(task: Task) -> str:
     """A batch in an error message."""
     return f"batch {task.number} (indices {describe_indices(task.indices)})"
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a pass has come.
+
+    Attributes:
+        base_seed: Of the pass, or of all passes of persistent workers.
+        epoch: From 0, grows with persistent workers.
+        num_batches: So many were delivered without a gap.
+        num_samples: In them.
+        ahead: Later ones that were delivered too, by number: how many samples they have, and the state of the sampler
+            after them (``in_order=False``).
+        streams: Of an iterable-style dataset, each after the last batch of it that was delivered.
+        turn: The stream whose batch comes next.
+        num_yielded: Batches delivered in this process, without empty ones.
+        num_skipped: Samples that were missing in what was delivered.
+        in_step: No batch was left out as a whole, so that other ranks have delivered batches of the same numbers.
+        finished: Everything was delivered.
+        start: What the pass began with: states of the generators, and rank and samplers.
+        sampler: The last state of a sampler that has one, and how many batches and samples it had given then.
+    """
+
+    base_seed: int
+    epoch: int
+    num_batches: int = 0
+    num_samples: int = 0
+    ahead: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    streams: list[StreamState] = field(default_factory=list)
+    turn: int = 0
+    num_yielded: int = 0
+    num_skipped: int = 0
+    in_step: bool = True
+    finished: bool = False
+    start: dict[str, Any] = field(default_factory=dict)
+    sampler: dict[str, Any] | None = None
+
+    def delivered(self, number: int, num_samples: int, sampler_state: Any = None) -> None:
+        """Batch ``number`` of the sampler was handed to the consumer, or an exception in its place."""
+        self.num_yielded += 1
+        self.ahead[number] = num_samples, sampler_state
+        while self.num_batches in self.ahead:
+            num_samples, sampler_state = self.ahead.pop(self.num_batches)
+            self.num_samples += num_samples
+            self.num_batches += 1
+            if sampler_state is not None:
+                self.sampler = {
+                    "state": sampler_state, "num_batches": self.num_batches, "num_samples": self.num_samples
+                }  # fmt: skip
+
+    def stream_delivered(self, stream: int, state: StreamState | None) -> None:
+        """A batch of a stream was handed to the consumer, or an exception, which has no state."""
+        self.num_yielded += 1
+        self.num_batches += 1
+        if state is not None:
+            self.streams[stream] = state
+        self.turn = stream + 1
+
+    def account_reduced(self, reduced: Reduced, max_skipped: int) -> None:
+        """Count, and report, what is missing in the batch that was delivered last.
+
+        Raises:
+            BadSamplesError: More than ``max_skipped`` samples are missing in this pass.
+        """
+        self.num_skipped += reduced.num_skipped
+        self.num_yielded -= reduced.is_empty
+        self.in_step &= not reduced.is_empty
+        if reduced.num_skipped and self.num_skipped > max_skipped:
+            raise BadSamplesError(
+                f"{self.num_skipped} samples were skipped in this pass, more than max_skipped={max_skipped}; at last "
+                f"{reduced.where} skipped {reduced}"
+            ) from reduced.errors[-1]
+        logger.warning("%s skipped %s" if reduced.num_skipped else "%s: %s", reduced.where, reduced)

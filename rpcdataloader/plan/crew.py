@@ -83,6 +83,10 @@ class Crew(Generic[N]):
     Attributes:
         num_wanted: Workers that there should be.
         roster: Which node each place is at.
+        members: The workers, by number.
+        num_deaths: Workers that have died since the last answer, for which no task is to blame.
+        is_changed: Workers, places or nodes have changed since :meth:`fill_places`.
+        is_stuck: There were too few workers to go on, and none could be opened, when :meth:`fill_places` was called.
     """
 
     def __init__(self, options: PlanOptions, homes: Sequence[N], others: Sequence[N], out: list[Action]) -> None:
@@ -90,11 +94,11 @@ class Crew(Generic[N]):
         self.roster = Roster(homes, others, needs_all=options.is_iterable)
         self._options = options
         self._out = out
-        self._is_changed = True  # workers, places or nodes, since the last look at the roster
+        self.is_changed = True
         # Workers
-        self._members: dict[int, Member[N]] = {}
+        self.members: dict[int, Member[N]] = {}
         self._num_opened = 0
-        self._num_deaths = 0  # for which no task is to blame, since the last answer
+        self.num_deaths = 0
         self._max_deaths = options.max_retries * len(homes)
         self._promised: set[int] = set()  # places whose worker has retired, so that there is room for the next
         # Nodes
@@ -106,37 +110,29 @@ class Crew(Generic[N]):
         self._reasons: dict[N, BaseException] = {}  # why each node is of no use
         self._num_offered = options.num_offered
         # The end
-        self._is_stuck = False  # when fill_places was called last
+        self.is_stuck = False
         self._stuck_since: float | None = None
         self._last_error: BaseException | None = None  # how the last worker ended
 
     # Workers
 
     def __iter__(self) -> Iterator[Member[N]]:
-        return iter(list(self._members.values()))
-
-    def get(self, number: int) -> Member[N] | None:
-        """A worker; None if it is lost."""
-        return self._members.get(number)
+        return iter(list(self.members.values()))
 
     def remove(self, number: int) -> Member[N] | None:
         """A worker is lost; returns what it was, None if that is known already."""
-        self._is_changed = True
-        return self._members.pop(number, None)
+        self.is_changed = True
+        return self.members.pop(number, None)
 
     def reopen(self) -> None:
         """Another epoch begins: every place is needed again."""
         self.roster.reopen()
-        self._is_changed = True
+        self.is_changed = True
 
     def ready(self, worker: Member[N]) -> list[Member[N]]:
         """A worker takes requests; returns those that have stood in for it."""
         self._promised.discard(worker.place)
         return [other for other in self if other.place == worker.place and other.node != worker.node]
-
-    def answered(self) -> None:
-        """A worker has answered something."""
-        self._num_deaths = 0
 
     def open_failed(self, number: int, error: BaseException) -> None:
         """A node was gone before it could be asked for a worker."""
@@ -178,12 +174,12 @@ class Crew(Generic[N]):
 
     def _stand_in(self, place: int) -> N | None:
         """The node of a worker that is at a place while the one at home has not come, or has ended."""
-        members = self._members.values()
+        members = self.members.values()
         return next((other.node for other in members if other.place == place and not other.is_sent_away), None)
 
     def _count_death(self, place: int) -> None:
-        self._num_deaths += 1
-        if self._num_deaths > self._max_deaths:
+        self.num_deaths += 1
+        if self.num_deaths > self._max_deaths:
             self.roster.give_up(place)  # they die before they answer anything
 
     def _tell(self, worker: Member[N], loss: Loss) -> None:
@@ -193,7 +189,7 @@ class Crew(Generic[N]):
         if self.roster.is_home_up(worker.place):
             self.say(f"{loss.error}; another worker starts there")
         else:
-            num_left = sum(other.node not in self._gone for other in self._members.values())
+            num_left = sum(other.node not in self._gone for other in self.members.values())
             self.say(f"going on with {num_left} of {self.num_wanted} workers: {loss.error}")
 
     # Nodes
@@ -206,7 +202,7 @@ class Crew(Generic[N]):
         """Workers can be opened on a node."""
         if node not in self._joining and (node not in self._nodes or self.roster.is_hopeless(node)):
             return  # removed meanwhile
-        self._is_changed = True
+        self.is_changed = True
         self._pauses.pop(node, None)
         if node in self._joining:
             self._join(node, num_offered)
@@ -246,7 +242,7 @@ class Crew(Generic[N]):
             self.say(f"{node} is tried again: {error}")
         self._reasons[node] = error
         self.roster.node_failed(node)
-        self._is_changed = True
+        self.is_changed = True
         self._pauses[node] = min(2 * self._pauses[node], MAX_PAUSE)
         self._out.append(Seek(node, self._pauses[node]))
 
@@ -259,7 +255,7 @@ class Crew(Generic[N]):
         self._joining.discard(node)
         self._reasons[node] = error
         self.roster.node_hopeless(node)
-        self._is_changed = True
+        self.is_changed = True
 
     def add_nodes(self, nodes: Iterable[N]) -> None:
         """More nodes are there for this pass."""
@@ -270,7 +266,7 @@ class Crew(Generic[N]):
                 self._joining.add(node)
                 self._seek(node)
         self.num_wanted = self.roster.num_places
-        self._is_changed = True
+        self.is_changed = True
 
     def remove_nodes(self, nodes: Iterable[N]) -> list[Member[N]]:
         """Nodes are not for this pass any more; returns their workers."""
@@ -281,7 +277,7 @@ class Crew(Generic[N]):
             if node in self._nodes:
                 self.roster.remove(node)
         self.num_wanted = self.roster.num_places
-        self._is_changed = True
+        self.is_changed = True
         return [worker for worker in self if worker.node in gone]
 
     def _seek(self, node: N) -> None:
@@ -291,18 +287,16 @@ class Crew(Generic[N]):
     # What is to be done
 
     def fill_places(self) -> None:
-        """Look for the nodes that are worth it, and open workers, if anything has changed."""
-        if not self._is_changed:
-            return
-        self._is_changed = False
+        """Look for the nodes that are worth it, and open workers; to be called when :attr:`is_changed`."""
+        self.is_changed = False
         for node in self.roster.to_try():
             self._seek(node)
         for place, node in self.roster.to_open():
             self._num_opened += 1
-            self._members[self._num_opened] = Member(self._num_opened, place, node, self._incarnations.get(node))
+            self.members[self._num_opened] = Member(self._num_opened, place, node, self._incarnations.get(node))
             self._out.append(Open(self._num_opened, place, node, place in self._promised))
-        self._is_stuck = self.roster.is_stuck and (not self._members or self._options.is_iterable)
-        if not self._is_stuck:
+        self.is_stuck = self.roster.is_stuck and (not self.members or self._options.is_iterable)
+        if not self.is_stuck:
             self._stuck_since = None  # also if it was not stuck for a moment only
 
     def say(self, text: str, *, is_warning: bool = True) -> None:
@@ -317,7 +311,7 @@ class Crew(Generic[N]):
 
     def stuck_until(self, now: float) -> float | None:
         """When it is of no use to wait for workers any longer; None while there are enough to go on."""
-        if not self._is_stuck:
+        if not self.is_stuck:
             return None
         if self._stuck_since is None:
             self._stuck_since = now

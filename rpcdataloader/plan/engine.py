@@ -13,6 +13,7 @@ means for the task that it was at, and what is tried again.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rpcdataloader.errors import ConnectionLostError
@@ -20,7 +21,7 @@ from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Restart
 from rpcdataloader.plan.batches import BatchTable
 from rpcdataloader.plan.crew import Crew, Loss, Member
 from rpcdataloader.plan.options import PlanOptions
-from rpcdataloader.plan.retries import Condemned, Retries
+from rpcdataloader.plan.retries import Retries
 from rpcdataloader.plan.streams import StreamTable
 from rpcdataloader.plan.table import Table
 
@@ -28,10 +29,20 @@ N = TypeVar("N", bound=Hashable)
 
 
 class Delivery(NamedTuple):
-    """What the consumer gets next: the answer to a task, or an error in its place."""
+    """What the consumer gets next: the answer to a task, or an error in its place.
+
+    Attributes:
+        payload: What was added under the number.
+        answer: What :meth:`Engine.answered` was told; None of a task that is condemned.
+        stream: That it is of, if there are streams.
+        condemned: Text of the error in its place, if the task has killed too many workers.
+    """
 
     number: int
-    condemned: Condemned | None
+    payload: Any
+    answer: Any
+    stream: int | None
+    condemned: str | None
 
 
 class Engine(Generic[N]):
@@ -68,30 +79,23 @@ class Engine(Generic[N]):
     def _begin(self, batch_size_bytes: float, turn: int) -> None:
         options = self._options
         self._retries = Retries(options.max_retries, marks_last_try=options.marks_last_try)
-        self._condemned: dict[int, Condemned] = {}
-        common: dict[str, Any] = {
-            "prefetch_factor": options.prefetch_factor,
-            "in_order": options.in_order,
-            "max_in_flight_bytes": options.max_in_flight_bytes,
-            "batch_size_bytes": batch_size_bytes,
-            "max_retries": options.max_retries,
-            "task_timeout": options.task_timeout,
-        }
-        self._table: Table
+        self._condemned: dict[int, str] = {}
+        self._table: Table[Any]
         if options.is_iterable:
-            self._table = StreamTable(num_streams=options.num_workers, turn=turn, **common)
+            self._table = StreamTable(options, batch_size_bytes, turn)
         else:
-            self._table = BatchTable(num_workers=max(1, self._crew.num_wanted), hedging=True, **common)
+            options = replace(options, num_workers=max(1, self._crew.num_wanted))
+            self._table = BatchTable(options, batch_size_bytes)
 
     # The input and the consumer
 
     @property
     def wants_input(self) -> bool:
-        """Whether :meth:`add_task` is allowed. Stays true until a task is added or delivered, or a stream ends."""
+        """Whether :meth:`add_task` takes a task. Stays true until one is added or delivered, or a stream ends."""
         return self._table.wants_input
 
-    def add_task(self, payload: Any) -> int:
-        """Add what the sampler has given; returns its number."""
+    def add_task(self, payload: Any) -> int | None:
+        """Add what the sampler has given; returns its number, or None if there is no room for it now."""
         return self._table.add_task(payload)
 
     def end_of_input(self) -> None:
@@ -100,7 +104,8 @@ class Engine(Generic[N]):
 
     def stream_of(self, number: int) -> int | None:
         """The stream that a task belongs to, until it is delivered; None where there are no streams."""
-        return self._table.stream_of(number)
+        task = self._table.tasks.get(number)
+        return None if task is None else task.stream
 
     @property
     def has_deliverable(self) -> bool:
@@ -109,11 +114,14 @@ class Engine(Generic[N]):
 
     def deliver(self) -> Delivery | None:
         """Hand the next answer to the consumer; None while it is not there."""
-        number = self._table.pop_deliverable()
-        if number is None:
+        task = self._table.pop_deliverable()
+        if task is None:
             return None
-        self._retries.delivered(number)
-        return Delivery(number, self._condemned.pop(number, None) if self._condemned else None)
+        number, condemned = task.number, None
+        if self._retries.is_needed:
+            self._retries.delivered(number)
+            condemned = self._condemned.pop(number, None)
+        return Delivery(number, task.payload, task.answer, task.stream, condemned)
 
     @property
     def is_finished(self) -> bool:
@@ -124,6 +132,10 @@ class Engine(Generic[N]):
     def num_workers(self) -> int:
         """Workers that take tasks."""
         return sum(worker.has_joined for worker in self._crew)
+
+    def forget_tasks(self) -> None:
+        """Nothing is delivered any more; what was answered is let go."""
+        self._table.forget()
 
     def begin_epoch(self, now: float, turn: int = 0) -> None:
         """Another epoch begins, with the same workers; what was not delivered of the last one is dropped."""
@@ -141,15 +153,19 @@ class Engine(Generic[N]):
 
     # Answers
 
-    def answered(self, worker: int, number: int, *, size_bytes: int, task_seconds: float | None, now: float) -> bool:
+    def answered(
+        self, worker: int, number: int, *, size_bytes: int, task_seconds: float | None, now: float, answer: Any = None
+    ) -> bool:
         """A worker answered a task with a batch, or with an exception that stands.
 
         Returns:
-            Whether the answer is what will be delivered; otherwise it is to be forgotten.
+            Whether ``answer`` is what will be delivered; otherwise it is to be forgotten.
         """
-        counts = self._table.replied(worker, number, size_bytes=size_bytes, task_seconds=task_seconds, now=now)
-        if counts:
-            for loser in self._table.losers(number):
+        table = self._table
+        is_doubled = table.num_doubled > 0  # perhaps this one
+        counts = table.replied(worker, number, size_bytes=size_bytes, task_seconds=task_seconds, now=now, answer=answer)
+        if counts and is_doubled:
+            for loser in table.losers(number):
                 self._out.append(Cancel(loser, number))
         self._copy_ended(worker, number)
         return counts
@@ -166,7 +182,7 @@ class Engine(Generic[N]):
             return False
         if tried_again:
             self._retries.tried_again(number)
-            task = self._describe(self._table.payload(number))
+            task = self._describe(self._table.tasks[number].payload)
             self._crew.say(f"{task} is tried again in {delay:g} s: {type(error).__name__}: {error}")
         self._copy_ended(worker, number)
         return True
@@ -177,9 +193,10 @@ class Engine(Generic[N]):
         self._copy_ended(worker, number)
 
     def _copy_ended(self, number: int, task: int) -> None:
-        self._crew.answered()
-        self._retries.copy_ended(number, task)
-        worker = self._crew.get(number)
+        self._crew.num_deaths = 0
+        if self._retries.is_needed:
+            self._retries.copy_ended(number, task)
+        worker = self._crew.members.get(number)
         if worker is not None and worker.is_sent_away:
             self._close_idle(worker)
 
@@ -187,7 +204,7 @@ class Engine(Generic[N]):
 
     def worker_ready(self, number: int, now: float) -> None:
         """A worker takes requests."""
-        worker = self._crew.get(number)
+        worker = self._crew.members.get(number)
         if worker is None or worker.is_closed:
             return
         for other in self._crew.ready(worker):
@@ -197,7 +214,7 @@ class Engine(Generic[N]):
 
     def worker_at_work(self, number: int) -> None:
         """A worker has answered the first request of this epoch."""
-        worker = self._crew.get(number)
+        worker = self._crew.members.get(number)
         if worker is not None:
             worker.is_at_work = True
             if worker.is_sent_away:
@@ -205,7 +222,7 @@ class Engine(Generic[N]):
 
     def worker_draining(self, number: int) -> None:
         """A worker answers what it has, and takes no more."""
-        worker = self._crew.get(number)
+        worker = self._crew.members.get(number)
         if worker is not None:
             self._drain(worker)
 
@@ -252,7 +269,7 @@ class Engine(Generic[N]):
     def _leave(self, worker: int, how: str, now: float, died: bool) -> bool:
         """What a worker that took tasks had goes to others; returns whether the one that it was at is to blame."""
         number = self._table.running(worker)
-        self._interrupted = "" if number is None else self._describe(self._table.payload(number))
+        self._interrupted = "" if number is None else self._describe(self._table.tasks[number].payload)
         for lost in self._table.in_flight(worker):
             self._retries.copy_ended(worker, lost)
         self._table.worker_left(worker, now)
@@ -261,7 +278,7 @@ class Engine(Generic[N]):
         killed = self._retries.died(number, how)
         if self._table.blame(number):
             text = f"{self._interrupted} has ended {len(killed)} workers in a row: {'; '.join(killed)}"
-            self._condemned[number] = Condemned(text, self._table.payload(number), self._table.stream_of(number))
+            self._condemned[number] = text
         return True
 
     # Nodes
@@ -319,14 +336,16 @@ class Engine(Generic[N]):
 
     def act(self, now: float) -> list[Action]:
         """What is to be done after the last events, each thing once."""
-        self._crew.fill_places()
-        while (assigned := self._table.assign(now)) is not None:
+        if self._crew.is_changed:
+            self._crew.fill_places()
+        table, out = self._table, self._out
+        while (assigned := table.assign(now)) is not None:
             worker, number = assigned
-            is_last = self._retries.sent(worker, number)
-            self._out.append(Load(worker, number, self._table.payload(number), is_last))
-        out = self._out[:]
-        self._out.clear()
-        return out
+            is_last = self._retries.is_needed and self._retries.sent(worker, number)
+            out.append(Load(worker, number, table.tasks[number].payload, is_last))
+        actions = out[:]
+        out.clear()
+        return actions
 
     def tick(self, now: float) -> None:
         """Time has passed: end what is late, and give up when waiting is of no use any more."""
@@ -339,5 +358,8 @@ class Engine(Generic[N]):
 
     def due(self, now: float) -> float | None:
         """When to call :meth:`tick` and :meth:`act` again if nothing happens before; None for never."""
-        times = [time for time in (self._table.due(now), self._crew.stuck_until(now)) if time is not None]
-        return min(times, default=None)
+        due = self._table.due(now)
+        stuck_until = self._crew.stuck_until(now) if self._crew.is_stuck else None
+        if due is None or stuck_until is None:
+            return stuck_until if due is None else due
+        return min(due, stuck_until)

@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
 # Seconds until a batch is tried again after an exception that may pass: the first time, and at most.
 RETRY_PAUSE = 0.5
 MAX_RETRY_PAUSE = 30.0
-
-
-class Condemned(NamedTuple):
-    """A task that has killed too many workers: an error with this text is delivered in its place."""
-
-    text: str
-    payload: Any
-    stream: int | None
 
 
 @dataclass(slots=True)
@@ -27,16 +18,20 @@ class _Trouble:
 
 
 class Retries:
-    """The tasks of one epoch that have failed. Costs nothing while none has.
+    """The tasks of one epoch that have failed.
 
     Args:
         max_retries: Tries after an exception that may pass.
         marks_last_try: The last try is another request than those before.
+
+    Attributes:
+        is_needed: Something has failed in this epoch. Before, nobody need tell what is sent, answered and delivered.
     """
 
     def __init__(self, max_retries: int, *, marks_last_try: bool) -> None:
         self._max_retries = max_retries
         self._marks_last_try = marks_last_try
+        self.is_needed = False
         self._troubles: dict[int, _Trouble] = {}
         self._last_copies: set[tuple[int, int]] = set()  # those sent as the last try; by worker and task
 
@@ -52,17 +47,17 @@ class Retries:
 
     def tried_again(self, number: int) -> None:
         """A task that has failed is tried again."""
-        self._troubles.setdefault(number, _Trouble()).num_retries += 1
+        self._get(number).num_retries += 1
 
     def died(self, number: int, how: str) -> list[str]:
         """A worker died at a task; returns how all of them did."""
-        killed = self._troubles.setdefault(number, _Trouble()).killed
+        killed = self._get(number).killed
         killed.append(how)
         return killed
 
     def sent(self, worker: int, number: int) -> bool:
         """A copy of a task goes to a worker; returns whether it is the last try."""
-        trouble = self._troubles.get(number) if self._troubles else None
+        trouble = self._troubles.get(number)
         if trouble is None or trouble.num_retries < self._max_retries:
             return False
         self._last_copies.add((worker, number))
@@ -70,10 +65,12 @@ class Retries:
 
     def copy_ended(self, worker: int, number: int) -> None:
         """A copy of a task was answered, or is lost with its worker."""
-        if self._last_copies:
-            self._last_copies.discard((worker, number))
+        self._last_copies.discard((worker, number))
 
     def delivered(self, number: int) -> None:
         """A task is done."""
-        if self._troubles:
-            self._troubles.pop(number, None)
+        self._troubles.pop(number, None)
+
+    def _get(self, number: int) -> _Trouble:
+        self.is_needed = True
+        return self._troubles.setdefault(number, _Trouble())

@@ -15,8 +15,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.host.generators import set_states
 from rpcdataloader.server.processes import memory_of_its_own, num_threads, open_files
-from rpcdataloader.wire.generators import set_states
 from rpcdataloader.wire.pickling import loads
 from rpcdataloader.wire.slabs import Block
 

@@ -1,4 +1,4 @@
-"""The node server that a trainer runs for itself. Started by :mod:`rpcdataloader.client.local`, ends with it."""
+"""The node server that a trainer runs for itself. Started by :mod:`rpcdataloader.client.local_server`, ends with it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ from rpcdataloader.server.loop import Loop
 from rpcdataloader.server.output import redirect_output, tell_client, tell_nobody
 from rpcdataloader.server.processes import fork, name_process
 from rpcdataloader.server.stack_desk import ForkedWorker, StackDesk
-from rpcdataloader.server.stacks import StackPipe, StackReader, dump_stacks_on_signal
+from rpcdataloader.server.stacks import StackPipe, dump_stacks_on_signal
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
@@ -282,7 +282,7 @@ class Session:
                 return
             failed.pop_all()
             self._node.send(WorkerForked(number), [read_end])
-        reader = StackReader(process.pid, stacks.become_session())
+        reader = stacks.become_session(process.pid)
         worker = ForkedWorker(number, peer, process, ours, reader, time.monotonic() + HANDSHAKE_TIMEOUT)
         self._workers[number] = worker
         self._loop.watch(ours.fileno(), lambda: self._on_worker(worker))
@@ -349,8 +349,6 @@ class Session:
         if not worker.stack.read():
             # Its code has closed the pipe, or it ends.
             self._loop.unwatch(worker.stack.fileno())
-        elif not worker.stack.is_asked:
-            worker.stack.expect()
 
     def _pause(self) -> float | None:
         """Seconds until something is due."""

@@ -1,10 +1,12 @@
 """Where the Python code of a worker is, also while it hangs.
 
-``faulthandler`` writes the stacks from a signal handler in C, so no thread of the worker has to get on, and none needs
-the interpreter lock. They go into a pipe that the session reads. A process that is stopped runs no handler; of that
-one, and of one whose code has taken the signal, the session can tell what the kernel says.
+A thread of the worker waits until the session asks, and writes the stacks into a pipe that the session reads. It has
+the interpreter lock then, so no frame moves. A signal handler has no lock. It may find frames that are half made, also
+those of its own thread, and ends the process by SIGSEGV once in some hundred times.
 
-The signal is SIGQUIT, which means the same to a Java or Go program. Neither torch nor multiprocessing uses it.
+C code may keep the lock, though. When the thread has waited long for it, a signal handler of ``faulthandler`` writes
+the stacks after all: no frame moves as long as that C code runs. A stopped process runs no handler; the session tells
+what the kernel says of it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import operator
 import os
 import signal
 import threading
@@ -19,44 +22,57 @@ import time
 
 from rpcdataloader.server.tracebacks import arrange
 
+# By hand: the stacks go into the log. It means the same to a Java or Go program, and neither torch nor multiprocessing
+# uses it.
 STACK_SIGNAL = signal.SIGQUIT
+
+# What the session sends where C code keeps the interpreter lock. The last of the real-time signals: libraries that want
+# one for themselves begin with the first.
+LOCKED_SIGNAL = signal.SIGRTMAX
 
 # A worker writes its stacks in less than a millisecond, once the kernel lets it run.
 STACK_TIMEOUT = 1.0
 
-# How often to see whether a worker has finished writing (in seconds); nothing says so by itself.
-STACK_LOOK_INTERVAL = 0.005
+# For so long the lock must be kept: Python code hands it on after 5 ms when another thread waits.
+LOCK_TIMEOUT = 0.5
 
-# How often nothing must be under way, as far as the kernel says, before that is believed: between taking a signal off
-# the pending ones and blocking it for its handler, a thread looks as if it had never got one.
-QUIET_LOOKS = 2
-QUIET_LOOKS_WITHOUT_DUMP = 20
+# How often to see whether a worker is done (in seconds), as nothing says that it never will be.
+STACK_LOOK_INTERVAL = 0.005
 
 # What is kept of one dump, and as much as a pipe holds.
 MAX_DUMP = 65536
 
-_STOPPED = ("T", "t")
+# Around the stacks that the thread writes; faulthandler writes ASCII, and signals have smaller numbers.
+_BEGIN, _END = b"\xfe", b"\xff"
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _libc = ctypes.CDLL(None)
 
 
 def dump_stacks_on_signal(descriptor: int) -> None:
-    """Let this process write the stacks of all threads to ``descriptor`` when it gets the signal."""
-    faulthandler.register(STACK_SIGNAL, descriptor, all_threads=True)
+    """Let this process, a session, write its stacks to ``descriptor`` when it gets the signal.
+
+    It has no second thread, so this is for Python code, and for system calls that Python makes.
+    """
+    signal.signal(STACK_SIGNAL, lambda *_: faulthandler.dump_traceback(descriptor))
     # Somebody above us may have blocked it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
 
 
 class StackPipe:
-    """A pipe for the stacks of one worker; made before the fork.
+    """What a worker and its session need for the stacks; made before the fork.
 
     Raises:
         OSError: No descriptor is left.
     """
 
     def __init__(self) -> None:
-        self._read_end, self._write_end = os.pipe()
+        self._request = os.eventfd(0)
+        try:
+            self._read_end, self._write_end = os.pipe()
+        except OSError:
+            os.close(self._request)
+            raise
         # Neither side ever waits: what the pipe does not hold is lost.
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)
@@ -64,17 +80,33 @@ class StackPipe:
     def become_worker(self) -> None:
         """In the fork: write there from now on."""
         os.close(self._read_end)
-        dump_stacks_on_signal(self._write_end)
+        faulthandler.register(LOCKED_SIGNAL, self._write_end, all_threads=True)
+        # The number of the signal goes into the pipe, without the lock, and the session asks then. The handler does
+        # nothing. It is in C, as a Python function would stand in the stack.
+        signal.signal(STACK_SIGNAL, operator.is_)
+        signal.siginterrupt(STACK_SIGNAL, False)
+        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL, LOCKED_SIGNAL])
+        threading.Thread(target=self._answer, name="rpcdl-stacks", daemon=True).start()
 
-    def become_session(self) -> int:
-        """In the parent: keep the end that is read, which the caller owns then."""
+    def _answer(self) -> None:
+        while True:
+            os.eventfd_read(self._request)
+            # The pipe may be full, or closed by code that closes what it does not know.
+            with contextlib.suppress(OSError):
+                os.write(self._write_end, _BEGIN)
+                faulthandler.dump_traceback(self._write_end)
+                os.write(self._write_end, _END)
+
+    def become_session(self, pid: int) -> StackReader:
+        """In the parent: read what the worker ``pid`` writes."""
         os.close(self._write_end)
-        return self._read_end
+        return StackReader(pid, self._read_end, self._request)
 
     def close(self) -> None:
-        """Close both ends, if there was no fork."""
-        os.close(self._read_end)
-        os.close(self._write_end)
+        """Close everything, if there was no fork."""
+        for descriptor in self._request, self._read_end, self._write_end:
+            os.close(descriptor)
 
 
 class StackReader:
@@ -83,16 +115,18 @@ class StackReader:
     Args:
         pid: Process id of the worker, a child of this process that only this process reaps.
         descriptor: The end of the pipe that is read; owned by this object.
+        request: The eventfd that the worker waits for; owned by this object.
     """
 
-    def __init__(self, pid: int, descriptor: int) -> None:
+    def __init__(self, pid: int, descriptor: int, request: int) -> None:
         self._pid = pid
         self._descriptor = descriptor
+        self._request = request
         self._dump = bytearray()
         self._deadline: float | None = None  # of the dump under way
-        self._num_quiet = 0  # looks in a row
-        self._thread = pid  # the one that writes it
-        self._why_none = ""
+        self._is_signalled = False
+        self._ticks: dict[int, int] = {}  # of each thread, when it was asked
+        self._is_closed = False
         self._state = ""
 
     def fileno(self) -> int:
@@ -105,101 +139,100 @@ class StackReader:
         return self._deadline is not None
 
     def ask(self) -> None:
-        """Send the signal, unless a dump is under way."""
+        """Let the worker write its stacks, unless it is at it."""
         if self.is_asked:
             return
+        self._deadline = time.monotonic() + STACK_TIMEOUT
         self.read()
         self._dump.clear()
-        self.expect()
-        self._thread = self._choose_thread()
-        status = _status(self._pid, self._thread)
-        if not _has_signal(status, "SigCgt"):
-            # Without a handler the signal would end it.
-            self._why_none = f"its code has removed the handler of {STACK_SIGNAL.name}"
-        else:
-            _send_to_thread(self._pid, self._thread)
-
-    def expect(self) -> None:
-        """Somebody else has sent the signal, by hand."""
-        self._deadline = time.monotonic() + STACK_TIMEOUT
-        self._num_quiet = 0
-        self._thread = self._pid
-        self._why_none = ""
-        # Now, as a signal wakes it up for a moment.
+        self._is_signalled = False
         self._state = _describe(self._pid)
+        self._ticks = {thread: _ticks(self._pid, thread) for thread in _threads(self._pid)}
+        os.eventfd_write(self._request, 1)
 
     def read(self) -> bool:
-        """Take what is in the pipe; returns False when nobody can write to it any more."""
+        """Take what is in the pipe, perhaps a request made by hand; False when it is closed at the other end."""
         try:
             data = os.read(self._descriptor, MAX_DUMP)
         except BlockingIOError:
             return True
         self._dump += data[: MAX_DUMP - len(self._dump)]
+        self._is_closed = not data
+        if STACK_SIGNAL in data:
+            self.ask()
         return bool(data)
 
     def is_done(self) -> bool:
-        """Whether there is no more to come."""
+        """Whether there is no more to come. Asks the kernel for help if the worker takes long."""
         assert self._deadline is not None
-        if self._why_none or time.monotonic() > self._deadline:
-            return True
-        status = _status(self._pid, self._thread)
-        if not status or _letter(status) in _STOPPED:
-            return True
-        # While a handler runs, the kernel blocks its signal in that thread.
-        is_under_way = any(_has_signal(status, field) for field in ("SigPnd", "ShdPnd", "SigBlk"))
-        self._num_quiet = 0 if is_under_way else self._num_quiet + 1
         self.read()
-        return self._num_quiet >= (QUIET_LOOKS if self._dump else QUIET_LOOKS_WITHOUT_DUMP)
+        remaining = self._deadline - time.monotonic()
+        if self._written() is not None or self._is_closed or remaining < 0:
+            return True
+        if remaining < STACK_TIMEOUT - LOCK_TIMEOUT and not self._is_signalled:
+            self._is_signalled = self._signal()
+        return _letter(_status(self._pid, self._pid)) in "TtZX"
 
     def take(self) -> str:
         """What the worker does, as text: its state, and the stacks or why there are none."""
-        self.read()
         self._deadline = None
-        dump = self._dump.decode(errors="replace")
-        self._dump.clear()
+        dump = self._written() or self._dump
         # A fork has the main thread's identifier from its parent.
-        stacks = arrange(dump, threading.get_ident(), _PACKAGE)
+        stacks = arrange(dump.decode("ascii", "replace"), threading.get_ident(), _PACKAGE)
         return f"state: {self._state}\n{stacks or 'no Python stack: ' + self._explain()}"
 
+    def _written(self) -> bytearray | None:
+        """What the worker's thread has written last; None if that is not all."""
+        _before, begin, rest = self._dump.rpartition(_BEGIN)
+        stacks, end, _after = rest.partition(_END)
+        return stacks if begin and end else None
+
     def _explain(self) -> str:
-        if self._why_none:
-            return self._why_none
-        status = _status(self._pid, self._thread)
-        if _letter(status) in "ZX":
+        letter = _letter(_status(self._pid, self._pid))
+        if letter in "ZX":
             return "it has ended"
-        if _letter(status) in _STOPPED:
-            return "it is stopped, and runs no signal handler before it gets SIGCONT"
-        if _letter(status) == "D":
+        if letter in "Tt":
+            return "it is stopped, and runs nothing before it gets SIGCONT"
+        if self._is_closed:
+            return "its code has closed the pipe"
+        if letter == "D":
             return "it waits in the kernel, and no signal reaches it"
-        if _has_signal(status, "SigBlk"):
-            return f"its code blocks {STACK_SIGNAL.name}"
-        if any(_has_signal(status, field) for field in ("SigPnd", "ShdPnd")):
-            return f"it did not get to run within {STACK_TIMEOUT:g} s"
-        return f"its code has taken over {STACK_SIGNAL.name}, or closed the pipe"
+        return f"it did not let another of its threads run within {STACK_TIMEOUT:g} s"
 
-    def _choose_thread(self) -> int:
-        """The main thread, if it can run a handler.
+    def _signal(self) -> bool:
+        """Let a signal handler write the stacks; returns False if it is not safe now, or no thread runs one.
 
-        Else, as when it waits for a file server that does not answer, another one: the main thread's stack stands still
-        then, and can be read from there. Not while it runs: frames that come and go cannot be read safely.
+        If one thread has run since the worker was asked, it has the lock, and stays in its C code while its handler
+        runs. If two have, the lock may go from one to the other, and the machine is slow. If none has, the one with the
+        lock sleeps. It may be unable to run a handler, as when it waits for a file server that does not answer; then
+        any other will do.
         """
-        if _letter(_status(self._pid, self._pid)) == "R":
-            return self._pid
-        for thread in _threads(self._pid):
-            status = _status(self._pid, thread)
-            if _letter(status) != "D" and not _has_signal(status, "SigBlk"):
-                return thread
-        return self._pid
+        threads = {thread: _status(self._pid, thread) for thread in _threads(self._pid)}
+        busy = [
+            thread
+            for thread, status in threads.items()
+            if _letter(status) == "R" or _ticks(self._pid, thread) > self._ticks.get(thread, 0) + 1
+        ]
+        if len(busy) > 1:
+            return False
+        for thread in busy or threads:
+            status = threads[thread]
+            # Without a handler the signal would end it.
+            if _letter(status) != "D" and _has_signal(status, "SigCgt") and not _has_signal(status, "SigBlk"):
+                _send_to_thread(self._pid, thread)
+                return True
+        return False
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Give the descriptors back."""
         os.close(self._descriptor)
+        os.close(self._request)
 
 
 def _threads(pid: int) -> list[int]:
-    """Oldest first, so beginning with the main one; empty when the process is gone."""
+    """Oldest first, but the main one last, which runs user code; empty when the process is gone."""
     with contextlib.suppress(OSError):
-        return sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda thread: (thread != pid, thread))
+        return sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda thread: (thread == pid, thread))
     return []
 
 
@@ -210,12 +243,20 @@ def _status(pid: int, thread: int) -> dict[str, str]:
     return {}
 
 
+def _ticks(pid: int, thread: int) -> int:
+    """CPU time of a thread, in units of mostly 10 ms: a thread that only waits for the lock takes less than two."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat", errors="replace") as file:
+        fields = file.read().rpartition(") ")[2].split()
+        return int(fields[11]) + int(fields[12])
+    return 0
+
+
 def _letter(status: dict[str, str]) -> str:
     return status.get("State", "X")[0]
 
 
 def _has_signal(status: dict[str, str], field: str) -> bool:
-    return bool(int(status.get(field, "0"), 16) >> (STACK_SIGNAL - 1) & 1)
+    return bool(int(status.get(field, "0"), 16) >> (LOCKED_SIGNAL - 1) & 1)
 
 
 def _describe(pid: int) -> str:
@@ -230,7 +271,7 @@ def _describe(pid: int) -> str:
 
 def _send_to_thread(pid: int, thread: int) -> None:
     if hasattr(_libc, "tgkill"):  # glibc 2.30
-        _libc.tgkill(pid, thread, int(STACK_SIGNAL))
+        _libc.tgkill(pid, thread, int(LOCKED_SIGNAL))
     else:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, STACK_SIGNAL)
+            os.kill(pid, LOCKED_SIGNAL)

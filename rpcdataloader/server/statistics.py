@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rpcdataloader.errors import RemoteProtocolError
+from rpcdataloader.host.cgroups import read
+from rpcdataloader.host.cpus import available_cpus
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import WORK, Seen, View
-from rpcdataloader.server.cpus import available_cpus
 from rpcdataloader.server.events import StackPiece, TellsStatus, WantsStacks
 from rpcdataloader.server.link import Link
-from rpcdataloader.wire.cgroups import read
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.status import ClientStatus, NodeStatus, StatusRequest, WorkerStatus

@@ -2,8 +2,8 @@
 
 Threads: the main thread receives requests and runs them, one after the other, and sends small replies itself; a
 sender sends large ones, while the next request is computed; a watcher sees a drain, and the end of the client or the
-session, in the middle of a task. With ``parallel`` above 1, requests of ``rpc_async`` run in a pool of threads and may
-overtake each other.
+session, in the middle of a task; one of ``stacks.py`` tells where the others are. With ``parallel`` above 1, requests
+of ``rpc_async`` run in a pool of threads and may overtake each other.
 
 No thread only reads: between two tasks the main thread takes in all that has arrived, so a request that is cancelled
 in the meantime is not begun, and a small task costs no change of thread. While much waits to be sent, nothing more is

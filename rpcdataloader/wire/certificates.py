@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from rpcdataloader.wire import safe_files
+from rpcdataloader.host import safe_files
+from rpcdataloader.host.safe_files import Flaw, UnsafeFileError
 from rpcdataloader.wire.handshake import TlsError
-from rpcdataloader.wire.safe_files import Flaw, UnsafeFileError
 
 CERT_VARIABLE = "RPCDATALOADER_TLS_CERT"
 KEY_VARIABLE = "RPCDATALOADER_TLS_KEY"

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rpcdataloader.errors import AuthenticationError
-from rpcdataloader.wire import safe_files
+from rpcdataloader.host import safe_files
+from rpcdataloader.host.safe_files import Flaw, UnsafeFileError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.safe_files import Flaw, UnsafeFileError
 
 TOKEN_VARIABLE = "RPCDATALOADER_TOKEN"
 TOKEN_FILE_VARIABLE = "RPCDATALOADER_TOKEN_FILE"

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, rpc_async
-from rpcdataloader.client import pool
+from rpcdataloader.client import client as pool
 from rpcdataloader.client.exchange import read_welcome
 from rpcdataloader.errors import RPCError
 from rpcdataloader.wire.address import Address

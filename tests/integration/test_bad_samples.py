@@ -16,7 +16,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.errors import BadSamplesError, RemoteTraceback
-from rpcdataloader.plan import pace, retries
+from rpcdataloader.plan import retries
+from rpcdataloader.plan import workers as pace
 from tests.integration.datasets import Augmented, note, notes
 
 BAD = (1, 6, 7, 8, 14)

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.client import get_client
 from tests.conftest import wait_until
 from tests.integration import kinds
 from tests.integration.comparison import assert_same

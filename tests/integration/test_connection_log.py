@@ -10,7 +10,7 @@ import socket
 import pytest
 
 from rpcdataloader import RPCDataset, rpc_async
-from rpcdataloader.client import pool
+from rpcdataloader.client import client as pool
 from rpcdataloader.errors import ConnectError
 from tests.conftest import wait_until
 from tests.unit.server.test_connections import parse

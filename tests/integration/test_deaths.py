@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcdataloader.client.pool import close_client, get_client
+from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.wire.address import Address
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, is_running, wait_until
@@ -280,7 +280,7 @@ def test_trainer_ends_at_once_while_its_workers_are_stopped(serve, start, tmp_pa
 
 WATCHING = """
 from rpcdataloader.client.discovery import Registered
-from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.client import get_client
 changes = []
 watch = get_client().watch(Registered(workers[1:]), (), lambda *change: changes.append(change))
 wait_until(lambda: changes)

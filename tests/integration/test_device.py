@@ -14,7 +14,6 @@ from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.loader import dataloader as dataloader_module
 from rpcdataloader.loader import driver as driver_module
 from rpcdataloader.loader import inline as inline_module
-from rpcdataloader.loader import local as local_module
 from tests.conftest import wait_until
 from tests.devices import FakeDevice
 from tests.integration import kinds
@@ -39,7 +38,7 @@ def workers(shared_server):
 def device(monkeypatch):
     device = FakeDevice()
     monkeypatch.setattr(dataloader_module, "find_device", lambda name: name and torch.device(name))
-    for module in driver_module, inline_module, local_module:
+    for module in driver_module, inline_module, dataloader_module:
         monkeypatch.setattr(module, "make_carrier", lambda found, _pageable: {NAME: device.carrier}[str(found)])
     return device
 
@@ -75,6 +74,11 @@ def check(batch, indices, device):
     assert batch["image"][:, 2, 63, 63].tolist() == [float(index) for index in indices]
     assert batch["name"] == [f"sample {index}" for index in indices]
     assert all(map(device.holds, tensors_of(batch)))
+
+
+def num_answered(run):
+    """Batches that have arrived, and are not on their way to the device."""
+    return sum(task.answer is not None for task in list(run._engine._table.tasks.values()))
 
 
 def where_of(request, workers):
@@ -139,7 +143,7 @@ def test_one_batch_is_copied_ahead_and_no_more(device, workers):
         next(iterator)
         # The others have arrived, and wait for their turn in the memory of this process. One place of the window may
         # be free: that of a batch that was copied after the sampler was asked.
-        wait_until(lambda: run.results._ahead is not None and len(run.results._answered) >= 7, what="a full window")
+        wait_until(lambda: run._ahead.delivery is not None and num_answered(run) >= 7, what="a full window")
         assert len(device.copied) == num_delivered + 1
         assert len(device.waits) == num_delivered
 
@@ -171,7 +175,7 @@ def test_samples_without_batches(device, workers, where):
         assert device.holds(sample["label"])
 
 
-@pytest.mark.parametrize("where", ["workers", "inline", "this process"])
+@pytest.mark.parametrize("where", ["workers", "inline"])
 def test_streams_and_their_state(device, workers, where):
     options = {"batch_size": 4, "device": NAME, **where_of(where, workers)}
     if where == "workers":
@@ -272,7 +276,7 @@ def test_an_iterator_that_is_dropped_lets_everything_go(device, workers):
     run = iterator._driver
     iterator = None
     wait_until(lambda: run._closed.is_set(), what="the end of the iterator")
-    wait_until(lambda: run.results._ahead is None and not run.results._answered, what="what it had")
+    wait_until(lambda: run._ahead.delivery is None and not num_answered(run), what="what it had")
     assert device.copied
 
 

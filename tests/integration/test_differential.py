@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.client import pool
+from rpcdataloader.client import client as pool
 from rpcdataloader.errors import LocalProtocolError, RemoteError, SerializationError
 from tests.conftest import descendants, wait_until, without_spares
 from tests.integration.comparison import assert_same

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.client import pool
+from rpcdataloader.client import client as pool
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.loader import placement
 from tests.conftest import wait_until

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from rpcdataloader import launch, rpc_async, run_worker
-from rpcdataloader.client import pool
+from rpcdataloader.client import client as pool
 from rpcdataloader.errors import ConnectError, RPCTimeoutError
 from rpcdataloader.wire.listening import listen_tcp
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
@@ -106,9 +106,7 @@ def test_real_command_line_prints_one_ready_line_and_serves(start_server):
     assert (server.num_workers, server.address.rpartition(":")[0]) == (3, "127.0.0.1")
     assert call(server, os.getppid) in server.processes()
     # No fork imports what batches need, and no collection in one visits what torch has made.
-    num_frozen, is_imported = call(
-        server, lambda: (gc.get_freeze_count(), "rpcdataloader.loader.remote" in sys.modules)
-    )
+    num_frozen, is_imported = call(server, lambda: (gc.get_freeze_count(), "rpcdataloader.fetch.remote" in sys.modules))
     assert is_imported
     assert num_frozen > 50_000
     server.process.send_signal(signal.SIGTERM)

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 from tests.integration.origins import run_ranks
 from tests.integration.training import Points, PointStream, Seen, collate, flat
 
 lightning = pytest.importorskip("pytorch_lightning")
+DistributedSamplerWrapper = pytest.importorskip("lightning_fabric.utilities.distributed").DistributedSamplerWrapper
 
 pytestmark = [
     pytest.mark.usefixtures("clean_client"),
@@ -138,6 +139,50 @@ def test_checkpoint_of_a_later_epoch_goes_on_in_its_order_and_on_as_many_ranks(s
     sampler = DistributedSampler(range(12), 1, 0)
     sampler.set_epoch(1)
     assert flat(resume(ResumableDistributedSampler, 1)) == list(sampler)[4:]
+
+
+class Plain(Model):
+    """Notes the indices of batches that this process has loaded."""
+
+    def __init__(self, save=(0, "")):
+        super().__init__(os.getpid(), save)
+
+    def training_step(self, batch, _number):
+        self.trained.indices.append(batch["index"].tolist())
+        return self.layer(batch["x"]).square().mean()
+
+
+def test_checkpoint_of_a_loader_without_workers_is_as_with_that_of_torch(tmp_path):
+    def train(make_loader):
+        path = tmp_path / make_loader.__name__
+        seen = []
+        for options in {}, {"ckpt_path": path, "weights_only": False}:
+            model = Plain(save=(6, path))
+            make_trainer().fit(model, make_loader(Points(10), 3, collate_fn=collate), **options)
+            seen.append(model.trained.indices)
+        return seen
+
+    ours = train(RPCDataloader)
+    # The two batches that were left, counted from the beginning.
+    assert ours == [2 * ORDERED, ORDERED[:2]]
+    assert ours == train(DataLoader)
+
+
+def test_sampler_that_lightning_divides_goes_on_on_as_many_ranks():
+    def load(rank, world_size):
+        inside = SubsetRandomSampler(range(12), torch.Generator().manual_seed(2))
+        sampler = DistributedSamplerWrapper(inside, num_replicas=world_size, rank=rank, shuffle=False)
+        return RPCDataloader(range(12), 2, sampler=sampler, workers="inline", partition=(rank, world_size))
+
+    loaders = [load(rank, 2) for rank in range(2)]
+    seen = [next(iter(loader)).tolist() for loader in loaders]
+    for rank in range(2):
+        rest = load(rank, 2)
+        rest.load_state_dict(loaders[0].state_dict())
+        seen += [batch.tolist() for batch in rest]
+    assert sorted(flat(seen)) == list(range(12))
+    with pytest.raises(ValueError, match=r"on rank 0 of 2, and here is .*0 of 1: .* ResumableDistributedSampler"):
+        load(0, 1).load_state_dict(loaders[0].state_dict())
 
 
 class OwnBatchSampler(BatchSampler):

@@ -21,15 +21,17 @@ from torch.utils.data import (
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import ConnectionLostError, RemoteTraceback, SerializationError
-from rpcdataloader.loader import answers, placement
 from rpcdataloader.loader import driver as driver_module
 from rpcdataloader.loader import inline as inline_module
+from rpcdataloader.loader import placement
+from rpcdataloader.loader import seat as answers
 from rpcdataloader.wire.slabs import PinnedAllocator
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration import datasets, kinds
 from tests.integration.comparison import assert_same
 from tests.integration.datasets import Numbers, notes
 from tests.integration.differential import epochs, seed
+from tests.integration.streams import Drawn
 
 pytestmark = [
     pytest.mark.usefixtures("clean_client"),
@@ -102,6 +104,37 @@ def test_num_workers_alone_means_what_it_means_to_torch(num_workers):
     samples = list(RPCDataloader(datasets.Processes(), num_workers=num_workers))
     processes = {int(pid) for _, pid, _ in samples}
     assert (processes == {os.getpid()}) if num_workers == 0 else (os.getpid() not in processes)
+
+
+class Gone(Numbers):
+    """Ends the epoch of torch's loader without a word."""
+
+    def __getitem__(self, index):
+        if index == 7:
+            raise StopIteration
+        return index
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"dataset": datasets.Augmented(), "shuffle": True, "collate_fn": datasets.augment_batch},
+        lambda: {"dataset": datasets.Augmented(), "batch_size": None, "generator": torch.Generator().manual_seed(1)},
+        lambda: {"dataset": Drawn([7]), "drop_last": True, "collate_fn": kinds.as_is},
+        lambda: {"dataset": Gone()},
+    ],
+    ids=["batches", "samples", "a stream", "StopIteration"],
+)
+def test_loader_without_workers_is_that_of_torch(make):
+    """Random numbers of samples are those of this process then."""
+
+    def run(make_loader):
+        seed()
+        loader = make_loader(**{"batch_size": 3, **make()})
+        return list(epochs(loader, 2))
+
+    assert_same(run(RPCDataloader), run(DataLoader))
+    assert type(iter(RPCDataloader(**make()))) is type(iter(DataLoader(**make())))
 
 
 def test_more_workers_than_are_offered_are_asked_for_with_one_warning(workers, caplog):

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.client import get_client
 from rpcdataloader.wire.slabs import PageablePool, PinnedAllocator, _round_up
 from tests.conftest import wait_until
 from tests.integration.crew import workers_of
@@ -37,14 +37,6 @@ def private_bytes(pid):
 
 def is_waiting(server, worker):
     """Whether a worker waits for room."""
-    try:
-        threads = list(Path(f"/proc/{worker}/task").iterdir())
-        states = [(thread / "stat").read_text().rpartition(") ")[2][0] for thread in threads]
-    except OSError:  # one that watched the time of a call has ended
-        return False
-    # While its threads run, their stacks cannot be read safely.
-    if set(states) != {"S"}:
-        return False
     os.kill(worker, signal.SIGQUIT)  # its stacks go to the log
     return "outbox.py" in server.log or "in _wait_for_room" in server.log
 
@@ -75,7 +67,7 @@ def pool(request, monkeypatch):
     pool = PageablePool()
     allocator = PinnedAllocator(lambda size_bytes: pool.allocate(size_bytes).tensor)
     monkeypatch.setattr("rpcdataloader.loader.driver.pinned_allocator", lambda: allocator)
-    monkeypatch.setattr("rpcdataloader.loader.answers.pin", lambda batch: batch)
+    monkeypatch.setattr("rpcdataloader.loader.seat.pin", lambda batch: batch)
     yield pool
 
 
@@ -157,7 +149,7 @@ class Late(Dataset):
 
 
 def test_late_answer_of_a_second_copy_keeps_no_memory(server, monkeypatch, fifo, tmp_path):
-    monkeypatch.setattr("rpcdataloader.plan.pace._LATE_SECONDS", 0.05)
+    monkeypatch.setattr("rpcdataloader.plan.workers._LATE_SECONDS", 0.05)
     marker = str(tmp_path / "marker")
     iterator = iter(RPCDataloader(Late(marker, fifo), batch_size=None, workers=server.address, num_workers=2))
     assert [int(next(iterator)[0]) for _ in range(7)] == list(range(7))
@@ -166,7 +158,7 @@ def test_late_answer_of_a_second_copy_keeps_no_memory(server, monkeypatch, fifo,
     wait_until(lambda: is_idle(iterator), what="the late answer")
     assert int(next(iterator)[0]) == 7
     wait_until(lambda: get_client().allocator.stats().leased_bytes == 0)
-    wait_until(lambda: iterator._driver._engine._table._budget.num_in_flight == 0)
+    wait_until(lambda: iterator._driver._engine._table._num_in_flight == 0)
 
 
 # --- asked for more than is read

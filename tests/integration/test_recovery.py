@@ -14,8 +14,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client import worker as client_worker
+from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.client.datasets import RemoteDataset
-from rpcdataloader.client.pool import close_client, get_client
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.executor import Executor
@@ -334,7 +334,7 @@ def indices_of(loader):
 @pytest.fixture
 def soon_late(monkeypatch):
     """A batch is late by far after a tenth of a second."""
-    monkeypatch.setattr("rpcdataloader.plan.pace._LATE_SECONDS", 0.1)
+    monkeypatch.setattr("rpcdataloader.plan.workers._LATE_SECONDS", 0.1)
 
 
 @pytest.mark.usefixtures("soon_late")

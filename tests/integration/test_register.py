@@ -15,8 +15,8 @@ from torch.utils.data import IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.check.__main__ import main as check
+from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.client.discovery import Registered
-from rpcdataloader.client.pool import close_client, get_client
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.registration import Registration
@@ -264,7 +264,7 @@ def test_program_ends_at_once_though_it_watches(zygote, folder):
 import atexit, sys, time
 atexit.register(lambda: print(time.monotonic()))  # the last of these; the interpreter's own end is not measured
 from rpcdataloader.client.discovery import Registered
-from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.client import get_client
 watch = get_client().watch(Registered(sys.argv[1]), (), print)
 print(time.monotonic())
 """

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import json
+import pickle
 import random
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pytest
@@ -21,6 +24,7 @@ from torch.utils.data import (
 )
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
+from rpcdataloader.errors import LocalProtocolError
 from tests.integration.comparison import assert_same
 from tests.integration.datasets import Augmented, Failing, Numbers, Recorded, augment_batch, notes
 from tests.integration.streams import Buffered, Drawn, Parts, Seekable
@@ -272,35 +276,13 @@ def test_rest_and_next_epochs_are_the_same_bit_for_bit(address, name, data):
     assert_same(train(make, stops, 2, data.draw(PLACES), keep), expected)
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_without_workers_the_samples_are_the_same(address, name):
-    """Random numbers of samples are the trainer's then."""
+@pytest.mark.parametrize("where", ["inline", 2])
+def test_pass_of_persistent_workers_goes_on_with_others(address, where):
+    def make(persistent):
+        return maker(address, SAMPLERS["shuffled"], persistent_workers=persistent)(where)
 
-    def make(where):
-        if where == 0:
-            return RPCDataloader(Numbers(), **SAMPLERS[name]())
-        return RPCDataloader(Numbers(), workers=address, num_workers=where, **SAMPLERS[name]())
-
-    keep = dict if name == "walk" else through_json
-    expected = train(make, [], 2, [0])
-    half = len(expected) // 2
-    stops = [1, half - 1, half, half + 0.5, half + 2]
-    assert_same(train(make, stops, 2, [0, 2], keep), expected)
-    assert_same(train(make, stops, 2, [0], keep), expected)
-
-
-@pytest.mark.parametrize("first", ["inline", 2])
-def test_pass_of_persistent_workers_goes_on_without_workers(address, first):
-    def make(where):
-        options = SAMPLERS["shuffled"]()
-        if where == 0:
-            return RPCDataloader(Numbers(), **options)
-        if where == "inline":
-            return RPCDataloader(Numbers(), workers=where, persistent_workers=True, **options)
-        return RPCDataloader(Numbers(), workers=address, persistent_workers=True, **options)
-
-    expected = train(make, [], 2, [first])
-    assert_same(train(make, [9], 2, [first, 0]), expected)
+    expected = train(make, [], 2, [True])
+    assert_same(train(make, [9], 2, [True, False]), expected)
 
 
 @pytest.mark.parametrize("where", ["inline", 2])
@@ -338,16 +320,15 @@ def test_streams_go_on_where_they_were(wide_servers, kind, data):
     assert_same(train(make, stops, 2, wide_servers), expected)
 
 
-@pytest.mark.parametrize("kind", ["Parts", "Buffered", "Seekable"])
-def test_one_stream_goes_on_with_and_without_workers(address, kind):
+@pytest.mark.parametrize("kind", STREAMS)
+def test_one_stream_goes_on_with_a_worker_and_inline(address, kind):
     def make(where):
-        options = {0: {}, "inline": {"workers": "inline"}, 1: {"workers": address, "num_workers": 3}}[where]
+        options = {"workers": "inline"} if where == "inline" else {"workers": address, "num_workers": where}
         return RPCDataloader(STREAMS[kind]([9]), 2, collate_fn=lambda samples: samples, **options)
 
-    for where in [(0, 1, "inline"), ("inline", 0, 1)]:
-        samples = list(itertools.chain.from_iterable(train(make, [1, 3], 1, where)))
-        # Random numbers without workers are the trainer's.
-        assert (sorted(samples) if kind == "Buffered" else samples) == list(range(9))
+    expected = train(make, [], 1, ["inline"])
+    for first in ["inline", 1], [1, "inline"]:
+        assert_same(train(make, [1, 3], 1, first), expected)
 
 
 @pytest.mark.parametrize("kind", ["Parts", "Buffered", "Seekable"])
@@ -480,8 +461,8 @@ def test_what_was_delivered_ahead_is_not_loaded_again(address):
     next(iterator)
     state = loader.state_dict()
     state["ahead"] = {"2": 2, "9": 2}
-    for where in {"workers": "inline"}, {"workers": address}, {}:
-        rest = RPCDataloader(Numbers(SIZE), 2, in_order=False, **where)
+    for where in "inline", address:
+        rest = RPCDataloader(Numbers(SIZE), 2, in_order=False, workers=where)
         rest.load_state_dict(through_json(state))
         batches = sorted(batch.tolist() for batch in rest)
         assert batches == [[2 * number, 2 * number + 1] for number in (1, 3, 4, 5, 6, 7, 8)]
@@ -502,16 +483,15 @@ def test_any_order_delivers_everything_once(address, stop):
     assert sorted(torch.cat(batches).tolist()) == list(range(SIZE))
 
 
-@pytest.mark.parametrize("where", [{"workers": "inline"}, {"num_workers": 2}, {}])
+@pytest.mark.parametrize("where", ["inline", 2])
 def test_going_on_leaves_the_global_generators_alone(address, where):
-    if "num_workers" in where:
-        where = {"workers": address, **where}
-    loader = RPCDataloader(Numbers(), 3, shuffle=True, **where)
+    make = maker(address, SAMPLERS["shuffled"])
+    loader = make(where)
     for stop in (0, 2):
         iterator = iter(loader)
         for _ in range(stop):
             next(iterator)
-        rest = RPCDataloader(Numbers(), 3, shuffle=True, **where)
+        rest = make(where)
         rest.load_state_dict(loader.state_dict())
         seed(12)
         before = generators()
@@ -526,31 +506,30 @@ def test_interrupted_batch_is_not_delivered():
                 raise interrupts.pop()
             return index
 
-    for where in {}, {"workers": "inline"}:
-        interrupts = [KeyboardInterrupt()]
-        loader = RPCDataloader(Interrupted(9), **where)
-        with pytest.raises(KeyboardInterrupt):
-            list(loader)
-        rest = RPCDataloader(Interrupted(9), **where)
-        rest.load_state_dict(loader.state_dict())
-        assert [int(number) for number in rest] == [4, 5, 6, 7, 8]
+    interrupts = [KeyboardInterrupt()]
+    loader = RPCDataloader(Interrupted(9), workers="inline")
+    with pytest.raises(KeyboardInterrupt):
+        list(loader)
+    rest = RPCDataloader(Interrupted(9), workers="inline")
+    rest.load_state_dict(loader.state_dict())
+    assert [int(number) for number in rest] == [4, 5, 6, 7, 8]
 
 
 def test_error_takes_the_place_of_its_batch(address):
-    for where in {}, {"workers": "inline"}, {"workers": address}:
-        loader = RPCDataloader(Failing(6, {2: (LookupError, "two")}), **where)
+    for where in "inline", address:
+        loader = RPCDataloader(Failing(6, {2: (LookupError, "two")}), workers=where)
         with pytest.raises(LookupError):
             list(loader)
-        rest = RPCDataloader(Failing(6, {2: (LookupError, "two")}), **where)
+        rest = RPCDataloader(Failing(6, {2: (LookupError, "two")}), workers=where)
         rest.load_state_dict(loader.state_dict())
         assert [int(number) for number in rest] == [3, 4, 5]
 
 
 def test_state_of_the_beginning_and_of_the_end(address):
-    for where in {}, {"workers": "inline"}, {"workers": address}:
-        loader = RPCDataloader(Numbers(4), **where)
+    for where in "inline", address:
+        loader = RPCDataloader(Numbers(4), workers=where)
         for _epoch in range(2):
-            other = RPCDataloader(Numbers(4), **where)
+            other = RPCDataloader(Numbers(4), workers=where)
             other.load_state_dict(through_json(loader.state_dict()))
             assert [int(number) for number in other] == [0, 1, 2, 3]
             assert [int(number) for number in loader] == [0, 1, 2, 3]
@@ -563,8 +542,7 @@ def test_state_of_the_beginning_and_of_the_end(address):
         assert [int(number) for number in other] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("where", [{}, {"workers": "inline"}])
-def test_state_stays_as_it_was_when_the_loader_goes_on(where):
+def test_state_stays_as_it_was_when_the_loader_goes_on():
     fails = [False, False]
 
     def collate(samples):
@@ -572,14 +550,14 @@ def test_state_stays_as_it_was_when_the_loader_goes_on(where):
             raise LookupError
         return samples
 
-    loader = RPCDataloader(Buffered([9]), 2, collate_fn=collate, **where)
+    loader = RPCDataloader(Buffered([9]), 2, collate_fn=collate, workers="inline")
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
     before = through_json(state)
     next(iterator)
     assert through_json(state) == before
-    rest = RPCDataloader(Buffered([9]), 2, collate_fn=collate, **where)
+    rest = RPCDataloader(Buffered([9]), 2, collate_fn=collate, workers="inline")
     for _ in range(2):
         fails = [False] * 4 + [True]
         rest.load_state_dict(state)
@@ -605,9 +583,41 @@ def saved_by(*args, stop=2, **options):
     return loader.state_dict()
 
 
-def go_on(loader, state):
-    loader.load_state_dict(state)
-    return iter(loader)
+def test_loader_without_workers_has_no_state():
+    loader = RPCDataloader(Numbers())
+    advice = "give num_workers=1 or more, or workers='inline' to load in this process"
+    with pytest.raises(LocalProtocolError, match=f"this loader has no workers, .* cannot resume: {advice}"):
+        loader.state_dict()
+    with pytest.raises(LocalProtocolError, match=f"this loader has no workers, .* cannot resume: {advice}"):
+        loader.load_state_dict(saved_by(Numbers()))
+    # Libraries look for the methods, and for protocols that have them.
+    assert not hasattr(loader, "state_dict")
+    assert not isinstance(loader, Stateful)
+    for other in copy.copy(loader), pickle.loads(pickle.dumps(loader)):
+        assert isinstance(other, RPCDataloader)
+        assert not isinstance(other, Stateful)
+        assert [int(number) for number in other] == list(range(20))
+    # They also make loaders again, from the class of one and other arguments.
+    assert isinstance(type(loader)(Numbers(), workers="inline"), Stateful)
+    assert not isinstance(type(RPCDataloader(Numbers(), workers="inline"))(Numbers()), Stateful)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    def state_dict(self): ...
+
+    def load_state_dict(self, state): ...
+
+
+def test_subclass_without_workers_refuses_states_as_well():
+    class Own(RPCDataloader):
+        pass
+
+    loader = Own(Numbers())
+    with pytest.raises(LocalProtocolError, match="this loader has no workers"):
+        loader.state_dict()
+    with pytest.raises(LocalProtocolError, match="this loader has no workers"):
+        loader.load_state_dict({})
 
 
 @pytest.mark.parametrize(
@@ -665,19 +675,29 @@ def go_on(loader, state):
             "had delivered 3 batches, but th",
         ),
         (
+            lambda: saved_by(Numbers(), batch_sampler=Given([[0]] * 9)),
+            {"batch_sampler": Given([[0, 1]] * 9)},
+            "had delivered 2 samples in 2 batches, but the sampler gives 4 in as many now",
+        ),
+        (
             lambda: saved_by(Numbers(), 3),
             {"batch_size": 4},
             "BatchSampler(batch_size=3), and here is BatchSampler(batch_size=4): go on with the same batch size",
         ),
     ],
 )
-@pytest.mark.parametrize("how", ["torch", "inline", "workers"])
-def test_state_that_does_not_fit_is_refused(address, how, state, options, message):
-    where = {"torch": {}, "inline": {"workers": "inline"}, "workers": {"workers": address}}[how]
-    loader = RPCDataloader(**{"dataset": Numbers(), **options}, **where)
-    with pytest.raises((TypeError, ValueError)) as caught:
-        go_on(loader, state())
-    assert message in f"{caught.type.__name__}: {caught.value}"
+def test_state_that_does_not_fit_is_refused(address, state, options, message):
+    state = state()
+    for where in "inline", address:
+        loader = RPCDataloader(**{"dataset": Numbers(), **options}, workers=where)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            load_and_begin(loader, state)
+        assert message in f"{caught.type.__name__}: {caught.value}"
+
+
+def load_and_begin(loader, state):
+    loader.load_state_dict(state)
+    iter(loader)
 
 
 @pytest.mark.parametrize("kind", [Parts, Buffered, Seekable])
@@ -685,7 +705,7 @@ def test_shorter_or_other_iterable_dataset_is_refused(address, kind):
     state = saved_by(kind([9]), None, stop=7)
     where = {"workers": address, "num_workers": 1}
     other = Seekable([3]) if kind is Parts else Parts([9])
-    for options in {}, {"workers": "inline"}, where:
+    for options in {"workers": "inline"}, where:
         loader = RPCDataloader(Parts([3]) if kind is Parts else other, None, **options)
         loader.load_state_dict(state)
         with pytest.raises(ValueError, match=r"delivered more samples than this|has no load_state_dict"):
@@ -695,11 +715,10 @@ def test_shorter_or_other_iterable_dataset_is_refused(address, kind):
 def test_state_of_several_streams_needs_workers(address):
     loader = RPCDataloader(Parts([5, 5]), num_workers=2, workers=address)
     next(iter(loader))
-    for where in {}, {"workers": "inline"}:
-        other = RPCDataloader(Parts([5, 5]), **where)
-        other.load_state_dict(loader.state_dict())
-        with pytest.raises(ValueError, match="the state is of 2 workers"):
-            iter(other)
+    other = RPCDataloader(Parts([5, 5]), workers="inline")
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="the state is of 2 workers"):
+        iter(other)
 
 
 def test_state_is_kept_when_the_pass_cannot_begin(address):

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from rpcdataloader import RPCDataset, rpc_async
 from rpcdataloader.client.alarm import MAX_CANCELLED
-from rpcdataloader.client.pool import close_client, get_client
+from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.errors import (
     ConnectError,
     ConnectionLostError,

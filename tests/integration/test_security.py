@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from rpcdataloader import launch, rpc_async
-from rpcdataloader.client import pool
+from rpcdataloader.client import client as pool
 from rpcdataloader.errors import (
     AuthenticationError,
     ConnectError,

@@ -19,7 +19,8 @@ from unittest.mock import Mock
 import pytest
 
 from rpcdataloader import RPCDataset, rpc_async
-from rpcdataloader.client import local, pool
+from rpcdataloader.client import client as pool
+from rpcdataloader.client import local_server as local
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
@@ -674,7 +675,7 @@ def test_refusal_is_logged_once_even_if_the_other_end_stays(serve):
 EMBEDDED = """
 import os, signal, sys, time
 from rpcdataloader import RPCDataloader
-from rpcdataloader.client import pool
+from rpcdataloader.client import client as pool
 import torch
 loader = RPCDataloader(torch.utils.data.TensorDataset(torch.arange(8.0)), batch_size=2, num_workers=2)
 assert torch.cat([x for x, in loader]).tolist() == list(range(8))
@@ -706,7 +707,7 @@ def test_embedded_pool_ends_with_its_trainer_however_that_ends_and_leaves_nothin
     end_of_pool = f"import atexit, os; atexit.register(os.mkdir, {str(long_tmpdir / 'the long way')!r}); "
     start = f"""
 import os, tempfile
-from rpcdataloader.client import local
+from rpcdataloader.client import local_server as local
 os.environ["TMPDIR"] = {str(long_tmpdir)!r}
 tempfile.tempdir = None
 local._BOOT = {end_of_pool!r} + local._BOOT

@@ -50,7 +50,7 @@ class SlowDeadlyStreams(IterableDataset):
 @pytest.fixture
 def soon_late(monkeypatch):
     """A second copy is sent after a tenth of a second instead of one."""
-    monkeypatch.setattr("rpcdataloader.plan.pace._LATE_SECONDS", LATE_SECONDS)
+    monkeypatch.setattr("rpcdataloader.plan.workers._LATE_SECONDS", LATE_SECONDS)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import inspect
 import os
 import re
@@ -16,10 +17,10 @@ import pytest
 
 from rpcdataloader import rpc_async
 from rpcdataloader.client import session as client_session
+from rpcdataloader.client.client import get_client
 from rpcdataloader.client.exchange import Answer
-from rpcdataloader.client.pool import get_client
 from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.server.stacks import STACK_SIGNAL
+from rpcdataloader.server.stacks import LOCKED_SIGNAL, STACK_SIGNAL
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.messages import Call
 from tests.conftest import AT_ONCE, is_running, wait_until
@@ -48,11 +49,37 @@ def wait_in_the_kernel(fifo):
     os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, fifo, os.O_RDONLY, 0)])
 
 
-def block_and_run(marker):
-    signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])
+def block_and_hold_gil(marker):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [LOCKED_SIGNAL])
     Path(marker).touch()
+    hold_gil()
+
+
+def hold_gil_beside_a_thread():
+    """The thread computes as well, without the lock."""
+    threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 1 << 30), daemon=True).start()
+    hold_gil()
+
+
+class Key:
+    def __gt__(self, other):
+        return id(self) > id(other)
+
+
+def start_threads():
+    """Threads, and the frames that C code has made for Python code, come and go."""
     while True:
-        pass
+        threads = [threading.Thread(target=max, args=([Key() for _ in range(20)],)) for _ in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def start_threads_in_threads():
+    for _ in range(2):
+        threading.Thread(target=start_threads, daemon=True).start()
+    start_threads()
 
 
 def take_the_signal():
@@ -61,6 +88,10 @@ def take_the_signal():
 
 def take_the_handler_away():
     signal.signal(STACK_SIGNAL, signal.SIG_DFL)
+
+
+def block_the_signals():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL, LOCKED_SIGNAL])
 
 
 def close_the_pipe():
@@ -175,6 +206,23 @@ def test_stack_of_a_worker_that_waits_in_the_kernel(side, fifo):
     waiting.wait()
 
 
+def test_stack_of_c_code_that_cannot_be_read_safely(side):
+    """Of two threads that run, one may be about to enter Python code."""
+    side.start(hold_gil_beside_a_thread)
+    reason = "no Python stack: it did not let another of its threads run within 1 s"
+    wait_for_stack(side, "state: R (running)", reason)
+    assert side.session.end_worker(side.number, "for the next test")().endswith(reason)
+
+
+@pytest.mark.parametrize("num_stacks", [400, pytest.param(4000, marks=pytest.mark.slow)])
+def test_stacks_of_code_that_runs_do_not_end_it(side, num_stacks):
+    side.start(start_threads_in_threads)
+    wait_for_stack(side, "in start_threads_in_threads", "Thread 0x")
+    for _ in range(num_stacks):
+        assert "in start_threads_in_threads" in side.stack()
+    assert side.session.end_worker(side.number, "for the next test")()
+
+
 def test_every_stack_is_whole_and_the_worker_goes_on(side):
     """An answer that comes before the worker has written all would lack the main thread, which comes last."""
     wait_for_stack(side, "in _receive")
@@ -204,18 +252,16 @@ def test_stopped_worker_says_so_at_once(side):
     wait_for_stack(side, "in _receive")
 
 
-@pytest.mark.parametrize(
-    ("func", "why"),
-    [
-        (take_the_signal, "its code has taken over SIGQUIT, or closed the pipe"),
-        (take_the_handler_away, "its code has removed the handler of SIGQUIT"),
-        (close_the_pipe, "its code has taken over SIGQUIT, or closed the pipe"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_code_that_disturbs_this_costs_the_stack_and_nothing_else(side, func, why):
+@pytest.mark.parametrize("func", [take_the_signal, take_the_handler_away, block_the_signals])
+def test_code_that_wants_the_signal_costs_no_stack(side, func):
     side.call(func)
-    assert side.stack().endswith(f"no Python stack: {why}")
+    wait_for_stack(side, "in _receive")
+    assert side.call(os.getpid) == side.pid
+
+
+def test_code_that_closes_the_pipe_costs_the_stack_and_nothing_else(side):
+    side.call(close_the_pipe)
+    assert side.stack().endswith("no Python stack: its code has closed the pipe")
     assert side.call(os.getpid) == side.pid
     # Nor does the session wake up over and over again for what nobody can write to any more.
     session = side.session.wait().pid
@@ -223,13 +269,13 @@ def test_code_that_disturbs_this_costs_the_stack_and_nothing_else(side, func, wh
 
 
 def test_session_serves_others_while_it_waits_for_a_stack(side, tmp_path):
-    side.start(block_and_run, str(tmp_path / "runs"))
+    side.start(block_and_hold_gil, str(tmp_path / "runs"))
     wait_until((tmp_path / "runs").exists)
     start = time.monotonic()
     wait = side.session.end_worker(side.number, "for a test")
     assert side.call_other() != side.pid
     others = time.monotonic() - start
-    assert wait().endswith("no Python stack: its code blocks SIGQUIT")
+    assert wait().endswith("no Python stack: it did not let another of its threads run within 1 s")
     assert others < AT_ONCE
     assert time.monotonic() - start > 1
 
@@ -336,13 +382,14 @@ Process.kill = lambda self, reason: None if reason == "took longer than 5 s" els
 # --- by hand
 
 
-def test_signal_by_hand_prints_into_the_log(serve):
+@pytest.mark.parametrize(("func", "text"), [(sleep_in_python, "sleep(600)"), (hold_gil, "re.match")])
+def test_signal_by_hand_prints_into_the_log(serve, func, text):
     server = serve()
     side = Side(server.address)
-    side.start(sleep_in_python)
-    wait_for_stack(side, line_of(sleep_in_python, "sleep(600)"))
+    side.start(func)
+    wait_for_stack(side, line_of(func, text))
     os.kill(side.pid, STACK_SIGNAL)
-    wait_until(lambda: line_of(sleep_in_python, "sleep(600)") in server.log)
+    wait_until(lambda: line_of(func, text) in server.log)
     assert f"worker {side.number} (pid {side.pid}): state: " in server.log
     session = side.session.wait().pid
     os.kill(session, STACK_SIGNAL)

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.plan import pace as pace_module
+from rpcdataloader.plan import workers as pace_module
 from tests.conftest import wait_until
 from tests.integration.crew import wait_for_crew
 

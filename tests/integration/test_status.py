@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.client.pool import close_client, get_client
+from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError
 from rpcdataloader.status import asking
 from rpcdataloader.status.__main__ import main

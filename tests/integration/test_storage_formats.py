@@ -33,7 +33,7 @@ from examples.storage_formats.storage import Location, get_client
 from examples.storage_formats.store import BUCKET, Store, environment, running
 from examples.storage_formats.writing import write_samples
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.client import pool
+from rpcdataloader.client import client as pool
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset, launch, rpc_async
-from rpcdataloader.client import pool
+from rpcdataloader.client import client as pool
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE

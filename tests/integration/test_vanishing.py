@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.client.pool import get_client
+from rpcdataloader.client.client import get_client
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address

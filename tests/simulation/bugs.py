@@ -36,25 +36,25 @@ BUGS = [
         "batches",
         "len(self.holders) == 1 and not self.num_deaths",
         "len(self.holders) == 1",
-        "if awaited is None or awaited.num_deaths or",
-        "if awaited is None or",
+        "task.size_bytes is not None or task.num_deaths:",
+        "task.size_bytes is not None:",
     ),
     Bug(
         "second copies are sent while a batch that has killed a worker is waited for",
         "batches",
-        "if awaited is None or awaited.num_deaths or",
-        "if awaited is None or",
+        "task.size_bytes is not None or task.num_deaths:",
+        "task.size_bytes is not None:",
     ),
     Bug(
         "one second copy too many",
         "batches",
-        "self._num_hedged < max(1, len(self._workers) // _WORKERS_PER_HEDGE)",
-        "self._num_hedged <= max(1, len(self._workers) // _WORKERS_PER_HEDGE)",
+        "self.num_doubled >= max(1, len(self._workers) // _WORKERS_PER_HEDGE)",
+        "self.num_doubled > max(1, len(self._workers) // _WORKERS_PER_HEDGE)",
     ),
     Bug(
         "second copies count for ever",
         "batches",
-        "            self._num_hedged -= 1\n",
+        "            self.num_doubled -= 1\n",
         "            pass\n",
     ),
     Bug(
@@ -66,14 +66,14 @@ BUGS = [
     Bug(
         "what a lost worker had stays in the budget",
         "batches",
-        "        self._budget.num_in_flight -= len(record.in_flight)\n",
+        "        self._num_in_flight -= len(record.in_flight)\n",
         "",
     ),
     Bug(
         "a draining worker is chosen again after its next answer",
         "batches",
-        "        if not record.draining:\n            self._rank(record)\n        self._budget",
-        "        self._rank(record)\n        self._budget",
+        "        if not record.draining:\n            (self._open",
+        "        if True:\n            (self._open",
     ),
     Bug(
         "a deadly batch kills one worker too many",
@@ -87,44 +87,42 @@ BUGS = [
         "heapq.heappush(self._pausing, (now + delay, number))",
         "bisect.insort(self._waiting, number)",
     ),
-    Bug(
-        "the window is one too large", "batches", "len(self._tasks) < self._window", "len(self._tasks) <= self._window"
-    ),
+    Bug("the window is one too large", "table", "len(self.tasks) < self._window", "len(self.tasks) <= self._window"),
     Bug(
         "a worker gets one batch too many",
         "batches",
-        "if len(record.in_flight) < self._prefetch_factor:",
-        "if len(record.in_flight) <= self._prefetch_factor:",
+        "self._num_in_flight += 1\n        (self._open if len(record.in_flight) < self._prefetch_factor",
+        "self._num_in_flight += 1\n        (self._open if len(record.in_flight) <= self._prefetch_factor",
     ),
     Bug(
         "the window never shrinks",
-        "batches",
-        "        self._window = self._wanted_window\n        return number",
-        "        return number",
+        "table",
+        "        self._window = self._wanted_window\n        self._answered_bytes",
+        "        self._answered_bytes",
     ),
     Bug(
         "batches that are to be tried again later keep all others from being sent",
         "batches",
-        "needed_next = len(self._tasks) == len(self._waiting) + len(self._pausing)",
-        "needed_next = len(self._tasks) == len(self._waiting)",
+        "is_next = len(self.tasks) == len(self._waiting) + len(self._pausing)",
+        "is_next = len(self.tasks) == len(self._waiting)",
     ),
     Bug(
         "the newest batch is sent first",
         "batches",
-        "for number in self._waiting if self._open else ():",
-        "for number in reversed(self._waiting) if self._open else ():",
+        "            for number in self._waiting:",
+        "            for number in reversed(self._waiting):",
     ),
     Bug(
         "the byte limit holds back what the consumer waits for",
         "batches",
-        "        return needed_next or self._budget.has_room",
-        "        return self._budget.has_room",
+        "                if not (is_next or self._has_room()):",
+        "                if not self._has_room():",
     ),
     Bug(
         "a task that died with its second copy is not answered",
         "batches",
-        "if not self._in_order:\n            self._answered.append(number)\n        return True\n\n    def needs",
-        "return True\n\n    def needs",
+        "        self._condemn(task)\n        return True\n\n    def needs",
+        "        task.size_bytes = 0\n        return True\n\n    def needs",
     ),
     # The table of streams
     Bug(
@@ -136,14 +134,14 @@ BUGS = [
     Bug(
         "what the lost worker of a stream had stays in the budget",
         "streams",
-        "            bisect.insort(self._waiting, number)\n            self._budget.num_in_flight -= 1\n",
+        "            bisect.insort(self._waiting, number)\n            self._num_in_flight -= 1\n",
         "            bisect.insort(self._waiting, number)\n",
     ),
     Bug(
         "what an ended stream had stays in the budget",
         "streams",
-        "            if self._tasks.pop(number).is_sent:\n                self._budget.num_in_flight -= 1\n",
-        "            if self._tasks.pop(number).is_sent:\n                pass\n",
+        "            if self.tasks.pop(number).is_sent:\n                self._num_in_flight -= 1\n",
+        "            if self.tasks.pop(number).is_sent:\n                pass\n",
     ),
     Bug("a saved pass goes on with another stream", "streams", "self._turn.rotate(-turn)", "self._turn.rotate(turn)"),
     Bug(
@@ -155,28 +153,28 @@ BUGS = [
     Bug(
         "a stream that is over its limit of time is not asked about again",
         "streams",
-        "        if self._first_in_flight(self._workers[worker]) is None:\n            self._timeouts.end(worker)",
-        "        if self._first_in_flight(self._workers[worker]) is not None:\n            self._timeouts.end(worker)",
+        "            if self._first_in_flight(_stream(task)) is None:\n                self._timeouts.end(worker)",
+        "            if self._first_in_flight(_stream(task)) is not None:\n                self._timeouts.end(worker)",
     ),
     Bug(
         "the tasks of a condemned stream go on",
         "streams",
-        "        self._drop_from(task.stream, number + 1)\n",
+        "        self._drop_from(_stream(task), number + 1)\n",
         "",
     ),
     # Bytes and time
     Bug(
         "the size of a batch is estimated by the average",
-        "budget",
+        "table",
         "if size_bytes > self.batch_size_bytes:",
         "if not self.batch_size_bytes:",
     ),
-    Bug("what is delivered stays in the budget", "budget", "self._answered_bytes -= size_bytes", "pass"),
+    Bug("what is delivered stays in the budget", "table", "self._answered_bytes -= task.size_bytes or 0", "pass"),
     Bug(
         "the time of a task begins with that of the one before",
         "timeouts",
-        "            self._deadlines.pop(worker, None)\n            self._deadlines[worker] = now",
-        "            self._deadlines[worker] = self._deadlines.get(worker) or now",
+        "        self._deadlines.pop(worker, None)\n        self._deadlines[worker] = now",
+        "        self._deadlines[worker] = self._deadlines.get(worker) or now",
     ),
     Bug(
         "a late worker is ended again and again",
@@ -193,23 +191,23 @@ BUGS = [
     # Choosing
     Bug(
         "a task is kept for a worker that hangs",
-        "choosing",
+        "workers",
         "is_better and not other.draining and now < (overdue_at := other.overdue_at()) < math.inf",
         "is_better and not other.draining and now < (overdue_at := other.overdue_at() + 1e9) < math.inf",
     ),
     Bug(
         "a second copy goes to a worker that is draining",
-        "choosing",
+        "workers",
         "worker is not first and not worker.draining and",
         "worker is not first and",
     ),
     Bug(
         "a fast answer is late by far",
-        "pace",
+        "workers",
         "self.late_seconds = max(_LATE_SECONDS, _LATE_FACTOR * median)",
         "self.late_seconds = _LATE_FACTOR * median",
     ),
-    Bug("nothing is ever late", "pace", "self.late_seconds = max(_LATE_SECONDS", "self.late_seconds = max(1e9"),
+    Bug("nothing is ever late", "workers", "self.late_seconds = max(_LATE_SECONDS", "self.late_seconds = max(1e9"),
     # Places and nodes
     Bug(
         "a node that has refused a worker is never asked again",
@@ -273,7 +271,7 @@ BUGS = [
         "sum(number % options.world_size == options.rank for number in numbers)",
         "len(numbers)",
     ),
-    Bug("deaths count though workers answer", "crew", "        self._num_deaths = 0\n\n", "        pass\n\n"),
+    Bug("deaths count though workers answer", "engine", "        self._crew.num_deaths = 0\n", ""),
     Bug(
         "a worker that does not come is asked for without end",
         "crew",
@@ -283,8 +281,8 @@ BUGS = [
     Bug(
         "the loss of a node blames nothing, and neither do deaths",
         "crew",
-        "if self._num_deaths > self._max_deaths:",
-        "if self._num_deaths > 1e9:",
+        "if self.num_deaths > self._max_deaths:",
+        "if self.num_deaths > 1e9:",
     ),
     Bug(
         "a pass gives up as soon as it has no workers",
@@ -346,8 +344,8 @@ BUGS = [
     Bug(
         "errors of one epoch are delivered in the next",
         "engine",
-        "        self._condemned: dict[int, Condemned] = {}\n",
-        "        if not hasattr(self, '_condemned'):\n            self._condemned: dict[int, Condemned] = {}\n",
+        "        self._condemned: dict[int, str] = {}\n",
+        "        if not hasattr(self, '_condemned'):\n            self._condemned: dict[int, str] = {}\n",
     ),
 ]
 

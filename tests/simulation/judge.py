@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, Restart, Say, Seek
 from rpcdataloader.plan.crew import Loss
+from rpcdataloader.plan.engine import Delivery
 from rpcdataloader.plan.options import PlanOptions
-from rpcdataloader.plan.retries import Condemned
 
 _TINY = 1e-9
 _SHORTEST = 1e-6  # shorter times of tasks count as this
@@ -165,7 +165,8 @@ class Judge:
             return number if task.is_answered else None
         return None
 
-    def delivered(self, number: int, condemned: Condemned | None) -> Task:
+    def delivered(self, delivery: Delivery) -> Task:
+        number, payload, _answer, stream, condemned = delivery
         if number != self.deliverable():
             self.fail(f"task {number} is delivered, and {self.deliverable()} should be")
         task = self.tasks.pop(number)
@@ -173,10 +174,10 @@ class Judge:
             self.answered_order.popleft()
         if (condemned is not None) != task.is_condemned:
             self.fail(f"task {number} has ended {task.deaths} workers, and is delivered as {condemned}")
-        if condemned is not None and (condemned.payload != task.payload or condemned.stream != task.stream):
-            self.fail(f"the error in the place of task {number} is that of another one: {condemned}")
-        if condemned is not None and f"has ended {task.deaths} workers" not in condemned.text:
-            self.fail(f"task {number} has ended {task.deaths} workers, which its error does not say: {condemned.text}")
+        if (payload, stream) != (task.payload, task.stream):
+            self.fail(f"task {number} is delivered as {payload} of stream {stream}")
+        if condemned is not None and f"has ended {task.deaths} workers" not in condemned:
+            self.fail(f"task {number} has ended {task.deaths} workers, which its error does not say: {condemned}")
         self.answered_bytes -= task.size
         self.next_delivery = number + 1
         self.window = self.wanted_window

@@ -87,7 +87,6 @@ class Pass:
         self.positions = list(positions)  # after the last answer of each stream
         self.delivered = list(positions)
         self.turn = turn
-        self.results: dict[int, tuple[int, Any]] = {}
         self.expected_turn = [stream % len(lengths) for stream in range(turn, turn + len(lengths))] if lengths else []
 
     def begin_epoch(self, payloads: list[int], lengths: list[int]) -> None:
@@ -371,13 +370,14 @@ class Pass:
         size = 0 if kind != BATCH else self.rank.size(result)
         measured = seconds if kind == BATCH else None
         expected = judge.answered(worker.number, number, size, measured, now)
-        counts = engine.answered(worker.number, number, size_bytes=size, task_seconds=measured, now=now)
+        counts = engine.answered(
+            worker.number, number, size_bytes=size, task_seconds=measured, now=now, answer=(kind, result)
+        )
         if counts != expected:
             raise ViolationError(f"the answer of worker {worker.number} to task {number} counts: {counts}")
         if counts:
             if kind == CANCELLED:
                 raise ViolationError(f"worker {worker.number} was told to drop task {number}, and nobody else has it")
-            self.results[number] = kind, result
             if self.lengths:
                 self.positions[worker.place] = result[1] + 1
             self.happened()
@@ -484,6 +484,7 @@ class Pass:
             payload = self.num_drawn if self.lengths else self.payloads[self.num_drawn]
             self.num_drawn += 1
             number = engine.add_task(payload)
+            assert number is not None
             stream = judge.added(number, payload)
             if engine.stream_of(number) != stream:
                 raise ViolationError(f"task {number} is given to stream {engine.stream_of(number)}, not {stream}")
@@ -491,14 +492,14 @@ class Pass:
 
     def take(self, delivery: Delivery) -> None:
         """The consumer gets what comes next."""
-        number, condemned = delivery
-        task = self.judge.delivered(number, condemned)
+        number, _payload, answer, _stream, condemned = delivery
+        task = self.judge.delivered(delivery)
         if self.lengths:
-            self.take_of_stream(number, condemned is not None, task.stream)
+            self.take_of_stream(delivery)
             return
         payload = task.payload
         if condemned is None:
-            kind, result = self.results.pop(number)
+            kind, result = answer
             if result != payload:
                 raise ViolationError(f"task {number} is batch {payload}, and {result} is delivered")
             if kind == BATCH and payload in self.cluster.bad:
@@ -509,7 +510,8 @@ class Pass:
         self.cluster.deadly.pop(payload, None)
         self.cluster.bad.discard(payload)
 
-    def take_of_stream(self, number: int, is_condemned: bool, stream: int | None) -> None:
+    def take_of_stream(self, delivery: Delivery) -> None:
+        stream = delivery.stream
         assert stream is not None
         self.turn = stream + 1
         if self.options.in_order:
@@ -519,11 +521,11 @@ class Pass:
             if not turn or turn[0] != stream:
                 raise ViolationError(f"streams {turn} come next, and a batch of {stream} is delivered")
             turn.append(turn.pop(0))
-        if is_condemned:
+        if delivery.condemned is not None:
             self.cluster.deadly.pop((stream, self.delivered[stream]), None)
             self.delivered[stream] = self.lengths[stream]
             return
-        _kind, result = self.results.pop(number)
+        _kind, result = delivery.answer
         if result != (stream, self.delivered[stream]):
             raise ViolationError(
                 f"batch {self.delivered[stream]} of stream {stream} comes next, and {result} is delivered"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,16 +23,18 @@ SOURCES = {
 # What each part of the package may import besides itself. Nothing imports launch, ssh, check, status, integrations.
 BELOW = {
     "errors": set(),
-    "wire": {"errors"},
-    "client": {"wire", "errors"},
-    "server": {"wire", "errors"},
-    "ssh": {"wire", "errors"},
+    "host": {"errors"},
+    "wire": {"host", "errors"},
+    "fetch": {"wire", "host", "errors"},
+    "server": {"fetch", "wire", "host", "errors"},
+    "client": {"server", "wire", "host", "errors"},
+    "ssh": {"launch", "wire", "errors"},
     "plan": {"errors"},
     "diagnosis": {"wire", "errors"},
-    "loader": {"diagnosis", "plan", "client", "wire", "errors"},
+    "loader": {"diagnosis", "plan", "fetch", "client", "wire", "host", "errors"},
     "launch": {"server", "wire", "errors"},
     "integrations": {"loader"},
-    "check": {"loader", "client", "server", "wire", "errors"},
+    "check": {"loader", "fetch", "client", "server", "wire", "errors"},
     "status": {"client", "wire", "errors"},
 }
 PURE = {
@@ -48,17 +51,14 @@ PURE = {
     "rpcdataloader.wire.status",
     "rpcdataloader.status.report",
     "rpcdataloader.client.slurm",
-    "rpcdataloader.plan.budget",
     "rpcdataloader.plan.roster",
-    "rpcdataloader.plan.choosing",
-    "rpcdataloader.plan.pace",
-    "rpcdataloader.plan.ranking",
     "rpcdataloader.plan.actions",
     "rpcdataloader.plan.crew",
     "rpcdataloader.plan.engine",
     "rpcdataloader.plan.options",
     "rpcdataloader.plan.retries",
     "rpcdataloader.plan.table",
+    "rpcdataloader.plan.workers",
     "rpcdataloader.plan.batches",
     "rpcdataloader.plan.streams",
     "rpcdataloader.plan.timeouts",
@@ -83,14 +83,19 @@ IMPURE = {
 }
 
 
+# A module named in a string is imported later, or by another process.
+HIDDEN = re.compile(r"(?:\A|(?:from|import) )(rpcdataloader(?:\.\w+)+)(?:\Z| import|;)")
+
+
 class Import(NamedTuple):
     target: str
     line: int
     for_types_only: bool  # under ``if TYPE_CHECKING:``
+    is_hidden: bool = False  # in a string
 
 
 def find_imports(module: str, sources: dict[str, str]) -> Iterator[Import]:
-    """Yield the full name of each imported module, wherever in the module the statement stands."""
+    """Yield the full name of each imported module, wherever in the module the statement or its name stands."""
     is_package = any(name.startswith(f"{module}.") for name in sources)
 
     def visit(node: ast.AST, for_types_only: bool) -> Iterator[Import]:
@@ -110,6 +115,13 @@ def find_imports(module: str, sources: dict[str, str]) -> Iterator[Import]:
                     yield from visit(statement, True)
                 for statement in node.orelse:
                     yield from visit(statement, for_types_only)
+            case ast.Expr(value=ast.Constant()):
+                pass  # a docstring
+            case ast.Constant(value=str(text)):
+                for name in HIDDEN.findall(text):
+                    # Packages are names of loggers.
+                    if name in sources and not any(other.startswith(f"{name}.") for other in sources):
+                        yield Import(name, node.lineno, False, is_hidden=True)
             case _:
                 for child in ast.iter_child_nodes(node):
                     yield from visit(child, for_types_only)
@@ -133,12 +145,12 @@ def find_faults(sources: dict[str, str]) -> list[str]:
     for module in sources:
         part = get_part(module)
         graph[module] = set()
-        for target, line, for_types_only in find_imports(module, sources):
-            if is_ours(target) and not for_types_only:
+        for target, line, for_types_only, is_hidden in find_imports(module, sources):
+            if is_ours(target) and part and not for_types_only:
                 graph[module].add(target)
-            # The root names its exports for type checkers and imports them when they are asked for.
+            # The root names its exports, for type checkers and in strings, and imports them when they are asked for.
             if not part:
-                allowed = for_types_only or target.split(".")[0] in sys.stdlib_module_names
+                allowed = for_types_only or is_hidden or target.split(".")[0] in sys.stdlib_module_names
             elif is_ours(target):
                 allowed = get_part(target) in {part, *BELOW[part]}
             else:
@@ -170,8 +182,8 @@ def test_imports_point_downwards_and_pure_modules_stay_pure():
         ("wire.frames", "from rpcdataloader.wire import slabs", "imports rpcdataloader.wire.slabs"),
         ("wire.slabs", "from rpcdataloader.client.rpc import rpc_async", "imports rpcdataloader.client.rpc"),
         ("wire.slabs", "from rpcdataloader import RPCDataset", "imports rpcdataloader"),
-        ("client.rpc", "from rpcdataloader.server import node", "imports rpcdataloader.server.node"),
-        ("client.rpc", "from ..server.node import x", "imports rpcdataloader.server.node"),
+        ("wire.slabs", "from rpcdataloader.server import node", "imports rpcdataloader.server.node"),
+        ("wire.slabs", "from ..server.node import x", "imports rpcdataloader.server.node"),
         ("client.rpc", "from ..loader import remote", "imports rpcdataloader.loader"),
         ("server.node", "import rpcdataloader.client.rpc", "imports rpcdataloader.client.rpc"),
         ("server.node", "if TYPE_CHECKING:\n    import rpcdataloader.client", "imports rpcdataloader.client"),
@@ -180,6 +192,13 @@ def test_imports_point_downwards_and_pure_modules_stay_pure():
         ("", "import torch", "imports torch"),
         ("", "from rpcdataloader.client.rpc import rpc_async", "imports rpcdataloader.client.rpc"),
         ("wire.slabs", "def f():\n    import rpcdataloader.wire.channel", "cycle: "),
+        ("server.node", "TO_IMPORT = 'rpcdataloader.client.rpc'", "imports rpcdataloader.client.rpc"),
+        (
+            "server.node",
+            "CODE = 'import sys; import rpcdataloader.client.rpc; x()'",
+            "imports rpcdataloader.client.rpc",
+        ),
+        ("wire.slabs", "TO_IMPORT = ['rpcdataloader.wire.channel']", "cycle: "),
     ],
 )
 def test_a_wrong_import_is_found(module, statement, fault):

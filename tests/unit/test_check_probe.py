@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.check.probe import Probe, Timed
-from rpcdataloader.loader import seeding
+from rpcdataloader.fetch import seeding
 from rpcdataloader.wire.pickling import dumps_reply
 
 

@@ -72,7 +72,7 @@ def make_settings(name):
 
 
 def tasks_of(begun):
-    return [(list(batch) if np.iterable(batch) else batch, *numbers) for batch, *numbers in begun.source]
+    return list(begun.source)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -86,9 +86,9 @@ def test_going_on_gives_the_rest_and_leaves_generators_as_without_an_interruptio
     last_state = to_state(before, begun.progress)["generators"]
     num_delivered = data.draw(st.integers(0, len(expected)))
     ahead = data.draw(st.sets(st.integers(num_delivered + 1, len(expected) + 1)))
-    for batch, _position, number in expected:
-        if number < num_delivered or number in ahead:
-            begun.progress.delivered(number, begun.source.num_samples(batch))
+    for task in expected:
+        if task.number < num_delivered or task.number in ahead:
+            begun.progress.delivered(task.number, task.num_samples)
     saved = json.loads(json.dumps(to_state(before, begun.progress)))
     seed(77)
     trainers = torch.get_rng_state()
@@ -97,7 +97,7 @@ def test_going_on_gives_the_rest_and_leaves_generators_as_without_an_interruptio
         again = begin_pass(after, saved)
     assert torch.equal(torch.get_rng_state(), trainers)
     assert again.progress.base_seed == begun.progress.base_seed
-    assert tasks_of(again) == [task for task in expected if task[2] >= num_delivered and task[2] not in ahead]
+    assert tasks_of(again) == [task for task in expected if task.number >= num_delivered and task.number not in ahead]
     assert to_state(after, again.progress)["generators"] == last_state
 
 
@@ -120,7 +120,7 @@ def test_seed_and_order_are_drawn_as_by_torchs_loader(shuffle, own):
                     generator=loader.generator,
                 )
             )  # fmt: skip
-            found.append([begun.progress.base_seed, [batch for batch, _, _ in begun.source]])
+            found.append([begun.progress.base_seed, [task.indices for task in begun.source]])
         found[-1].append(torch.get_rng_state().tolist())
     assert found[0] == found[1]
 
@@ -149,9 +149,9 @@ def go_on(sampler, num_batches, batch_size):
     )
     delivered = {"num_batches": num_batches, "num_samples": num_batches * batch_size}
     saved = to_state(pass_settings, begin_pass(pass_settings).progress) | delivered
-    batch, position, number = next(begin_pass(pass_settings, saved).source)
-    assert (position, number) == (num_batches * batch_size, num_batches)
-    return batch
+    task = next(begin_pass(pass_settings, saved).source)
+    assert (task.position, task.number) == (num_batches * batch_size, num_batches)
+    return task.indices
 
 
 def test_samples_in_order_are_skipped_without_counting_them():

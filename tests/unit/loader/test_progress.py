@@ -3,7 +3,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from rpcdataloader.loader.progress import Progress
+from rpcdataloader.loader.tasks import Progress
 
 
 @given(order=st.permutations(range(6)), num_delivered=st.integers(0, 6))

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from rpcdataloader.plan.batches import BatchTable
+from rpcdataloader.plan.options import PlanOptions
 
 
 class Simulation:
@@ -22,7 +23,7 @@ class Simulation:
     """
 
     def __init__(self, num_workers: int, seconds: Callable[[int, float], float], *, spread=0.3, seed=0, **options):
-        self.scheduler: BatchTable[int] = BatchTable(num_workers=num_workers, **options)
+        self.scheduler = BatchTable(PlanOptions(num_workers, **options))
         self.seconds = seconds
         self.spread = spread
         self.random = random.Random(seed)
@@ -62,10 +63,10 @@ class Simulation:
     def drive(self, num_tasks: float) -> None:
         scheduler = self.scheduler
         while True:
-            while (number := scheduler.pop_deliverable()) is not None:
-                self.delivered.append(number)
+            while (task := scheduler.pop_deliverable()) is not None:
+                self.delivered.append(task.number)
             while scheduler.wants_input:
-                if len(self.delivered) + len(scheduler._tasks) == num_tasks:
+                if len(self.delivered) + len(scheduler.tasks) == num_tasks:
                     scheduler.end_of_input()
                 else:
                     scheduler.add_task(None)

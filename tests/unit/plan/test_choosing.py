@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import math
 
-from rpcdataloader.plan.choosing import choose, choose_second, keep_until
-from rpcdataloader.plan.pace import Pace, WorkerPace
+from rpcdataloader.plan.workers import Pace, WorkerPace, choose, choose_second, keep_until
 
 
-def workers(*task_seconds, hosts=(None,) * 9) -> list[WorkerPace[int]]:
+def workers(*task_seconds, hosts=(None,) * 9) -> list[WorkerPace]:
     """Idle ones, each with this task time."""
     pace = Pace(16)
     records = [WorkerPace(order, hosts[order], order, pace, since=0.0) for order in range(len(task_seconds))]
@@ -17,7 +16,7 @@ def workers(*task_seconds, hosts=(None,) * 9) -> list[WorkerPace[int]]:
     return records
 
 
-def soonest_first(*records) -> list[WorkerPace[int]]:
+def soonest_first(*records) -> list[WorkerPace]:
     return sorted(records, key=WorkerPace.expect_finish)
 
 

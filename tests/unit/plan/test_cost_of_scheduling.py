@@ -7,6 +7,7 @@ from collections import deque
 
 import pytest
 
+from rpcdataloader.plan.options import PlanOptions
 from rpcdataloader.plan.streams import StreamTable
 from tests.unit.plan.simulation import Simulation
 
@@ -48,7 +49,7 @@ def count_lines(function) -> int:
     return num_lines
 
 
-@pytest.mark.parametrize("options", [{}, {"hedging": True}, {"in_order": False}, {"max_in_flight_bytes": 20}])
+@pytest.mark.parametrize("options", [{}, {"in_order": False}, {"max_in_flight_bytes": 20}])
 def test_batch_costs_the_same_with_many_workers_as_with_few(options):
     few = count_calls(8, 1500, **options)
     # The first tasks of a pass are given out while all workers have room, and nothing is known of any.
@@ -61,7 +62,7 @@ def test_batch_costs_the_same_in_a_long_epoch_as_in_a_short_one():
 
 def run_streams(num_streams, num_tasks, in_order) -> None:
     """Every stream answers in turn, and the consumer takes at once."""
-    table: StreamTable[int] = StreamTable(num_streams=num_streams, in_order=in_order)
+    table = StreamTable(PlanOptions(num_streams, in_order=in_order))
     for stream in range(num_streams):
         table.worker_joined(stream, place=stream)
     in_flight: deque[tuple[int, int]] = deque()

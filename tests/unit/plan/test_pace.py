@@ -4,32 +4,32 @@ import math
 
 import pytest
 
-from rpcdataloader.plan.pace import Pace, WorkerPace
+from rpcdataloader.plan.workers import Pace, WorkerPace
 
 
-def worker(pace=None) -> WorkerPace[str]:
-    return WorkerPace("a", None, 0, pace or Pace(16), since=0.0)
+def worker(pace=None) -> WorkerPace:
+    return WorkerPace(0, None, 0, pace or Pace(16), since=0.0)
 
 
 def test_late_is_a_multiple_of_the_median_that_one_worker_cannot_move():
     pace = Pace(16)
     for _ in range(7):
-        pace.seen(2.0)
+        pace.answered(1.0, 2.0)
     assert pace.late_seconds == math.inf  # too little is known
-    pace.seen(1000.0)
+    pace.answered(1.0, 1000.0)
     assert pace.late_seconds == 10.0
 
 
 def test_median_is_that_of_recent_answers():
     pace = Pace(16)
     for seconds in [2.0] * 100 + [4.0] * 40:
-        pace.seen(seconds)
+        pace.answered(1.0, seconds)
     assert pace.late_seconds == 20.0
 
 
 def test_what_takes_less_than_a_second_is_never_late():
     pace = Pace(2)
-    pace.seen(0.001)
+    pace.answered(1.0, 0.001)
     assert pace.late_seconds == 1.0
 
 

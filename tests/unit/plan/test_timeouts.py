@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 from rpcdataloader.plan.timeouts import Timeouts
 
 
@@ -16,12 +14,4 @@ def test_workers_expire_in_the_order_in_which_they_began_each_once():
     assert timeouts.due == 13.0
     timeouts.end("a")
     timeouts.end("a")
-    assert timeouts.due == math.inf
-
-
-def test_without_a_limit_nothing_expires():
-    timeouts: Timeouts[str] = Timeouts(None)
-    timeouts.begin("a", 0.0)
-    assert not timeouts.is_used
-    assert timeouts.due == math.inf
-    assert timeouts.expire(1e9) == []
+    assert timeouts.due is None

@@ -8,10 +8,10 @@ import weakref
 
 import pytest
 
+from rpcdataloader.host.generators import get_states
 from rpcdataloader.server import datasets
 from rpcdataloader.server.datasets import DatasetTable, Recipe, why_not_shared
 from rpcdataloader.server.processes import open_files
-from rpcdataloader.wire.generators import get_states
 from rpcdataloader.wire.pickling import dumps
 
 

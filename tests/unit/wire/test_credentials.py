@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rpcdataloader.errors import AuthenticationError
-from rpcdataloader.wire import credentials, safe_files
+from rpcdataloader.host import safe_files
+from rpcdataloader.wire import credentials
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import (
     INSECURE_SECRET,

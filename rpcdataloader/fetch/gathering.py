@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rpcdataloader.loader.collate import are_alike
+from rpcdataloader.fetch.collate import are_alike
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Stack
 
 # Copying less than this costs no more than one more piece for the kernel.

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from rpcdataloader.server.cpus import available_cpus
-from rpcdataloader.wire import cgroups
+from rpcdataloader.host import cgroups
+from rpcdataloader.host.cpus import available_cpus
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from rpcdataloader.client.alarm import Alarm
 from rpcdataloader.client.discovery import Local, Registered, Remote
 from rpcdataloader.client.exchange import ClientSettings
 from rpcdataloader.client.janitor import Janitor
-from rpcdataloader.client.local import LocalServer
+from rpcdataloader.client.local_server import LocalServer
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.watcher import Changed, RegisterWatcher, Watch

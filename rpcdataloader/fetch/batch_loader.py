@@ -20,12 +20,12 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rpcdataloader.errors import RPCError
-from rpcdataloader.loader import seeding
-from rpcdataloader.loader.bad_samples import Reduced
-from rpcdataloader.loader.collate import TensorCollator
-from rpcdataloader.loader.gathering import find_stacks
-from rpcdataloader.loader.stopping import dataset_stopped, stopped
-from rpcdataloader.loader.stream_state import StreamState
+from rpcdataloader.fetch import seeding
+from rpcdataloader.fetch.bad_samples import Reduced
+from rpcdataloader.fetch.collate import TensorCollator
+from rpcdataloader.fetch.gathering import find_stacks
+from rpcdataloader.fetch.stopping import dataset_stopped, stopped
+from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.wire.slabs import Allocator
 
 # torch's own functions draw no random numbers, so the generators need no seed for them: 7 us of a batch of one integer.

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.loader.batch_loader import BatchLoader, BatchMetrics, LoaderSpec
-from rpcdataloader.loader.stream_loader import StreamLoader
+from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec
+from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.wire.slabs import PageablePool
 
 

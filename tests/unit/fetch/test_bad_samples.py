@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from rpcdataloader.errors import BadSamplesError, RemoteTraceback
-from rpcdataloader.loader.bad_samples import MAX_SHOWN, Reduced, account
-from rpcdataloader.loader.progress import Progress
+from rpcdataloader.fetch.bad_samples import MAX_SHOWN, Reduced
+from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.wire.pickling import dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
 
@@ -105,8 +105,8 @@ def reduced_by(*indices, is_empty=False):
 
 def test_each_batch_is_warned_of_and_counted(caplog):
     progress = Progress(1, 0, num_yielded=2)
-    account(reduced_by(4, 5), progress, 3)
-    account(reduced_by(6, is_empty=True), progress, 3)
+    progress.account_reduced(reduced_by(4, 5), 3)
+    progress.account_reduced(reduced_by(6, is_empty=True), 3)
     assert progress.num_skipped == 3
     assert progress.num_yielded == 1  # the empty one was none
     assert caplog.record_tuples == [
@@ -117,19 +117,19 @@ def test_each_batch_is_warned_of_and_counted(caplog):
 
 def test_more_than_the_limit_is_an_error_and_no_warning(caplog):
     progress = Progress(1, 0, num_skipped=99)
-    account(reduced_by(4), progress, 100)
+    progress.account_reduced(reduced_by(4), 100)
     caplog.clear()
     last = reduced_by(5, 6)
     with pytest.raises(
         BadSamplesError, match=r"102 samples .* max_skipped=100; .*worker 3 .* 5, 6\): .*bad 5"
     ) as raised:
-        account(last, progress, 100)
+        progress.account_reduced(last, 100)
     assert raised.value.__cause__ is last.errors[-1]
     assert not caplog.messages
 
 
 def test_the_end_of_a_stream_is_no_sample_too_many(caplog):
-    account(Reduced(stream=1, ends_stream=True), Progress(1, 0, num_skipped=9), 3)
+    Progress(1, 0, num_skipped=9).account_reduced(Reduced(stream=1, ends_stream=True), 3)
     assert caplog.messages == [
         "this process: stream 1 has ended right after an exception, as a generator does that raises"
     ]

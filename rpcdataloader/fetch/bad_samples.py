@@ -6,23 +6,16 @@ the consumer. So nothing is added to a batch that is whole.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from rpcdataloader.errors import BadSamplesError
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
-
-if TYPE_CHECKING:
-    from rpcdataloader.loader.progress import Progress
-
-logger = logging.getLogger("rpcdataloader.loader")
 
 # How many samples a message names.
 MAX_SHOWN = 16
@@ -95,18 +88,3 @@ def _rebuild(fields: tuple[int | None, int, list[str], bool, bool], errors: list
 
 def _text(error: Exception) -> str:
     return "".join(traceback.format_exception_only(type(error), error)).strip()
-
-
-def account(reduced: Reduced, progress: Progress, max_skipped: int) -> None:
-    """Count, and tell, what is missing in a batch that is delivered now.
-
-    Raises:
-        BadSamplesError: It is too much, in this pass.
-    """
-    progress.reduced(reduced.num_skipped, is_empty=reduced.is_empty)
-    if reduced.num_skipped and progress.num_skipped > max_skipped:
-        raise BadSamplesError(
-            f"{progress.num_skipped} samples were skipped in this pass, more than max_skipped={max_skipped}; at last "
-            f"{reduced.where} skipped {reduced}"
-        ) from reduced.errors[-1]
-    logger.warning("%s skipped %s" if reduced.num_skipped else "%s: %s", reduced.where, reduced)

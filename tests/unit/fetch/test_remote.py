@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.loader import remote
-from rpcdataloader.loader.tasks import load_request
+from rpcdataloader.fetch import remote
+from rpcdataloader.loader.tasks import Task, load_request
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import loads
-from tests.unit.loader.loading import Augmented, Bad, CountingAllocator, assert_same, floats, load, make_spec
+from tests.unit.fetch.loading import Augmented, Bad, CountingAllocator, assert_same, floats, load, make_spec
 
 pytestmark = pytest.mark.usefixtures("_process_restored")
 
@@ -47,7 +47,9 @@ def test_loading_before_opening_is_refused(call):
 
 def test_request_can_say_that_it_is_the_last_try():
     remote.open_loader(Bad(1, error=OSError), make_spec(skips=True, retry_on=(OSError,)))
-    call, last_call = (Call(*loads(load_request([1, 2], 0, 0, last_try=last_try), [])) for last_try in (False, True))
+    call, last_call = (
+        Call(*loads(load_request(Task([1, 2], 0, 0, 2), last_try=last_try), [])) for last_try in (False, True)
+    )
     with pytest.raises(OSError, match="bad 1"):
         call.func(*call.args)
     assert last_call.func(*last_call.args)[1].num_skipped == 1

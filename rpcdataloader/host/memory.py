@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 
-from rpcdataloader.wire.cgroups import cgroup_folders, read
+from rpcdataloader.host.cgroups import cgroup_folders, read
 
 # Where nothing is known of the memory, as on systems without /proc.
 UNKNOWN_MEMORY_BYTES = 4 * 2**30

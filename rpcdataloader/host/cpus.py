@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from rpcdataloader.wire.cgroups import cgroup_folders, read
+from rpcdataloader.host.cgroups import cgroup_folders, read
 
 
 def available_cpus(environ: Mapping[str, str] = os.environ, cgroup_root: str = "/sys/fs/cgroup") -> int:

@@ -24,11 +24,11 @@ from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
-from rpcdataloader.loader import seeding
-from rpcdataloader.loader.bad_samples import Reduced
-from rpcdataloader.loader.collate import TensorCollator
+from rpcdataloader.fetch import seeding
+from rpcdataloader.fetch.bad_samples import Reduced
+from rpcdataloader.fetch.collate import TensorCollator
 from rpcdataloader.wire.tensors import Stack
-from tests.unit.loader.loading import (
+from tests.unit.fetch.loading import (
     Augmented,
     Bad,
     CountingAllocator,

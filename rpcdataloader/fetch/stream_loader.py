@@ -11,10 +11,10 @@ import torch
 import torch.utils.data.graph_settings
 from torch.utils.data import IterDataPipe
 
-from rpcdataloader.loader import seeding
-from rpcdataloader.loader.batch_loader import BatchLoader, BatchMetrics, LoaderSpec
-from rpcdataloader.loader.stopping import stopped
-from rpcdataloader.loader.stream_state import (
+from rpcdataloader.fetch import seeding
+from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec
+from rpcdataloader.fetch.stopping import stopped
+from rpcdataloader.fetch.stream_state import (
     StreamState,
     load_dataset_state,
     load_iterator_state,

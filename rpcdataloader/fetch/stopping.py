@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rpcdataloader.loader.indices import describe_indices
+from rpcdataloader.fetch.indices import describe_indices
 
 
 def stopped(what: str) -> RuntimeError:

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from rpcdataloader.loader import remote, seeding
+from rpcdataloader.fetch import remote, seeding
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.loader import memory
-from rpcdataloader.loader.memory import default_in_flight_bytes, share_of_memory
+from rpcdataloader.host import memory
+from rpcdataloader.host.memory import default_in_flight_bytes, share_of_memory
 
 GIB = 2**30
 MEMINFO = f"MemTotal:       {128 << 20} kB\nMemFree:  1 kB\nMemAvailable:   {64 << 20} kB\nHugePages_Total:  7\n"
@@ -66,7 +66,7 @@ def test_never_below_the_least():
 def test_limit_of_this_process_is_read(monkeypatch, membership, name):
     texts = {"/proc/meminfo": MEMINFO.strip(), f"/sys/fs/cgroup/{name}": str(4 * GIB)}
     monkeypatch.setattr(memory, "read", lambda path: texts.get(path, ""))
-    monkeypatch.setattr("rpcdataloader.wire.cgroups.read", {"/proc/self/cgroup": membership}.__getitem__)
+    monkeypatch.setattr("rpcdataloader.host.cgroups.read", {"/proc/self/cgroup": membership}.__getitem__)
     assert default_in_flight_bytes({}) == GIB // 2
 
 

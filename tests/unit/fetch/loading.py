@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rpcdataloader.loader import seeding
-from rpcdataloader.loader.batch_loader import BatchLoader, LoaderSpec
+from rpcdataloader.fetch import seeding
+from rpcdataloader.fetch.batch_loader import BatchLoader, LoaderSpec
 from rpcdataloader.wire.slabs import Block
 
 

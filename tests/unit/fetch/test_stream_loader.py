@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from rpcdataloader.loader.bad_samples import Reduced
-from rpcdataloader.loader.stream_loader import StreamLoader
-from tests.unit.loader.loading import make_spec
+from rpcdataloader.fetch.bad_samples import Reduced
+from rpcdataloader.fetch.stream_loader import StreamLoader
+from tests.unit.fetch.loading import make_spec
 
 pytestmark = pytest.mark.usefixtures("_process_restored")
 

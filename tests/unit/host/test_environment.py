@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from rpcdataloader.wire.environment import Environment, collect, install
+from rpcdataloader.host.environment import Environment, collect, install
 
 ROOT = str(Path(__file__).parents[3])
 
 PRINT = f"""
 import json, sys
 sys.path.append({ROOT!r})
-from rpcdataloader.wire.environment import collect
+from rpcdataloader.host.environment import collect
 environment = collect()
 print(json.dumps([environment.import_path, environment.directory]))
 """

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data._utils.worker import _generate_state
 
-from rpcdataloader.loader import seeding
-from rpcdataloader.loader.seeding import get_sample_seed, set_random_seeds
+from rpcdataloader.fetch import seeding
+from rpcdataloader.fetch.seeding import get_sample_seed, set_random_seeds
 
 LARGEST = 2**63 - 1
 

@@ -1,0 +1,184 @@
+"""A worker of a pass: what was sent to it, and what it answers, decoded in the thread that has received it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.data._utils.pin_memory
+
+from rpcdataloader.client.connection import Request
+from rpcdataloader.client.worker import Worker
+from rpcdataloader.errors import RPCError
+from rpcdataloader.fetch.stopping import stopped
+from rpcdataloader.fetch.stream_state import StreamState
+from rpcdataloader.loader.copying import Copies
+from rpcdataloader.loader.passes import Pass
+from rpcdataloader.loader.tasks import Task
+from rpcdataloader.plan.actions import Load
+from rpcdataloader.wire.frames import Message, MessageType
+from rpcdataloader.wire.movable import Movable
+from rpcdataloader.wire.pickling import Encoded, result_of
+from rpcdataloader.wire.slabs import Allocator
+
+if TYPE_CHECKING:
+    from rpcdataloader.loader.driver import Driver
+
+
+class Failure:
+    """An exception that stands in for a batch."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a worker has answered to a task.
+
+    Attributes:
+        result: The batch, or what stands for it: a :class:`Failure`, or a ``Reduced``.
+        size_bytes: What it occupies here.
+        seconds: How long the worker took; None of an exception.
+        stream: How far the worker's stream has come; None if there is none, or it has ended.
+        movable: What goes to a device.
+        copies: Its copies, on their way there.
+    """
+
+    result: Any
+    size_bytes: int = 0
+    seconds: float | None = None
+    stream: StreamState | None = None
+    movable: Movable | None = None
+    copies: Copies | None = None
+
+
+def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, moves: bool) -> Answer:
+    """Make the batch of a reply.
+
+    Args:
+        allocator: Where its blocks were received.
+        iterable: It comes with the state of its stream.
+        pins: ``allocator`` is that of pinned memory.
+        moves: It goes to a device.
+    """
+    answer = Answer(None, len(reply.payload))
+    for block in reply.blocks:
+        answer.size_bytes += block.view.nbytes
+    movable = Movable() if moves else None
+    try:
+        timings, result = result_of(reply, allocator, movable)
+        answer.seconds = sum(timings)
+        if iterable:
+            result, answer.stream = result
+        if pins:
+            # What came in band, and batch types with a pin_memory method of their own. What is pinned stays.
+            result = pin(result)
+        answer.result, answer.movable = result, movable
+    except StopIteration as exc:
+        error = stopped("receiving a batch")
+        error.__cause__ = exc
+        return Answer(Failure(error), answer.size_bytes)
+    except BaseException as exc:
+        # Another one: the traceback refers to this frame, and would keep what refers to the exception.
+        return Answer(Failure(exc), answer.size_bytes)
+    return answer
+
+
+def pin(batch: Any) -> Any:
+    """Pin what is not pinned yet, the way torch's loader does."""
+    return torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
+
+
+@dataclass(slots=True)
+class Sent:
+    """A copy of a task that was sent to a worker.
+
+    Attributes:
+        task: What it is a copy of.
+        number: Of the task, in the epoch that ``begun`` is.
+        begun: The pass of that epoch.
+        request: That of the task, or of its last try.
+        request_id: Of its connection; 0 while it is being sent.
+    """
+
+    task: Task
+    number: int
+    begun: Pass
+    request: bytes
+    request_id: int = 0
+
+
+class Seat:
+    """A worker of a pass. The worker's receiver thread tells it what happens.
+
+    Args:
+        driver: Told about it.
+        number: Of the worker, for the engine.
+        allocator: Where batches are received.
+        decode: Makes an answer of a reply.
+
+    Attributes:
+        sent: What it has not answered, by the number of the task.
+    """
+
+    def __init__(self, driver: Driver, number: int, allocator: Allocator, decode: Callable[[Message], Answer]) -> None:
+        self.number = number
+        self.worker: Worker  # as soon as it was asked for
+        self.sent: dict[int, Sent] = {}
+        # In the order of the engine's decisions, whichever thread carries them out: a stream's tasks are not swapped.
+        self._queue: deque[Sent] = deque()  # to be sent
+        self._sending = threading.Lock()  # held while it is emptied
+        self._driver = driver
+        self._allocator = allocator
+        self._decode = decode
+
+    def enqueue(self, load: Load, begun: Pass) -> None:
+        """Note a task that is to be sent; with the pass's condition, so that the order is that of the decisions."""
+        task = load.payload
+        self._queue.append(Sent(task, load.number, begun, task.last_request if load.is_last else task.request))
+
+    def send(self) -> None:
+        """Send what is to be sent; without the condition."""
+        with self._sending:
+            while self._queue:
+                sent = self._queue.popleft()
+                self.sent[sent.number] = sent
+                request = Request(functools.partial(self._replied, sent), self._allocator, cancellable=True)
+                # Fails where the worker was lost in between, which is about to be reported, and puts the task back.
+                with contextlib.suppress(RPCError):
+                    sent.request_id = self.worker.connection.submit(MessageType.CALL, sent.request, (), request)
+
+    def restart(self, starting: Encoded) -> None:
+        """Tell the worker that another epoch begins, in place of what it was to be sent for the last one."""
+        # Fails where the worker was lost in between, which is about to be reported.
+        with self._sending, contextlib.suppress(RPCError):
+            self._queue.clear()
+            self.sent.clear()
+            self.worker.connection.cancel_all()
+            self.worker.submit(starting.payload, starting.buffers, self.started)
+
+    def started(self, reply: Message | RPCError) -> None:
+        """The worker has answered the first request of an epoch."""
+        self._driver.started(self, reply)
+
+    def _replied(self, sent: Sent, reply: Message | RPCError) -> None:
+        if isinstance(reply, Message):
+            # Not a variable here: the traceback of an exception refers to this frame, and would keep the whole pass.
+            self._driver.answered(self, sent, self._decode(reply))
+        # Otherwise the worker is lost, which is reported once for all of its requests.
+
+    def worker_ready(self, worker: Worker) -> None:  # noqa: ARG002  there is one
+        self._driver.feed(lambda engine, now: engine.worker_ready(self.number, now))
+
+    def worker_draining(self, worker: Worker) -> None:  # noqa: ARG002
+        self._driver.feed(lambda engine, _now: engine.worker_draining(self.number))
+
+    def worker_lost(self, worker: Worker, error: RPCError) -> None:
+        self._driver.lost(self, worker, error)
