@@ -82,11 +82,16 @@ def measure(records: Records) -> Figures | None:
     drawn = end.drawn - begin.drawn
     size_bytes = (end.size_bytes - begin.size_bytes) / batches
     allowed = min(setup.window, max(1.0, ratio(setup.max_in_flight_bytes, size_bytes, math.inf)))
+    known = [(probe, probe.stages) for probe in probes if probe.stages is not None]
+    # Only measured replies tell how long they took to pickle.
+    encode = _mean(_usual([stages.encode for _, stages in known]))
     # The first task of a worker says more about imports and cold caches.
-    tasks = {worker: _usual(recent[1:] or recent) for worker, recent in records.tasks.items()}
+    tasks = {
+        worker: [seconds + encode for seconds in _usual(recent[1:] or recent)]
+        for worker, recent in records.tasks.items()
+    }
     times = [seconds for worker in setup.workers for seconds in tasks.get(worker, ())]
     task = _mean(times)
-    known = [(probe, probe.stages) for probe in probes if probe.stages is not None]
     # What is not the worker's own, of requests that did not wait for another one's end there.
     transit = _mean(_usual([p.answered - p.sent - s.task for p, s in known if s.idle > 0]))
     stages = _stages(probes, known, transit)

@@ -1,8 +1,14 @@
-"""Takes the notes of a pass while it runs, at less than a microsecond per batch that is no probe. Pure."""
+"""Takes the notes of a pass while it runs, at less than a microsecond per batch that is no probe. Pure.
+
+The two threads that a batch passes append a tuple each, which is one operation. The tuples are added up when a probe is
+delivered, at most once per :data:`PROBE_INTERVAL`, or when somebody asks.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 from rpcdataloader.diagnosis.records import SPAN_SECONDS, Probe, Records, Setup, Totals, Wait
 
@@ -29,31 +35,79 @@ _WHOLE = 1e-5
 _NUM_INTERVALS = 64
 
 
+class Answered(NamedTuple):
+    """A reply has come.
+
+    Attributes:
+        worker: Number of the worker that answered.
+        task: Seconds that the worker was at work on it.
+        size_bytes: Bytes of the reply.
+        arrived: Time of the first bytes.
+        received: Time of the last bytes; the same if one receive call found all of them.
+    """
+
+    worker: int
+    task: float
+    size_bytes: int
+    arrived: float
+    received: float
+
+
+class Delivered(NamedTuple):
+    """``next`` has returned a batch.
+
+    Attributes:
+        at: Time.
+        waited: Seconds in ``next``, 0 if the device has been at work all the while.
+        blocked: Seconds of these that the consumer slept.
+        ready: Seconds of these in which a later batch was already here.
+        drawn: Seconds of ``waited`` in the sampler.
+        worker: Number of the worker that answered.
+    """
+
+    at: float
+    waited: float
+    blocked: float = 0.0
+    ready: float = 0.0
+    drawn: float = 0.0
+    worker: int = -1
+
+
 class Recorder:
     """Takes notes of one pass after the other.
 
-    The consumer's thread calls :meth:`probe` and :meth:`delivered`, without a lock. Everything else is called with the
-    pass's condition, by any thread; what the consumer changes meanwhile is copied in single operations.
+    Args:
+        lock: Guards everything but the two queues, to which plain tuples with the same fields may be appended.
+        now: Time at which the first pass begins.
+        before: What is known of the pass before.
 
     Attributes:
-        setup: Workers and limits; replaced when they change.
+        setup: Workers and limits as they were last; replaced when they may have changed.
+        answers: Replies with batches, in the order of their ends: from the receiver threads, with the pass's condition.
+        deliveries: From the consumer's thread.
+        next_probe: Time from which on the next batch that is drawn is to be a probe.
     """
 
-    def __init__(self, setup: Setup, now: float) -> None:
-        self.setup = setup
-        self._before: Records | None = None
+    def __init__(self, lock: AbstractContextManager[object], now: float, before: Records | None = None) -> None:
+        self.setup = Setup({}, 0, 0, 0)
+        self._lock = lock
+        self._before = before
         self._reset(now)
 
     def begin(self, now: float) -> None:
         """Another pass begins; what is known of the last one is kept until this one has delivered enough."""
-        if self._batches:
-            self._before = self._take(0.0)
-        self._reset(now)
+        with self._lock:
+            self._add_up()
+            if self._batches:
+                self._before = self._take(0.0)
+            self._reset(now)
 
     def _reset(self, now: float) -> None:
+        self.answers: deque[Answered | tuple[int, float, int, float, float]] = deque()
+        self.deliveries: deque[Delivered | tuple[float, float, float, float, float, int]] = deque()
+        self.next_probe = now
         self._tasks: defaultdict[int, deque[float]] = defaultdict(_recent)
-        self._start, self._skip, self._last = now, self.setup.window, now
-        self._next_probe = now
+        self._start = self._last = now
         self._first_wait = 0.0
         self._batches = self._size_bytes = 0
         self._waited = self._blocked = self._drawn = self._ready = self._link = 0.0
@@ -61,27 +115,43 @@ class Recorder:
         self._probes: deque[Probe] = deque(maxlen=_NUM_PROBES)
         self._waits: deque[Wait] = deque(maxlen=_NUM_WAITS)
 
-    def probe(self, now: float) -> Probe | None:
-        """The notes for the batch that is drawn now; None if it is not timed."""
-        if now < self._next_probe:
-            return None
-        self._next_probe = now + PROBE_INTERVAL
-        return Probe()
+    def probe(self, now: float, draw: float) -> Probe:
+        """The notes for a batch that was drawn, from :attr:`next_probe` on."""
+        self.next_probe = now + PROBE_INTERVAL
+        return Probe(draw=draw, added=now)
 
-    def answered(self, worker: int, task: float, size_bytes: int, arrived: float, received: float) -> None:
-        """A reply has come.
+    def probed(self, probe: Probe) -> None:
+        """The batch that was delivered last is a probe."""
+        with self._lock:
+            before = self._last if len(self.deliveries) < 2 else self.deliveries[-2][0]
+            wait = self.deliveries[-1][1]
+            self._add_up()
+            probe.reorder = max(0.0, before - probe.answered)
+            probe.wait, probe.delivered, probe.totals = wait, self._last, self._totals()
+            self._probes.append(probe)
 
-        Args:
-            worker: Number of the worker that answered.
-            task: Seconds that the worker was at work on it.
-            size_bytes: Bytes of the reply.
-            arrived: Time of the first bytes.
-            received: Time of the last bytes; the same if one receive call found all of them.
-        """
-        self._tasks[worker].append(task)
-        self._size_bytes += size_bytes
-        if received - arrived < _WHOLE:
-            return
+    def _add_up(self) -> None:
+        # What is appended meanwhile waits for the next time.
+        for _ in range(len(self.answers)):
+            worker, task, size_bytes, arrived, received = self.answers.popleft()
+            self._tasks[worker].append(task)
+            self._size_bytes += size_bytes
+            if received - arrived >= _WHOLE:
+                self._add_to_link(arrived, received)
+        for _ in range(len(self.deliveries)):
+            at, waited, blocked, ready, drawn, worker = self.deliveries.popleft()
+            if not self._batches:
+                self._first_wait = waited
+            self._batches += 1
+            self._waited += waited
+            self._blocked += blocked
+            self._ready += ready
+            self._drawn += drawn
+            self._last = at
+            if blocked >= _NOTED_WAIT:
+                self._waits.append(Wait(at, blocked, ready, worker))
+
+    def _add_to_link(self, arrived: float, received: float) -> None:
         # Replies come in the order of their ends, nearly: whatever lies behind the beginning of this one is part of it.
         self._link += received - arrived
         intervals = self._intervals
@@ -93,51 +163,15 @@ class Recorder:
         if len(intervals) > _NUM_INTERVALS:
             del intervals[0]
 
-    def delivered(
-        self,
-        now: float,
-        waited: float,
-        blocked: float = 0.0,
-        ready: float = 0.0,
-        drawn: float = 0.0,
-        worker: int = -1,
-        node: str = "",
-        probe: Probe | None = None,
-    ) -> None:
-        """``next`` returns a batch.
-
-        Args:
-            now: Time.
-            waited: Seconds in ``next``, 0 if the device has been at work all the while.
-            blocked: Seconds of these that the consumer slept.
-            ready: Seconds of these in which a later batch was already here.
-            drawn: Seconds of ``waited`` in the sampler.
-            worker: Number of the worker that answered.
-            node: Name of its node.
-            probe: The notes of the batch, if it was timed.
-        """
-        self._batches += 1
-        self._waited += waited
-        self._blocked += blocked
-        self._ready += ready
-        self._drawn += drawn
-        if self._batches == 1:
-            self._first_wait = waited
-        if blocked >= _NOTED_WAIT:
-            self._waits.append(Wait(now, blocked, ready, worker, node))
-        if probe is not None:
-            probe.reorder = max(0.0, self._last - probe.answered)
-            probe.wait, probe.delivered, probe.totals = waited, now, self._totals()
-            self._probes.append(probe)
-        self._last = now
-
     def snapshot(self, waiting: float = 0.0) -> Records:
         """What is known of this pass or, while it has delivered too little, of the one before.
 
         Args:
             waiting: Seconds that the consumer has been waiting by now.
         """
-        records = self._take(waiting)
+        with self._lock:
+            self._add_up()
+            records = self._take(waiting)
         is_new = len(records.span) < 2 and waiting < _LONG_WAIT
         return self._before if is_new and self._before is not None else records
 
@@ -146,7 +180,6 @@ class Recorder:
             setup=self.setup,
             begun=self._start,
             first_wait=self._first_wait,
-            skip=self._skip,
             totals=self._totals(),
             probes=tuple(self._probes),
             waits=tuple(self._waits),

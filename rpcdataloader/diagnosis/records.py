@@ -52,14 +52,12 @@ class Wait(NamedTuple):
         seconds: Its length.
         ready: Seconds of it while a later batch was already here.
         worker: Number of the worker that sent the batch.
-        node: Name of its node.
     """
 
     at: float
     seconds: float
     ready: float
     worker: int
-    node: str
 
 
 @dataclass(slots=True)
@@ -83,9 +81,6 @@ class Probe:
         copy: Seconds that the copy to the device took there.
         reorder: Seconds that it was here, and the batch before it not delivered.
         wait: Seconds that the consumer was in ``next`` for it.
-        worker: Number of the worker that answered.
-        node: Name of its node.
-        size_bytes: Bytes of the reply.
         stages: The worker's durations; None if it has sent none.
         delivered: Time at which ``next`` returned.
         totals: Sums at that moment.
@@ -104,9 +99,6 @@ class Probe:
     copy: float = 0.0
     reorder: float = 0.0
     wait: float = 0.0
-    worker: int = -1
-    node: str = ""
-    size_bytes: int = 0
     stages: Stages | None = None
     delivered: float = 0.0
     totals: Totals = field(default_factory=Totals)
@@ -117,16 +109,18 @@ class Setup:
     """The pass as it is at this moment.
 
     Attributes:
-        workers: Node of each worker that takes tasks, by number.
+        workers: Node of each worker that takes tasks, by the engine's number.
         window: Batches that may be undelivered.
         prefetch_factor: Batches per worker of these.
         max_in_flight_bytes: Bytes that may be on their way or wait here.
+        names: Name of each worker, for messages.
     """
 
     workers: Mapping[int, str]
     window: int
     prefetch_factor: int
     max_in_flight_bytes: int
+    names: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +131,6 @@ class Records:
         setup: Workers and limits.
         begun: Time at which the pass began.
         first_wait: Seconds until its first batch.
-        skip: Batches at its beginning that do not count: the first window.
         totals: Sums of the whole pass.
         probes: In the order of delivery.
         waits: In the order of delivery.
@@ -149,7 +142,6 @@ class Records:
     setup: Setup
     begun: float
     first_wait: float
-    skip: int
     totals: Totals
     probes: tuple[Probe, ...]
     waits: tuple[Wait, ...]
@@ -159,7 +151,7 @@ class Records:
 
     @property
     def span(self) -> tuple[Probe, ...]:
-        """The probes that count; the first of them is where the span begins."""
-        known = [probe for probe in self.probes if probe.totals.batches > self.skip]
+        """The probes that count, without those of the first window; the first of them is where the span begins."""
+        known = [probe for probe in self.probes if probe.totals.batches > self.setup.window]
         since, batches = self.last - SPAN_SECONDS, self.totals.batches - SPAN_BATCHES
         return tuple(probe for probe in known if probe.delivered >= since or probe.totals.batches >= batches)

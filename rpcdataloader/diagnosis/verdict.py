@@ -164,16 +164,17 @@ def _refine_workers(figures: Figures, limit: float) -> tuple[str, dict[str, Valu
 
 def _refine_straggler(figures: Figures, records: Records) -> tuple[str, dict[str, Value]]:
     """Who is late."""
-    begin = records.span[0].delivered
-    seconds: dict[tuple[int, str], float] = defaultdict(float)
+    begin, nodes = records.span[0].delivered, records.setup.workers
+    seconds: dict[int, float] = defaultdict(float)
     for wait in records.waits:
         if wait.at > begin:
-            seconds[wait.worker, wait.node] += wait.ready
+            seconds[wait.worker] += wait.ready
     total, slow = sum(seconds.values()), figures.slow
-    if slow is not None and sum(late for (_, node), late in seconds.items() if node == slow.name) >= total / 2:
+    if slow is not None and sum(late for one, late in seconds.items() if nodes.get(one) == slow.name) >= total / 2:
         return _node(slow)
-    worker, node = max(seconds, key=seconds.__getitem__, default=(-1, "its node"))
-    return "straggler", {"worker": f"{worker}", "node": node, "worst_share": ratio(seconds[worker, node], total)}
+    worker = max(seconds, key=seconds.__getitem__, default=-1)
+    name = records.setup.names.get(worker, f"worker {worker}")
+    return "straggler", {"worker": name, "worst_share": ratio(seconds[worker], total)}
 
 
 def _node(slow: SlowNode) -> tuple[str, dict[str, Value]]:

@@ -87,7 +87,7 @@ WORDS = {
     "straggler": Words(
         "Every part is fast enough, but for most of the time waited, later batches are here and the next one is late.",
         "The loop waits {wait_share} of its time for single batches while later ones are here, {worst_share} of it for "
-        "worker {worker} on {node}: look at that worker, or hide it with a larger prefetch_factor or in_order=False.",
+        "{worker}: look at that worker, or hide it with a larger prefetch_factor or in_order=False.",
     ),
     "unclear": Words(
         "Too little was measured, or nothing that was measured explains the wait.",

@@ -21,6 +21,9 @@ from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.watcher import Watch
 from rpcdataloader.client.worker import Worker
+from rpcdataloader.diagnosis.recorder import Recorder
+from rpcdataloader.diagnosis.records import Records, Setup
+from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import (
     ConnectError,
     ConnectionLostError,
@@ -33,6 +36,7 @@ from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.ahead import Ahead
 from rpcdataloader.loader.copying import make_carrier
 from rpcdataloader.loader.executor import Executor
+from rpcdataloader.loader.measuring import is_device_busy, note_answer
 from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass, undone_afterwards
 from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.ranks import of_rank
@@ -50,6 +54,9 @@ from rpcdataloader.wire.slabs import Allocator, pinned_allocator
 
 logger = logging.getLogger("rpcdataloader.loader")
 
+# A loop that waits for a larger share of its time is told why when the pass ends.
+_TOLD_SHARE = 0.05
+
 
 class Driver:
     """The state behind an iterator, referred to by its workers, so that the iterator itself can be collected.
@@ -57,10 +64,12 @@ class Driver:
     Args:
         placement: Of the workers; for an iterable-style dataset, of the streams.
         saved: The state of the pass to go on with.
+        before: What is known of the pass before.
 
     Attributes:
         begun: The pass of this epoch; another object in the next one.
         num_streams: Workers that the pass has begun with.
+        recorder: Takes notes of the pass.
     """
 
     def __init__(
@@ -69,7 +78,9 @@ class Driver:
         dataset: RemoteDataset,
         placement: Placement,
         saved: Mapping[str, Any] | None,
+        before: Records | None = None,
     ) -> None:
+        self.recorder = Recorder(threading.Lock(), time.monotonic(), before)
         self._settings = settings
         self._dataset = dataset
         self._client = get_client()
@@ -89,7 +100,10 @@ class Driver:
         )
         self._closed = threading.Event()
         self._watch: Watch | None = None
-        self._drawn: Task | None = None  # from the sampler, and not in the table yet; the consumer's own
+        # The consumer's own:
+        self._drawn: Task | None = None  # from the sampler, and not in the table yet
+        self._blocked = self._ready = 0.0  # seconds that it slept for this batch, and of these with a later one here
+        self._is_told = False  # why the loop has waited in this pass
         self._condition = threading.Condition()
         self._executor = Executor(self, settings, dataset, self._allocator, answering, self._condition, self._closed)
         with undone_afterwards(saved):
@@ -106,6 +120,8 @@ class Driver:
             )
             self._ahead = None if carrier is None else Ahead(self._engine, carrier)
             self._wakes_at = -math.inf  # when the consumer, if it waits, looks again without being told
+            self._waits_since: float | None = None  # and since when it waits
+            self._later_since = math.inf  # since when there was a later batch meanwhile
             self._advance(wants_input=True, acts=False)
         try:
             self._start(placement)
@@ -162,8 +178,10 @@ class Driver:
         """The next batch; see ``RemoteIterator.__next__``."""
         if os.getpid() != self._pid:
             raise LocalProtocolError(f"this iterator belongs to process {self._pid}, of which this one is a fork")
+        began = time.monotonic()
         timeout = self._settings.timeout or None
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else began + timeout
+        drawn = 0.0
         while True:
             with self._condition:
                 delivery = self._engine.deliver() if self._ahead is None else self._ahead.take()
@@ -172,7 +190,7 @@ class Driver:
                 wants_input = self._engine.wants_input
             if delivery is not None:
                 break
-            self._advance(wants_input)
+            drawn += self._advance(wants_input)
         task, answer, stream = delivery.payload, delivery.answer, delivery.stream
         if delivery.condemned is not None:
             answer = Answer(Failure(ConnectionLostError(delivery.condemned)))
@@ -180,7 +198,14 @@ class Driver:
             self.progress.delivered(task.number, task.num_samples, task.sampler_state)
         else:
             self.progress.stream_delivered(stream, answer.stream)
-        self._advance(wants_input)
+        drawn += self._advance(wants_input)
+        now = time.monotonic()
+        if not self._blocked:
+            self.recorder.deliveries.append((now, now - began, 0.0, 0.0, drawn, answer.worker))
+        else:
+            self._has_waited(began, now, drawn, answer.worker)
+        if answer.probe is not None:
+            self.recorder.probed(answer.probe)
         if answer.copies is not None:
             answer.copies.wait()
         if type(answer.result) is Failure:
@@ -189,6 +214,15 @@ class Driver:
             finally:
                 del delivery, answer  # the traceback refers to this frame, which must not refer to the error
         return answer.result
+
+    def _has_waited(self, began: float, now: float, drawn: float, worker: int) -> None:
+        """Note a delivery that the consumer slept for."""
+        note = now, now - began, self._blocked, self._ready, drawn, worker
+        self._blocked = self._ready = 0.0
+        # Before the stream waits for the copies of this batch.
+        if is_device_busy(self._settings.device):
+            note = now, 0.0, 0.0, 0.0, 0.0, worker
+        self.recorder.deliveries.append(note)
 
     def _wait(self, deadline: float | None) -> None:
         """Wait until the next batch may be there, or there is something else to do.
@@ -219,9 +253,14 @@ class Driver:
             math.inf if due is None else due,
             math.inf if deadline is None else deadline,
         )
+        self._waits_since = now
+        self._later_since = now if engine.holds_answers else math.inf
         self._condition.wait(None if self._wakes_at == math.inf else self._wakes_at - now)
         self._wakes_at = -math.inf
         now = time.monotonic()
+        self._blocked += now - self._waits_since
+        self._ready += max(0.0, now - self._later_since)
+        self._waits_since = None
         if due is not None and due <= now:
             engine.tick(now)
 
@@ -231,11 +270,21 @@ class Driver:
             error = RPCTimeoutError(f"{error}\n{task.stack}")
         return of_rank(error, self._settings.partition)
 
-    def _advance(self, wants_input: bool, *, acts: bool = True) -> None:
-        """Fill the window from the sampler, which is user code and so runs outside of the lock, and do what follows."""
+    def _advance(self, wants_input: bool, *, acts: bool = True) -> float:
+        """Fill the window from the sampler, which is user code and so runs outside of the lock, and do what follows.
+
+        Returns:
+            Seconds in the sampler.
+        """
+        seconds = 0.0
         while True:
             if wants_input and self._drawn is None:
+                began = time.monotonic()
                 self._drawn = next(self.begun.source, None)
+                ended = time.monotonic()
+                seconds += ended - began
+                if ended >= self.recorder.next_probe and self._drawn is not None:
+                    self._drawn.probe = self.recorder.probe(ended, ended - began)
             with self._condition:
                 if wants_input:
                     if self._drawn is None:
@@ -248,16 +297,20 @@ class Driver:
             if todo is not None:
                 self._carry_out(todo)
             if not wants_input:
-                return
+                return seconds
 
     def begin_epoch(self) -> None:
         """Begin another epoch with the same workers."""
         begun = begin_epoch(self._settings, self.progress.base_seed, self.progress.epoch + 1, makes_requests=True)
         with self._condition:
             self._drawn = None
+            self._blocked = self._ready = 0.0
+            self._is_told = False
             if self._ahead is not None:
                 self._ahead.delivery = None
             self.begun = begun
+            self._note_setup()
+            self.recorder.begin(time.monotonic())
             self._begin_streams()
             self._engine.begin_epoch(time.monotonic(), self.progress.turn)
             todo = self._act()
@@ -268,6 +321,8 @@ class Driver:
     def close(self) -> None:
         """End the workers; idempotent."""
         with self._condition:
+            if not self._closed.is_set():
+                self._note_setup()
             self._closed.set()
             self._engine.forget_tasks()
             if self._ahead is not None:
@@ -341,6 +396,8 @@ class Driver:
             # Not before: the numbers of another epoch begin anew.
             seat.sent.pop(sent.number, None)
             self._tell_engine(seat.number, sent, answer)
+            if self._wakes_at >= 0 and self._later_since == math.inf and self._engine.holds_answers:
+                self._later_since = time.monotonic()
             if self._ahead is not None:
                 self._ahead.send()
             todo = self._act()
@@ -351,6 +408,14 @@ class Driver:
 
     def _tell_engine(self, worker: int, sent: Sent, answer: Answer) -> None:
         engine, now, number = self._engine, time.monotonic(), sent.number
+        seconds = None
+        if (timings := answer.timings) is not None:
+            seconds = sum(timings)
+            answer.worker = worker
+            self.recorder.answers.append((worker, seconds, answer.size_bytes, answer.arrived, answer.received))
+            if sent.probe is not None:
+                note_answer(sent.probe, timings, now)
+                answer.probe = sent.probe
         if type(answer.result) is Failure:
             error = answer.result.error
             if isinstance(error, self._settings.retry_on) and engine.failed(worker, number, error, now):
@@ -360,7 +425,7 @@ class Driver:
             return
         stream = engine.stream_of(number) if self._settings.iterable else None
         counts = engine.answered(
-            worker, number, size_bytes=answer.size_bytes, task_seconds=answer.seconds, now=now, answer=answer
+            worker, number, size_bytes=answer.size_bytes, task_seconds=seconds, now=now, answer=answer
         )
         if counts and stream is not None and answer.stream is not None:
             self._streams[stream] = answer.stream
@@ -384,6 +449,33 @@ class Driver:
             self._condition.notify_all()
 
     # --- any thread: what is asked
+
+    def diagnosis(self) -> Diagnosis:
+        """Why the loop waits."""
+        with self._condition:
+            if not self._closed.is_set():
+                self._note_setup()
+            since = self._waits_since
+        return diagnose(self.recorder.snapshot(0.0 if since is None else time.monotonic() - since))
+
+    def tell(self) -> None:
+        """Log, once at the end of a pass, why the loop has waited, if it has; in the consumer's thread."""
+        if not self._is_told:
+            self._is_told = True
+            diagnosis = self.diagnosis()
+            if diagnosis.wait_share >= _TOLD_SHARE:
+                logger.info("%s%s", self._settings.partition.label, diagnosis.text)
+
+    def _note_setup(self) -> None:
+        """Note the workers and limits of the pass, with the condition; those that it had are kept when all are lost."""
+        engine, seats = self._engine, self._executor.seats
+        workers = {number: str(node) for number, node in engine.workers.items()}
+        if workers:
+            names = {number: seats[number].worker.name for number in workers if number in seats}
+            settings = self._settings
+            self.recorder.setup = Setup(
+                workers, engine.window, settings.prefetch_factor, settings.max_in_flight_bytes, names
+            )
 
     @property
     def workers(self) -> list[Worker]:

@@ -235,6 +235,16 @@ class Table(ABC, Generic[T]):
         """Workers that have a copy of an answered task, which is not delivered yet: they may as well drop it."""
 
     @property
+    def window(self) -> int:
+        """Tasks that may be undelivered."""
+        return self._window
+
+    @property
+    def holds_answers(self) -> bool:
+        """Whether something is answered and not delivered."""
+        return self._answered_bytes > 0
+
+    @property
     def has_deliverable(self) -> bool:
         """Whether :meth:`pop_deliverable` gives a task now."""
         if not self._in_order:

@@ -32,6 +32,7 @@ from rpcdataloader.server.events import Authenticated, Decided, Drain, GaveUp
 from rpcdataloader.server.handles import HandleTable
 from rpcdataloader.server.life import Life
 from rpcdataloader.server.link import Link
+from rpcdataloader.server.meter import Meter
 from rpcdataloader.server.outbox import Outbox
 from rpcdataloader.server.output import tell_client
 from rpcdataloader.server.processes import keep_freed_memory, name_process, prefer_for_oom
@@ -122,6 +123,8 @@ class Worker:
         self._inbox: collections.deque[tuple[Message, int]] = collections.deque()
         self._last_request = 0
         self._next_look = 0
+        self._idle = 0  # nanoseconds that the first request of the inbox was waited for
+        self._meter = Meter(channel.stream)
         self._life = Life.SERVING
         self._num_tasks = 0  # answered
         # From main and pool threads to the sender.
@@ -197,7 +200,11 @@ class Worker:
         if not self._inbox and self._pool is None:
             self._row.rests(now)
         # Nothing that was read ahead is left: a round takes all of it.
-        ready = dict(self._poll.poll(0 if self._inbox else None))
+        if self._inbox:
+            ready = dict(self._poll.poll(0))
+        else:
+            ready = dict(self._poll.poll(None))
+            self._idle = time.monotonic_ns() - now
         if self._drain_read in ready:
             self._begin_drain(Life.DRAINING)
         elif ready:
@@ -256,6 +263,8 @@ class Worker:
         try:
             while (message := self._outbox.get()) is not None:
                 self._channel.send(message.type, message.request_id, message.payload, message.buffers, message.flags)
+                if message.flags & Flag.MEASURED:
+                    self._meter.left()
                 self._outbox.sent(message)
                 del message
         except RPCError:
@@ -293,10 +302,15 @@ class Worker:
             self._forget(size_bytes)
             self._reply_error(request_id, exc)
             return
+        idle, self._idle = self._idle, 0
+        # Only a loader asks for it, and its requests run in this thread.
+        measured = bool(message.flags) and call.task
+        if measured:
+            self._meter.begin(idle / 1e9)
         del message
         timer = self._limit(request_id) if call.limited and self._context.timeout > 0 else None
         if self._pool is None or call.ordered:
-            self._execute(request_id, size_bytes, call, timer)
+            self._execute(request_id, size_bytes, call, timer, measured)
             if call.task and self._context.max_tasks:
                 self._count_task()
         else:
@@ -309,7 +323,9 @@ class Worker:
         if self._num_tasks == self._context.max_tasks and self._life is Life.SERVING:
             self._begin_drain(Life.RETIRING)
 
-    def _execute(self, request_id: int, size_bytes: int, call: Call, timer: threading.Timer | None) -> None:
+    def _execute(
+        self, request_id: int, size_bytes: int, call: Call, timer: threading.Timer | None, measured: bool = False
+    ) -> None:
         handle = None
         if self._outbox.num_waiting:
             self._outbox.wait()
@@ -327,12 +343,17 @@ class Worker:
                 raise _given_up()
             if call.keep:
                 result = handle = self._handles.add(result)
+            if measured:
+                self._meter.encodes()
             encoded = dumps_reply(result)
         except BaseException as exc:
             # Also SystemExit and KeyboardInterrupt: a request that gets no reply is a client that waits for ever.
             self._reply_error(request_id, exc)
         else:
-            if not self._reply(request_id, MessageType.REPLY, encoded, call.task) and handle is not None:
+            if measured:
+                encoded.payload += self._meter.end()
+            flags = Flag.MEASURED if measured else 0
+            if not self._reply(request_id, MessageType.REPLY, encoded, call.task, flags=flags) and handle is not None:
                 self._handles.release([handle])
         finally:
             if self._pool is not None:
@@ -372,7 +393,13 @@ class Worker:
         self._reply(request_id, MessageType.ERROR, Encoded(dumps_exception(error, self._where), []), error=text)
 
     def _reply(
-        self, request_id: int, type: MessageType, encoded: Encoded, task: bool = False, error: str | None = None
+        self,
+        request_id: int,
+        type: MessageType,
+        encoded: Encoded,
+        task: bool = False,
+        error: str | None = None,
+        flags: int = 0,
     ) -> bool:
         """Answer a request, once; returns False if it was answered before, by the time limit."""
         with self._lock:
@@ -386,13 +413,15 @@ class Worker:
             if error is not None and wanted:
                 self._row.failed(error)
             self._cancelled.discard(request_id)
-        if self._outbox.num_waiting or not self._send_now(type, request_id, encoded):
-            self._outbox.put(Outgoing(type, request_id, encoded.payload, encoded.buffers))
+        if self._outbox.num_waiting or not self._send_now(type, request_id, encoded, flags):
+            self._outbox.put(Outgoing(type, request_id, encoded.payload, encoded.buffers, flags))
+        elif flags:
+            self._meter.left()
         return True
 
-    def _send_now(self, type: MessageType, request_id: int, encoded: Encoded) -> bool:
+    def _send_now(self, type: MessageType, request_id: int, encoded: Encoded, flags: int) -> bool:
         try:
-            return self._channel.send_now(type, request_id, encoded.payload, encoded.buffers)
+            return self._channel.send_now(type, request_id, encoded.payload, encoded.buffers, flags)
         except RPCError:
             # The main thread sees the same and ends this process.
             return True

@@ -1,7 +1,7 @@
-"""What a worker tells of one batch beside its reply: 40 bytes of durations. Pure.
+"""What a worker tells of one batch beside its reply: 28 bytes of durations. Pure.
 
-Durations only, never times of day: the clocks of two machines are never compared. A worker measures the batches whose
-request asks for it, and sends nothing with the others.
+Durations only, never times of day: the clocks of two machines are never compared. Every reply carries the times of
+fetch and collate in its pickle. The others are measured where the request asks for it, and follow the pickle.
 """
 
 from __future__ import annotations
@@ -11,36 +11,37 @@ from typing import NamedTuple
 
 from rpcdataloader.errors import RemoteProtocolError
 
-_LAYOUT = struct.Struct("<10f")
+# All but the two that every reply carries.
+_LAYOUT = struct.Struct("<7f")
+
+SIZE_BYTES = _LAYOUT.size
 
 
 class Stages(NamedTuple):
     """Seconds that a batch took at its worker.
 
     Attributes:
-        idle: Time without any request before this one; 0 if the request was there when the one before was answered.
         fetch: Time in the dataset.
         collate: Time in the collate function.
+        idle: Time without any request before this one; 0 if the request was there when the one before was answered.
         encode: Time to pickle the batch.
         reply: Time that the worker's previous measured reply waited to be written, and was written.
         cpu: CPU time of all threads of the worker in fetch, collate and encode.
         runqueue: Time in these that the main thread waited for a CPU (the second number of ``/proc/self/schedstat``).
         sending: Time since the previous measured reply that the connection had unacknowledged data
-            (``tcpi_busy_time``), of which it was limited
-        peer_limited: by the receive window of the trainer (``tcpi_rwnd_limited``),
-        buffer_limited: by its own send buffer (``tcpi_sndbuf_limited``).
+            (``tcpi_busy_time``); 0 for a Unix socket.
+        peer_limited: Part of ``sending`` that the receive window of the trainer was full (``tcpi_rwnd_limited``).
     """
 
-    idle: float = 0.0
     fetch: float = 0.0
     collate: float = 0.0
+    idle: float = 0.0
     encode: float = 0.0
     reply: float = 0.0
     cpu: float = 0.0
     runqueue: float = 0.0
     sending: float = 0.0
     peer_limited: float = 0.0
-    buffer_limited: float = 0.0
 
     @property
     def task(self) -> float:
@@ -49,7 +50,7 @@ class Stages(NamedTuple):
 
     def pack(self) -> bytes:
         """The bytes on the wire."""
-        return _LAYOUT.pack(*self)
+        return _LAYOUT.pack(*self[2:])
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview) -> Stages:
@@ -60,7 +61,16 @@ class Stages(NamedTuple):
         """
         if len(data) != _LAYOUT.size:
             raise RemoteProtocolError(f"stages of {len(data)} bytes instead of {_LAYOUT.size}")
-        return cls._make(value if 0 <= value < _LONGEST else 0.0 for value in _LAYOUT.unpack(data))
+        return cls(0.0, 0.0, *map(_checked, _LAYOUT.unpack(data)))
+
+    def with_timings(self, timings: tuple[float, float]) -> Stages:
+        """With the times of fetch and collate, which are checked in the same way."""
+        fetch, collate = map(_checked, timings)
+        return self._replace(fetch=fetch, collate=collate)
+
+
+def _checked(seconds: float) -> float:
+    return seconds if 0 <= seconds < _LONGEST else 0.0
 
 
 # A peer may send infinity. Three years is longer than any batch.

@@ -7,6 +7,7 @@ diagnosis can be right or wrong.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -16,9 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpcdataloader.diagnosis.recorder import Recorder
+from rpcdataloader.diagnosis.recorder import Answered, Delivered, Recorder
 from rpcdataloader.diagnosis.records import Probe, Setup
 from rpcdataloader.plan.batches import BatchTable
+from rpcdataloader.plan.options import PlanOptions
 from rpcdataloader.plan.streams import StreamTable
 from rpcdataloader.wire.stages import Stages
 
@@ -155,7 +157,8 @@ class Pipeline:
             slowness = scenario.slowness if node == 0 else 1.0
             for _ in range(count):
                 self.workers.append(Worker(len(self.workers), f"node{node}", cpu, slowness))
-        self.recorder = Recorder(self.setup(), 0.0)
+        self.recorder = Recorder(contextlib.nullcontext(), 0.0)
+        self.recorder.setup = self.setup()
         if scenario.stop_every < math.inf:
             self.after(scenario.stop_every, self._stop, 0)
         self.begin()
@@ -171,15 +174,12 @@ class Pipeline:
 
     def begin(self) -> None:
         scenario = self.scenario
-        common: dict[str, Any] = {
-            "prefetch_factor": scenario.prefetch_factor,
-            "max_in_flight_bytes": scenario.max_in_flight_bytes,
-        }
-        self._table: Any
-        if scenario.is_iterable:
-            self._table = StreamTable(num_streams=len(self.workers), **common)
-        else:
-            self._table = BatchTable(num_workers=len(self.workers), hedging=True, **common)
+        options = PlanOptions(
+            num_workers=len(self.workers),
+            prefetch_factor=scenario.prefetch_factor,
+            max_in_flight_bytes=scenario.max_in_flight_bytes,
+        )
+        self._table: Any = StreamTable(options) if scenario.is_iterable else BatchTable(options)
         self._probes: dict[int, Probe | None] = {}
         self._sent_at: dict[tuple[int, int], tuple[float, float]] = {}
         self._held: dict[int, tuple[float, Worker]] = {}  # answered and not delivered, in the order of the answers
@@ -214,11 +214,8 @@ class Pipeline:
         """Fill the window, then take what is there; in the consumer's thread."""
         if self._table.wants_input and self._num_drawn < self.scenario.num_batches:
             seconds = self.vary(self.scenario.draw)
-            probe = self.recorder.probe(self.now)
-            if probe is not None:
-                probe.draw = seconds
             self._spent_drawing += seconds
-            self.after(seconds, self._drawn, probe)
+            self.after(seconds, self._drawn, seconds)
         elif self._taken is None:
             self._take()
         else:
@@ -226,13 +223,12 @@ class Pipeline:
 
     _taken: tuple[int, float, float, Worker] | None = None
 
-    def _drawn(self, probe: Probe | None) -> None:
+    def _drawn(self, seconds: float) -> None:
         if self._table.wants_input:  # unless a stream has ended
             number = self._table.add_task(None)
             self._num_drawn += 1
-            self._probes[number] = probe
-            if probe is not None:
-                probe.added = self.now
+            is_probe = self.now >= self.recorder.next_probe
+            self._probes[number] = self.recorder.probe(self.now, seconds) if is_probe else None
             self._pump()
         self._draw()
 
@@ -276,16 +272,11 @@ class Pipeline:
         (number, blocked, ready, worker), self._taken = self._taken, None
         drawn, self._spent_drawing = self._spent_drawing, 0.0
         waited = self.now - self._asked
-        self.recorder.delivered(
-            self.now,
-            waited,
-            blocked=blocked,
-            ready=ready,
-            drawn=min(drawn, waited),
-            worker=worker.number,
-            node=worker.node,
-            probe=self._probes.pop(number),
+        self.recorder.deliveries.append(
+            Delivered(self.now, waited, blocked, ready, drawn=min(drawn, waited), worker=worker.number)
         )
+        if (probe := self._probes.pop(number)) is not None:
+            self.recorder.probed(probe)
         self.num_delivered += 1
         seconds = self.vary(self.scenario.consumer)
         if self.scenario.holds_lock:
@@ -400,7 +391,7 @@ class Pipeline:
         if table is not self._table:
             return
         scenario, now = self.scenario, self.now
-        self.recorder.answered(worker.number, stages.task, scenario.size_bytes, arrived, received)
+        self.recorder.answers.append(Answered(worker.number, stages.task, scenario.size_bytes, arrived, received))
         counts = table.replied(worker.number, task, size_bytes=scenario.size_bytes, task_seconds=stages.task, now=now)
         if counts:
             self._held[task] = now, worker
@@ -410,8 +401,7 @@ class Pipeline:
                 probe.receive_cpu, probe.decode_cpu = scenario.receive_cpu, scenario.decode_cpu
                 decode = scenario.decode_cpu + (scenario.receive_cpu if scenario.holds_lock else 0.0)
                 probe.lock = max(0.0, now - received - decode)
-                probe.worker, probe.node, probe.stages = worker.number, worker.node, stages
-                probe.size_bytes = scenario.size_bytes
+                probe.stages = stages
         self._sent_at.pop((worker.number, task), None)
         self._pump()
         if self._blocked_at is not None:

@@ -214,6 +214,7 @@ def test_a_wrong_import_is_found(module, statement, fault):
 
 def test_public_names():
     assert sorted(rpcdataloader.__all__) == [
+        "Diagnosis",
         "RPCDataloader",
         "RPCDataset",
         "RRef",

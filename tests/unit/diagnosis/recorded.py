@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rpcdataloader.diagnosis.recorder import Recorder
+import contextlib
+
+from rpcdataloader.diagnosis.recorder import Answered, Delivered, Recorder
 from rpcdataloader.diagnosis.records import Records, Setup
 from rpcdataloader.wire.stages import Stages
 
@@ -12,6 +14,12 @@ TASK = Stages(fetch=0.019, collate=0.001, cpu=0.02)
 
 def make_setup(workers=FOUR, prefetch_factor=2, max_in_flight_bytes=2**30, window=None) -> Setup:
     return Setup(workers, window or len(workers) * prefetch_factor, prefetch_factor, max_in_flight_bytes)
+
+
+def make_recorder(**setup) -> Recorder:
+    recorder = Recorder(contextlib.nullcontext(), 0.0)
+    recorder.setup = make_setup(**setup)
+    return recorder
 
 
 def record(
@@ -38,29 +46,29 @@ def record(
     **setup,
 ) -> Recorder:
     """Deliver batches of one worker, or of all in turn, which are all waited for as long."""
-    recorder = recorder or Recorder(make_setup(**setup), 0.0)
+    recorder = recorder or make_recorder(**setup)
     now = recorder.snapshot().last if now is None else now
     workers = list(recorder.setup.workers) if worker is None else [worker]
     for number in range(num_batches):
         worker = workers[number % len(workers)]
-        node = recorder.setup.workers[worker]
         of_worker = (slow or {}).get(worker, stages)
         task = 0.0 if of_worker is None else of_worker.task
         first = first_wait if number == 0 else 0.0
         waited = first + blocked + drawn + own
         now += waited + consumer
-        probe = recorder.probe(now)
+        probe = recorder.probe(now, drawn) if now >= recorder.next_probe else None
         if probe is not None:
-            probe.draw, probe.copy, probe.lock = drawn, copy, lock
+            probe.copy, probe.lock = copy, lock
             probe.added = probe.assigned = probe.sent = now - task - latency
             probe.answered = now
             probe.received = now - decode_cpu - lock
             probe.arrived = probe.received - receive
             probe.receive_cpu, probe.decode_cpu = receive_cpu, decode_cpu
-            probe.worker, probe.node, probe.stages = worker, node, of_worker
-            probe.size_bytes = size_bytes
-        recorder.answered(worker, task, size_bytes, now - receive, now)
-        recorder.delivered(now, waited, first + blocked, ready, drawn, worker, node, probe)
+            probe.stages = of_worker
+        recorder.answers.append(Answered(worker, task, size_bytes, now - receive, now))
+        recorder.deliveries.append(Delivered(now, waited, first + blocked, ready, drawn, worker))
+        if probe is not None:
+            recorder.probed(probe)
     return recorder
 
 

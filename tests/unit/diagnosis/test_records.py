@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from rpcdataloader.diagnosis.recorder import PROBE_INTERVAL, Recorder
+from rpcdataloader.diagnosis.recorder import PROBE_INTERVAL, Answered, Delivered
 from rpcdataloader.diagnosis.records import Totals
-from tests.unit.diagnosis.recorded import make_setup, record
+from tests.unit.diagnosis.recorded import make_recorder, record
 
 
 def test_slow_batches_are_all_probes_and_fast_ones_are_not():
@@ -70,12 +70,12 @@ def test_pass_that_has_delivered_nothing_is_not_told_of():
 
 
 def test_time_since_the_batch_before_is_that_of_reordering():
-    recorder = Recorder(make_setup(), 0.0)
-    recorder.delivered(5.0, 1.0)
-    probe = recorder.probe(1.0)
-    assert probe is not None
+    recorder = make_recorder()
+    recorder.deliveries.append(Delivered(5.0, 1.0))
+    probe = recorder.probe(1.0, 0.0)
     probe.answered = 3.5
-    recorder.delivered(6.0, 0.0, probe=probe)
+    recorder.deliveries.append(Delivered(6.0, 0.0))
+    recorder.probed(probe)
     assert probe.reorder == 1.5
     assert probe.delivered == 6.0
     assert probe.totals == Totals(batches=2, waited=1.0)
@@ -96,15 +96,15 @@ def test_link_is_busy_while_any_reply_is_received(seed):
     for _ in range(200):
         begin = rng.uniform(0, 20)
         intervals.append((begin, begin + rng.expovariate(2.0)))
-    recorder = Recorder(make_setup(), 0.0)
+    recorder = make_recorder()
     for begin, end in sorted(intervals, key=lambda interval: interval[1]):
-        recorder.answered(0, 0.0, 10, begin, end)
+        recorder.answers.append(Answered(0, 0.0, 10, begin, end))
     totals = recorder.snapshot().totals
     assert totals.link == pytest.approx(union(intervals))
     assert totals.size_bytes == 2000
 
 
 def test_reply_in_one_piece_says_nothing_about_the_link():
-    recorder = Recorder(make_setup(), 0.0)
-    recorder.answered(0, 0.0, 10, 1.0, 1.0)
+    recorder = make_recorder()
+    recorder.answers.append(Answered(0, 0.0, 10, 1.0, 1.0))
     assert recorder.snapshot().totals == Totals(size_bytes=10)
