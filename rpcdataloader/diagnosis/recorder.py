@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rpcdataloader.diagnosis.records import SPAN_SECONDS, Probe, Records, Setup, Totals, Wait
 
-# At most 50 probes per second: with 10 microseconds each, 0.05 % of a CPU.
+# At most 50 probes per second: with 50 microseconds each on both sides together, a quarter of a percent of a CPU.
 PROBE_INTERVAL = 0.02
 
 # Enough for the span of a diagnosis.

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
@@ -56,6 +58,9 @@ logger = logging.getLogger("rpcdataloader.loader")
 
 # A loop that waits for a larger share of its time is told why when the pass ends.
 _TOLD_SHARE = 0.05
+
+# Seconds. Whether a shorter wait was hidden by what the device had to do does not matter.
+_LEAST_HIDDEN = 1e-4
 
 
 class Driver:
@@ -121,6 +126,7 @@ class Driver:
             self._ahead = None if carrier is None else Ahead(self._engine, carrier)
             self._wakes_at = -math.inf  # when the consumer, if it waits, looks again without being told
             self._waits_since: float | None = None  # and since when it waits
+            self._is_changed = True  # workers, since they were noted
             self._later_since = math.inf  # since when there was a later batch meanwhile
             self._advance(wants_input=True, acts=False)
         try:
@@ -205,6 +211,9 @@ class Driver:
         else:
             self._has_waited(began, now, drawn, answer.worker)
         if answer.probe is not None:
+            if self._is_changed:
+                with self._condition:
+                    self._note_setup()
             self.recorder.probed(answer.probe)
         if answer.copies is not None:
             answer.copies.wait()
@@ -218,10 +227,12 @@ class Driver:
     def _has_waited(self, began: float, now: float, drawn: float, worker: int) -> None:
         """Note a delivery that the consumer slept for."""
         note = now, now - began, self._blocked, self._ready, drawn, worker
-        self._blocked = self._ready = 0.0
-        # Before the stream waits for the copies of this batch.
-        if is_device_busy(self._settings.device):
+        # Before the stream waits for the copies of this batch. To ask takes some microseconds.
+        device = self._settings.device
+        uses_device = device is not None or torch.cuda.is_initialized()
+        if self._blocked >= _LEAST_HIDDEN and uses_device and is_device_busy(device):
             note = now, 0.0, 0.0, 0.0, 0.0, worker
+        self._blocked = self._ready = 0.0
         self.recorder.deliveries.append(note)
 
     def _wait(self, deadline: float | None) -> None:
@@ -309,7 +320,6 @@ class Driver:
             if self._ahead is not None:
                 self._ahead.delivery = None
             self.begun = begun
-            self._note_setup()
             self.recorder.begin(time.monotonic())
             self._begin_streams()
             self._engine.begin_epoch(time.monotonic(), self.progress.turn)
@@ -321,8 +331,6 @@ class Driver:
     def close(self) -> None:
         """End the workers; idempotent."""
         with self._condition:
-            if not self._closed.is_set():
-                self._note_setup()
             self._closed.set()
             self._engine.forget_tasks()
             if self._ahead is not None:
@@ -341,6 +349,7 @@ class Driver:
                 return
             event(self._engine, time.monotonic())
             todo = self._act()
+            self._is_changed = True
             self._condition.notify_all()
         if todo is not None:
             self._carry_out(todo)
@@ -396,13 +405,14 @@ class Driver:
             # Not before: the numbers of another epoch begin anew.
             seat.sent.pop(sent.number, None)
             self._tell_engine(seat.number, sent, answer)
-            if self._wakes_at >= 0 and self._later_since == math.inf and self._engine.holds_answers:
-                self._later_since = time.monotonic()
             if self._ahead is not None:
                 self._ahead.send()
             todo = self._act()
-            if self._wakes_at >= 0 and self._has_news():
-                self._condition.notify()
+            if self._wakes_at >= 0:
+                if self._has_news():
+                    self._condition.notify()
+                elif self._later_since == math.inf:
+                    self._later_since = time.monotonic()
         if todo is not None:
             self._carry_out(todo)
 
@@ -453,8 +463,7 @@ class Driver:
     def diagnosis(self) -> Diagnosis:
         """Why the loop waits."""
         with self._condition:
-            if not self._closed.is_set():
-                self._note_setup()
+            self._note_setup()
             since = self._waits_since
         return diagnose(self.recorder.snapshot(0.0 if since is None else time.monotonic() - since))
 
@@ -469,6 +478,7 @@ class Driver:
     def _note_setup(self) -> None:
         """Note the workers and limits of the pass, with the condition; those that it had are kept when all are lost."""
         engine, seats = self._engine, self._executor.seats
+        self._is_changed = False
         workers = {number: str(node) for number, node in engine.workers.items()}
         if workers:
             names = {number: seats[number].worker.name for number in workers if number in seats}

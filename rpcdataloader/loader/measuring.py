@@ -53,13 +53,7 @@ def is_device_busy(device: torch.device | None) -> bool:
     """Whether the device still computes what the loop has asked it for, so that a wait of the loop has cost nothing.
 
     Args:
-        device: Where batches are delivered; None for the current GPU, if this process uses one.
+        device: Where batches are delivered; None for the current GPU.
     """
-    module: Any = torch.cuda
-    if device is not None:
-        module = getattr(torch, device.type)
-        if not hasattr(module, "current_stream"):
-            return False
-    elif not module.is_initialized():
-        return False
-    return not module.current_stream(device).query()
+    module: Any = torch.cuda if device is None else getattr(torch, device.type)
+    return hasattr(module, "current_stream") and not module.current_stream(device).query()

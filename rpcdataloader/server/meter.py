@@ -10,9 +10,6 @@ import time
 from rpcdataloader.wire.stages import Stages
 from rpcdataloader.wire.transport import Stream
 
-# Seconds. A wait that is shorter found its request there: the system call alone takes some microseconds.
-_LEAST_IDLE = 30e-6
-
 
 class Meter:
     """The stages of one request at a time, in the worker's main thread.
@@ -33,9 +30,9 @@ class Meter:
         """A request that is measured begins.
 
         Args:
-            idle: Seconds that the worker has waited for it.
+            idle: Seconds that the worker has waited for it; 0 if it was there.
         """
-        self._idle = idle if idle >= _LEAST_IDLE else 0.0
+        self._idle = idle
         self._runqueue = self._read_runqueue()
         self._cpu = time.process_time()
 

@@ -123,7 +123,8 @@ class Worker:
         self._inbox: collections.deque[tuple[Message, int]] = collections.deque()
         self._last_request = 0
         self._next_look = 0
-        self._idle = 0  # nanoseconds that the first request of the inbox was waited for
+        self._idle = 0  # nanoseconds that the first request of the inbox was waited for, if that was looked at
+        self._next_idle = 0
         self._meter = Meter(channel.stream)
         self._life = Life.SERVING
         self._num_tasks = 0  # answered
@@ -200,17 +201,28 @@ class Worker:
         if not self._inbox and self._pool is None:
             self._row.rests(now)
         # Nothing that was read ahead is left: a round takes all of it.
-        if self._inbox:
-            ready = dict(self._poll.poll(0))
-        else:
-            ready = dict(self._poll.poll(None))
-            self._idle = time.monotonic_ns() - now
+        ready = dict(self._poll.poll(0)) if self._inbox else self._wait(now)
         if self._drain_read in ready:
             self._begin_drain(Life.DRAINING)
         elif ready:
             self._take()
             while stream.has_unread:
                 self._take()
+
+    def _wait(self, now: int) -> dict[int, int]:
+        """Wait for input; returns what there is.
+
+        A wait that begins with a look tells how long it was, and whether there was one at all.
+        """
+        looks = now >= self._next_idle
+        ready = dict(self._poll.poll(0)) if looks else {}
+        if not ready:
+            ready = dict(self._poll.poll(None))
+            if looks:
+                self._idle = time.monotonic_ns() - now
+        if looks:
+            self._next_idle = now + LOOK_INTERVAL
+        return ready
 
     @property
     def _is_full(self) -> bool:

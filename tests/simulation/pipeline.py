@@ -250,10 +250,10 @@ class Pipeline:
 
     def _carry(self) -> None:
         """Begin to copy what is delivered next."""
-        if self._ahead is None and (number := self._table.pop_deliverable()) is not None:
-            self._ahead, self._ahead_done = number, False
+        if self._ahead is None and (task := self._table.pop_deliverable()) is not None:
+            self._ahead, self._ahead_done = task.number, False
             seconds = self.vary(self.scenario.copy)
-            if (probe := self._probes[number]) is not None:
+            if (probe := self._probes[task.number]) is not None:
                 probe.copy = seconds
             if seconds:
                 self.after(seconds, self._carried)
@@ -391,8 +391,9 @@ class Pipeline:
         if table is not self._table:
             return
         scenario, now = self.scenario, self.now
-        self.recorder.answers.append(Answered(worker.number, stages.task, scenario.size_bytes, arrived, received))
-        counts = table.replied(worker.number, task, size_bytes=scenario.size_bytes, task_seconds=stages.task, now=now)
+        seconds = stages.fetch + stages.collate
+        self.recorder.answers.append(Answered(worker.number, seconds, scenario.size_bytes, arrived, received))
+        counts = table.replied(worker.number, task, size_bytes=scenario.size_bytes, task_seconds=seconds, now=now)
         if counts:
             self._held[task] = now, worker
             if (probe := self._probes[task]) is not None:

@@ -16,8 +16,8 @@ def make_setup(workers=FOUR, prefetch_factor=2, max_in_flight_bytes=2**30, windo
     return Setup(workers, window or len(workers) * prefetch_factor, prefetch_factor, max_in_flight_bytes)
 
 
-def make_recorder(**setup) -> Recorder:
-    recorder = Recorder(contextlib.nullcontext(), 0.0)
+def make_recorder(now=0.0, **setup) -> Recorder:
+    recorder = Recorder(contextlib.nullcontext(), now)
     recorder.setup = make_setup(**setup)
     return recorder
 
@@ -52,7 +52,7 @@ def record(
     for number in range(num_batches):
         worker = workers[number % len(workers)]
         of_worker = (slow or {}).get(worker, stages)
-        task = 0.0 if of_worker is None else of_worker.task
+        task = 0.0 if of_worker is None else of_worker.fetch + of_worker.collate
         first = first_wait if number == 0 else 0.0
         waited = first + blocked + drawn + own
         now += waited + consumer

@@ -7,11 +7,10 @@ import math
 
 import pytest
 
-from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.diagnosis.words import REASONS, WORDS
 from rpcdataloader.wire.stages import Stages
-from tests.unit.diagnosis.recorded import TASK, make_setup, record, records
+from tests.unit.diagnosis.recorded import TASK, make_recorder, make_setup, record, records
 
 # The loop takes 400 batches per second, and the workers make 200.
 SLOW_WORKERS = {"consumer": 0.0025, "blocked": 0.0025}
@@ -128,8 +127,8 @@ SENTENCES = {
     ),
     "straggler": (
         {"consumer": 0.01, "blocked": 0.01, "ready": 0.009},
-        "The loop waits 50 % of its time for single batches while later ones are here, 25 % of it for worker 1 on "
-        "node07: look at that worker, or hide it with a larger prefetch_factor or in_order=False.",
+        "The loop waits 50 % of its time for single batches while later ones are here, 25 % of it for "
+        "worker 1: look at that worker, or hide it with a larger prefetch_factor or in_order=False.",
     ),
     "unclear": (
         {"consumer": 0.01, "blocked": 0.01},
@@ -194,14 +193,14 @@ def test_p95_is_that_of_the_batches():
 
 
 def test_pass_that_has_delivered_nothing():
-    diagnosis = diagnose(Recorder(make_setup(), 5.0).snapshot(waiting=0.5))
+    diagnosis = diagnose(make_recorder(now=5.0).snapshot(waiting=0.5))
     assert diagnosis.bound == "start"
     assert diagnosis.text == "The loop has waited 500 ms for its first batch, which is still on its way."
     assert diagnosis.stages == {}
 
 
 def test_pass_that_has_just_begun():
-    diagnosis = diagnose(Recorder(make_setup(), 5.0).snapshot())
+    diagnosis = diagnose(make_recorder(now=5.0).snapshot())
     assert (diagnosis.bound, diagnosis.wait_share) == ("none", 0.0)
 
 

@@ -23,7 +23,7 @@ CLIENT = Identity(
     host="trainer1",
     pid=11,
     rank=3,
-    protocol=1,
+    protocol=2,
     python_implementation="CPython",
     python_version="3.11.7",
     machine="x86_64",
@@ -135,7 +135,7 @@ def test_keys_fit_together_and_differ_by_direction_and_connection():
 def test_golden_handshake():
     one, two, hello = start({"nonce": bytes(32)}, {"nonce": b"\x01" * 32})
     identity = (
-        '{"role": "%s", "host": "%s", "pid": %d, "rank": %s, "protocol": 1, "python_implementation": "CPython", '
+        '{"role": "%s", "host": "%s", "pid": %d, "rank": %s, "protocol": 2, "python_implementation": "CPython", '
         '"python_version": "3.11.7", "machine": "x86_64", "torch": "2.13.0+%s", "numpy": "2.1.3", '
         '"cloudpickle": "3.1.2", "job": "%s"}'
     )
@@ -324,7 +324,7 @@ def test_identities_cannot_be_changed_on_the_way(name):
 @pytest.mark.parametrize(
     ("changes", "ours", "theirs"),
     [
-        ({"protocol": 2}, "version 1 of the protocol", "version 2 of the protocol"),
+        ({"protocol": 3}, "version 2 of the protocol", "version 3 of the protocol"),
         ({"python_version": "3.12.1"}, "CPython 3.11", "CPython 3.12"),
         ({"python_version": "3.1.1"}, "CPython 3.11", "CPython 3.1"),
         ({"python_implementation": "PyPy"}, "CPython 3.11", "PyPy 3.11"),
