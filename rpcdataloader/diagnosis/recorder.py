@@ -120,14 +120,15 @@ class Recorder:
         self.next_probe = now + PROBE_INTERVAL
         return Probe(draw=draw, added=now)
 
-    def probed(self, probe: Probe) -> None:
-        """The batch that was delivered last is a probe."""
+    def probed(self, probe: Probe, delivered: Delivered | tuple[float, float, float, float, float, int]) -> None:
+        """A probe is delivered; instead of appending the delivery."""
         with self._lock:
-            before = self._last if len(self.deliveries) < 2 else self.deliveries[-2][0]
-            wait = self.deliveries[-1][1]
             self._add_up()
-            probe.reorder = max(0.0, before - probe.answered)
-            probe.wait, probe.delivered, probe.totals = wait, self._last, self._totals()
+            probe.reorder = max(0.0, self._last - probe.answered)
+            self.deliveries.append(delivered)
+            self._add_up()
+            probe.delivered, probe.wait = delivered[:2]
+            probe.totals = self._totals()
             self._probes.append(probe)
 
     def _add_up(self) -> None:

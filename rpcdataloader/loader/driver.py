@@ -62,6 +62,8 @@ _TOLD_SHARE = 0.05
 # Seconds. Whether a shorter wait was hidden by what the device had to do does not matter.
 _LEAST_HIDDEN = 1e-4
 
+_Note = tuple[float, float, float, float, float, int]  # the fields of Delivered
+
 
 class Driver:
     """The state behind an iterator, referred to by its workers, so that the iterator itself can be collected.
@@ -206,15 +208,16 @@ class Driver:
             self.progress.stream_delivered(stream, answer.stream)
         drawn += self._advance(wants_input)
         now = time.monotonic()
-        if not self._blocked:
-            self.recorder.deliveries.append((now, now - began, 0.0, 0.0, drawn, answer.worker))
+        note = now, now - began, self._blocked, self._ready, drawn, answer.worker
+        if self._blocked:
+            note = self._blocked_by(note)
+        if answer.probe is None:
+            self.recorder.deliveries.append(note)
         else:
-            self._has_waited(began, now, drawn, answer.worker)
-        if answer.probe is not None:
             if self._is_changed:
                 with self._condition:
                     self._note_setup()
-            self.recorder.probed(answer.probe)
+            self.recorder.probed(answer.probe, note)
         if answer.copies is not None:
             answer.copies.wait()
         if type(answer.result) is Failure:
@@ -224,16 +227,15 @@ class Driver:
                 del delivery, answer  # the traceback refers to this frame, which must not refer to the error
         return answer.result
 
-    def _has_waited(self, began: float, now: float, drawn: float, worker: int) -> None:
-        """Note a delivery that the consumer slept for."""
-        note = now, now - began, self._blocked, self._ready, drawn, worker
+    def _blocked_by(self, note: _Note) -> _Note:
+        """The note of a delivery that the consumer slept for; no wait at all if the device was at work meanwhile."""
         # Before the stream waits for the copies of this batch. To ask takes some microseconds.
         device = self._settings.device
-        uses_device = device is not None or torch.cuda.is_initialized()
+        uses_device = device is not None or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if self._blocked >= _LEAST_HIDDEN and uses_device and is_device_busy(device):
-            note = now, 0.0, 0.0, 0.0, 0.0, worker
+            note = note[0], 0.0, 0.0, 0.0, 0.0, note[-1]
         self._blocked = self._ready = 0.0
-        self.recorder.deliveries.append(note)
+        return note
 
     def _wait(self, deadline: float | None) -> None:
         """Wait until the next batch may be there, or there is something else to do.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import threading
 import time
@@ -159,8 +158,7 @@ class Seat:
         task = load.payload
         sent = Sent(task, load.number, begun, task.last_request if load.is_last else task.request)
         if task.probe is not None:
-            sent.probe = copy.copy(task.probe)
-            sent.probe.assigned = time.monotonic()
+            sent.probe = Probe(draw=task.probe.draw, added=task.probe.added, assigned=time.monotonic())
         self._queue.append(sent)
 
     def send(self) -> None:

@@ -18,10 +18,10 @@ from rpcdataloader import Diagnosis, RPCDataloader
 from rpcdataloader.diagnosis.words import WORDS
 from rpcdataloader.errors import LocalProtocolError
 from tests.integration.causes import SLOW_NODE, Causes, SlowSampler, StreamOfCauses, collate_slowly
-from tests.integration.crew import workers_of
+from tests.integration.crew import wait_for_crew, workers_of
 from tests.integration.tampering import Proxy
 
-pytestmark = pytest.mark.usefixtures("clean_client")
+pytestmark = pytest.mark.usefixtures("shared_server", "wide_servers", "clean_client")
 
 # On a machine that has other things to do, workers that burn CPU time wait for it, too, and are told so.
 BUSY = {"workers", "oversubscribed"}
@@ -50,7 +50,9 @@ class Cause(NamedTuple):
 @contextlib.contextmanager
 def stopped_in_turns(iterator: Any) -> Iterator[None]:
     """Each worker is stopped for a while, one after the other."""
+    wait_for_crew(iterator, 8)
     pids = [worker.pid for worker in workers_of(iterator)]
+    assert min(pids) > 1
     is_over = threading.Event()
 
     def stop() -> None:
@@ -64,9 +66,11 @@ def stopped_in_turns(iterator: Any) -> Iterator[None]:
 
     thread = threading.Thread(target=stop)
     thread.start()
-    yield
-    is_over.set()
-    thread.join()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 CAUSES = {
@@ -85,7 +89,7 @@ CAUSES = {
         Causes(stall=0.01), 0.01, 200, {"straggler"}, {"num_workers": 8, "prefetch_factor": 2}, stopped_in_turns
     ),
     "network": Cause(Causes(size=500_000), 0.01, 25, {"network"}, {}),
-    "node": Cause(Causes(stall=0.01), 0.004, 150, {"node"}, {"num_workers": 8}),
+    "node": Cause(Causes(stall=0.03), 0.003, 150, {"node"}, {"num_workers": 8}),
 }
 
 
@@ -163,3 +167,108 @@ def test_most_bounds_have_a_cause():
     assert WORDS.keys() - {bound for cause in CAUSES.values() for bound in cause.bounds} == {
         "start", "trainer", "device_copy", "unclear"
     }  # fmt: skip
+
+
+# What else the loader tells
+
+
+def test_pass_that_waits_is_told_in_one_line_when_it_ends(wide_servers, caplog, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    caplog.set_level(logging.INFO, "rpcdataloader.loader")
+    dataset = torch.utils.data.Subset(Causes(stall=0.02), range(60))
+    loader = RPCDataloader(dataset, None, num_workers=1, workers=[wide_servers[0].address])
+    batches = iter(loader)
+    assert len(list(batches)) == 60
+    assert next(batches, None) is None
+    lines = [record for record in caplog.records if "The loop waits" in record.getMessage()]
+    assert len(lines) == 1
+    assert lines[0].levelno == logging.INFO
+    assert lines[0].getMessage().endswith(loader.diagnosis().text)
+    assert "for storage" in lines[0].getMessage()
+
+
+def test_pass_that_does_not_wait_is_not_told(wide_servers, caplog):
+    caplog.set_level(logging.INFO, "rpcdataloader.loader")
+    loader = RPCDataloader(
+        torch.utils.data.Subset(Causes(), range(20)), None, num_workers=2, workers=[wide_servers[0].address],
+        persistent_workers=True, prefetch_factor=4,
+    )  # fmt: skip
+    list(loader)
+    caplog.clear()
+    for _ in loader:
+        time.sleep(0.05)
+    assert "The loop" not in caplog.text
+
+
+def test_the_pass_before_is_told_of_until_the_next_has_delivered_enough(wide_servers):
+    loader = RPCDataloader(Causes(stall=0.01), None, num_workers=1, workers=[wide_servers[0].address])
+    batches = iter(loader)
+    for _ in range(40):
+        next(batches)
+    first = loader.diagnosis()
+    assert first.bound == "storage"
+    del batches
+    # The workers of a pass that was dropped are gone, and what was known of them is not.
+    assert loader.diagnosis() == first
+    batches = iter(loader)
+    next(batches)
+    assert loader.diagnosis() == first
+
+
+def test_diagnosis_may_be_asked_for_by_another_thread_at_any_time(wide_servers):
+    loader = RPCDataloader(Causes(), None, num_workers=2, workers=[wide_servers[0].address])
+    batches, found, is_over = iter(loader), [], threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            found.append(loader.diagnosis().evidence["batches"])
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        for _ in range(2000):
+            next(batches)
+    finally:
+        is_over.set()
+        thread.join()
+    # The first window does not count.
+    assert 1900 < loader.diagnosis().evidence["batches"] <= 2000
+    assert found == sorted(found)
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"workers": "inline"}], ids=str)
+def test_loader_that_loads_in_the_training_process_has_no_diagnosis(options):
+    loader = RPCDataloader([1, 2, 3], **options)
+    list(loader)
+    with pytest.raises(LocalProtocolError, match="loads in the training process"):
+        loader.diagnosis()
+
+
+def test_there_is_no_diagnosis_before_the_first_pass(wide_servers):
+    loader = RPCDataloader([1, 2, 3], workers=[wide_servers[0].address])
+    with pytest.raises(LocalProtocolError, match="before the first pass"):
+        loader.diagnosis()
+
+
+def test_profiler_shows_next_as_that_of_a_loader(wide_servers):
+    loader = RPCDataloader([1, 2, 3], workers=[wide_servers[0].address])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert len(list(loader)) == 3
+    (row,) = [row for row in profile.key_averages() if "enumerate(DataLoader)" in row.key]
+    assert row.key == "enumerate(DataLoader)#RPCDataloader.__next__"
+    assert row.count == 4  # the end, too
+
+
+# Each cause many times, with a consumer of other speeds, on a machine that has nothing else to do.
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("speed", [0.7, 1.0, 2.0])
+@pytest.mark.parametrize("name", CAUSES)
+def test_diagnosis_names_the_cause_every_time(name, speed, request):
+    cause = CAUSES[name]
+    with pool(name, request) as addresses:
+        found = [run(cause, addresses, speed)[0] for _ in range(20)]
+    assert [diagnosis for diagnosis in found if diagnosis.bound not in cause.bounds] == []

@@ -272,11 +272,11 @@ class Pipeline:
         (number, blocked, ready, worker), self._taken = self._taken, None
         drawn, self._spent_drawing = self._spent_drawing, 0.0
         waited = self.now - self._asked
-        self.recorder.deliveries.append(
-            Delivered(self.now, waited, blocked, ready, drawn=min(drawn, waited), worker=worker.number)
-        )
+        note = Delivered(self.now, waited, blocked, ready, drawn=min(drawn, waited), worker=worker.number)
         if (probe := self._probes.pop(number)) is not None:
-            self.recorder.probed(probe)
+            self.recorder.probed(probe, note)
+        else:
+            self.recorder.deliveries.append(note)
         self.num_delivered += 1
         seconds = self.vary(self.scenario.consumer)
         if self.scenario.holds_lock:

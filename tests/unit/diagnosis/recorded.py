@@ -66,9 +66,11 @@ def record(
             probe.receive_cpu, probe.decode_cpu = receive_cpu, decode_cpu
             probe.stages = of_worker
         recorder.answers.append(Answered(worker, task, size_bytes, now - receive, now))
-        recorder.deliveries.append(Delivered(now, waited, first + blocked, ready, drawn, worker))
+        note = Delivered(now, waited, first + blocked, ready, drawn, worker)
         if probe is not None:
-            recorder.probed(probe)
+            recorder.probed(probe, note)
+        else:
+            recorder.deliveries.append(note)
     return recorder
 
 

@@ -74,8 +74,7 @@ def test_time_since_the_batch_before_is_that_of_reordering():
     recorder.deliveries.append(Delivered(5.0, 1.0))
     probe = recorder.probe(1.0, 0.0)
     probe.answered = 3.5
-    recorder.deliveries.append(Delivered(6.0, 0.0))
-    recorder.probed(probe)
+    recorder.probed(probe, Delivered(6.0, 0.0))
     assert probe.reorder == 1.5
     assert probe.delivered == 6.0
     assert probe.totals == Totals(batches=2, waited=1.0)
