@@ -41,6 +41,9 @@ class Copier(Protocol):
     def copy(self, blocks: Sequence[torch.Tensor]) -> Copies:
         """Begin to copy ``uint8`` tensors; they may be dropped at once."""
 
+    def is_busy(self) -> bool:
+        """Whether the stream of the calling thread has work left, so that a wait of the loop has cost nothing."""
+
 
 class StreamCopier:
     """Copies on a stream of its own.
@@ -67,6 +70,10 @@ class StreamCopier:
             event.record(self._stream)
         return _StreamCopies(self.device, module, memory, event)
 
+    def is_busy(self) -> bool:
+        """See :class:`Copier`; to ask takes some microseconds."""
+        return not self._module.current_stream(self.device).query()
+
 
 class _StreamCopies:
     def __init__(self, device: torch.device, module: Any, memory: list[torch.Tensor], event: Any) -> None:
@@ -92,6 +99,10 @@ class PlainCopier:
         """Copy, from any thread."""
         return _Done([block.to(self.device) for block in blocks])
 
+    def is_busy(self) -> bool:
+        """It does not tell."""
+        return False
+
 
 class _Done:
     def __init__(self, memory: list[torch.Tensor]) -> None:
@@ -107,10 +118,14 @@ class Carrier:
     Args:
         copier: To it.
         allocator: Where batches are received, pinned if that is possible.
+
+    Attributes:
+        is_device_busy: See :meth:`Copier.is_busy`.
     """
 
     def __init__(self, copier: Copier, allocator: Allocator) -> None:
         self.allocator = allocator
+        self.is_device_busy = copier.is_busy
         self._copier = copier
 
     def carry(self, movable: Movable) -> Copies:
@@ -146,6 +161,11 @@ class Carrier:
             block.view[start : start + len(piece)] = piece
             start += len(piece)
         return block
+
+
+def is_gpu_busy() -> bool:
+    """Whether the current GPU has work left for the calling thread, where batches are not delivered there."""
+    return torch.cuda.is_initialized() and not torch.cuda.current_stream().query()  # type: ignore[no-untyped-call]
 
 
 def make_carrier(device: torch.device, pageable: Allocator) -> Carrier:

@@ -219,7 +219,7 @@ class RPCDataloader(DataLoader[_T_co]):
 
         It is about the last 60 s, or the last 200 batches if these took longer, of the pass under way; or of the last
         pass, until the new one has delivered more than its first window. Takes some milliseconds, in any thread.
-        The pages tell what each bound means: :doc:`waiting`.
+        :doc:`waiting` tells what each bound means.
 
         Raises:
             LocalProtocolError: The loader has no workers (``num_workers=0``, ``workers="inline"``), or no pass has

