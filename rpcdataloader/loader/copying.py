@@ -7,7 +7,7 @@ meanwhile is known to torch's allocator, see :class:`~rpcdataloader.wire.slabs.B
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -163,9 +163,11 @@ class Carrier:
         return block
 
 
-def is_gpu_busy() -> bool:
-    """Whether the current GPU has work left for the calling thread, where batches are not delivered there."""
-    return torch.cuda.is_initialized() and not torch.cuda.current_stream().query()  # type: ignore[no-untyped-call]
+def find_busy_gpu() -> Callable[[], bool] | None:
+    """What :meth:`Copier.is_busy` is where the loop uses a GPU, and copies batches there itself; None without one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return lambda: not torch.cuda.current_stream().query()
 
 
 def make_carrier(device: torch.device, pageable: Allocator) -> Carrier:

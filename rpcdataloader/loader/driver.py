@@ -34,7 +34,7 @@ from rpcdataloader.errors import (
 from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.ahead import Ahead
-from rpcdataloader.loader.copying import is_gpu_busy, make_carrier
+from rpcdataloader.loader.copying import find_busy_gpu, make_carrier
 from rpcdataloader.loader.executor import Executor
 from rpcdataloader.loader.measuring import note_answer
 from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass, undone_afterwards
@@ -59,8 +59,6 @@ _TOLD_SHARE = 0.05
 
 # Seconds. Whether a shorter wait was hidden by what the device had to do does not matter.
 _LEAST_HIDDEN = 1e-4
-
-_Note = tuple[float, float, float, float, float, int]  # the fields of Delivered
 
 
 class Driver:
@@ -96,7 +94,8 @@ class Driver:
         carrier = None if settings.device is None else make_carrier(settings.device, self._allocator)
         if carrier is not None:
             self._allocator = carrier.allocator
-        self._is_device_busy = is_gpu_busy if carrier is None else carrier.is_device_busy
+        # Whether a wait is hidden by what the device has to do; None without one.
+        self._is_device_busy = find_busy_gpu() if carrier is None else carrier.is_device_busy
         answering = functools.partial(
             decode,
             allocator=self._allocator,
@@ -209,7 +208,11 @@ class Driver:
         now = time.monotonic()
         note = now, now - began, self._blocked, self._ready, drawn, answer.worker
         if self._blocked:
-            note = self._blocked_by(note)
+            # Asked before the stream waits for the copies of this batch.
+            is_busy = self._is_device_busy
+            if is_busy is not None and self._blocked >= _LEAST_HIDDEN and is_busy():
+                note = now, 0.0, 0.0, 0.0, 0.0, answer.worker
+            self._blocked = self._ready = 0.0
         if answer.probe is None:
             self.recorder.deliveries.append(note)
         else:
@@ -225,14 +228,6 @@ class Driver:
             finally:
                 del delivery, answer  # the traceback refers to this frame, which must not refer to the error
         return answer.result
-
-    def _blocked_by(self, note: _Note) -> _Note:
-        """The note of a delivery that the consumer slept for; no wait at all if the device was at work meanwhile."""
-        # Before the stream waits for the copies of this batch. To ask takes some microseconds.
-        if self._blocked >= _LEAST_HIDDEN and self._is_device_busy():
-            note = note[0], 0.0, 0.0, 0.0, 0.0, note[-1]
-        self._blocked = self._ready = 0.0
-        return note
 
     def _wait(self, deadline: float | None) -> None:
         """Wait until the next batch may be there, or there is something else to do.

@@ -23,6 +23,7 @@ from rpcdataloader.loader.tasks import Progress
 
 # As torch's profiler names the ranges of its own loaders, which it finds by the beginning.
 _RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
+_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 class RemoteIterator:
@@ -64,26 +65,23 @@ class RemoteIterator:
             Exception: What the dataset, the collate function or the init function raised on a worker.
             BadSamplesError: More samples were skipped than the loader allows.
         """
-        # torch's loaders open the range for every batch, which takes as long as all that is noted of it.
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-            with torch.profiler.record_function(_RANGE):
-                batch = self._next()
-        else:
-            batch = self._next()
+        try:
+            # torch's loaders open a range for every batch, which takes as long as all that is noted of it.
+            while type(batch := self._profiled_next() if _is_profiled() else self._driver.next()) is Reduced:
+                self.progress.account_reduced(batch, self._max_skipped)
+                if not batch.is_empty:
+                    batch = batch.batch
+                    break
+        except StopIteration:
+            self._driver.tell()
+            raise
         if self._reported_length is not None:
             warn_if_longer(self.progress.num_yielded, self._reported_length, self._name)
         return batch
 
-    def _next(self) -> Any:
-        try:
-            while type(batch := self._driver.next()) is Reduced:
-                self.progress.account_reduced(batch, self._max_skipped)
-                if not batch.is_empty:
-                    return batch.batch
-        except StopIteration:
-            self._driver.tell()
-            raise
-        return batch
+    def _profiled_next(self) -> Any:
+        with torch.profiler.record_function(_RANGE):
+            return self._driver.next()
 
     def __len__(self) -> int:
         return len(self._sampler)

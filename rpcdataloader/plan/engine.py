@@ -126,7 +126,7 @@ class Engine(Generic[N]):
     @property
     def holds_answers(self) -> bool:
         """Whether something is answered and not delivered, be it next or not."""
-        return self._table.holds_answers
+        return self._table.answered_bytes > 0
 
     @property
     def window(self) -> int:
