@@ -47,8 +47,8 @@ class StreamOfCauses(IterableDataset):
 
 
 def collate_slowly(samples: list[torch.Tensor]) -> torch.Tensor:
-    """Take ten milliseconds."""
-    time.sleep(0.01)
+    """Take forty milliseconds."""
+    time.sleep(0.04)
     return torch.stack(samples)
 
 

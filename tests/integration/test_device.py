@@ -308,7 +308,7 @@ def test_memory_of_this_process_is_where_batches_are_anyway(workers, device):
 @pytest.mark.parametrize("computes", [True, False])
 def test_wait_while_the_device_is_at_work_is_none(workers, device, computes):
     device.computes = computes
-    loader = RPCDataloader(Causes(stall=0.01), None, num_workers=1, workers=workers, device=NAME)
+    loader = RPCDataloader(Causes(stall=0.04), None, num_workers=1, workers=workers, device=NAME)
     batches = iter(loader)
     for _ in range(30):
         next(batches)

@@ -74,13 +74,13 @@ def stopped_in_turns(iterator: Any) -> Iterator[None]:
 
 
 CAUSES = {
-    "none": Cause(Causes(stall=0.002), 0.05, 40, {"none"}, {"prefetch_factor": 4}),
+    "none": Cause(Causes(stall=0.002), 0.1, 25, {"none"}, {"prefetch_factor": 4}),
     "workers": Cause(Causes(cpu=0.01), 0.001, 60, BUSY, {"num_workers": 1}),
     "workers, streams": Cause(StreamOfCauses(cpu=0.01), 0.001, 60, BUSY, {"num_workers": 1}),
     "storage": Cause(Causes(stall=0.04), 0.002, 80, {"storage"}, {}),
     "storage, streams": Cause(StreamOfCauses(stall=0.04), 0.002, 80, {"storage"}, {}),
     "collate": Cause(
-        Causes(stall=0.001), 0.001, 100, {"collate"}, {"batch_size": 2, "collate_fn": collate_slowly, "num_workers": 1}
+        Causes(stall=0.001), 0.001, 40, {"collate"}, {"batch_size": 2, "collate_fn": collate_slowly, "num_workers": 1}
     ),
     "oversubscribed": Cause(Causes(cpu=0.02), 0.001, 80, {"oversubscribed"}, {"num_workers": 8}),
     "sampler": Cause(Causes(), 0.005, 60, {"sampler"}, {"sampler": SlowSampler(0.02)}),
@@ -176,10 +176,10 @@ def test_pass_that_waits_is_told_in_one_line_when_it_ends(wide_servers, caplog, 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     caplog.set_level(logging.INFO, "rpcdataloader.loader")
-    dataset = torch.utils.data.Subset(Causes(stall=0.02), range(60))
+    dataset = torch.utils.data.Subset(Causes(stall=0.04), range(40))
     loader = RPCDataloader(dataset, None, num_workers=1, workers=[wide_servers[0].address])
     batches = iter(loader)
-    assert len(list(batches)) == 60
+    assert len(list(batches)) == 40
     assert next(batches, None) is None
     lines = [record for record in caplog.records if "The loop waits" in record.getMessage()]
     assert len(lines) == 1
@@ -202,9 +202,9 @@ def test_pass_that_does_not_wait_is_not_told(wide_servers, caplog):
 
 
 def test_the_pass_before_is_told_of_until_the_next_has_delivered_enough(wide_servers):
-    loader = RPCDataloader(Causes(stall=0.01), None, num_workers=1, workers=[wide_servers[0].address])
+    loader = RPCDataloader(Causes(stall=0.04), None, num_workers=1, workers=[wide_servers[0].address])
     batches = iter(loader)
-    for _ in range(40):
+    for _ in range(30):
         next(batches)
     first = loader.diagnosis()
     assert first.bound == "storage"
