@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rpcdataloader.client.refs import RRef
     from rpcdataloader.client.rpc import rpc_async
+    from rpcdataloader.diagnosis.verdict import Diagnosis
     from rpcdataloader.fetch.seeding import get_sample_seed, set_random_seeds
     from rpcdataloader.loader.dataloader import RPCDataloader
     from rpcdataloader.loader.dataset import RPCDataset
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Diagnosis",
     "RPCDataloader",
     "RPCDataset",
     "RRef",
@@ -31,6 +33,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "Diagnosis": "rpcdataloader.diagnosis.verdict",
     "RPCDataloader": "rpcdataloader.loader.dataloader",
     "RPCDataset": "rpcdataloader.loader.dataset",
     "RRef": "rpcdataloader.client.refs",

@@ -36,6 +36,7 @@ class FakeDevice:
         copied: For each copy, the blocks.
         waits: For each wait, the number of the copy and the thread.
         error: Raised by the copies with these numbers.
+        computes: Whether it has work left, whenever that is asked.
     """
 
     device = torch.device("cpu")
@@ -46,6 +47,7 @@ class FakeDevice:
         self.copied: list[list[torch.Tensor]] = []
         self.waits: list[tuple[int, threading.Thread]] = []
         self.errors: dict[int, Exception] = {}
+        self.computes = False
         self._memory: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
@@ -58,6 +60,9 @@ class FakeDevice:
             memory = [torch.full_like(block, 0xEE) for block in blocks]
             self._memory += memory
             return _LateCopies(self, number, memory)
+
+    def is_busy(self) -> bool:
+        return self.computes
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in its memory."""

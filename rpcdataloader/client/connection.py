@@ -58,11 +58,13 @@ class Request:
             connection; must neither block nor raise. Never called if the request was cancelled before it was sent.
         allocator: Where the blocks of the reply are received.
         cancellable: Whether :meth:`Connection.cancel_all` means it, too.
+        flags: Bits of :class:`~rpcdataloader.wire.frames.Flag` that it is sent with.
     """
 
     complete: Callable[[Message | RPCError], None]
     allocator: Allocator
     cancellable: bool = False
+    flags: int = 0
 
 
 class Connection:
@@ -120,13 +122,15 @@ class Connection:
             if request.cancellable and self._channel is not None and not self._num_queued:
                 # Only requests of a loader, whose workers are its own: Ctrl-C in the middle ends the connection.
                 try:
-                    if len(self._pending) <= MAX_SENT_NOW and self._channel.send_now(type, number, payload, buffers):
+                    if len(self._pending) <= MAX_SENT_NOW and self._channel.send_now(
+                        type, number, payload, buffers, request.flags
+                    ):
                         return number
                 except RPCError:
                     # The receiver sees the same and tells everybody.
                     return number
             self._num_queued += 1
-            self._outbox.put(Outgoing(type, number, payload, buffers))
+            self._outbox.put(Outgoing(type, number, payload, buffers, request.flags))
         return number
 
     def cancel(self, number: int) -> None:
@@ -290,7 +294,7 @@ class Connection:
                     message = self._send_releases(channel, message)
                     continue
                 if message.request_id in self._pending:
-                    channel.send(message.type, message.request_id, message.payload, message.buffers)
+                    channel.send(message.type, message.request_id, message.payload, message.buffers, message.flags)
                 if message.type != MessageType.CANCEL:
                     with self._lock:
                         self._num_queued -= 1

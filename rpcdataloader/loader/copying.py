@@ -7,7 +7,7 @@ meanwhile is known to torch's allocator, see :class:`~rpcdataloader.wire.slabs.B
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +41,9 @@ class Copier(Protocol):
     def copy(self, blocks: Sequence[torch.Tensor]) -> Copies:
         """Begin to copy ``uint8`` tensors; they may be dropped at once."""
 
+    def is_busy(self) -> bool:
+        """Whether the stream of the calling thread has work left, so that a wait of the loop has cost nothing."""
+
 
 class StreamCopier:
     """Copies on a stream of its own.
@@ -67,6 +70,10 @@ class StreamCopier:
             event.record(self._stream)
         return _StreamCopies(self.device, module, memory, event)
 
+    def is_busy(self) -> bool:
+        """See :class:`Copier`; to ask takes some microseconds."""
+        return not self._module.current_stream(self.device).query()
+
 
 class _StreamCopies:
     def __init__(self, device: torch.device, module: Any, memory: list[torch.Tensor], event: Any) -> None:
@@ -92,6 +99,10 @@ class PlainCopier:
         """Copy, from any thread."""
         return _Done([block.to(self.device) for block in blocks])
 
+    def is_busy(self) -> bool:
+        """It does not tell."""
+        return False
+
 
 class _Done:
     def __init__(self, memory: list[torch.Tensor]) -> None:
@@ -107,10 +118,14 @@ class Carrier:
     Args:
         copier: To it.
         allocator: Where batches are received, pinned if that is possible.
+
+    Attributes:
+        is_device_busy: See :meth:`Copier.is_busy`.
     """
 
     def __init__(self, copier: Copier, allocator: Allocator) -> None:
         self.allocator = allocator
+        self.is_device_busy = copier.is_busy
         self._copier = copier
 
     def carry(self, movable: Movable) -> Copies:
@@ -146,6 +161,13 @@ class Carrier:
             block.view[start : start + len(piece)] = piece
             start += len(piece)
         return block
+
+
+def find_busy_gpu() -> Callable[[], bool] | None:
+    """What :meth:`Copier.is_busy` is where the loop uses a GPU, and copies batches there itself; None without one."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    return lambda: not torch.cuda.current_stream().query()
 
 
 def make_carrier(device: torch.device, pageable: Allocator) -> Carrier:

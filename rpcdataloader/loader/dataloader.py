@@ -16,6 +16,8 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.sharing import Partition
+from rpcdataloader.diagnosis.recorder import Recorder
+from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import set_variables
 from rpcdataloader.loader.copying import find_device, make_carrier
@@ -155,6 +157,7 @@ class RPCDataloader(DataLoader[_T_co]):
         self._saved: Mapping[str, Any] | None = None  # for the next one
         self._shipped: RemoteDataset | None = None
         self._current: Callable[[], RemoteIterator | None] = _nobody  # the last iterator, while it is in use
+        self._recorder: Recorder | None = None  # of the last iterator
         # Public attributes are called like arguments: frameworks make another loader of them.
         for name in (RPCDataloader.__init__.__kwdefaults__ or {}).keys() - _TORCHS:
             setattr(self, name, arguments[name])
@@ -209,6 +212,28 @@ class RPCDataloader(DataLoader[_T_co]):
     def num_skipped(self) -> int:
         """How many samples were skipped (``on_error="skip"``) in what was delivered of the current or the last pass."""
         return self._progress[1].num_skipped if self._progress is not None else 0
+
+    def diagnosis(self) -> Diagnosis:
+        """Why the training loop waits for its batches, and what to do about it.
+
+        It is about the last 60 s, or the last 200 batches if these took longer, of the pass under way; or of the last
+        pass, until the new one has delivered more than its first window. Takes some milliseconds, in any thread.
+        :doc:`waiting` tells what each bound means.
+
+        Raises:
+            LocalProtocolError: The loader has no workers (``num_workers=0``, ``workers="inline"``), or no pass has
+                begun.
+        """
+        if self._where is None or isinstance(self._where, Inline):
+            raise LocalProtocolError(
+                "this loader loads in the training process, so the loop waits for all of the loading: give "
+                "num_workers=1 or more for a diagnosis"
+            )
+        if (iterator := self._current()) is not None:
+            return iterator.diagnosis()
+        if self._recorder is None:
+            raise LocalProtocolError("there is nothing to diagnose before the first pass: iterate over the loader")
+        return diagnose(self._recorder.snapshot())
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last iterator of this loader is, for :meth:`load_state_dict`; that of torchdata's loaders.
@@ -315,7 +340,8 @@ class RPCDataloader(DataLoader[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process alone; a copy begins without.
-        return {**self.__dict__, "_pass": None, "_shipped": None, "_progress": None, "_current": _nobody}
+        own = {"_pass": None, "_shipped": None, "_progress": None, "_current": _nobody, "_recorder": None}
+        return {**self.__dict__, **own}
 
     def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator | InlineIterator:
         if self.pin_memory and self.pin_memory_device:
@@ -345,8 +371,9 @@ class RPCDataloader(DataLoader[_T_co]):
         elif isinstance(self._where, Remote) and self.num_workers > len(placement.homes):
             warn_of_few(self.num_workers, len(placement.homes), str(self._where))
         prepare(dataset, placement.homes, wait=False)
-        iterator = RemoteIterator(settings, dataset, placement, saved, self._reported_length)
-        self._current = weakref.ref(iterator)
+        before = None if self._recorder is None else self._recorder.snapshot()
+        iterator = RemoteIterator(settings, dataset, placement, saved, self._reported_length, before)
+        self._current, self._recorder = weakref.ref(iterator), iterator.recorder
         return iterator
 
 

@@ -21,6 +21,9 @@ from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.watcher import Watch
 from rpcdataloader.client.worker import RemoteWorker
+from rpcdataloader.diagnosis.recorder import Recorder
+from rpcdataloader.diagnosis.records import Records, Setup
+from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import (
     ConnectError,
     ConnectionLostError,
@@ -31,8 +34,9 @@ from rpcdataloader.errors import (
 from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.ahead import Ahead
-from rpcdataloader.loader.copying import make_carrier
+from rpcdataloader.loader.copying import find_busy_gpu, make_carrier
 from rpcdataloader.loader.executor import Executor
+from rpcdataloader.loader.measuring import note_answer
 from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass, undone_afterwards
 from rpcdataloader.loader.placement import Placement, plan_options
 from rpcdataloader.loader.ranks import of_rank
@@ -49,6 +53,12 @@ from rpcdataloader.wire.slabs import Allocator, pinned_allocator
 
 logger = logging.getLogger("rpcdataloader.loader")
 
+# A loop that waits for a larger share of its time is told why when the pass ends.
+_TOLD_SHARE = 0.05
+
+# Seconds. Whether a shorter wait was hidden by what the device had to do does not matter.
+_LEAST_HIDDEN = 1e-4
+
 
 class Driver:
     """The state behind an iterator, referred to by its workers, so that the iterator itself can be collected.
@@ -56,10 +66,12 @@ class Driver:
     Args:
         placement: Of the workers; for an iterable-style dataset, of the streams.
         saved: The state of the pass to go on with.
+        before: What is known of the pass before.
 
     Attributes:
         begun: The pass of this epoch; another object in the next one.
         num_streams: Workers that the pass has begun with.
+        recorder: Takes notes of the pass.
     """
 
     def __init__(
@@ -68,7 +80,9 @@ class Driver:
         dataset: RemoteDataset,
         placement: Placement,
         saved: Mapping[str, Any] | None,
+        before: Records | None = None,
     ) -> None:
+        self.recorder = Recorder(threading.Lock(), time.monotonic(), before)
         self._settings = settings
         self._dataset = dataset
         self._client = get_client()
@@ -79,6 +93,8 @@ class Driver:
         carrier = None if settings.device is None else make_carrier(settings.device, self._allocator)
         if carrier is not None:
             self._allocator = carrier.allocator
+        # Whether a wait is hidden by what the device has to do; None without one.
+        self._is_device_busy = find_busy_gpu() if carrier is None else carrier.is_device_busy
         answering = functools.partial(
             decode,
             allocator=self._allocator,
@@ -88,7 +104,10 @@ class Driver:
         )
         self._closed = threading.Event()
         self._watch: Watch | None = None
-        self._drawn: Task | None = None  # from the sampler, and not in the table yet; the consumer's own
+        # The consumer's own:
+        self._drawn: Task | None = None  # from the sampler, and not in the table yet
+        self._blocked = self._ready = 0.0  # seconds that it slept for this batch, and of these with a later one here
+        self._is_told = False  # why the loop has waited in this pass
         self._condition = threading.Condition()
         self._executor = Executor(self, settings, dataset, self._allocator, answering, self._condition, self._closed)
         with undone_afterwards(saved):
@@ -105,6 +124,9 @@ class Driver:
             )
             self._ahead = None if carrier is None else Ahead(self._engine, carrier)
             self._wakes_at = -math.inf  # when the consumer, if it waits, looks again without being told
+            self._waits_since: float | None = None  # and since when it waits
+            self._is_changed = True  # workers, since they were noted
+            self._later_since = math.inf  # since when there was a later batch meanwhile
             self._advance(wants_input=True, acts=False)
         try:
             self._start(placement)
@@ -161,8 +183,10 @@ class Driver:
         """The next batch; see ``RemoteIterator.__next__``."""
         if os.getpid() != self._pid:
             raise LocalProtocolError(f"this iterator belongs to process {self._pid}, of which this one is a fork")
+        began = time.monotonic()
         timeout = self._settings.timeout or None
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else began + timeout
+        drawn = 0.0
         while True:
             with self._condition:
                 delivery = None
@@ -173,7 +197,7 @@ class Driver:
                 wants_input = self._engine.wants_input
             if delivery is not None:
                 break
-            self._advance(wants_input)
+            drawn += self._advance(wants_input)
         task, answer, stream = delivery.payload, delivery.answer, delivery.stream
         if delivery.condemned is not None:
             answer = Answer(Failure(ConnectionLostError(delivery.condemned)))
@@ -181,7 +205,22 @@ class Driver:
             self.progress.delivered(task.number, task.num_samples, task.sampler_state)
         else:
             self.progress.stream_delivered(stream, answer.stream)
-        self._advance(wants_input)
+        drawn += self._advance(wants_input)
+        now = time.monotonic()
+        note = now, now - began, self._blocked, self._ready, drawn, answer.worker
+        if self._blocked:
+            # Asked before the stream waits for the copies of this batch.
+            is_busy = self._is_device_busy
+            if is_busy is not None and self._blocked >= _LEAST_HIDDEN and is_busy():
+                note = now, 0.0, 0.0, 0.0, 0.0, answer.worker
+            self._blocked = self._ready = 0.0
+        if answer.probe is None:
+            self.recorder.deliveries.append(note)
+        else:
+            if self._is_changed:
+                with self._condition:
+                    self._note_setup()
+            self.recorder.probed(answer.probe, note)
         if answer.copies is not None:
             answer.copies.wait()
         if type(answer.result) is Failure:
@@ -221,9 +260,14 @@ class Driver:
             math.inf if due is None else due,
             math.inf if deadline is None else deadline,
         )
+        self._waits_since = now
+        self._later_since = now if engine.holds_answers else math.inf
         self._condition.wait(None if self._wakes_at == math.inf else self._wakes_at - now)
         self._wakes_at = -math.inf
         now = time.monotonic()
+        self._blocked += now - self._waits_since
+        self._ready += max(0.0, now - self._later_since)
+        self._waits_since = None
         if due is not None and due <= now:
             engine.tick(now)
 
@@ -233,11 +277,21 @@ class Driver:
             error = RPCTimeoutError(f"{error}\n{task.stack}")
         return of_rank(error, self._settings.partition)
 
-    def _advance(self, wants_input: bool, *, acts: bool = True) -> None:
-        """Fill the window from the sampler, which is user code and so runs outside of the lock, and do what follows."""
+    def _advance(self, wants_input: bool, *, acts: bool = True) -> float:
+        """Fill the window from the sampler, which is user code and so runs outside of the lock, and do what follows.
+
+        Returns:
+            Seconds in the sampler.
+        """
+        seconds = 0.0
         while True:
             if wants_input and self._drawn is None:
+                began = time.monotonic()
                 self._drawn = next(self.begun.source, None)
+                ended = time.monotonic()
+                seconds += ended - began
+                if ended >= self.recorder.next_probe and self._drawn is not None:
+                    self._drawn.probe = self.recorder.probe(ended, ended - began)
             with self._condition:
                 if wants_input:
                     if self._drawn is None:
@@ -250,16 +304,19 @@ class Driver:
             if todo is not None:
                 self._carry_out(todo)
             if not wants_input:
-                return
+                return seconds
 
     def begin_epoch(self) -> None:
         """Begin another epoch with the same workers."""
         begun = begin_epoch(self._settings, self.progress.base_seed, self.progress.epoch + 1, makes_requests=True)
         with self._condition:
             self._drawn = None
+            self._blocked = self._ready = 0.0
+            self._is_told = False
             if self._ahead is not None:
                 self._ahead.delivery = None
             self.begun = begun
+            self.recorder.begin(time.monotonic())
             self._begin_streams()
             self._engine.begin_epoch(time.monotonic(), self.progress.turn)
             todo = self._act()
@@ -288,6 +345,7 @@ class Driver:
                 return
             event(self._engine, time.monotonic())
             todo = self._act()
+            self._is_changed = True
             self._condition.notify_all()
         if todo is not None:
             self._carry_out(todo)
@@ -346,13 +404,24 @@ class Driver:
             if self._ahead is not None:
                 self._ahead.send()
             todo = self._act()
-            if self._wakes_at >= 0 and self._has_news():
-                self._condition.notify()
+            if self._wakes_at >= 0:
+                if self._has_news():
+                    self._condition.notify()
+                elif self._later_since == math.inf:
+                    self._later_since = time.monotonic()
         if todo is not None:
             self._carry_out(todo)
 
     def _tell_engine(self, worker: int, sent: Sent, answer: Answer) -> None:
         engine, now, number = self._engine, time.monotonic(), sent.number
+        seconds = None
+        if (timings := answer.timings) is not None:
+            seconds = sum(timings)
+            answer.worker = worker
+            self.recorder.answers.append((worker, seconds, answer.size_bytes, answer.arrived, answer.received))
+            if sent.probe is not None:
+                note_answer(sent.probe, timings, now)
+                answer.probe = sent.probe
         if type(answer.result) is Failure:
             error = answer.result.error
             if isinstance(error, self._settings.retry_on) and engine.failed(worker, number, error, now):
@@ -362,7 +431,7 @@ class Driver:
             return
         stream = engine.stream_of(number) if self._settings.iterable else None
         counts = engine.answered(
-            worker, number, size_bytes=answer.size_bytes, task_seconds=answer.seconds, now=now, answer=answer
+            worker, number, size_bytes=answer.size_bytes, task_seconds=seconds, now=now, answer=answer
         )
         if counts and stream is not None and answer.stream is not None:
             self._streams[stream] = answer.stream
@@ -386,6 +455,33 @@ class Driver:
             self._condition.notify_all()
 
     # --- any thread: what is asked
+
+    def diagnosis(self) -> Diagnosis:
+        """Why the loop waits."""
+        with self._condition:
+            self._note_setup()
+            since = self._waits_since
+        return diagnose(self.recorder.snapshot(0.0 if since is None else time.monotonic() - since))
+
+    def tell(self) -> None:
+        """Log, once at the end of a pass, why the loop has waited, if it has; in the consumer's thread."""
+        if not self._is_told:
+            self._is_told = True
+            diagnosis = self.diagnosis()
+            if diagnosis.wait_share >= _TOLD_SHARE:
+                logger.info("%s%s", self._settings.partition.label, diagnosis.text)
+
+    def _note_setup(self) -> None:
+        """Note the workers and limits of the pass, with the condition; those that it had are kept when all are lost."""
+        engine, seats = self._engine, self._executor.seats
+        self._is_changed = False
+        workers = {number: str(node) for number, node in engine.workers.items()}
+        if workers:
+            names = {number: seats[number].worker.name for number in workers if number in seats}
+            settings = self._settings
+            self.recorder.setup = Setup(
+                workers, engine.window, settings.prefetch_factor, settings.max_in_flight_bytes, names
+            )
 
     @property
     def workers(self) -> list[RemoteWorker]:

@@ -6,15 +6,24 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
+from rpcdataloader.diagnosis.recorder import Recorder
+from rpcdataloader.diagnosis.records import Records
+from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.passes import warn_if_longer
 from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress
+
+# As torch's profiler names the ranges of its own loaders, which it finds by the beginning.
+_RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
+_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 class RemoteIterator:
@@ -24,6 +33,7 @@ class RemoteIterator:
         placement: Of the workers; for an iterable-style dataset, of the streams.
         saved: The state of the pass to go on with.
         reported_length: What ``len`` of the loader has said of an iterable-style dataset.
+        before: What is known of the pass before.
     """
 
     def __init__(
@@ -33,8 +43,9 @@ class RemoteIterator:
         placement: Placement,
         saved: Mapping[str, Any] | None = None,
         reported_length: int | None = None,
+        before: Records | None = None,
     ) -> None:
-        self._driver = Driver(settings, dataset, placement, saved)
+        self._driver = Driver(settings, dataset, placement, saved, before)
         self._name = dataset.name
         self._reported_length = reported_length
         self._sampler = settings.sampler
@@ -54,14 +65,23 @@ class RemoteIterator:
             Exception: What the dataset, the collate function or the init function raised on a worker.
             BadSamplesError: More samples were skipped than the loader allows.
         """
-        while type(batch := self._driver.next()) is Reduced:
-            self.progress.account_reduced(batch, self._max_skipped)
-            if not batch.is_empty:
-                batch = batch.batch
-                break
+        try:
+            # torch's loaders open a range for every batch, which takes as long as all that is noted of it.
+            while type(batch := self._profiled_next() if _is_profiled() else self._driver.next()) is Reduced:
+                self.progress.account_reduced(batch, self._max_skipped)
+                if not batch.is_empty:
+                    batch = batch.batch
+                    break
+        except StopIteration:
+            self._driver.tell()
+            raise
         if self._reported_length is not None:
             warn_if_longer(self.progress.num_yielded, self._reported_length, self._name)
         return batch
+
+    def _profiled_next(self) -> Any:
+        with torch.profiler.record_function(_RANGE):
+            return self._driver.next()
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -75,6 +95,15 @@ class RemoteIterator:
     def is_usable(self) -> bool:
         """Whether :meth:`reset` is possible."""
         return self._driver.is_usable
+
+    @property
+    def recorder(self) -> Recorder:
+        """What takes notes of this pass; it refers to nothing else."""
+        return self._driver.recorder
+
+    def diagnosis(self) -> Diagnosis:
+        """Why the loop waits."""
+        return self._driver.diagnosis()
 
     def add_nodes(self, nodes: Sequence[Node]) -> None:
         """Let more nodes help from now on."""

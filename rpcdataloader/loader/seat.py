@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,14 +16,16 @@ import torch.utils.data._utils.pin_memory
 
 from rpcdataloader.client.connection import Request
 from rpcdataloader.client.worker import RemoteWorker
+from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import RPCError
 from rpcdataloader.fetch.stopping import stopped
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.copying import Copies
+from rpcdataloader.loader.measuring import note_reply
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.tasks import Task
 from rpcdataloader.plan.actions import Load
-from rpcdataloader.wire.frames import Message, MessageType
+from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import Encoded, result_of
 from rpcdataloader.wire.slabs import Allocator
@@ -45,18 +48,26 @@ class Answer:
     Attributes:
         result: The batch, or what stands for it: a :class:`Failure`, or a ``Reduced``.
         size_bytes: What it occupies here.
-        seconds: How long the worker took; None of an exception.
+        timings: Seconds that the worker took to fetch and to collate; None of an exception.
+        arrived: Time of the first bytes, and
+        received: that of the last ones, if they were waited for; otherwise 0.
         stream: How far the worker's stream has come; None if there is none, or it has ended.
         movable: What goes to a device.
         copies: Its copies, on their way there.
+        worker: Number of the worker.
+        probe: What was noted of its way, if that is timed.
     """
 
     result: Any
     size_bytes: int = 0
-    seconds: float | None = None
+    timings: tuple[float, float] | None = None
+    arrived: float = 0.0
+    received: float = 0.0
     stream: StreamState | None = None
     movable: Movable | None = None
     copies: Copies | None = None
+    worker: int = -1
+    probe: Probe | None = None
 
 
 def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, moves: bool) -> Answer:
@@ -71,10 +82,11 @@ def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, 
     answer = Answer(None, len(reply.payload))
     for block in reply.blocks:
         answer.size_bytes += block.view.nbytes
+    if reply.arrival is not None and not reply.arrival.was_here:
+        answer.arrived, answer.received = reply.arrival.at, time.monotonic()
     movable = Movable() if moves else None
     try:
-        timings, result = result_of(reply, allocator, movable)
-        answer.seconds = sum(timings)
+        answer.timings, result = result_of(reply, allocator, movable)
         if iterable:
             result, answer.stream = result
         if pins:
@@ -106,6 +118,7 @@ class Sent:
         begun: The pass of that epoch.
         request: That of the task, or of its last try.
         request_id: Of its connection; 0 while it is being sent.
+        probe: What is noted of its way, if that is timed.
     """
 
     task: Task
@@ -113,6 +126,7 @@ class Sent:
     begun: Pass
     request: bytes
     request_id: int = 0
+    probe: Probe | None = None
 
 
 class Seat:
@@ -142,7 +156,10 @@ class Seat:
     def enqueue(self, load: Load, begun: Pass) -> None:
         """Note a task that is to be sent; with the pass's condition, so that the order is that of the decisions."""
         task = load.payload
-        self._queue.append(Sent(task, load.number, begun, task.last_request if load.is_last else task.request))
+        sent = Sent(task, load.number, begun, task.last_request if load.is_last else task.request)
+        if task.probe is not None:
+            sent.probe = Probe(draw=task.probe.draw, added=task.probe.added, assigned=time.monotonic())
+        self._queue.append(sent)
 
     def send(self) -> None:
         """Send what is to be sent; without the condition."""
@@ -151,9 +168,13 @@ class Seat:
                 sent = self._queue.popleft()
                 self.sent[sent.number] = sent
                 request = Request(functools.partial(self._replied, sent), self._allocator, cancellable=True)
+                if (probe := sent.probe) is not None:
+                    request.flags, probe.sent = Flag.MEASURED, time.monotonic()
                 # Fails where the worker was lost in between, which is about to be reported, and puts the task back.
                 with contextlib.suppress(RPCError):
                     sent.request_id = self.worker.connection.submit(MessageType.CALL, sent.request, (), request)
+                if probe is not None:
+                    probe.sent = time.monotonic()
 
     def restart(self, starting: Encoded) -> None:
         """Tell the worker that another epoch begins, in place of what it was to be sent for the last one."""
@@ -170,6 +191,8 @@ class Seat:
 
     def _replied(self, sent: Sent, reply: Message | RPCError) -> None:
         if isinstance(reply, Message):
+            if reply.flags:
+                note_reply(sent.probe, reply)
             # Not a variable here: the traceback of an exception refers to this frame, and would keep the whole pass.
             self._driver.answered(self, sent, self._decode(reply))
         # Otherwise the worker is lost, which is reported once for all of its requests.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import BadSamplesError
 from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.bad_samples import Reduced
@@ -30,6 +31,7 @@ class Task:
         request: To a worker; empty where no worker is asked.
         last_request: That of the last try, which may be another one.
         stack: Where the last worker was that took too long.
+        probe: What is noted of its way so far, if that is timed; each copy that is sent gets one of its own.
     """
 
     indices: Any
@@ -40,6 +42,7 @@ class Task:
     request: bytes = b""
     last_request: bytes = b""
     stack: str = ""
+    probe: Probe | None = None
 
 
 class TaskSource:

@@ -138,6 +138,16 @@ class Engine(Generic[N]):
             self._waiting_since, self._report_at = now, now + REPORT_AFTER
 
     @property
+    def holds_answers(self) -> bool:
+        """Whether something is answered and not delivered, be it next or not."""
+        return self._table.answered_bytes > 0
+
+    @property
+    def window(self) -> int:
+        """Tasks that may be undelivered."""
+        return self._table.window
+
+    @property
     def is_finished(self) -> bool:
         """Whether the input has ended and everything is delivered."""
         return self._table.finished
@@ -146,6 +156,11 @@ class Engine(Generic[N]):
     def num_workers(self) -> int:
         """Workers that take tasks."""
         return sum(worker.has_joined for worker in self._crew)
+
+    @property
+    def workers(self) -> dict[int, N]:
+        """The node of each worker that takes tasks."""
+        return {one.number: one.node for one in self._crew if one.has_joined and not one.is_draining}
 
     def forget_tasks(self) -> None:
         """Nothing is delivered any more; what was answered is let go."""

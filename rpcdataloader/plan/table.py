@@ -63,6 +63,7 @@ class Table(ABC, Generic[T]):
         tasks: Those that are not delivered, by number, in the order of the numbers.
         batch_size_bytes: Estimated size of a batch, 0 before the first answer.
         num_doubled: Tasks in flight at two workers.
+        answered_bytes: Of what is answered and not delivered.
 
     Raises:
         ValueError: An option is out of its range.
@@ -83,7 +84,7 @@ class Table(ABC, Generic[T]):
         self._ended = False
         self._window = self._wanted_window = options.num_workers * options.prefetch_factor
         self._num_in_flight = 0  # copies that were sent and not answered
-        self._answered_bytes = 0
+        self.answered_bytes = 0
         self._answered: deque[T] = deque()  # in the order of the answers; unused when in order
         self._timeouts: Timeouts[int] | None = None if options.task_timeout is None else Timeouts(options.task_timeout)
 
@@ -182,7 +183,7 @@ class Table(ABC, Generic[T]):
 
     def _has_room(self) -> bool:
         """Whether the bytes allow one more task."""
-        return self._answered_bytes + (self._num_in_flight + 1) * self.batch_size_bytes <= self._max_bytes
+        return self.answered_bytes + (self._num_in_flight + 1) * self.batch_size_bytes <= self._max_bytes
 
     # Answers, from a worker to the consumer
 
@@ -209,7 +210,7 @@ class Table(ABC, Generic[T]):
     def _settle(self, task: T, size_bytes: int, answer: Any) -> None:
         """A task is answered."""
         task.size_bytes, task.answer = size_bytes, answer
-        self._answered_bytes += size_bytes
+        self.answered_bytes += size_bytes
         if size_bytes > self.batch_size_bytes:
             self.batch_size_bytes = float(size_bytes)
         else:
@@ -243,6 +244,11 @@ class Table(ABC, Generic[T]):
         """Workers that have a copy of an answered task, which is not delivered yet: they may as well drop it."""
 
     @property
+    def window(self) -> int:
+        """Tasks that may be undelivered."""
+        return self._window
+
+    @property
     def has_deliverable(self) -> bool:
         """Whether :meth:`pop_deliverable` gives a task now."""
         if not self._in_order:
@@ -261,7 +267,7 @@ class Table(ABC, Generic[T]):
             return None
         del self.tasks[task.number]
         self._window = self._wanted_window
-        self._answered_bytes -= task.size_bytes or 0
+        self.answered_bytes -= task.size_bytes or 0
         return task
 
     def forget(self) -> None:

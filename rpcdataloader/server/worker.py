@@ -32,6 +32,7 @@ from rpcdataloader.server.events import Authenticated, Decided, Drain, GaveUp
 from rpcdataloader.server.handles import HandleTable
 from rpcdataloader.server.life import Life
 from rpcdataloader.server.link import Link
+from rpcdataloader.server.meter import Meter
 from rpcdataloader.server.outbox import Outbox
 from rpcdataloader.server.output import tell_client
 from rpcdataloader.server.processes import keep_freed_memory, name_process, prefer_for_oom
@@ -122,6 +123,9 @@ class Worker:
         self._inbox: collections.deque[tuple[Message, int]] = collections.deque()
         self._last_request = 0
         self._next_look = 0
+        self._idle = 0  # nanoseconds that the first request of the inbox was waited for, if that was looked at
+        self._next_idle = 0
+        self._meter = Meter(channel.stream)
         self._life = Life.SERVING
         self._num_tasks = 0  # answered
         # From main and pool threads to the sender.
@@ -197,13 +201,28 @@ class Worker:
         if not self._inbox and self._pool is None:
             self._row.since[0], self._row.running[0], self._row.unanswered[0] = now, 0, 0
         # Nothing that was read ahead is left: a round takes all of it.
-        ready = dict(self._poll.poll(0 if self._inbox else None))
+        ready = dict(self._poll.poll(0)) if self._inbox else self._wait(now)
         if self._drain_read in ready:
             self._begin_drain(Life.DRAINING)
         elif ready:
             self._take()
             while stream.has_unread:
                 self._take()
+
+    def _wait(self, now: int) -> dict[int, int]:
+        """Wait for input; returns what there is.
+
+        A wait that begins with a look tells how long it was, and whether there was one at all.
+        """
+        looks = now >= self._next_idle
+        ready = dict(self._poll.poll(0)) if looks else {}
+        if not ready:
+            ready = dict(self._poll.poll(None))
+            if looks:
+                self._idle = time.monotonic_ns() - now
+        if looks:
+            self._next_idle = now + LOOK_INTERVAL
+        return ready
 
     @property
     def _is_full(self) -> bool:
@@ -256,6 +275,8 @@ class Worker:
         try:
             while (message := self._outbox.get()) is not None:
                 self._channel.send(message.type, message.request_id, message.payload, message.buffers, message.flags)
+                if message.flags & Flag.MEASURED:
+                    self._meter.left()
                 self._outbox.sent(message)
                 del message
         except RPCError:
@@ -293,10 +314,15 @@ class Worker:
             self._forget(size_bytes)
             self._reply_error(request_id, exc)
             return
+        idle, self._idle = self._idle, 0
+        # Only a loader asks for it, and its requests run in this thread.
+        measured = bool(message.flags) and call.task
+        if measured:
+            self._meter.begin(idle / 1e9)
         del message
         timer = self._limit(request_id) if call.limited and self._context.timeout > 0 else None
         if self._pool is None or call.ordered:
-            self._execute(request_id, size_bytes, call, timer)
+            self._execute(request_id, size_bytes, call, timer, measured)
             if call.task and self._context.max_tasks:
                 self._count_task()
         else:
@@ -309,7 +335,9 @@ class Worker:
         if self._num_tasks == self._context.max_tasks and self._life is Life.SERVING:
             self._begin_drain(Life.RETIRING)
 
-    def _execute(self, request_id: int, size_bytes: int, call: Call, timer: threading.Timer | None) -> None:
+    def _execute(
+        self, request_id: int, size_bytes: int, call: Call, timer: threading.Timer | None, measured: bool = False
+    ) -> None:
         handle = None
         if self._outbox.num_waiting:
             self._outbox.wait()
@@ -328,12 +356,17 @@ class Worker:
                 raise _given_up()
             if call.keep:
                 result = handle = self._handles.add(result)
+            if measured:
+                self._meter.encodes()
             encoded = dumps_reply(result)
         except BaseException as exc:
             # Also SystemExit and KeyboardInterrupt: a request that gets no reply is a client that waits for ever.
             self._reply_error(request_id, exc)
         else:
-            if not self._reply(request_id, MessageType.REPLY, encoded, call.task) and handle is not None:
+            if measured:
+                encoded.payload += self._meter.end()
+            flags = Flag.MEASURED if measured else 0
+            if not self._reply(request_id, MessageType.REPLY, encoded, call.task, flags=flags) and handle is not None:
                 self._handles.release([handle])
         finally:
             if self._pool is not None:
@@ -373,7 +406,13 @@ class Worker:
         self._reply(request_id, MessageType.ERROR, Encoded(dumps_exception(error, self._where), []), error=text)
 
     def _reply(
-        self, request_id: int, type: MessageType, encoded: Encoded, task: bool = False, error: str | None = None
+        self,
+        request_id: int,
+        type: MessageType,
+        encoded: Encoded,
+        task: bool = False,
+        error: str | None = None,
+        flags: int = 0,
     ) -> bool:
         """Answer a request, once; returns False if it was answered before, by the time limit."""
         with self._lock:
@@ -389,13 +428,15 @@ class Worker:
                 if error is not None:
                     row.error[0], row.failed[0] = error.encode(errors="replace"), time.monotonic_ns()
             self._cancelled.discard(request_id)
-        if self._outbox.num_waiting or not self._send_now(type, request_id, encoded):
-            self._outbox.put(Outgoing(type, request_id, encoded.payload, encoded.buffers))
+        if self._outbox.num_waiting or not self._send_now(type, request_id, encoded, flags):
+            self._outbox.put(Outgoing(type, request_id, encoded.payload, encoded.buffers, flags))
+        elif flags:
+            self._meter.left()
         return True
 
-    def _send_now(self, type: MessageType, request_id: int, encoded: Encoded) -> bool:
+    def _send_now(self, type: MessageType, request_id: int, encoded: Encoded, flags: int) -> bool:
         try:
-            return self._channel.send_now(type, request_id, encoded.payload, encoded.buffers)
+            return self._channel.send_now(type, request_id, encoded.payload, encoded.buffers, flags)
         except RPCError:
             # The main thread sees the same and ends this process.
             return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
+    Arrival,
     Decoder,
     Message,
     MessageType,
@@ -111,7 +113,9 @@ class Channel:
         with self._send_lock:
             self.stream.send(encode(self._sealer, type, request_id, payload, buffers, flags))
 
-    def send_now(self, type: MessageType, request_id: int, payload: bytes, buffers: Sequence[BlockBytes]) -> bool:
+    def send_now(
+        self, type: MessageType, request_id: int, payload: bytes, buffers: Sequence[BlockBytes], flags: int = 0
+    ) -> bool:
         """Send a small message in this thread; returns False for one that a sender thread should send.
 
         Waking that thread costs two changes of the thread that holds the GIL, which is more than the message does.
@@ -126,7 +130,7 @@ class Channel:
         if size_bytes > MAX_SENT_NOW_BYTES or not self._send_lock.acquire(blocking=False):
             return False
         try:
-            self.stream.send(encode(self._sealer, type, request_id, payload, buffers))
+            self.stream.send(encode(self._sealer, type, request_id, payload, buffers, flags))
             return True
         except BaseException:
             # A KeyboardInterrupt between sealing and sending: the peer would take the next message for an altered one.
@@ -144,6 +148,7 @@ class Channel:
 
 
 def _recv(stream: Stream, decoder: Decoder, deadline: Deadline | None = None) -> Message | None:
+    arrival: Arrival | None = None
     while True:
         if deadline is not None:
             stream.limit(deadline)
@@ -154,7 +159,15 @@ def _recv(stream: Stream, decoder: Decoder, deadline: Deadline | None = None) ->
             return None
         message = decoder.buffers_filled(size)
         if message is not None:
+            if arrival is not None:
+                message.arrival = arrival
             return message
+        # Nothing is read ahead, so the rest comes with another receive call; an optional message may have been skipped.
+        if not stream.unread and decoder.mid_message:
+            if arrival is None:
+                arrival = Arrival(time.monotonic(), time.thread_time(), True)
+            if arrival.was_here and stream.count_waiting() < decoder.missing_bytes:
+                arrival = arrival._replace(was_here=False)
 
 
 def open_channel(

@@ -36,7 +36,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import Any
+from typing import Any, NamedTuple
 
 from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
 from rpcdataloader.wire.buffers import Allocate, Buffer, Pieces, as_bytes, heap_blocks, pieces_of
@@ -79,6 +79,7 @@ class Flag(IntFlag):
     """Bits of the ``flags`` field."""
 
     OPTIONAL = 1  # A receiver that does not know the type skips the message; without this bit it is an error.
+    MEASURED = 2  # Of a CALL: measure this one. Of its REPLY: the payload ends with stages, see stages.py.
 
 
 # Plain containers: looking a member up in the enumerations costs more than all other checks of a header together.
@@ -86,7 +87,7 @@ _MESSAGE_TYPES: dict[int, MessageType] = {int(member): member for member in Mess
 _OPTIONAL = int(Flag.OPTIONAL)
 _WITH_BLOCK_DIGEST = frozenset((MessageType.CALL, MessageType.BUILD))
 _DIGEST_SIZE = 32
-_KNOWN_FLAGS = _OPTIONAL
+_KNOWN_FLAGS = int(Flag.OPTIONAL | Flag.MEASURED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,20 @@ DEFAULT_LIMITS = Limits()
 HANDSHAKE_LIMITS = Limits(payload_size_bytes=4096, num_blocks=0, block_size_bytes=0, message_size_bytes=4096)
 
 
+class Arrival(NamedTuple):
+    """How a message came that one receive call did not bring as a whole.
+
+    Attributes:
+        at: Time of its first bytes (``time.monotonic``).
+        cpu: CPU time of the receiving thread at that moment.
+        was_here: The kernel had all that was missing, whenever that was asked for.
+    """
+
+    at: float
+    cpu: float
+    was_here: bool
+
+
 @dataclass(slots=True)
 class Message:
     """One message, as it was received.
@@ -137,6 +152,7 @@ class Message:
         request_id: Chosen by the client; a reply carries that of its request.
         payload: Belongs to the receiver: the memory is not used again for other messages.
         blocks: What the allocator gave, filled.
+        arrival: How it came; None if it came as a whole. Noted by the channel.
     """
 
     type: int
@@ -144,6 +160,7 @@ class Message:
     request_id: int = 0
     payload: Buffer = b""
     blocks: list[Any] = field(default_factory=list)
+    arrival: Arrival | None = None
 
 
 _NO_MESSAGE = Message(0)
@@ -312,6 +329,11 @@ class Decoder:
         self._num_blocks = 0
         self._table_size = 0
         self._digest = b""
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the buffers of :meth:`get_buffers` have room for."""
+        return self._missing_bytes
 
     @property
     def mid_message(self) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from rpcdataloader.errors import RemoteProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 _PREAMBLE = struct.Struct("<8sHHI16s")
 _PREAMBLE_MAGIC = b"RPCDLDR\x01"

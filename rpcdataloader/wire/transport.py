@@ -8,11 +8,14 @@ their cause.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import select
 import socket
 import struct
+import sys
+import termios
 import weakref
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass
@@ -51,6 +54,9 @@ LOOK_INTERVAL = 2.0
 # Of struct tcp_info (linux/tcp.h): tcpi_retransmits and tcpi_probes, tcpi_last_data_recv and tcpi_last_ack_recv.
 _TCP_INFO = struct.Struct("=2xBB48xII")
 
+# tcpi_busy_time and tcpi_rwnd_limited there, in microseconds.
+_TCP_TIMES = struct.Struct("=168xQQ")
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -70,6 +76,9 @@ class Stream:
     Args:
         name: The peer, for messages.
         traffic: Two counters, to which the bytes received and sent are added.
+
+    Attributes:
+        unread: What was read ahead and not taken yet.
     """
 
     def __init__(
@@ -81,7 +90,7 @@ class Stream:
         self._is_tcp = sock.family != socket.AF_UNIX
         self._is_wide = False  # its window holds several times LOW_WATER_BYTES
         self._ahead: memoryview | None = None
-        self._unread = memoryview(b"")  # the part of it that nobody has taken
+        self.unread = memoryview(b"")
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         # Also what turns non-blocking an accepted socket that inherited it.
@@ -137,31 +146,50 @@ class Stream:
         Raises:
             ConnectionLostError: The kernel reported an error.
         """
-        if not self._unread:
+        if not self.unread:
             if self._ahead is None or len(views) > 1 or len(views[0]) >= READ_AHEAD_BYTES:
                 return self._recv(views)
             size = self._recv([self._ahead], 0)
             if size == 0:
                 return 0
-            self._unread = self._ahead[:size]
+            self.unread = self._ahead[:size]
         filled = 0
         for view in views:
-            part = self._unread[: len(view)]
+            part = self.unread[: len(view)]
             view[: len(part)] = part
             filled += len(part)
-            self._unread = self._unread[len(part) :]
-            if not self._unread:
+            self.unread = self.unread[len(part) :]
+            if not self.unread:
                 break
         return filled
 
     @property
     def has_unread(self) -> bool:
         """Whether something was read ahead that nobody has taken yet."""
-        return bool(self._unread)
+        return bool(self.unread)
 
     def has_input(self) -> bool:
         """Whether the next receive will not wait: there is data, or the end of file."""
         return self.has_unread or bool(self._readable.poll(0))
+
+    def count_waiting(self) -> int:
+        """Bytes that the kernel has received and nobody has taken (``FIONREAD``, ioctl_tty(2))."""
+        waiting = bytearray(4)
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self._sock, termios.FIONREAD, waiting)
+        return int.from_bytes(waiting, sys.byteorder)
+
+    def sending_times(self) -> tuple[float, float]:
+        """Seconds that the connection had data the peer has not acknowledged, and that the peer's window was full.
+
+        Since the beginning; zeros where the system does not tell.
+        """
+        if self._sock.family != socket.AF_UNIX and hasattr(socket, "TCP_INFO"):
+            with contextlib.suppress(OSError, struct.error):
+                info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_TIMES.size)
+                busy, window_full = _TCP_TIMES.unpack(info)
+                return busy / 1e6, window_full / 1e6
+        return 0.0, 0.0
 
     def read_ahead(self) -> None:
         """From now on, receive what follows a short piece together with it: a small message costs one system call.

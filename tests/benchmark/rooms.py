@@ -21,6 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.diagnosis import recorder
 
 from .rooms_counting import CountedIntegers, Profile, follow_worker
 
@@ -34,6 +35,8 @@ Rooms = dict[str, dict[str, float]]
 def measure(num_batches: int, batch_size: int | None) -> dict[str, Rooms]:
     """The rooms of the trainer and of its worker; a batch size of None is the integer itself."""
     profile = Profile()
+    # The profile makes a batch take many times as long, and so more than one in twenty would be timed all the way.
+    recorder.PROBE_INTERVAL = 1.0
     with tempfile.TemporaryDirectory(prefix="rpcdl-rooms-") as folder:
         path = Path(folder) / "worker"
         per_batch = batch_size or 1

@@ -17,6 +17,7 @@ from rpcdataloader.loader import inline as inline_module
 from tests.conftest import wait_until
 from tests.devices import FakeDevice
 from tests.integration import kinds
+from tests.integration.causes import Causes
 from tests.integration.comparison import assert_same
 from tests.integration.datasets import Numbers
 
@@ -302,3 +303,15 @@ def test_a_device_that_is_not_there_is_an_error_before_anything_is_started(devic
 def test_memory_of_this_process_is_where_batches_are_anyway(workers, device):
     loader = RPCDataloader(RPCDataset(workers, Images), batch_size=4, device=device)
     assert [batch["label"].tolist() for batch in loader] == [list(range(4 * n, 4 * n + 4)) for n in range(5)]
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_wait_while_the_device_is_at_work_is_none(workers, device, computes):
+    device.computes = computes
+    loader = RPCDataloader(Causes(stall=0.04), None, num_workers=1, workers=workers, device=NAME)
+    batches = iter(loader)
+    for _ in range(30):
+        next(batches)
+    diagnosis = loader.diagnosis()
+    assert diagnosis.bound == ("none" if computes else "storage")
+    assert (diagnosis.wait_share < 0.05) == computes

@@ -572,7 +572,7 @@ def test_client_of_another_version_of_the_protocol(server):
     with dial(server, handshake.data_to_send()) as sock, pytest.raises(RemoteProtocolError) as raised:
         shake_hands(sock, handshake)
     assert f"the client on {identity.host} (pid {os.getpid()}) runs version 77 of the protocol" in str(raised.value)
-    assert re.search(r"the node server on \S+ \(pid \d+\) runs version 1 of the protocol", str(raised.value))
+    assert re.search(r"the node server on \S+ \(pid \d+\) runs version 2 of the protocol", str(raised.value))
     wait_until(lambda: "runs version 77 of the protocol" in server.log)
 
 

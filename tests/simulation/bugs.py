@@ -97,8 +97,8 @@ BUGS = [
     Bug(
         "the window never shrinks",
         "table",
-        "        self._window = self._wanted_window\n        self._answered_bytes",
-        "        self._answered_bytes",
+        "        self._window = self._wanted_window\n        self.answered_bytes",
+        "        self.answered_bytes",
     ),
     Bug(
         "batches that are to be tried again later keep all others from being sent",
@@ -169,7 +169,7 @@ BUGS = [
         "if size_bytes > self.batch_size_bytes:",
         "if not self.batch_size_bytes:",
     ),
-    Bug("what is delivered stays in the budget", "table", "self._answered_bytes -= task.size_bytes or 0", "pass"),
+    Bug("what is delivered stays in the budget", "table", "self.answered_bytes -= task.size_bytes or 0", "pass"),
     Bug(
         "the time of a task begins with that of the one before",
         "timeouts",

@@ -30,7 +30,8 @@ BELOW = {
     "client": {"server", "wire", "host", "errors"},
     "ssh": {"launch", "wire", "errors"},
     "plan": {"errors"},
-    "loader": {"plan", "fetch", "client", "wire", "host", "errors"},
+    "diagnosis": {"wire", "errors"},
+    "loader": {"diagnosis", "plan", "fetch", "client", "wire", "host", "errors"},
     "launch": {"server", "wire", "errors"},
     "__main__": {"launch", "ssh", "check", "status"},
     "integrations": {"loader"},
@@ -47,6 +48,7 @@ PURE = {
     "rpcdataloader.wire.printable",
     "rpcdataloader.server.tracebacks",
     "rpcdataloader.wire.registration",
+    "rpcdataloader.wire.stages",
     "rpcdataloader.wire.status",
     "rpcdataloader.status.report",
     "rpcdataloader.status.text",
@@ -62,6 +64,11 @@ PURE = {
     "rpcdataloader.plan.batches",
     "rpcdataloader.plan.streams",
     "rpcdataloader.plan.timeouts",
+    "rpcdataloader.diagnosis.figures",
+    "rpcdataloader.diagnosis.recorder",
+    "rpcdataloader.diagnosis.records",
+    "rpcdataloader.diagnosis.verdict",
+    "rpcdataloader.diagnosis.words",
     "rpcdataloader.loader.origin",
 }
 IMPURE = {
@@ -209,6 +216,7 @@ def test_a_wrong_import_is_found(module, statement, fault):
 
 def test_public_names():
     assert sorted(rpcdataloader.__all__) == [
+        "Diagnosis",
         "RPCDataloader",
         "RPCDataset",
         "RRef",

@@ -31,7 +31,7 @@ from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.listening import accept, listen_unix
 from rpcdataloader.wire.preamble import Preamble
 from rpcdataloader.wire.transport import Peer, Stream
-from tests.conftest import TIMEOUT_SCALE
+from tests.conftest import TIMEOUT_SCALE, wait_until
 
 FOREVER = 30 * TIMEOUT_SCALE
 CREDENTIALS = Credentials(b"a secret of the tests", "the tests")
@@ -336,3 +336,24 @@ def test_message_over_the_limits_is_not_sent_and_harms_no_other(channels, monkey
         client.send(MessageType.CALL, 1, bytes(11))
     client.send(MessageType.CALL, 2)
     assert server.recv().request_id == 2
+
+
+def test_message_that_comes_in_parts_tells_when_it_began(channels):
+    ours, theirs = channels
+    for channel_ in ours, theirs:
+        channel_.stream.read_ahead()
+    ours.send(MessageType.CALL, 1, b"small")
+    assert theirs.recv().arrival is None
+    began = time.monotonic()
+    data = b"".join(encode(ours._sealer, MessageType.CALL, 2, b"x" * 50_000))
+    ours.stream.send([data[:20_000]])
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(theirs.recv)
+        wait_until(lambda: theirs._decoder.mid_message)
+        ours.stream.send([data[20_000:]])
+        message = receiving.result(FOREVER)
+    assert began < message.arrival.at < time.monotonic()
+    assert not message.arrival.was_here
+    # All of it lies in the kernel, and is received in two calls.
+    ours.send(MessageType.CALL, 3, b"x" * 50_000)
+    assert theirs.recv().arrival.was_here

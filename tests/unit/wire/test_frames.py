@@ -111,21 +111,21 @@ def test_golden_preamble():
     session_id = bytes(range(16))
     golden = bytes.fromhex(
         "525043444c445201"  # magic
-        "0100"  # version
+        "0200"  # version
         "0000"  # flags
         "00000000"  # reserved
         "000102030405060708090a0b0c0d0e0f"  # session id
     )
     assert len(golden) == PREAMBLE_SIZE == 32
     assert Preamble(session_id).encode() == golden
-    assert Preamble.decode(golden) == Preamble(session_id, version=1)
+    assert Preamble.decode(golden) == Preamble(session_id, version=2)
     golden = golden[:10] + b"\x01" + golden[11:]
     assert Preamble(session_id, tls=True).encode() == golden
-    assert Preamble.decode(golden) == Preamble(session_id, version=1, tls=True)
+    assert Preamble.decode(golden) == Preamble(session_id, version=2, tls=True)
 
 
 def test_golden_preamble_of_a_status_connection():
-    golden = bytes.fromhex("525043444c445201010000000000000001000000000000000000000000000000")
+    golden = bytes.fromhex("525043444c445201020000000000000001000000000000000000000000000000")
     assert Preamble(STATUS_ID).encode() == golden
     assert Preamble.decode(golden).session_id == STATUS_ID
 
@@ -626,7 +626,7 @@ def test_unknown_message_that_is_not_optional_is_an_error():
         feed(Decoder(refuse_to_allocate), join(None, UNKNOWN_TYPE, 1, b"payload"))
 
 
-@pytest.mark.parametrize("changes", [{"header_size": 88}, {"flags": 2}, {"flags": 255}, {"reserved": 1}], ids=str)
+@pytest.mark.parametrize("changes", [{"header_size": 88}, {"flags": 4}, {"flags": 255}, {"reserved": 1}], ids=str)
 def test_header_of_the_future_is_an_error(changes):
     data = patch_header(join(None, MessageType.CALL, 1, b"payload"), **changes)
     with pytest.raises(RemoteProtocolError, match="cannot read"):

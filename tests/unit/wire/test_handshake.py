@@ -23,7 +23,7 @@ CLIENT = Identity(
     host="trainer1",
     pid=11,
     rank=3,
-    protocol=1,
+    protocol=2,
     python_implementation="CPython",
     python_version="3.11.7",
     machine="x86_64",
@@ -135,7 +135,7 @@ def test_keys_fit_together_and_differ_by_direction_and_connection():
 def test_golden_handshake():
     one, two, hello = start({"nonce": bytes(32)}, {"nonce": b"\x01" * 32})
     identity = (
-        '{"role": "%s", "host": "%s", "pid": %d, "rank": %s, "protocol": 1, "python_implementation": "CPython", '
+        '{"role": "%s", "host": "%s", "pid": %d, "rank": %s, "protocol": 2, "python_implementation": "CPython", '
         '"python_version": "3.11.7", "machine": "x86_64", "torch": "2.13.0+%s", "numpy": "2.1.3", '
         '"cloudpickle": "3.1.2", "job": "%s"}'
     )
@@ -172,7 +172,7 @@ def test_golden_handshake():
         expected = hmac.new(derive(label).digest(), bytes(8) + b"header", hashlib.sha256).digest()[:16]
         assert seal.seal(b"header") == expected
     # So that a change of both descriptions at once is seen.
-    assert json.loads(bytes(proof.payload))["proof"].startswith("3677e2c8c6483d5fde0e3a8f52e5a53e")
+    assert json.loads(bytes(proof.payload))["proof"].startswith("c349030557f931a68ea37da4dcda751f")
 
 
 def test_nonces_are_fresh():
@@ -290,7 +290,7 @@ def test_replayed_server_is_refused_by_a_new_client():
         one.receive(counter_proof)
 
 
-@pytest.mark.parametrize("changes", [{"session_id": bytes(16)}, {"version": 2}], ids=str)
+@pytest.mark.parametrize("changes", [{"session_id": bytes(16)}, {"version": 3}], ids=str)
 def test_preamble_is_part_of_what_is_proved(changes):
     one = client()
     hello = decode_one(one.data_to_send()[PREAMBLE_SIZE:])
@@ -324,7 +324,7 @@ def test_identities_cannot_be_changed_on_the_way(name):
 @pytest.mark.parametrize(
     ("changes", "ours", "theirs"),
     [
-        ({"protocol": 2}, "version 1 of the protocol", "version 2 of the protocol"),
+        ({"protocol": 3}, "version 2 of the protocol", "version 3 of the protocol"),
         ({"python_version": "3.12.1"}, "CPython 3.11", "CPython 3.12"),
         ({"python_version": "3.1.1"}, "CPython 3.11", "CPython 3.1"),
         ({"python_implementation": "PyPy"}, "CPython 3.11", "PyPy 3.11"),

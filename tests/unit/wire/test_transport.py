@@ -488,3 +488,28 @@ def test_tcp_options():
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) == 2 * transport.SAME_HOST_SEND_BYTES
     stream.close()
     sock.close()
+
+
+def test_bytes_that_wait_in_the_kernel_are_counted(pair):
+    ours, theirs = pair
+    assert theirs.count_waiting() == 0
+    ours.send([b"12345"])
+    assert theirs.count_waiting() == 5
+    read(theirs, 3)
+    assert theirs.count_waiting() == 2
+
+
+def test_time_with_a_full_window_of_the_peer_is_part_of_the_time_with_unacknowledged_data(tcp_pair):
+    ours, theirs = tcp_pair
+    assert ours.sending_times() == (0.0, 0.0)
+    size = 20_000_000  # more than the buffers of both sides
+    sending = in_thread(ours.send, [bytes(size)])
+    wait_until(lambda: ours.sending_times()[1] > 0.05, what="a window that stays full")
+    busy, full = ours.sending_times()
+    assert full <= busy < 30
+    read(theirs, size)
+    sending.result(FOREVER)
+
+
+def test_unix_socket_has_no_times(pair):
+    assert pair[0].sending_times() == (0.0, 0.0)

@@ -1,0 +1,211 @@
+"""What follows from the records of a pass: means, shares, and what each part of the pipeline could do. Pure.
+
+A *capacity* is the number of batches per second that a part could handle if all others were infinitely fast. It is
+computed from the time that the part is at work, never from what happened to overlap a wait: that would change with the
+speed of the consumer while the pipeline stays the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median_low, pstdev
+
+from rpcdataloader.diagnosis.records import Probe, Records
+from rpcdataloader.wire.stages import Stages
+
+# A task that takes this many times the median of its worker is no sign of its speed: the worker was stopped, or hung.
+# Of exponentially distributed times, 1 in 1,000 passes it; of lognormal ones with a mean of 1.6 medians, 1 in 100.
+_LATE_FACTOR = 10.0
+
+# Nodes are compared when the slowest takes this many times as long as the others; less is another generation of CPUs.
+_SLOW_FACTOR = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Seconds per batch."""
+
+    mean: float
+    p95: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlowNode:
+    """A node whose tasks take far longer than those of the other nodes.
+
+    Attributes:
+        name: Of the node.
+        factor: How many times as long.
+        usual: Seconds of a task on the others.
+        capacity: Batches per second of all workers, if this node were like the others.
+    """
+
+    name: str
+    factor: float
+    usual: float
+    capacity: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What follows from the records.
+
+    Attributes:
+        evidence: Numbers by their names, which end with their units: ``_seconds`` and ``_bytes`` per batch, ``_rate``
+            in batches per second, ``_share`` from 0 to 1.
+        stages: Seconds per batch.
+        capacities: Batches per second: ``workers``, ``network``, ``trainer``, ``device_copy`` and ``window``, as far as
+            they were measured.
+        slow: A slow node, if there is one.
+    """
+
+    evidence: dict[str, float]
+    stages: dict[str, Stage]
+    capacities: dict[str, float]
+    slow: SlowNode | None
+
+
+def measure(records: Records) -> Figures | None:
+    """Compute the figures of the span; None if it has no two probes."""
+    span = records.span
+    if len(span) < 2:
+        return None
+    first, probes, setup = span[0], span[1:], records.setup
+    begin, end = first.totals, records.totals
+    batches = end.batches - begin.batches
+    # The wait that is going on counts, too.
+    elapsed = records.last - first.delivered + records.waiting
+    waited, blocked = (until - since + records.waiting for since, until in zip(begin[1:3], end[1:3], strict=True))
+    drawn = end.drawn - begin.drawn
+    size_bytes = (end.size_bytes - begin.size_bytes) / batches
+    allowed = min(setup.window, max(1.0, ratio(setup.max_in_flight_bytes, size_bytes, math.inf)))
+    known = [(probe, probe.stages) for probe in probes if probe.stages is not None]
+    # Only measured replies tell how long they took to pickle.
+    encode = _mean(_usual([stages.encode for _, stages in known]))
+    # The first task of a worker says more about imports and cold caches.
+    tasks = {
+        worker: [seconds + encode for seconds in _usual(recent[1:] or recent)]
+        for worker, recent in records.tasks.items()
+    }
+    times = [seconds for worker in setup.workers for seconds in tasks.get(worker, ())]
+    task = _mean(times)
+    # What is not the worker's own, of requests that did not wait for another one's end there.
+    transit = _mean(_usual([p.answered - p.sent - s.task for p, s in known if s.idle > 0]))
+    stages = _stages(probes, known, transit)
+    decode, receiving = _mean([p.decode_cpu for p in probes]), _mean([p.receive_cpu + p.decode_cpu for p in probes])
+    lock, present = _mean([p.lock for p in probes]), _mean([p.answered - p.arrived for p in probes])
+    capacities = {
+        "network": ratio(batches, end.link - begin.link, math.inf),
+        # Decoding holds the interpreter lock, so receivers take turns; the kernel's copying does not.
+        "trainer": min(ratio(1, decode, math.inf), ratio(max(1, len(setup.workers)), receiving, math.inf)),
+        "device_copy": ratio(1, stages["copy"].mean, math.inf),
+    }
+    slow, latency = None, 0.0
+    if times:
+        means = {worker: _mean(tasks.get(worker, ())) or task for worker in setup.workers}
+        slow = _find_slow(means, setup.workers)
+        # What a slow node takes is no reason to keep more in flight.
+        latency = transit + (task if slow is None else slow.usual)
+        capacities["workers"] = sum(ratio(1, seconds, math.inf) for seconds in means.values())
+        capacities["window"] = ratio(allowed, latency, math.inf)
+    evidence = {
+        "batches": float(batches),
+        "wait_share": ratio(waited, elapsed),
+        "delivered_rate": ratio(batches, elapsed),
+        "demand_rate": ratio(batches, elapsed - waited, math.inf),
+        # The sampler and our own Python run in the consumer's thread, one after the other with the loop: what it would
+        # take if it never slept.
+        "needed_rate": ratio(batches, elapsed - blocked, math.inf),
+        "blocked_seconds": blocked / batches,
+        "draw_seconds": drawn / batches,
+        "own_seconds": max(0.0, waited - blocked - drawn) / batches,
+        "ready_share": ratio(end.ready - begin.ready, blocked),
+        "first_wait_seconds": records.first_wait,
+        "task_seconds": task,
+        "task_spread": ratio(pstdev(times), task) if times else 0.0,
+        "num_tasks": float(len(times)),
+        "latency_seconds": latency,
+        "allowed": float(allowed),
+        "batch_bytes": size_bytes,
+        "receiving_seconds": receiving,
+        "lock_seconds": lock,
+        "starved_share": 1.0 - min(1.0, ratio(receiving + lock, present, 1.0)),
+        "peer_limited_share": ratio(sum(s.peer_limited for _, s in known), sum(s.sending for _, s in known)),
+        "copy_seconds": stages["copy"].mean,
+        **_shares([s for _, s in known if s.task <= _LATE_FACTOR * task]),
+    }
+    capacities = {name: rate for name, rate in capacities.items() if rate < math.inf}
+    return Figures(evidence | {f"{name}_rate": rate for name, rate in capacities.items()}, stages, capacities, slow)
+
+
+def _usual(durations: Sequence[float]) -> list[float]:
+    """Durations without those that are longer by far."""
+    limit = _LATE_FACTOR * median_low(durations) if durations else 0.0
+    return [max(0.0, seconds) for seconds in durations if seconds <= limit]
+
+
+def _find_slow(means: Mapping[int, float], nodes: Mapping[int, str]) -> SlowNode | None:
+    """Compare the slowest node with all others together."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for worker, seconds in means.items():
+        times[nodes[worker]].append(seconds)
+    if len(times) < 2:
+        return None
+    name = max(times, key=lambda node: fmean(times[node]))
+    usual = fmean([seconds for worker, seconds in means.items() if nodes[worker] != name])
+    factor = ratio(fmean(times[name]), usual, 1.0)
+    if factor < _SLOW_FACTOR:
+        return None
+    healed = [usual if nodes[worker] == name else seconds for worker, seconds in means.items()]
+    return SlowNode(name, factor, usual, sum(ratio(1, seconds, math.inf) for seconds in healed))
+
+
+def _stages(probes: Sequence[Probe], known: Sequence[tuple[Probe, Stages]], transit: float) -> dict[str, Stage]:
+    def queue(probe: Probe, stages: Stages) -> float:
+        # A worker reads its requests between two tasks, so only the trainer sees how long one has waited there.
+        return 0.0 if stages.idle > 0 else max(0.0, probe.answered - probe.sent - stages.task - transit)
+
+    return {
+        "draw": _stage(probe.draw for probe in probes),
+        "window": _stage(probe.assigned - probe.added for probe in probes),
+        "send": _stage(probe.sent - probe.assigned for probe in probes),
+        "queue": _stage(queue(probe, stages) for probe, stages in known),
+        "fetch": _stage(stages.fetch for _, stages in known),
+        "collate": _stage(stages.collate for _, stages in known),
+        "encode": _stage(stages.encode for _, stages in known),
+        "reply": _stage(stages.reply for _, stages in known),
+        "receive": _stage(probe.received - probe.arrived for probe in probes),
+        "decode": _stage(probe.answered - probe.received for probe in probes),
+        "reorder": _stage(probe.reorder for probe in probes),
+        "copy": _stage(probe.copy for probe in probes),
+        "wait": _stage(probe.wait for probe in probes),
+    }
+
+
+def _shares(usual: Sequence[Stages]) -> dict[str, float]:
+    """Of the tasks' time: in collate; on a CPU, waiting for one, and the rest, all 0 if CPU times were not measured."""
+    total = sum(s.task for s in usual)
+    collate, cpu, runqueue = (
+        min(1.0, ratio(sum(getattr(s, name) for s in usual), total)) for name in ("collate", "cpu", "runqueue")
+    )
+    # Threads of a dataset may use more CPU time than passes.
+    cpu = min(1.0 - runqueue, cpu)
+    stalled = 1.0 - cpu - runqueue if cpu + runqueue else 0.0
+    return {"collate_share": collate, "cpu_share": cpu, "runqueue_share": runqueue, "stalled_share": stalled}
+
+
+def _stage(seconds: Iterable[float]) -> Stage:
+    ordered = sorted(seconds)
+    return Stage(fmean(ordered), ordered[(len(ordered) * 95 - 1) // 100]) if ordered else Stage(0.0, 0.0)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0
+
+
+def ratio(part: float, whole: float, otherwise: float = 0.0) -> float:
+    """A quotient; ``otherwise`` if there is nothing to divide by."""
+    return part / whole if whole > 0 else otherwise

@@ -1,0 +1,220 @@
+"""Why the training loop waits: from the records of a pass to one bound, and one sentence. Pure.
+
+Times inside ``next`` in which the consumer's own thread is at work (the sampler, our own Python) need no inference:
+they are measured. While it sleeps, the part with the lowest *capacity* is the bound if that is below 1.05 of what the
+consumer would take. If every part is fast enough, it is their connection: the interpreter lock of the trainer, the
+window, or one batch that all others wait for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from rpcdataloader.diagnosis.figures import Figures, SlowNode, Stage, measure, ratio
+from rpcdataloader.diagnosis.records import Records, Setup
+from rpcdataloader.diagnosis.words import Value, reason, remedy, say
+
+# A loop that waits less has nothing to gain: measurements of a training vary by more.
+_HARMLESS = 0.05
+
+# A capacity must exceed the demand by this, or it is the bound: two rates that are equal make each other wait.
+_HEADROOM = 1.05
+
+# The window is the bound beside another part that is too slow only where it allows this much less. A full pipeline has
+# as many batches in flight as the window allows, so with prefetch_factor=1 the two are nearly equal.
+_WINDOW_MARGIN = 0.8
+
+# Shares of a worker's time from which on it waits for storage, or for CPUs.
+_STALLED, _RUNQUEUE = 0.5, 0.2
+
+# A slow node is the bound if this share of all capacity is lost there.
+_LOST_TO_NODE = 0.2
+
+# With exactly as many batches per second as the loop takes, it waits now and then, since times vary. It waits for less
+# than 5 % of its time with this many more, of which a part goes with the spread of the times: found in simulations, see
+# tests/simulation/test_diagnosis.py.
+_MORE, _MORE_BY_SPREAD, _HIGH = 1.1, 0.4, 1.2
+
+# A window that holds just what the loop takes while a batch is on its way is too small for the same reason.
+_LARGER_WINDOW = 1.4
+
+# Workers that wait for each other's batches, or for a consumer, are at work less than always; below this they are not
+# the bound.
+_LEAST_USE = 0.6
+
+_OF_WORKERS = ("workers", "collate", "storage")
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Why a training loop waits for its batches.
+
+    Attributes:
+        wait_share: Share of the loop's time in ``next``, from 0 to 1.
+        bound: What it waits for; a key of :data:`~rpcdataloader.diagnosis.words.WORDS`.
+        text: One sentence with the number and the remedy.
+        evidence: The numbers that led there; their names end with their units.
+        more_workers: How many more would end the waiting (at least, likely, at most), or bring it to the next bound;
+            None if workers are not the bound, or more of them would not help.
+        stages: Seconds per batch in each stage.
+        capacities: Batches per second that each part could handle.
+        demand: Batches per second that the loop would take; infinite for a loop that does nothing.
+    """
+
+    wait_share: float
+    bound: str
+    text: str
+    evidence: dict[str, Value] = field(default_factory=dict)
+    more_workers: tuple[int, int, int] | None = None
+    stages: dict[str, Stage] = field(default_factory=dict)
+    capacities: dict[str, float] = field(default_factory=dict)
+    demand: float = 0.0
+
+
+def diagnose(records: Records) -> Diagnosis:
+    """Say why the loop of a pass waits."""
+    figures = measure(records)
+    if figures is None:
+        return _diagnose_start(records)
+    evidence: dict[str, Value] = {**figures.evidence}
+    share = figures.evidence["wait_share"]
+    more = None
+    if share < _HARMLESS:
+        total = records.last - records.begun + records.waiting
+        bound = "start" if records.first_wait >= _HARMLESS * total > 0 else "none"
+    else:
+        bound, details = _find_bound(figures, records)
+        evidence |= details
+        if bound == "trainer":
+            evidence["reason"] = reason(str(details["part"]), evidence)
+        if bound in _OF_WORKERS:
+            more, evidence["remedy"] = _more_workers(figures, records.setup)
+    return Diagnosis(
+        wait_share=share,
+        bound=bound,
+        text=say(bound, evidence),
+        evidence=evidence,
+        more_workers=more,
+        stages=figures.stages,
+        capacities=figures.capacities,
+        demand=figures.evidence["demand_rate"],
+    )
+
+
+def _diagnose_start(records: Records) -> Diagnosis:
+    """Too few batches have come for more than a word about the first one."""
+    totals = records.totals
+    total, waited = records.last - records.begun + records.waiting, totals.waited + records.waiting
+    first = records.first_wait if totals.batches else records.waiting
+    share = ratio(waited - first, total - first)
+    bound = "unclear" if share >= _HARMLESS else "start" if ratio(first, total) >= _HARMLESS else "none"
+    evidence: dict[str, Value] = {"wait_share": share, "first_wait_seconds": first, "batches": float(totals.batches)}
+    return Diagnosis(share, bound, say(bound, evidence | {"seen": ""}), evidence)
+
+
+def _find_bound(figures: Figures, records: Records) -> tuple[str, dict[str, Value]]:
+    """Name the bound of a loop that waits, and what else is to be said of it."""
+    evidence, capacities = figures.evidence, figures.capacities
+    own, drawn, blocked = (evidence[f"{part}_seconds"] for part in ("own", "draw", "blocked"))
+    if max(own, drawn) > blocked:
+        return ("sampler", {}) if drawn > own else ("trainer", {"part": "own"})
+    limit = _HEADROOM * evidence["needed_rate"]
+    lowest = min((name for name in capacities if name != "window"), key=capacities.__getitem__, default="")
+    slowest, window = capacities.get(lowest, math.inf), capacities.get("window", math.inf)
+    lock, receiving = evidence["lock_seconds"], evidence["receiving_seconds"]
+    if slowest < limit and window >= _WINDOW_MARGIN * slowest:
+        if lowest == "workers":
+            return _refine_workers(figures, limit)
+        is_full = evidence["starved_share"] >= 0.5 and evidence["peer_limited_share"] <= 0.5
+        if lowest == "network" and is_full:
+            return "network", {"link_bytes": evidence["batch_bytes"] * slowest}
+        if lowest in ("network", "trainer"):
+            # A link is busy, too, while its bytes are not taken.
+            part = "lock" if lowest == "network" and lock > receiving else "receive"
+            return "trainer", {"part": part, "received_rate": slowest}
+        return lowest, {}
+    # The bytes lay here unread for half of the time waited.
+    if lock >= max(receiving, blocked / 2):
+        return "trainer", {"part": "lock"}
+    if window < limit:
+        return "window", _setting(figures, records.setup)
+    if evidence["ready_share"] >= 0.5:
+        return _refine_straggler(figures, records)
+    seen = "; ".join(f"{name} could do {rate:,.1f} batches per second" for name, rate in capacities.items())
+    return "unclear", {"seen": f": {seen}" if seen else ""}
+
+
+def _refine_workers(figures: Figures, limit: float) -> tuple[str, dict[str, Value]]:
+    """What it is about the workers that makes them too slow."""
+    slow, evidence = figures.slow, figures.evidence
+    lost = 0.0 if slow is None else 1.0 - figures.capacities["workers"] / slow.capacity
+    if slow is not None and (slow.capacity >= limit or lost >= _LOST_TO_NODE):
+        return _node(slow)
+    if evidence["runqueue_share"] >= _RUNQUEUE:
+        return "oversubscribed", {}
+    if evidence["collate_share"] >= 0.5:
+        return "collate", {}
+    if evidence["stalled_share"] > _STALLED:
+        return "storage", {}
+    slowest = max(("fetch", "collate", "encode"), key=lambda name: figures.stages[name].mean)
+    return "workers", {"stage": {"fetch": "fetch (the dataset)", "encode": "encode (pickling)"}.get(slowest, slowest)}
+
+
+def _refine_straggler(figures: Figures, records: Records) -> tuple[str, dict[str, Value]]:
+    """Who is late."""
+    begin, nodes = records.span[0].delivered, records.setup.workers
+    seconds: dict[int, float] = defaultdict(float)
+    for wait in records.waits:
+        if wait.at > begin:
+            seconds[wait.worker] += wait.ready
+    total, slow = sum(seconds.values()), figures.slow
+    if slow is not None and sum(late for one, late in seconds.items() if nodes.get(one) == slow.name) >= total / 2:
+        return _node(slow)
+    worker = max(seconds, key=seconds.__getitem__, default=-1)
+    name = records.setup.names.get(worker, f"worker {worker}")
+    return "straggler", {"worker": name, "worst_share": ratio(seconds[worker], total)}
+
+
+def _node(slow: SlowNode) -> tuple[str, dict[str, Value]]:
+    return "node", {"node": slow.name, "slow_factor": slow.factor}
+
+
+def _setting(figures: Figures, setup: Setup) -> dict[str, Value]:
+    """The setting that keeps too little in flight, and the value that is enough."""
+    evidence = figures.evidence
+    in_flight = _LARGER_WINDOW * evidence["needed_rate"] * evidence["latency_seconds"]
+    if evidence["allowed"] < setup.window:
+        setting = f"max_in_flight_bytes={math.ceil(in_flight * evidence['batch_bytes'])}"
+        current = setup.max_in_flight_bytes
+    else:
+        setting = f"prefetch_factor={math.ceil(in_flight / max(1, len(setup.workers)))}"
+        current = setup.prefetch_factor
+    return {"in_flight": in_flight, "setting": setting, "current": f"{current}"}
+
+
+def _more_workers(figures: Figures, setup: Setup) -> tuple[tuple[int, int, int] | None, str]:
+    """How many more workers would end the waiting, or bring it to the next bound; and that in words.
+
+    At least: as many as make 0.95 of what the loop takes if none of them ever waits, less twice the standard error of
+    the task time. Likely: as many as make more than it takes, working as much of the time as they do now.
+    """
+    evidence, num = figures.evidence, len(setup.workers)
+    capacity, needed = figures.capacities["workers"], evidence["needed_rate"]
+    # More workers come with a larger window, unless bytes limit it.
+    others = {name: rate for name, rate in figures.capacities.items() if name not in ("workers", "window")}
+    if evidence["allowed"] < setup.window:
+        others["window"] = figures.capacities["window"]
+    following = min(others, key=others.__getitem__, default=None)
+    allowed = math.inf if following is None else others[following]
+    goal = min(needed, allowed)
+    if math.isinf(goal) or goal < _HEADROOM * capacity < needed:
+        return None, remedy(None, following, 1.0, allowed)
+    usual = min(1.0, max(_LEAST_USE, evidence["delivered_rate"] / capacity))
+    error = ratio(evidence["task_spread"], math.sqrt(evidence["num_tasks"]))
+    enough = (_MORE + _MORE_BY_SPREAD * evidence["task_spread"]) * goal / usual
+    rates = (1 - _HARMLESS) * (1 - 2 * error) * goal, enough, _HIGH * enough
+    low, likely, high = (max(1, math.ceil(rate * num / capacity - num)) for rate in rates)
+    more = low, max(low, likely), max(low, high)
+    return more, remedy(more, following, needed / allowed, allowed)

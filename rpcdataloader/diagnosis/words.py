@@ -1,0 +1,190 @@
+"""Every word of a diagnosis: for each bound its meaning and its sentence. Pure.
+
+Values are formatted by the end of their names: ``_share``, ``_seconds``, ``_bytes``, ``_rate`` (batches per second).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+Value = float | str
+
+
+class Words(NamedTuple):
+    """What is said of a bound.
+
+    Attributes:
+        meaning: When it is named, for the documentation.
+        sentence: With the names of values in braces.
+    """
+
+    meaning: str
+    sentence: str
+
+
+WORDS = {
+    "none": Words(
+        "The loop waits for less than 5 % of its time.",
+        "The loop waits {wait_share} of its time for batches, which leaves nothing to gain.",
+    ),
+    "start": Words(
+        "Only the first batch of the pass was waited for.",
+        "The loop waited {first_wait_seconds} for its first batch, and {wait_share} of its time since: "
+        "persistent_workers=True keeps the workers from one epoch to the next.",
+    ),
+    "workers": Words(
+        "The workers together are slower than the loop, and most of their time is CPU time in the dataset.",
+        "The loop waits {wait_share} of its time for workers, which spend it in {stage}: {remedy}.",
+    ),
+    "collate": Words(
+        "The workers together are slower than the loop, and at least half of their time is in the collate function.",
+        "The loop waits {wait_share} of its time for workers, which spend {collate_share} of theirs in collate_fn: "
+        "make it cheaper, or {remedy}.",
+    ),
+    "storage": Words(
+        "The workers together are slower than the loop, and for more than half of their time they need no CPU.",
+        "The loop waits {wait_share} of its time for workers, which wait {stalled_share} of theirs for storage: if "
+        "that can give more, {remedy}.",
+    ),
+    "oversubscribed": Words(
+        "The workers together are slower than the loop, and at least a fifth of their time they wait for a CPU.",
+        "The loop waits {wait_share} of its time for workers, which wait {runqueue_share} of theirs for a CPU: give "
+        "them more CPUs or nodes, as more workers on the same CPUs would not help.",
+    ),
+    "node": Words(
+        "The workers of one node take at least twice as long as those of the others, and the loop waits for them.",
+        "The loop waits {wait_share} of its time for node {node}, whose workers take {slow_factor:.1f} times as long "
+        "as the others: look at its load and storage, or leave it out.",
+    ),
+    "network": Words(
+        "The link is full: while replies arrive, it carries fewer batches than the loop would take.",
+        "The loop waits {wait_share} of its time for the network, which carries {network_rate} batches per second "
+        "({link_bytes}/s) of {demand_rate}: send less than {batch_bytes} per batch (uint8 in place of float32, crops, "
+        "compressed data), or use a faster link.",
+    ),
+    "trainer": Words(
+        "The process of the trainer is too slow to receive batches, or its interpreter lock is held by other code.",
+        "The loop waits {wait_share} of its time for its own process, {reason}.",
+    ),
+    "device_copy": Words(
+        "Copying a batch to the device takes longer than the loop takes for it.",
+        "The loop waits {wait_share} of its time for copies to the device, which take {copy_seconds} per batch of "
+        "{batch_bytes}: send smaller types (uint8 in place of float32), and convert them on the device.",
+    ),
+    "sampler": Words(
+        "Most of the time in next is spent in the sampler, which runs in the thread of the loop.",
+        "The loop waits {wait_share} of its time for the sampler, which takes {draw_seconds} per batch: make it "
+        "cheaper, or draw the indices in advance.",
+    ),
+    "window": Words(
+        "Every part is fast enough, but the loop takes more batches while one is on its way than may be in flight.",
+        "The loop waits {wait_share} of its time for batches that were asked for too late: each takes "
+        "{latency_seconds}, {allowed:.0f} may be in flight, and {in_flight:.0f} are needed: set {setting} "
+        "(now {current}).",
+    ),
+    "straggler": Words(
+        "Every part is fast enough, but for most of the time waited, later batches are here and the next one is late.",
+        "The loop waits {wait_share} of its time for single batches while later ones are here, {worst_share} of it for "
+        "{worker}: look at that worker, or hide it with a larger prefetch_factor or in_order=False.",
+    ),
+    "unclear": Words(
+        "Too little was measured, or nothing that was measured explains the wait.",
+        "The loop waits {wait_share} of its time, and what is known of {batches} does not say why{seen}.",
+    ),
+}
+
+# A pass that has begun and delivered nothing.
+NOT_BEGUN = "The loop has waited {first_wait_seconds} for its first batch, which is still on its way."
+
+# A part that would be less full is not told.
+_WORTH_TELLING = 0.25
+
+# What the trainer is at, by its part.
+REASONS = {
+    "own": "which spends {own_seconds} per batch in next without sleeping: use larger batches",
+    "receive": "which receives {received_rate} batches per second of {demand_rate}: use larger batches, fewer tensors "
+    "and less that must be unpickled",
+    "lock": "where bytes of each batch lay unread for {lock_seconds} while other code held the interpreter lock: move "
+    "work in Python out of the loop and its threads",
+}
+
+# A part in the middle of a sentence, by its capacity.
+PARTS = {
+    "workers": "the workers",
+    "network": "the link",
+    "trainer": "the trainer's process",
+    "device_copy": "the copy to the device",
+    "window": "the window",
+}
+
+
+def say(bound: str, values: Mapping[str, Value]) -> str:
+    """The sentence of a bound."""
+    sentence = NOT_BEGUN if bound == "start" and not values["batches"] else WORDS[bound].sentence
+    return sentence.format_map(_format(values))
+
+
+def reason(part: str, values: Mapping[str, Value]) -> str:
+    """The part of the sentence of ``trainer`` that says what it is at."""
+    return REASONS[part].format_map(_format(values))
+
+
+def remedy(more: tuple[int, int, int] | None, following: str | None, full: float, rate: float) -> str:
+    """What more workers would do.
+
+    Args:
+        more: How many: at least, likely, at most; None if that would not help.
+        following: The part that comes next, by its capacity.
+        full: How full that would then be; above 1 if it is the next bound.
+        rate: Batches per second that it allows.
+    """
+    if more is None:
+        return (
+            f"more workers would not help, as {PARTS[following]} allows {_rate(rate)} batches per second"
+            if following
+            else ("use more workers")
+        )
+    low, likely, high = more
+    count = f"{likely:,} more worker{'s' * (likely != 1)} ({low:,} to {high:,})"
+    if following is None or full < _WORTH_TELLING:
+        return f"{count} would end that"
+    if full > 1:
+        return f"{count} would bring it to {_rate(rate)} batches per second, where {PARTS[following]} is the next bound"
+    return f"{count} would end that; {PARTS[following]} would then be {full:.0%} full".replace("%", " %")
+
+
+def _format(values: Mapping[str, Value]) -> dict[str, Value]:
+    return {name: _of(name, value) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def _of(name: str, value: float) -> Value:
+    if name == "batches":
+        return f"{value:,.0f} batch{'es' * (value != 1)}"
+    for end, write in (("_share", _share), ("_seconds", _seconds), ("_bytes", _bytes), ("_rate", _rate)):
+        if name.endswith(end):
+            return write(value)
+    return value
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _seconds(value: float) -> str:
+    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        if value * factor >= 1 or unit == "µs":
+            break
+    return f"{value * factor:.3g} {unit}"
+
+
+def _bytes(value: float) -> str:
+    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")):
+        if value >= factor or unit == "B":
+            break
+    return f"{value / factor:.3g} {unit}"
+
+
+def _rate(value: float) -> str:
+    return "any number of" if math.isinf(value) else f"{value:,.0f}" if value >= 10 else f"{value:.2g}"

@@ -1,0 +1,77 @@
+"""What a worker tells of one batch beside its reply: 28 bytes of durations. Pure.
+
+Durations only, never times of day: the clocks of two machines are never compared. Every reply carries the times of
+fetch and collate in its pickle. The others are measured where the request asks for it, and follow the pickle.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from rpcdataloader.errors import RemoteProtocolError
+
+# All but the two that every reply carries.
+_LAYOUT = struct.Struct("<7f")
+
+SIZE_BYTES = _LAYOUT.size
+
+
+class Stages(NamedTuple):
+    """Seconds that a batch took at its worker.
+
+    Attributes:
+        fetch: Time in the dataset.
+        collate: Time in the collate function.
+        idle: Time without any request before this one; 0 if the request was there when the one before was answered.
+        encode: Time to pickle the batch.
+        reply: Time that the worker's previous measured reply waited to be written, and was written.
+        cpu: CPU time of all threads of the worker in fetch, collate and encode.
+        runqueue: Time in these that the main thread waited for a CPU (the second number of ``/proc/self/schedstat``).
+        sending: Time since the previous measured reply that the connection had unacknowledged data
+            (``tcpi_busy_time``); 0 for a Unix socket.
+        peer_limited: Part of ``sending`` that the receive window of the trainer was full (``tcpi_rwnd_limited``).
+    """
+
+    fetch: float = 0.0
+    collate: float = 0.0
+    idle: float = 0.0
+    encode: float = 0.0
+    reply: float = 0.0
+    cpu: float = 0.0
+    runqueue: float = 0.0
+    sending: float = 0.0
+    peer_limited: float = 0.0
+
+    @property
+    def task(self) -> float:
+        """Time that the worker was at work on the batch."""
+        return self.fetch + self.collate + self.encode
+
+    def pack(self) -> bytes:
+        """The bytes on the wire."""
+        return _LAYOUT.pack(*self[2:])
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray | memoryview) -> Stages:
+        """Read :meth:`pack`; durations that are negative or no numbers count as 0.
+
+        Raises:
+            RemoteProtocolError: The length is wrong.
+        """
+        if len(data) != _LAYOUT.size:
+            raise RemoteProtocolError(f"stages of {len(data)} bytes instead of {_LAYOUT.size}")
+        return cls(0.0, 0.0, *map(_checked, _LAYOUT.unpack(data)))
+
+    def with_timings(self, timings: tuple[float, float]) -> Stages:
+        """With the times of fetch and collate, which are checked in the same way."""
+        fetch, collate = map(_checked, timings)
+        return self._replace(fetch=fetch, collate=collate)
+
+
+def _checked(seconds: float) -> float:
+    return seconds if 0 <= seconds < _LONGEST else 0.0
+
+
+# A peer may send infinity. Three years is longer than any batch.
+_LONGEST = 1e8

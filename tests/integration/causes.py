@@ -1,0 +1,67 @@
+"""Datasets whose loading takes a known time, for a known reason."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler
+
+# Set in a node server whose workers are to take ten times as long.
+SLOW_NODE = "RPCDATALOADER_TEST_SLOW_NODE"
+
+
+def burn(seconds: float) -> None:
+    """Use so much CPU time."""
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+class Causes(Dataset):
+    """Samples take time on a CPU and without one; a sample has ``size`` numbers."""
+
+    def __init__(self, cpu: float = 0.0, stall: float = 0.0, size: int = 1) -> None:
+        self.cpu, self.stall, self.size = cpu, stall, size
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        factor = 10 if os.environ.get(SLOW_NODE) else 1
+        time.sleep(self.stall * factor)
+        burn(self.cpu * factor)
+        return torch.full((self.size,), float(index))
+
+
+class StreamOfCauses(IterableDataset):
+    """The same samples, one after the other."""
+
+    def __init__(self, **options: float) -> None:
+        self.samples = Causes(**options)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(self.samples.__getitem__, range(len(self.samples)))
+
+
+def collate_slowly(samples: list[torch.Tensor]) -> torch.Tensor:
+    """Take forty milliseconds."""
+    time.sleep(0.04)
+    return torch.stack(samples)
+
+
+class SlowSampler(Sampler[int]):
+    """Takes its time for each index."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __iter__(self) -> Iterator[int]:
+        for index in range(1_000_000):
+            time.sleep(self.seconds)
+            yield index
+
+    def __len__(self) -> int:
+        return 1_000_000

@@ -1,0 +1,35 @@
+"""The durations that a worker sends beside a reply."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rpcdataloader.errors import RemoteProtocolError
+from rpcdataloader.wire.stages import SIZE_BYTES, Stages
+
+
+def test_stages_keep_their_values_in_at_most_48_bytes():
+    stages = Stages(*(number / 4 for number in range(9)))
+    assert len(stages.pack()) == SIZE_BYTES == 28
+    assert Stages.unpack(memoryview(stages.pack())).with_timings((stages.fetch, stages.collate)) == stages
+    assert stages.task == stages.fetch + stages.collate + stages.encode
+
+
+def test_golden_bytes():
+    assert (
+        Stages(idle=1.0, encode=2.0, peer_limited=0.5).pack().hex() == "0000803f00000040" + "00000000" * 4 + "0000003f"
+    )
+
+
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf, 1e30])
+def test_impossible_durations_count_as_nothing(value):
+    assert Stages.unpack(Stages(encode=value, cpu=1.0).pack()) == Stages(cpu=1.0)
+    assert Stages().with_timings((value, 1.0)) == Stages(collate=1.0)
+
+
+@pytest.mark.parametrize("size", [0, 27, 29])
+def test_another_length_is_refused(size):
+    with pytest.raises(RemoteProtocolError, match=f"stages of {size} bytes instead of 28"):
+        Stages.unpack(bytes(size))
