@@ -327,6 +327,7 @@ class Driver:
     def close(self) -> None:
         """End the workers; idempotent."""
         with self._condition:
+            self._note_setup()
             self._closed.set()
             self._engine.forget_tasks()
             if self._ahead is not None:
@@ -472,7 +473,9 @@ class Driver:
                 logger.info("%s%s", self._settings.partition.label, diagnosis.text)
 
     def _note_setup(self) -> None:
-        """Note the workers and limits of the pass, with the condition; those that it had are kept when all are lost."""
+        """Note the workers and limits of the pass, with the condition; those that it had are kept when it is over."""
+        if self._closed.is_set():
+            return
         engine, seats = self._engine, self._executor.seats
         self._is_changed = False
         workers = {number: str(node) for number, node in engine.workers.items()}
