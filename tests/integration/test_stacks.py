@@ -225,8 +225,8 @@ def test_stacks_of_code_that_runs_do_not_end_it(side, num_stacks):
 
 def test_every_stack_is_whole_and_the_worker_goes_on(side):
     """An answer that comes before the worker has written all would lack the main thread, which comes last."""
-    wait_for_stack(side, "in _receive")
-    assert all("in _receive" in side.stack() for _ in range(20))
+    wait_for_stack(side, "in _wait")
+    assert all("in _wait" in side.stack() for _ in range(20))
     assert side.call(os.getpid) == side.pid
 
 
@@ -249,13 +249,13 @@ def test_stopped_worker_says_so_at_once(side):
     finally:
         os.kill(side.pid, signal.SIGCONT)
     assert side.call(os.getpid) == side.pid
-    wait_for_stack(side, "in _receive")
+    wait_for_stack(side, "in _wait")
 
 
 @pytest.mark.parametrize("func", [take_the_signal, take_the_handler_away, block_the_signals])
 def test_code_that_wants_the_signal_costs_no_stack(side, func):
     side.call(func)
-    wait_for_stack(side, "in _receive")
+    wait_for_stack(side, "in _wait")
     assert side.call(os.getpid) == side.pid
 
 

@@ -314,7 +314,7 @@ def test_text_is_for_people(serve, capsys):
     assert f"client {socket.gethostname()}:{os.getpid()}\n" in text
     assert f"{pid:>8}  " in text
     assert main([server.address, "--stacks"]) == 0
-    assert "in _receive" in capsys.readouterr().out
+    assert "in _wait" in capsys.readouterr().out
 
 
 def test_last_error_of_a_client_is_told(serve, look_at, capsys):
@@ -582,12 +582,12 @@ def test_stacks_of_the_workers_of_all_clients(serve, zygote, look_at):
     script = zygote.start(CLIENT, server.address)
     try:
         wait_until(lambda: len(workers_of(look_at(server))) == 2, 20)
-        for where in "in sleep", "in _receive":
+        for where in "in sleep", "in _wait":
             wait_until(lambda where=where: where in str(workers_of(look_at(server, "--stacks"))), what=where)
         stacks = {worker["pid"]: worker["stack"] for worker in workers_of(look_at(server, "--stacks"))}
         assert len(stacks) == 2
         assert "in sleep" in stacks.pop(pid)
-        assert "in _receive" in stacks.popitem()[1]
+        assert "in _wait" in stacks.popitem()[1]
         # The log has none of this.
         assert "most recent call first" not in server.log
         os.kill(pid, signal.SIGSTOP)
@@ -595,7 +595,7 @@ def test_stacks_of_the_workers_of_all_clients(serve, zygote, look_at):
         stopped, other = workers_of(look_at(server, "--stacks"))
         assert (stopped["pid"], stopped["state"]) == (pid, "running")
         assert "no Python stack: it is stopped" in stopped["stack"]
-        assert "in _receive" in other["stack"]
+        assert "in _wait" in other["stack"]
     finally:
         os.kill(pid, signal.SIGKILL)
         script.kill()
@@ -617,7 +617,7 @@ def test_worker_of_a_session_that_stands_still_is_listed(serve, look_at):
     finally:
         os.kill(session, signal.SIGCONT)
     # What piled up is done with.
-    wait_until(lambda: "in _receive" in workers_of(look_at(server, "--stacks"))[0]["stack"])
+    wait_until(lambda: "in _wait" in workers_of(look_at(server, "--stacks"))[0]["stack"])
     assert rpc_async(server.address, os.getpid).wait() == pid
     assert "descriptor" not in server.log
 
