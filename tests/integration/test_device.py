@@ -14,6 +14,7 @@ from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.loader import dataloader as dataloader_module
 from rpcdataloader.loader import driver as driver_module
 from rpcdataloader.loader import inline as inline_module
+from rpcdataloader.loader import settings as settings_module
 from tests.conftest import wait_until
 from tests.devices import FakeDevice
 from tests.integration import kinds
@@ -38,7 +39,8 @@ def workers(shared_server):
 @pytest.fixture
 def device(monkeypatch):
     device = FakeDevice()
-    monkeypatch.setattr(dataloader_module, "find_device", lambda name: name and torch.device(name))
+    for module in dataloader_module, settings_module:
+        monkeypatch.setattr(module, "find_device", lambda name: name and torch.device(name))
     for module in driver_module, inline_module, dataloader_module:
         monkeypatch.setattr(module, "make_carrier", lambda found, _pageable: {NAME: device.carrier}[str(found)])
     return device

@@ -192,7 +192,7 @@ def test_errors_name_the_rank(serve, as_rank):
         next(iterator)
     with pytest.raises(RPCTimeoutError, match=r"^\[rank 3 of 8\] batch 1 .* took longer than 1 s"):
         next(iterator)
-    with pytest.raises(ValueError, match=r"^image 2 is broken$") as caught:
+    with pytest.raises(ValueError, match=r"(?m)^image 2 is broken$") as caught:
         next(iterator)
     assert re.match(r"\n\[rank 3 of 8\] worker \d \(pid ", str(caught.value.__cause__))
     server.signal(signal.SIGKILL)
