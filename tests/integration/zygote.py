@@ -141,6 +141,8 @@ def serve() -> list[Any] | None:
                 pid = os.fork()
                 if pid == 0:
                     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                    # Where the tests run in the background of a shell, it is ignored.
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
                     for other in children:
                         os.close(other)
                     request: list[Any] = json.loads(line)
