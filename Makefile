@@ -57,8 +57,11 @@ chaos: .venv/ready
 slurm: .venv/ready
 	$(PYTEST) -m slurm --timeout 300
 
+# Those of the storage formats alone: make study STUDIES=tests/integration
+STUDIES := tests
+
 study: .venv/study
-	$(PYTEST) -m study --timeout 300 -o faulthandler_timeout=300
+	$(PYTEST) -m study --timeout 300 -o faulthandler_timeout=300 $(STUDIES)
 
 bench: .venv/ready
 	$(BIN)/python -m tests.benchmark
