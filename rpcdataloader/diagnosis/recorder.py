@@ -1,7 +1,7 @@
 """Takes the notes of a pass while it runs, at less than a microsecond per batch that is no probe. Pure.
 
 The two threads that a batch passes append a tuple each, which is one operation. The tuples are added up when a probe is
-delivered, at most once per :data:`PROBE_INTERVAL`, or when somebody asks.
+delivered, at most once per :data:`PROBE_INTERVAL`, or for :meth:`Recorder.snapshot`.
 """
 
 from __future__ import annotations
@@ -163,6 +163,11 @@ class Recorder:
         intervals.append((arrived, received))
         if len(intervals) > _NUM_INTERVALS:
             del intervals[0]
+
+    def add_up(self) -> None:
+        """Add up what was noted; to be called where no probe may follow, as after an exception in place of a batch."""
+        with self._lock:
+            self._add_up()
 
     def snapshot(self, waiting: float = 0.0) -> Records:
         """What is known of this pass or, while it has delivered too little, of the one before.

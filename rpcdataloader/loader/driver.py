@@ -224,6 +224,7 @@ class Driver:
         if answer.copies is not None:
             answer.copies.wait()
         if type(answer.result) is Failure:
+            self.recorder.add_up()  # where every batch fails, no probe does
             try:
                 raise self._explained(answer.result.error, task)
             finally:

@@ -272,3 +272,19 @@ def test_diagnosis_names_the_cause_every_time(name, speed, request):
     with pool(name, request) as addresses:
         found = [run(cause, addresses, speed)[0] for _ in range(20)]
     assert [diagnosis for diagnosis in found if diagnosis.bound not in cause.bounds] == []
+
+
+class Failing:
+    def __len__(self) -> int:
+        return 300
+
+    def __getitem__(self, index: int) -> Any:
+        raise LookupError(index)
+
+
+def test_notes_do_not_grow_where_every_batch_is_an_exception(shared_server: Any) -> None:
+    iterator: Any = iter(RPCDataloader(Failing(), batch_size=None, workers=shared_server.address, num_workers=1))
+    for _ in range(300):
+        with pytest.raises(LookupError):
+            next(iterator)
+    assert len(iterator._driver.recorder.deliveries) < 10
