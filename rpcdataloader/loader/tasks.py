@@ -157,7 +157,7 @@ class Progress:
     Attributes:
         base_seed: Of the pass, or of all passes of persistent workers.
         epoch: From 0, grows with persistent workers.
-        num_batches: So many were delivered without a gap.
+        num_batches: Batches that were delivered without a gap.
         num_samples: In them.
         ahead: Later ones that were delivered too, by number: how many samples they have, and the state of the sampler
             after them (``in_order=False``).

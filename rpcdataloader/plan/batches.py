@@ -142,7 +142,7 @@ class BatchTable(Table[_BatchEntry]):
         earliest = min(
             self._kept_until,
             self._pausing[0][0] if self._pausing else math.inf,
-            late_at if late_at > now else math.inf,  # late already: there is nobody to send it to
+            late_at if late_at > now else math.inf,  # late already: no worker can take a second copy
             math.inf if self._timeouts is None or self._timeouts.due is None else self._timeouts.due,
         )
         return None if earliest == math.inf else earliest
@@ -170,8 +170,8 @@ class BatchTable(Table[_BatchEntry]):
         if self._waiting and self._open:
             for number in self._waiting:
                 task = self.tasks[number]
-                # What the consumer waits for must never be held back, or nothing would ever free a byte. Copies that
-                # nobody waits for any more do not count here, as their workers may hang.
+                # What the consumer waits for must never be held back, or nothing would ever free a byte. Copies
+                # of delivered tasks do not count here, as their workers may hang.
                 if self._in_order:
                     is_next = number == next(iter(self.tasks))
                 else:

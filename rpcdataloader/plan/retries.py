@@ -25,7 +25,7 @@ class Retries:
         marks_last_try: The last try is another request than those before.
 
     Attributes:
-        is_needed: Something has failed in this epoch. Before, nobody need tell what is sent, answered and delivered.
+        is_needed: Something has failed in this epoch. Before, what is sent, answered and delivered need not be told.
     """
 
     def __init__(self, max_retries: int, *, marks_last_try: bool) -> None:

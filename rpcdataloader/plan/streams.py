@@ -86,7 +86,7 @@ class StreamTable(Table[_StreamEntry]):
         return self._first_in_flight(self._get(worker))
 
     def blame(self, number: int) -> bool:
-        """See :meth:`Table.blame`. The stream of a condemned task ends with it, as nobody gets past it."""
+        """See :meth:`Table.blame`. The stream of a condemned task ends with it: no worker gets past it."""
         task = self.tasks[number]
         task.num_deaths += 1
         if task.num_deaths < self._max_retries:

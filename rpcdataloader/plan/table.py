@@ -5,8 +5,8 @@ map-style dataset, where any worker may load any task. :class:`~rpcdataloader.pl
 iterable-style dataset, where a task belongs to a stream. What one of them cannot do, it answers with "no": a stream is
 not asked twice, and a batch is no end of a stream.
 
-Workers are named by numbers. Delivered tasks leave nothing behind but copies that nobody waits for, until their workers
-have answered these too, so an event costs the same in the millionth batch as in the first.
+Workers are named by numbers. Delivered tasks leave nothing behind but their second copies, until the workers have
+answered these too, so an event costs the same in the millionth batch as in the first.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Table(ABC, Generic[T]):
         """The worker that loads a task which is not answered; None if it waits for one."""
 
     def awaited(self) -> T | None:
-        """The oldest task that is not answered; None if there is none."""
+        """The oldest unanswered task; None if all are answered."""
         return next((task for task in self.tasks.values() if task.size_bytes is None), None)
 
     def _condemn(self, task: T) -> None:

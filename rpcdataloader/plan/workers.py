@@ -160,7 +160,7 @@ class WorkerPace:
             self._ranked = self._entry = None
 
 
-# What it is ordered by, the order of joining, which nobody shares, and the worker.
+# What it is ordered by, the order of joining, which is unique, and the worker.
 _Entry = tuple[float, int, WorkerPace]
 _WORKER = itemgetter(2)
 
@@ -171,7 +171,7 @@ class Ranking:
     Kept in order, so that a look for the soonest is a look at few workers, however many there are. A worker's place
     changes only with what it is given and answers: the owner puts it again then. What is expected of workers that have
     never answered changes with each answer of the others; but that is the same for all of them, so they keep their
-    order among themselves, and are merged with the others when somebody looks.
+    order among themselves, and are merged with the others by the iterator.
     """
 
     def __init__(self) -> None:
@@ -225,7 +225,7 @@ def choose(candidates: Iterable[WorkerPace], failed_at: WorkerPace | None, now: 
 
 
 def choose_second(workers: Collection[WorkerPace], first: WorkerPace, now: float) -> WorkerPace | None:
-    """The worker for a second copy of a task that is late at this one; None if nobody else is on time.
+    """The worker for a second copy of a task that is late at this one; None if no other worker is on time.
 
     A full one will do: behind two tasks it still comes sooner than from a worker that hangs.
     """
@@ -238,7 +238,7 @@ def choose_second(workers: Collection[WorkerPace], first: WorkerPace, now: float
 def keep_until(best: WorkerPace, workers: Iterable[WorkerPace], failed_at: WorkerPace | None, now: float) -> float:
     """Until when a task for the best worker that has room is better kept for one of the others, which are full.
 
-    That is until the other one is overdue, as far as can be said now, so a task cannot be kept for ever. It is not
+    That is until the other one is overdue, as far as can be said now, so each task is sent in the end. It is not
     later than ``now`` if the worker may have it.
 
     Args:
