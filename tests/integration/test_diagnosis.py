@@ -274,7 +274,7 @@ def test_diagnosis_names_the_cause_every_time(name, speed, request):
     assert [diagnosis for diagnosis in found if diagnosis.bound not in cause.bounds] == []
 
 
-class Failing:
+class Failing(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return 300
 
