@@ -235,6 +235,31 @@ class RPCDataloader(DataLoader[_T_co]):
             raise LocalProtocolError("there is nothing to diagnose before the first pass: iterate over the loader")
         return diagnose(self._recorder.snapshot())
 
+    def replay(self, num_batches: int = 20) -> Iterator[_T_co]:
+        """Take a few batches, then repeat them without end: how fast is the training loop without a loader?
+
+        The batches are taken here, in a pass of their own that :meth:`state_dict` does not count. They stay in memory,
+        with ``device`` on the device. A loop that changes a batch in place meets its own changes when the batch comes
+        again; to give it a copy, clone what is changed.
+
+        Args:
+            num_batches: Batches to take; all of them if the loader has fewer.
+
+        Raises:
+            ValueError: ``num_batches`` is less than 1, or the loader has no batch at all.
+            Exception: What the loader raised in place of one of these batches.
+        """
+        if num_batches < 1:
+            raise ValueError(f"num_batches must be at least 1, not {num_batches}")
+        before = self._saved, self._progress
+        try:
+            batches = list(itertools.islice(self, num_batches))
+        finally:
+            self._saved, self._progress = before
+        if not batches:
+            raise ValueError("there is nothing to replay: the loader has no batches")
+        return itertools.cycle(batches)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the last iterator of this loader is, for :meth:`load_state_dict`; that of torchdata's loaders.
 
