@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -15,6 +17,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
 from rpcdataloader.client.variables import choose_variables
+from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import set_variables
 from rpcdataloader.loader.iterator import RemoteIterator
@@ -177,7 +180,8 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
         settings = PassSettings(
             dataset=self, sampler=endless, auto_collation=False, iterable=True, collate_fn=_unchanged
         )
-        return RemoteIterator(settings, access, placement)
+        recorder = Recorder(threading.Lock(), time.monotonic())
+        return RemoteIterator(settings, access, placement, recorder)
 
 
 def where_of(dataset: RPCDataset) -> Where:
