@@ -32,8 +32,8 @@ from tests.integration.zygote import Zygote
 Pool = Callable[[Zygote], contextlib.AbstractContextManager[list[str]]]
 
 
-# Other programs of the machine are further causes. Where that is allowed, consumers and the workers that are to burn CPU
-# time come before them.
+# Other programs of the machine are further causes. Where that is allowed, consumers and the workers that are to burn
+# CPU time come before them.
 
 
 def hurry() -> None:
@@ -145,7 +145,7 @@ def stopped_in_turns(iterator: Any) -> Iterator[None]:
         while not is_over.is_set():
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
-                is_over.wait(0.3)
+                is_over.wait(0.5)
                 os.kill(pid, signal.SIGCONT)
                 if is_over.wait(0.05):
                     break
@@ -218,16 +218,16 @@ CAUSES = {
     "oversubscribed": Cause(Causes(cpu=0.02), 0.001, 80, {"oversubscribed"}, {"num_workers": 8}),
     "sampler": Cause(Causes(), 0.005, 60, {"sampler"}, {"sampler": SlowSampler(0.02)}),
     "trainer: receiving": Cause(Parcels(0.01), 0.002, 60, {"trainer"}, {}),
-    "trainer: lock": Cause(Parcels(0.004), 0.02, 60, {"trainer"}, {}, consume=hold_the_lock),
+    "trainer: lock": Cause(Parcels(0.012), 0.02, 60, {"trainer"}, {}, consume=hold_the_lock),
     "window": Cause(Causes(stall=0.004), 0.004, 50, {"window"}, {"prefetch_factor": 1}, behind(lambda: delayed)),
     "window, bytes": Cause(
         Causes(stall=0.03, size=250_000), 0.008, 60, {"window"}, {"num_workers": 8, "max_in_flight_bytes": 2_000_000}
     ),
     "straggler": Cause(
-        Causes(stall=0.01), 0.01, 200, {"straggler"}, {"num_workers": 8, "prefetch_factor": 2}, around=stopped_in_turns
+        Causes(stall=0.03), 0.01, 150, {"straggler"}, {"num_workers": 8, "prefetch_factor": 2}, around=stopped_in_turns
     ),
     "network": Cause(Causes(size=500_000), 0.01, 25, {"network"}, {}, behind(NarrowLink)),
-    "network, 1 Gb/s": Cause(Causes(size=500_000), 0.008, 60, {"network"}, {}, over_a_gigabit),
+    "network, 1 Gb/s": Cause(Causes(size=800_000), 0.008, 50, {"network"}, {}, over_a_gigabit),
     "node": Cause(Causes(stall=0.03), 0.003, 150, {"node"}, {"num_workers": 8}, a_slow_node),
 }
 
