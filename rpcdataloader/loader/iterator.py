@@ -196,7 +196,8 @@ class RemoteIterator:
         sleep.until = -math.inf
         now = time.monotonic()
         self._blocked += now - sleep.since
-        self._ready += max(0.0, now - sleep.later_since)
+        if sleep.later_since < now:
+            self._ready += now - sleep.later_since
         sleep.since = None
         if due is not None and due <= now:
             engine.tick(now)

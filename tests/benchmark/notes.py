@@ -1,10 +1,11 @@
 """What does the diagnosis cost? Loads batches of one integer with everything that it measures, and without, in turns.
 
 ``python -m tests.benchmark.notes`` takes two minutes and prints a Markdown table. Two passes over the same dataset,
-each with a worker of its own, are there all the time; one of them takes some batches, then the other. The second is
-made of the same modules, from whose text all lines that measure are taken out: no clock is read for them, nothing is
-noted, and no request asks its worker for anything. So the comparison is with code that knows nothing of a diagnosis.
-Where that is allowed, all of it comes before other programs of the machine.
+each with a worker of its own, are there at a time; one of them takes some batches, then the other. After some turns,
+others begin: where the memory of a process lies makes more of a difference than a note. The second pass is made of the
+same modules, from whose text all lines that measure are taken out: no clock is read for them, nothing is noted, and no
+request asks its worker for anything. So the comparison is with code that knows nothing of a diagnosis. Where that is
+allowed, all of it comes before other programs of the machine.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ _ITERATOR = {
 """: "",
     """        now = time.monotonic()
         self._blocked += now - sleep.since
-        self._ready += max(0.0, now - sleep.later_since)
+        if sleep.later_since < now:
+            self._ready += now - sleep.later_since
         sleep.since = None
         if due is not None and due <= now:
             engine.tick(now)
@@ -125,17 +127,13 @@ def without(module: ModuleType, texts: dict[str, str], **names: Any) -> Any:
     return made
 
 
-def make_passes(dataset: RPCDataset) -> tuple[Any, Any]:
-    """A pass with notes, and one without."""
+def make_iterator_without_notes() -> Any:
+    """The class of passes without notes."""
     off = without(seat, _SEAT)
     names = {name: getattr(off, name) for name in ("Answer", "Failure", "Seat", "decode")}
     names["Executor"] = without(executor, {}, **names).Executor
     names["Driver"] = without(driver, _DRIVER, **names).Driver
-    made = without(iterator, _ITERATOR, **names).RemoteIterator
-    loader = RPCDataloader(dataset, num_workers=1)
-    with_notes = iter(loader)
-    with mock.patch.object(dataloader, "RemoteIterator", made):
-        return with_notes, iter(loader)
+    return without(iterator, _ITERATOR, **names).RemoteIterator
 
 
 def cpu_seconds(pid: int) -> float:
@@ -154,38 +152,44 @@ def take_turn(batches: Iterator[Any], pid: int, num_batches: int) -> Cost:
 
 
 @hurrying()
-def measure(num_rounds: int, num_batches: int) -> tuple[list[Cost], list[Cost]]:
+def measure(num_sets: int, num_rounds: int, num_batches: int) -> dict[bool, list[Cost]]:
     """The costs of each round, with notes and without."""
-    dataset = RPCDataset("local:2", Integers)
-    passes = make_passes(dataset)
-    pids = [batches._driver.workers[0].pid for batches in passes if next(batches) is not None]
-    found: tuple[list[Cost], list[Cost]] = [], []
-    for number in range(num_rounds):
-        for kind in (0, 1) if number % 2 else (1, 0):
-            found[kind].append(take_turn(passes[kind], pids[kind], num_batches))
+    loader = RPCDataloader(RPCDataset("local:2", Integers), num_workers=1)
+    classes = {True: dataloader.RemoteIterator, False: make_iterator_without_notes()}
+    found: dict[bool, list[Cost]] = {True: [], False: []}
+    for number in range(num_sets):
+        passes: dict[bool, Any] = {}
+        for kind in (True, False) if number % 2 else (False, True):
+            with mock.patch.object(dataloader, "RemoteIterator", classes[kind]):
+                passes[kind] = iter(loader)
+            next(passes[kind])
+        for _ in range(num_rounds):
+            for kind, batches in passes.items():
+                found[kind].append(take_turn(batches, batches._driver.workers[0].pid, num_batches))
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmark.notes", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200, help="turns of each (default: %(default)s)")
+    parser.add_argument("--sets", type=int, default=20, help="pairs of passes (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each pass (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=1000, help="batches of a turn (default: %(default)s)")
     args = parser.parse_args()
-    if args.rounds < 1 or args.batches < 1:
-        parser.error("--rounds and --batches must be positive")
-    noted, plain = measure(args.rounds, args.batches)
+    if min(args.sets, args.rounds, args.batches) < 1:
+        parser.error("--sets, --rounds and --batches must be positive")
+    found = measure(args.sets, args.rounds, args.batches)
     print("| µs per batch | without | with the diagnosis | more, per round: median (quartiles) |")
     print("| --- | ---: | ---: | ---: |")
     titles = {"wall": "time", "trainer": "CPU time of the trainer", "worker": "CPU time of the worker"}
     for name, title in titles.items():
-        on, off = ([getattr(cost, name) for cost in costs] for costs in (noted, plain))
+        on, off = ([getattr(cost, name) for cost in costs] for costs in (found[True], found[False]))
         more = [100 * (a / b - 1) for a, b in zip(on, off, strict=True)]
         low, middle, high = statistics.quantiles(more, n=4) if len(more) > 1 else more * 3
         print(
             f"| {title} | {statistics.median(off):.2f} | {statistics.median(on):.2f} "
             f"| {middle:+.2f} % ({low:+.2f} to {high:+.2f}) |"
         )
-    print(f"\n{args.rounds} rounds of {args.batches:,} batches each, in turns.")
+    print(f"\n{args.sets} pairs of passes, {args.rounds} turns of {args.batches:,} batches of each.")
 
 
 if __name__ == "__main__":

@@ -253,3 +253,12 @@ def run(cause: Cause, addresses: list[str], speed: float = 1.0) -> tuple[Diagnos
             next(batches)
             cause.consume(cause.consumer / speed)
         return loader.diagnosis(), loader
+
+
+# Pools of which more workers are needed. They wait for storage: a small machine has no CPUs for
+# more workers that compute.
+POOLS = [
+    Cause(Causes(stall=0.06), 0.006, 150, {"storage"}, {"num_workers": 4}),
+    Cause(Causes(stall=0.04), 0.004, 150, {"storage"}, {"num_workers": 4}),
+    Cause(Causes(stall=0.02), 0.004, 150, {"storage"}, {"num_workers": 2}),
+]
