@@ -88,7 +88,8 @@ _ITERATOR = {
             engine.tick(now)
 """,
     """                began = time.monotonic()
-                self._drawn = next(driver.begun.source, None)
+                source = driver.begun.source
+                self._drawn = _shown("draw", next, source, None) if self._is_shown else next(source, None)
                 ended = time.monotonic()
                 seconds += ended - began
                 if ended >= driver.recorder.next_probe and self._drawn is not None:
@@ -96,6 +97,7 @@ _ITERATOR = {
 """: """                self._drawn = next(driver.begun.source, None)
 """,
     "self._profiled_next() if _is_profiled() else self._next()": "self._next()",
+    '_shown("wait", driver.condition.wait, seconds) if self._is_shown else driver': "driver",
 }
 
 

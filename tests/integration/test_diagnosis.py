@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -123,12 +124,17 @@ def test_there_is_no_diagnosis_before_the_first_pass(wide_servers):
 
 
 def test_profiler_shows_next_as_that_of_a_loader(wide_servers):
-    loader = RPCDataloader([1, 2, 3], workers=[wide_servers[0].address])
+    loader = RPCDataloader(Causes(stall=0.02), None, num_workers=1, workers=[wide_servers[0].address])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        assert len(list(loader)) == 3
-    (row,) = [row for row in profile.key_averages() if "enumerate(DataLoader)" in row.key]
-    assert row.key == "enumerate(DataLoader)#RPCDataloader.__next__"
-    assert row.count == 4  # the end, too
+        assert len(list(itertools.islice(loader, 10))) == 10
+    rows = {row.key: row for row in profile.key_averages() if "DataLoader" in row.key or "RPCDataloader" in row.key}
+    assert rows.keys() == {
+        "enumerate(DataLoader)#RPCDataloader.__next__", "RPCDataloader.draw", "RPCDataloader.wait",
+    }  # fmt: skip
+    (name,) = (name for name in rows if "enumerate" in name)
+    assert rows[name].count == 10
+    assert 0 < sum(row.cpu_time_total for row in rows.values() if row.key != name) < rows[name].cpu_time_total
+    assert rows["RPCDataloader.wait"].cpu_time_total > rows[name].cpu_time_total / 2
 
 
 # Each cause many times, with a consumer of other speeds, on a machine that has nothing else to do.
