@@ -157,7 +157,7 @@ def take_turn(batches: Iterator[Any], pid: int, num_batches: int) -> Cost:
 def measure(num_sets: int, num_rounds: int, num_batches: int) -> dict[bool, list[Cost]]:
     """The costs of each round, with notes and without."""
     loader = RPCDataloader(RPCDataset("local:2", Integers), num_workers=1)
-    classes = {True: dataloader.RemoteIterator, False: make_iterator_without_notes()}
+    classes = {True: iterator.RemoteIterator, False: make_iterator_without_notes()}
     found: dict[bool, list[Cost]] = {True: [], False: []}
     for number in range(num_sets):
         passes: dict[bool, Any] = {}
