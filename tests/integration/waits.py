@@ -139,7 +139,7 @@ def stopped_in_turns(iterator: Any) -> Iterator[None]:
         while not is_over.is_set():
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
-                is_over.wait(0.5)
+                is_over.wait(0.8)
                 os.kill(pid, signal.SIGCONT)
                 if is_over.wait(0.05):
                     break
