@@ -177,15 +177,9 @@ class RemoteSession:
         """What a worker of this session does: its state and its Python stacks, or why there are none.
 
         Waits until the worker's session has answered, at most 2 s. Never raises an error, as it is needed most when
-        something is wrong already: an answer that does not come is said in the text.
+        something is wrong already: a missing answer is reported in the text.
         """
         return self._ask_for_stack(StackRequest(number), lambda: None)()
-
-    def stacks(self) -> dict[str, str]:
-        """:meth:`stack_of` of all workers of this session that are there, by their names; in 2 s altogether."""
-        there = [worker for worker in list(self._workers) if worker.number]
-        waits = [(worker.name, self._ask_for_stack(StackRequest(worker.number), lambda: None)) for worker in there]
-        return {name: wait() for name, wait in waits}
 
     def end_worker(self, number: int, reason: str) -> Callable[[], str]:
         """End a worker of this session, whatever it is at; its requests fail with ``reason``.
@@ -229,14 +223,7 @@ class RemoteSession:
             self.submit(MessageType.STACK, request.encode(), [], complete_in_time)
         except ConnectionLostError as exc:
             complete_in_time(exc)
-
-        def wait() -> str:
-            try:
-                return str(answer.wait())
-            except RPCError as exc:
-                return f"no stack: {exc}"
-
-        return wait
+        return answer.stack
 
     def fate(self, worker: int) -> Exited | None:
         """How a worker of this session ended; waits a little for the news. None if they do not come."""
