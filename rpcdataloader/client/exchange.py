@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rpcdataloader.client.additions import SharedAdditions
 from rpcdataloader.client.alarm import Alarm
 from rpcdataloader.client.refs import DatasetRef
-from rpcdataloader.client.variables import SharedVariables
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.certificates import TlsCredentials
@@ -37,7 +37,7 @@ class ClientSettings:
         alarm: Watches their deadlines.
         waits_for_servers: Whether one that refuses connections may be about to start.
         tls: For TCP connections; None to do without.
-        variables: Of the environment, for all sessions.
+        additions: What all sessions get.
     """
 
     credentials: Callable[[Address], Credentials]
@@ -47,7 +47,7 @@ class ClientSettings:
     alarm: Alarm
     tls: TlsCredentials | None = None
     waits_for_servers: bool = True
-    variables: SharedVariables = field(default_factory=SharedVariables)
+    additions: SharedAdditions = field(default_factory=SharedAdditions)
 
     def tls_for(self, address: Address) -> TlsCredentials | None:
         """What to speak TLS with to ``address``; None for a Unix socket, where nobody can listen."""

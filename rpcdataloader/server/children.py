@@ -91,6 +91,7 @@ class ClientSession(Child):
         id: Hexadecimal.
         client: Its name, for messages.
         connection: What the log says of the control connection.
+        folder: Where it may put modules of its client.
         workers: Those that were admitted, by number.
         is_client_gone: Whether the client has closed the connection.
         is_asked: Whether it was asked for stacks, and has not looked at that yet.
@@ -99,6 +100,7 @@ class ClientSession(Child):
     id: str
     client: str
     connection: AcceptedConnection
+    folder: str
     workers: dict[int, AdmittedWorker] = field(default_factory=dict)
     is_client_gone: bool = False
     is_asked: bool = False

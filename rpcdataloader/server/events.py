@@ -93,7 +93,13 @@ class SessionBegun:
 
 @dataclass(frozen=True, slots=True)
 class SessionKnown:
-    """Node server to session: worker connections may come."""
+    """Node server to session: worker connections may come.
+
+    Attributes:
+        folder: Where it may put modules of its client; the node server removes it.
+    """
+
+    folder: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,7 @@ class NodeServer:
         for child in self._children.values():
             child.end("the node server has ended")
             child.process.reap(wait=True)
+        self._sessions.close()
         self._outputs.finish()
         self._door.close()
 

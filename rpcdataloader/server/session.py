@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.host.modules import unpack_into
 from rpcdataloader.server.connections import Origin
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import Row
@@ -84,6 +85,7 @@ def run_session(channel: Channel, node: Link, context: ServerContext, peer: str,
     received = node.recv()
     if received is None or not isinstance(received[0], SessionKnown):
         return
+    unpack_into(received[0].folder)
     welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers)
     try:
         channel.send(MessageType.WELCOME, payload=welcome.encode())

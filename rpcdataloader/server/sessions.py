@@ -31,6 +31,7 @@ from rpcdataloader.server.events import (
     WorkerEnded,
     WorkerForked,
 )
+from rpcdataloader.server.folders import Folders
 from rpcdataloader.server.loop import Loop
 from rpcdataloader.server.output import Outputs
 from rpcdataloader.wire import transport
@@ -56,6 +57,7 @@ class Sessions:
         self._admission = admission
         self._loop = loop
         self._outputs = outputs
+        self._folders = Folders()
         self._by_id: dict[str, ClientSession] = {}
         self._is_draining = False
         self.look_at = math.inf  # while there are sessions: when to look whether their clients have vanished
@@ -82,6 +84,7 @@ class Sessions:
             id=begun.id,
             client=begun.name,
             connection=AcceptedConnection(begun.peer, origin, traffic),
+            folder=self._folders.name(begun.id),
         )
         self._by_id[session.id] = session
         if session.sock.family != socket.AF_UNIX:
@@ -89,7 +92,7 @@ class Sessions:
         self._outputs.add(output, f"[{self._context.node} {session.client}]")
         # The session ends with its client, even while user code keeps it from looking.
         self._loop.watch(session.sock.fileno(), lambda: self._on_client_gone(session), _CLIENT_GONE)
-        session.post(SessionKnown())
+        session.post(SessionKnown(session.folder))
         if self._is_draining:
             session.post(Drain())
         return session
@@ -178,9 +181,15 @@ class Sessions:
         for session in self:
             session.post(Drain())
 
+    def close(self) -> None:
+        """Every session has ended, and its end was not told."""
+        for session in self:
+            self._folders.remove(session.folder)
+
     def ended(self, session: ClientSession, reason: str) -> None:
         """A session has ended, and with it its workers; ``reason`` is how its process did."""
         del self._by_id[session.id]
+        self._folders.remove(session.folder)
         if session.workers:
             self._admission.release(session.id, len(session.workers))
         if session.is_client_gone or reason == "exited with status 0":
