@@ -139,6 +139,8 @@ class Client:
             self._closed = True
             nodes = list(self._nodes.values())
             watchers = list(self._watchers.values())
+        if self.additions.current.forward_output:
+            self._settings.printer.linger()
         for watcher in watchers:
             watcher.close()
         self.alarm.close()
@@ -151,6 +153,7 @@ class Client:
         self._end_threads(nodes)
         if self._local is not None:
             self._local.stop()
+        self._settings.printer.close()
 
     def _end_threads(self, nodes: list[Node]) -> None:
         for stop in self._threads.values():

@@ -323,7 +323,7 @@ class RemoteSession:
         elif message.type == MessageType.GOAWAY:
             self.draining = True
         elif message.type == MessageType.LOG:
-            log_from_server(self.name, message)
+            log_from_server(self.name, message, self._settings.printer)
 
     def explain(self, error: RPCError) -> RPCError:
         if isinstance(error, ConnectionLostError) and self.welcome is not None and self._connection.num_pending:

@@ -1,4 +1,5 @@
-"""What the datasets and loaders of a client add to its sessions: variables of the environment, and modules.
+"""What the datasets and loaders of a client add to its sessions: variables of the environment, modules, and the wish to
+see what workers print.
 
 A client has one session per node, whichever loader asks for it. So a variable has one value, and a module one version,
 for all of them.
@@ -6,11 +7,13 @@ for all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rpcdataloader.host.environment import Environment, install, set_variables
-from rpcdataloader.host.modules import MAX_BYTES, Module, install_modules
+from rpcdataloader.host.modules import MAX_BYTES, Module, install_modules, unpack_into
+
+_forward_output: Callable[[], object]  # in a session
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,15 +23,17 @@ class Additions:
     Attributes:
         variables: Values by name.
         modules: Modules by name.
+        forward_output: Whether the client wants to see what workers print.
     """
 
     variables: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, Module] = field(default_factory=dict)
+    forward_output: bool = False
 
     @classmethod
-    def of(cls, variables: Mapping[str, str], modules: Iterable[Module]) -> Additions:
+    def of(cls, variables: Mapping[str, str], modules: Iterable[Module], forward_output: bool) -> Additions:
         """Those of one dataset or loader."""
-        return cls(variables, {module.name: module for module in modules})
+        return cls(variables, {module.name: module for module in modules}, forward_output)
 
     def plus(self, more: Additions) -> Additions:
         """Both; this very object if ``more`` adds nothing.
@@ -48,7 +53,11 @@ class Additions:
                     f"py_modules: the files of {name} are others than those that another dataset or loader of this "
                     "process has sent, with which it shares its sessions: start the script again to use the new ones"
                 )
-        both = Additions({**self.variables, **more.variables}, {**self.modules, **more.modules})
+        both = Additions(
+            {**self.variables, **more.variables},
+            {**self.modules, **more.modules},
+            self.forward_output or more.forward_output,
+        )
         if (size_bytes := sum(module.size_bytes for module in both.modules.values())) > MAX_BYTES:
             raise ValueError(
                 f"py_modules: {', '.join(both.modules)} have {size_bytes / 2**20:.1f} MiB together, and the limit is "
@@ -61,7 +70,20 @@ class Additions:
         return Additions(
             self.variables,
             {name: module for name, module in self.modules.items() if name not in before.modules},
+            self.forward_output,
         )
+
+
+def become_session(folder: str, forward_output: Callable[[], object]) -> None:
+    """Prepare this process, which is a session.
+
+    Args:
+        folder: For modules; made when there are some, and removed by the node server.
+        forward_output: Called when the client wants to see what workers print.
+    """
+    global _forward_output
+    _forward_output = forward_output
+    unpack_into(folder)
 
 
 def begin(environment: Environment, additions: Additions) -> None:
@@ -78,4 +100,6 @@ def add(additions: Additions) -> None:
         OSError: There is no room for the modules.
     """
     set_variables(additions.variables)
+    if additions.forward_output:
+        _forward_output()
     install_modules(additions.modules.values())

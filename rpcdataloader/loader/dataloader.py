@@ -82,6 +82,7 @@ class RPCDataloader(DataLoader[_T_co]):
             ``RPCDataset``, which has its own.
         py_modules: Modules and packages that the workers' sessions get, as for :class:`~rpcdataloader.RPCDataset`; they
             are read now. Not with an ``RPCDataset``, which has its own.
+        forward_output: Print on the standard error of this process what workers print, each line with its origin.
 
     Raises:
         ValueError: Arguments contradict each other or are out of range, or there is no such ``device``.
@@ -125,6 +126,7 @@ class RPCDataloader(DataLoader[_T_co]):
         device: torch.device | str | int | None = None,
         env: Mapping[str, str] | Iterable[str] | None = None,
         py_modules: Iterable[str | os.PathLike[str] | ModuleType] | None = None,
+        forward_output: bool = False,
     ) -> None:
         arguments = locals()
         if num_workers < 0:

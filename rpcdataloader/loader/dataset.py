@@ -47,6 +47,7 @@ class RPCDataset(Dataset[Any]):
         py_modules: Modules and packages that the sessions get before the dataset is built, for nodes that do not see
             the folder of the script: module objects, names, or paths. Pure Python, with the data files of packages, at
             most 64 MiB altogether.
+        forward_output: Print on the standard error of this process what workers print, each line with its origin.
         **kwargs: Its keyword arguments.
 
     Raises:
@@ -66,6 +67,7 @@ class RPCDataset(Dataset[Any]):
         build: str = "node",
         env: Mapping[str, str] | Iterable[str] | None = None,
         py_modules: Iterable[str | os.PathLike[str] | ModuleType] | None = None,
+        forward_output: bool = False,
         **kwargs: Any,
     ) -> None:
         if callable(workers):
@@ -77,7 +79,7 @@ class RPCDataset(Dataset[Any]):
             )
         if build not in ("node", "worker"):
             raise ValueError(f"build must be 'node' or 'worker', but is {build!r}")
-        additions = Additions.of(choose_variables(env), choose_modules(py_modules))
+        additions = Additions.of(choose_variables(env), choose_modules(py_modules), forward_output)
         where = find_workers(workers) or Local()
         access: _Inline | RemoteDataset
         if isinstance(where, Inline):

@@ -39,6 +39,7 @@ class PassSettings:
         device: Where batches are brought; None for the memory of this process.
         env: Variables that the sessions get, by name.
         py_modules: Modules that the sessions get.
+        forward_output: Print here what workers print.
 
     Raises:
         ValueError: A value is out of range.
@@ -69,6 +70,7 @@ class PassSettings:
     device: torch.device | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     py_modules: tuple[Module, ...] = ()
+    forward_output: bool = False
 
     @classmethod
     def of(cls, loader: Any) -> PassSettings:
@@ -117,7 +119,7 @@ class PassSettings:
     @property
     def additions(self) -> Additions:
         """What the sessions get."""
-        return Additions.of(self.env, self.py_modules)
+        return Additions.of(self.env, self.py_modules, self.forward_output)
 
     @property
     def skips(self) -> bool:

@@ -111,6 +111,19 @@ class WorkerConnection:
 
 
 @dataclass(frozen=True, slots=True)
+class WantsOutput:
+    """Session to node server: its client wants to see what it and its workers print."""
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """Node server to session: a line for its client; as :class:`~rpcdataloader.wire.messages.Log` says."""
+
+    text: str
+    printed_by: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerForked:
     """Session to node server, with the pipe of its output."""
 
@@ -180,6 +193,8 @@ Event = (
     | SessionBegun
     | SessionKnown
     | WorkerConnection
+    | WantsOutput
+    | Printed
     | WorkerForked
     | Authenticated
     | WantsRoom

@@ -24,18 +24,18 @@ def test_values_add_up_and_one_that_differs_is_named():
 
 
 def test_modules_add_up_and_another_version_is_named():
-    first = Additions.of({}, [ONE])
-    assert first.plus(Additions.of({}, [pack("one", {"one.py": b"1"})])) is first
-    both = first.plus(Additions.of({"A": "1"}, [TWO]))
+    first = Additions.of({}, [ONE], False)
+    assert first.plus(Additions.of({}, [pack("one", {"one.py": b"1"})], False)) is first
+    both = first.plus(Additions.of({"A": "1"}, [TWO], False))
     assert both == Additions({"A": "1"}, {"one": ONE, "two": TWO})
     assert both.since(first) == Additions({"A": "1"}, {"two": TWO})
     assert first.since(Additions()) == first
     with pytest.raises(ValueError, match="py_modules: the files of one are others than those that another"):
-        both.plus(Additions.of({}, [OTHER_ONE]))
+        both.plus(Additions.of({}, [OTHER_ONE], False))
 
 
 def test_limit_holds_for_all_modules_together(monkeypatch):
     monkeypatch.setattr(additions, "MAX_BYTES", 8)
-    first = Additions().plus(Additions.of({}, [TWO]))
+    first = Additions().plus(Additions.of({}, [TWO], False))
     with pytest.raises(ValueError, match=r"py_modules: two, one have .* together, and the limit is"):
-        first.plus(Additions.of({}, [ONE]))
+        first.plus(Additions.of({}, [ONE], False))

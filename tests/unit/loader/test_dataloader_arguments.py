@@ -90,6 +90,7 @@ ARGUMENTS = {
     "max_in_flight_bytes": 1000,
     "env": {"TZ": "UTC"},
     "py_modules": (pack("helpers", {"helpers.py": b""}),),
+    "forward_output": True,
 }
 
 
