@@ -130,6 +130,7 @@ def test_terminal_that_is_stopped_holds_up_no_training(server, monkeypatch):
         dataset = RPCDataset(server.address, Floods, 4, forward_output=True)
         for _epoch in range(2):
             assert len(list(RPCDataloader(dataset))) == 4
+        assert len(RPCDataset(server.address, Numbers, 3)) == 3  # the connection on which lines come goes on
         stopped.goes_on.set()
 
 
