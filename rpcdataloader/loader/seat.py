@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
 from collections import deque
@@ -17,14 +18,16 @@ import torch.utils.data._utils.pin_memory
 from rpcdataloader.client.connection import Request
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import Probe
-from rpcdataloader.errors import RPCError
+from rpcdataloader.errors import ConnectError, RPCError
+from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.stopping import stopped
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.copying import Copies
-from rpcdataloader.loader.measuring import note_reply
+from rpcdataloader.loader.measuring import note_answer, note_reply
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.tasks import Task
 from rpcdataloader.plan.actions import Load
+from rpcdataloader.plan.crew import Loss
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import Encoded, result_of
@@ -186,16 +189,65 @@ class Seat:
             self.worker.submit(starting.payload, starting.buffers, self.started)
 
     def started(self, reply: Message | RPCError) -> None:
-        """The worker has answered the first request of an epoch."""
-        self._driver.started(self, reply)
+        """The worker has answered the first request of an epoch; what the user's code raised there ends the pass."""
+        if not isinstance(reply, Message):
+            return
+        try:
+            result_of(reply, self._allocator)
+        except BaseException as exc:
+            self._driver.fail(exc)
+        self._driver.feed(lambda engine, _now: engine.worker_at_work(self.number))
 
     def _replied(self, sent: Sent, reply: Message | RPCError) -> None:
         if isinstance(reply, Message):
             if reply.flags:
                 note_reply(sent.probe, reply)
             # Not a variable here: the traceback of an exception refers to this frame, and would keep the whole pass.
-            self._driver.answered(self, sent, self._decode(reply))
+            self._answered(sent, self._decode(reply))
         # Otherwise the worker is lost, which is reported once for all of its requests.
+
+    def _answered(self, sent: Sent, answer: Answer) -> None:
+        driver = self._driver
+        if type(answer.result) is Reduced:
+            answer.result.where = self.worker.name
+        with driver.condition:
+            if sent.begun is not driver.begun or driver.closed.is_set():
+                return
+            # Not before: the numbers of another epoch begin anew.
+            self.sent.pop(sent.number, None)
+            self._tell_engine(sent, answer)
+            if driver.ahead is not None:
+                driver.ahead.send()
+            todo = driver.act()
+            if driver.sleep.until != -math.inf:
+                driver.wake()
+        if todo is not None:
+            driver.carry_out(todo)
+
+    def _tell_engine(self, sent: Sent, answer: Answer) -> None:
+        driver, engine, now = self._driver, self._driver.engine, time.monotonic()
+        worker, number, settings = self.number, sent.number, self._driver.settings
+        seconds = None
+        if (timings := answer.timings) is not None:
+            seconds = sum(timings)
+            answer.worker = worker
+            driver.recorder.answers.append((worker, seconds, answer.size_bytes, answer.arrived, answer.received))
+            if sent.probe is not None:
+                note_answer(sent.probe, timings, now)
+                answer.probe = sent.probe
+        if type(answer.result) is Failure:
+            error = answer.result.error
+            if isinstance(error, settings.retry_on) and engine.failed(worker, number, error, now):
+                return
+        elif settings.iterable and answer.stream is None:
+            engine.stream_ended(worker, number, now)
+            return
+        stream = engine.stream_of(number) if settings.iterable else None
+        counts = engine.answered(
+            worker, number, size_bytes=answer.size_bytes, task_seconds=seconds, now=now, answer=answer
+        )
+        if counts and stream is not None and answer.stream is not None:
+            driver.streams[stream] = answer.stream
 
     def worker_ready(self, worker: RemoteWorker) -> None:  # noqa: ARG002  there is one
         self._driver.feed(lambda engine, now: engine.worker_ready(self.number, now))
@@ -204,4 +256,11 @@ class Seat:
         self._driver.feed(lambda engine, _now: engine.worker_draining(self.number))
 
     def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
-        self._driver.lost(self, worker, error)
+        loss = Loss(
+            error,
+            node_is_up=worker.session.is_ready,
+            came=not isinstance(error, ConnectError),
+            was_refused=worker.was_refused,
+            has_retired=worker.retired,
+        )
+        self._driver.lost(self.number, loss)
