@@ -50,6 +50,7 @@ NOT_RUN = {
     "launchers.md": [
         "$ python -m rpcdataloader.ssh hosts",
         "$ python -m rpcdataloader.ssh hosts -- --register pool --preload torchvision &",
+        "$ podman build --format docker --file examples/container/Containerfile --tag rpcdataloader .",
         '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > examples/kubernetes/token)',
         "$ cp examples/systemd/rpcdataloader@.service /etc/systemd/system/",
     ],
