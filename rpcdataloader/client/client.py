@@ -41,7 +41,7 @@ class Client:
         allocator: Pageable receive buffers, shared by all connections.
         alarm: Watches the deadlines of calls.
         janitor: Closes what finalizers leave.
-        variables: Of the environment, which all sessions get.
+        additions: What all sessions get.
 
     Raises:
         ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or not all of the three variables of TLS
@@ -55,7 +55,7 @@ class Client:
         self._settings = ClientSettings(
             self._credentials, connect_timeout(), _rank(), self.allocator, self.alarm, client_tls()
         )
-        self.variables = self._settings.variables
+        self.additions = self._settings.additions
         self.janitor = Janitor()
         self._lock = threading.Lock()
         # Guarded by the lock:
@@ -139,6 +139,8 @@ class Client:
             self._closed = True
             nodes = list(self._nodes.values())
             watchers = list(self._watchers.values())
+        if self.additions.current.forward_output:
+            self._settings.printer.linger()
         for watcher in watchers:
             watcher.close()
         self.alarm.close()
@@ -151,6 +153,7 @@ class Client:
         self._end_threads(nodes)
         if self._local is not None:
             self._local.stop()
+        self._settings.printer.close()
 
     def _end_threads(self, nodes: list[Node]) -> None:
         for stop in self._threads.values():

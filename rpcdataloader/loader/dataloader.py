@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -78,6 +80,9 @@ class RPCDataloader(DataLoader[_T_co]):
         env: Environment variables that the workers' sessions get: names and patterns of variables of this process, such
             as ``["HF_*", "AWS_PROFILE"]``, which are read now; or their values, ``{"TZ": "UTC"}``. Not with an
             ``RPCDataset``, which has its own.
+        py_modules: Modules and packages that the workers' sessions get, as for :class:`~rpcdataloader.RPCDataset`; they
+            are read now. Not with an ``RPCDataset``, which has its own.
+        forward_output: Print on the standard error of this process what workers print, each line with its origin.
 
     Raises:
         ValueError: Arguments contradict each other or are out of range, or there is no such ``device``.
@@ -87,6 +92,7 @@ class RPCDataloader(DataLoader[_T_co]):
     device: Any
     env: Any
     partition: Any
+    py_modules: Any
 
     def __init__(
         self,
@@ -119,13 +125,16 @@ class RPCDataloader(DataLoader[_T_co]):
         max_skipped: int = 100,
         device: torch.device | str | int | None = None,
         env: Mapping[str, str] | Iterable[str] | None = None,
+        py_modules: Iterable[str | os.PathLike[str] | ModuleType] | None = None,
+        forward_output: bool = False,
     ) -> None:
         arguments = locals()
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
         where = _where(dataset, workers, num_workers)
-        if env is not None and isinstance(dataset, RPCDataset):
-            raise ValueError("env is too late for an RPCDataset, which is built: give it to the RPCDataset")
+        for name in ("env", "py_modules"):
+            if arguments[name] is not None and isinstance(dataset, RPCDataset):
+                raise ValueError(f"{name} is too late for an RPCDataset, which is built: give it to the RPCDataset")
         if where is not None and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"dataset of type {type(dataset).__name__} has no __getitem__, which a map-style dataset needs, and is "
@@ -179,6 +188,8 @@ class RPCDataloader(DataLoader[_T_co]):
             raise ValueError("env needs workers: give workers or num_workers, or set os.environ")
         if env is not None:
             self.env = settings.env
+        if py_modules is not None:
+            self.py_modules = settings.py_modules
         if type(self) in (RPCDataloader, _LoaderWithoutState):
             self.__class__ = RPCDataloader if own else _LoaderWithoutState
 
@@ -355,7 +366,7 @@ class RPCDataloader(DataLoader[_T_co]):
             local = access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else self.dataset
             return InlineIterator(settings, local, saved, self._reported_length)
         assert self._where is not None
-        get_client().variables.add(settings.env)
+        get_client().additions.add(settings.additions)
         if isinstance(self.dataset, RPCDataset):
             dataset: RemoteDataset = access_of(self.dataset)
         else:

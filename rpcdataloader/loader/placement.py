@@ -54,15 +54,14 @@ def place(where: Local | Remote | Registered, *, partition: Partition | None = N
 
     Raises:
         ConnectError: A node server cannot be reached that never could; of those in a register, none can.
+        Exception: A node cannot have what was added to its session, such as modules.
     """
     nodes = get_client().nodes(where)
     sessions = [node.session() for node in nodes]
     if isinstance(where, Registered):
         nodes = _those_that_answer(nodes)
     offered = [node.num_workers() for node in nodes]
-    for session in sessions:
-        if session.is_ready:
-            session.follow()
+    _let_follow([session for session in sessions if session.is_ready])
     if isinstance(where, Local):
         return Placement((nodes[0],) * (num_workers or where.num_workers or offered[0]))
     partition = partition or current_partition()
@@ -81,6 +80,17 @@ def place(where: Local | Remote | Registered, *, partition: Partition | None = N
         num_workers,
         where if isinstance(where, Registered) else None,
     )
+
+
+def _let_follow(sessions: Sequence[RemoteSession]) -> None:
+    """Tell sessions what has changed, all at the same time. Those that are lost meanwhile are found to be later."""
+    waits = []
+    for session in sessions:
+        with contextlib.suppress(ConnectionLostError):
+            waits.append(session.follow())
+    for wait in waits:
+        with contextlib.suppress(ConnectionLostError):
+            wait()
 
 
 def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = True) -> None:

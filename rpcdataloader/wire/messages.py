@@ -75,11 +75,17 @@ class Goaway(Json):
 
 @dataclass(frozen=True, slots=True)
 class Log(Json):
-    """A warning, or a log record of warning level or above, of a worker or session."""
+    """A warning, or a log record of warning level or above, of a worker or session; or a line that it has printed.
+
+    Attributes:
+        printed_by: ``worker 3`` or ``session`` has printed the text, or the node server has left lines out (then it is
+            empty); None for a log record.
+    """
 
     level: int
     logger: str
     text: str
+    printed_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

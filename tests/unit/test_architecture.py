@@ -45,6 +45,7 @@ PURE = {
     "rpcdataloader.wire.handshake",
     "rpcdataloader.wire.plain",
     "rpcdataloader.wire.preamble",
+    "rpcdataloader.wire.lines",
     "rpcdataloader.wire.printable",
     "rpcdataloader.server.tracebacks",
     "rpcdataloader.wire.registration",
