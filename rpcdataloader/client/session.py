@@ -35,6 +35,9 @@ _NO_SESSION = bytes(16)
 # the worker and hears of it from the kernel; this is only reached when the session is busy building.
 FATE_TIMEOUT = 2.0
 
+# Seconds in which a worker that was killed ends.
+END_TIMEOUT = 0.5
+
 # A session answers within one second, even if the worker does not, unless it is busy building.
 STACK_TIMEOUT = 2.0
 
@@ -190,9 +193,9 @@ class RemoteSession:
     def end_worker(self, number: int, reason: str) -> Callable[[], str]:
         """End a worker of this session, whatever it is at; its requests fail with ``reason``.
 
-        Returns at once. The worker takes no further requests from now on, and its connection is closed when the
-        session has killed it, or after 2 s without an answer from there. It may outlive this on its node, as long as
-        the kernel does not let it go; nobody waits for that.
+        Returns at once. The worker takes no further requests from now on. Its connection ends with it, or is closed
+        when the session has killed it, or has not answered for 2 s, and it is there half a second later: the kernel
+        may not let it go, and nobody waits for that.
 
         Args:
             reason: For the error and for the node's log, such as ``"took longer than 5 s"``.
@@ -208,9 +211,12 @@ class RemoteSession:
             for worker in workers:
                 worker.close(ConnectionLostError(f"{worker.name} was ended: {reason}"))
 
-        return self._ask_for_stack(StackRequest(number, reason), close)
+        # Until then, its session may say what it was at.
+        return self._ask_for_stack(
+            StackRequest(number, reason), lambda: self._settings.alarm.call_after(END_TIMEOUT, close)
+        )
 
-    def _ask_for_stack(self, request: StackRequest, finished: Callable[[], None]) -> Callable[[], str]:
+    def _ask_for_stack(self, request: StackRequest, finished: Callable[[], object]) -> Callable[[], str]:
         """Returns a function that waits for the text; ``finished`` is called once there is one, or too late."""
         answer = PendingReply(self._settings.allocator)
 

@@ -27,6 +27,7 @@ from rpcdataloader.fetch.gathering import find_stacks
 from rpcdataloader.fetch.indices import describe_indices
 from rpcdataloader.fetch.stopping import dataset_stopped, stopped
 from rpcdataloader.fetch.stream_state import StreamState
+from rpcdataloader.fetch.whereabouts import ALL, DONE, here
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
 
@@ -163,7 +164,9 @@ class BatchLoader:
 
     def _load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
         start = time.perf_counter()
+        here.batch[0] = batch_number + 1
         samples = self._fetch(indices, position, batch_number)
+        here.sample[0] = DONE
         fetched = time.perf_counter()
         collate = self._collate_seeded if self._reduced is None else self._collate_rest
         try:
@@ -222,6 +225,7 @@ class BatchLoader:
         single = not self._spec.auto_collation
         # Asked the way torch asks.
         if single or (hasattr(dataset, "__getitems__") and dataset.__getitems__):
+            here.sample[0] = position if single else ALL
             self._begin_sample(position)
             try:
                 try:
@@ -241,6 +245,7 @@ class BatchLoader:
             return samples.copy() if type(samples) is list and not single else samples
         samples = []
         for place, index in enumerate(indices, position):
+            here.sample[0] = place
             self._begin_sample(place)
             try:
                 try:

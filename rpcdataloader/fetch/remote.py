@@ -8,6 +8,7 @@ from typing import Any
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec
 from rpcdataloader.fetch.stream_loader import StreamLoader
+from rpcdataloader.fetch.whereabouts import here
 from rpcdataloader.wire.slabs import PageablePool
 
 
@@ -50,6 +51,7 @@ def load(indices: Any, position: int, batch_number: int, last_try: bool = False)
 
 def start_epoch(epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
     """Begin another pass over the open loader; see :class:`LoaderSpec`."""
+    here.batch[0] = 0  # numbers begin anew
     _get_loader().start_epoch(epoch, first_place, pipe_seed)
 
 

@@ -21,6 +21,7 @@ from rpcdataloader.fetch.stream_state import (
     skip_sample,
     state_of,
 )
+from rpcdataloader.fetch.whereabouts import DONE, here
 
 
 class StreamLoader(BatchLoader):
@@ -40,15 +41,15 @@ class StreamLoader(BatchLoader):
         self,
         indices: Any,
         position: int,  # noqa: ARG002
-        batch_number: int,  # noqa: ARG002
+        batch_number: int,
         last_try: bool = False,
     ) -> tuple[BatchMetrics, Any]:
         """Load the next batch.
 
         Args:
             indices: A list as long as the batch or, without automatic collation, anything.
-            position: Without meaning, as is ``batch_number``: the stream itself knows where it is.
-            batch_number: See there.
+            position: Without meaning: the stream itself knows where it is.
+            batch_number: Of this rank's loader in this epoch, from 0.
             last_try: Without meaning, too: nothing is tried again.
 
         Returns:
@@ -59,10 +60,12 @@ class StreamLoader(BatchLoader):
             Exception: Whatever the dataset or the collate function raise.
         """
         self._reduced, self._last_try = None, last_try
-        return self._at_work(self._load_next, indices)
+        return self._at_work(self._load_next, indices, batch_number)
 
-    def _load_next(self, indices: Any) -> tuple[BatchMetrics, Any]:
+    def _load_next(self, indices: Any, batch_number: int) -> tuple[BatchMetrics, Any]:
         start = time.perf_counter()
+        here.sample[0] = self._num_samples
+        here.batch[0] = batch_number + 1
         try:
             samples = self._next_samples(len(indices) if self._spec.auto_collation else 1)
         except StopIteration:
@@ -71,6 +74,7 @@ class StreamLoader(BatchLoader):
             # As with torch: who has no iterator has no more batches.
             self._ended = self._ended or self._iterator is None
             raise
+        here.sample[0] = DONE
         fetched = time.perf_counter()
         if self._ended:
             self._note_end()
@@ -123,6 +127,7 @@ class StreamLoader(BatchLoader):
                 self._iterator = self._open_iterator()
             except StopIteration as stop:
                 raise stopped(f"{type(self._dataset).__name__}.__iter__()") from stop
+        here.sample[0] = self._num_samples
         self._begin_sample(self._num_samples)
         self._num_samples += 1  # one that fails, too: skipping asks for it again
         try:

@@ -24,13 +24,7 @@ from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.records import Records, Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
-from rpcdataloader.errors import (
-    ConnectError,
-    ConnectionLostError,
-    LocalProtocolError,
-    RPCError,
-    RPCTimeoutError,
-)
+from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCError, RPCTimeoutError
 from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.ahead import Ahead
@@ -377,20 +371,13 @@ class Driver:
             self.fail(exc)
         self.feed(lambda engine, _now: engine.worker_at_work(seat.number))
 
-    def lost(self, seat: Seat, worker: RemoteWorker, error: RPCError) -> None:
+    def lost(self, seat: Seat, loss: Loss) -> None:
         """A worker has ended, or never came to be."""
         with self._condition:
             self._executor.seats.pop(seat.number, None)
         if self._client.is_closed:
-            self.fail(error)
+            self.fail(loss.error)
             return
-        loss = Loss(
-            error,
-            node_is_up=worker.session.is_ready,
-            came=not isinstance(error, ConnectError),
-            was_refused=worker.was_refused,
-            has_retired=worker.retired,
-        )
         self.feed(lambda engine, now: engine.worker_lost(seat.number, loss, now))
 
     def answered(self, seat: Seat, sent: Sent, answer: Answer) -> None:

@@ -17,15 +17,17 @@ import torch.utils.data._utils.pin_memory
 from rpcdataloader.client.connection import Request
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import Probe
-from rpcdataloader.errors import RPCError
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from rpcdataloader.fetch.stopping import stopped
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.copying import Copies
 from rpcdataloader.loader.measuring import note_reply
 from rpcdataloader.loader.passes import Pass
-from rpcdataloader.loader.tasks import Task
+from rpcdataloader.loader.tasks import Task, describe_end
 from rpcdataloader.plan.actions import Load
+from rpcdataloader.plan.crew import Loss
 from rpcdataloader.wire.frames import Flag, Message, MessageType
+from rpcdataloader.wire.messages import Exited
 from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import Encoded, result_of
 from rpcdataloader.wire.slabs import Allocator
@@ -204,4 +206,20 @@ class Seat:
         self._driver.feed(lambda engine, _now: engine.worker_draining(self.number))
 
     def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
-        self._driver.lost(self, worker, error)
+        sent = self._interrupted(worker.exited)
+        if sent is not None and worker.exited is not None:
+            error = ConnectionLostError(f"{error} {describe_end(sent.task, worker.exited.sample)}")
+        loss = Loss(
+            error,
+            node_is_up=worker.session.is_ready,
+            came=not isinstance(error, ConnectError),
+            was_refused=worker.was_refused,
+            has_retired=worker.retired,
+        )
+        self._driver.lost(self, loss)
+
+    def _interrupted(self, exited: Exited | None) -> Sent | None:
+        """What the worker was at when it ended, as far as it is known and not answered."""
+        if exited is None:
+            return None
+        return next((sent for sent in list(self.sent.values()) if sent.task.number == exited.batch), None)

@@ -14,6 +14,7 @@ from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.indices import describe_indices
 from rpcdataloader.fetch.stream_state import StreamState
+from rpcdataloader.fetch.whereabouts import ALL, DONE
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import NO_TENSORS, dumps
 
@@ -146,8 +147,21 @@ def load_request(task: Task, *, last_try: bool = False) -> bytes:
 
 
 def describe(task: Task) -> str:
-    """A batch in an error message."""
-    return f"batch {task.number} (indices {describe_indices(task.indices)})"
+    """A batch in an error message; one of a stream has no indices."""
+    indices = task.indices[0] if isinstance(task.indices, list) and task.indices else task.indices
+    return f"batch {task.number}" + ("" if indices is None else f" (indices {describe_indices(task.indices)})")
+
+
+def describe_end(task: Task, sample: int) -> str:
+    """What a worker was at when it ended; ``sample`` is a number of its whereabouts."""
+    if sample in (ALL, DONE):
+        return f"{'while it' if sample == ALL else 'after it had'} loaded batch {task.number}"
+    index, place = task.indices, sample - task.position
+    if isinstance(index, (list, tuple)) and len(index) == task.num_samples:
+        index = index[place] if 0 <= place < task.num_samples else None
+    # There are none in a stream.
+    where = f"{sample} of its stream" if index is None else describe_indices(index)
+    return f"while it loaded sample {where}"
 
 
 @dataclass(slots=True)
