@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +21,7 @@ class _FailedLoader:
         self._spec = spec
         self._error, self._traceback = error, error.__traceback__
 
-    def load(
-        self, _indices: Any, _position: int, _batch_number: int, _last_try: bool = False
-    ) -> tuple[BatchMetrics, Any]:
+    def load(self, *_args: Any) -> tuple[BatchMetrics, Any]:
         raise self._error.with_traceback(self._traceback)
 
     def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
@@ -44,9 +43,11 @@ def open_loader(dataset: Any, spec: LoaderSpec) -> None:
         _loader = _FailedLoader(dataset, spec, error)
 
 
-def load(indices: Any, position: int, batch_number: int, last_try: bool = False) -> tuple[BatchMetrics, Any]:
+def load(
+    indices: Any, position: int, batch_number: int, last_try: bool = False, left_out: Mapping[int, str] | None = None
+) -> tuple[BatchMetrics, Any]:
     """Load one batch of the open loader; see :meth:`BatchLoader.load`."""
-    return _get_loader().load(indices, position, batch_number, last_try)
+    return _get_loader().load(indices, position, batch_number, last_try, left_out)
 
 
 def start_epoch(epoch: int, first_place: int, pipe_seed: int | None = None) -> None:

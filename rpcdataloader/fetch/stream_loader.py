@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class StreamLoader(BatchLoader):
         position: int,  # noqa: ARG002
         batch_number: int,
         last_try: bool = False,
+        left_out: Mapping[int, str] | None = None,  # noqa: ARG002
     ) -> tuple[BatchMetrics, Any]:
         """Load the next batch.
 
@@ -51,6 +52,7 @@ class StreamLoader(BatchLoader):
             position: Without meaning: the stream itself knows where it is.
             batch_number: Of this rank's loader in this epoch, from 0.
             last_try: Without meaning, too: nothing is tried again.
+            left_out: Nor is anything left out because of deaths.
 
         Returns:
             Timings, and the batch with the :class:`StreamState` after it, or None in its place at the end. With samples

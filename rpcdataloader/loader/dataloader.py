@@ -67,8 +67,9 @@ class RPCDataloader(DataLoader[_T_co]):
             iterable-style datasets, which cannot be asked again. ``StopIteration`` is a ``RuntimeError`` here.
         on_error: ``"skip"`` leaves out of its batch a sample whose dataset raises an exception, after ``retry_on``; a
             batch of which nothing is left is not delivered. ``__getitems__`` is asked for a batch at once, so that is
-            left out as a whole. A warning tells which samples are missing. ``"raise"`` raises the exception in place of
-            the batch, as torch does.
+            left out as a whole. A warning tells which samples are missing. A sample of a map-style dataset at which
+            ``max_retries`` workers have died is left out, too. ``"raise"`` raises the exception in place of the batch,
+            as torch does.
         max_skipped: More skipped samples than this in one pass are a
             :class:`~rpcdataloader.errors.BadSamplesError`.
         device: Where the tensors of a batch are when it is delivered, such as ``"cuda:0"``; ``"cuda"`` is the current
