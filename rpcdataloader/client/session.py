@@ -110,7 +110,7 @@ class RemoteSession:
             if self._lost is not None:
                 raise copy.copy(self._lost)
             if self.welcome is None:
-                raise ConnectionLostError(f"nobody waits for {self.name} any more")
+                raise ConnectionLostError(f"{self.name} has not answered yet")
             return self.welcome
 
     def wake(self) -> None:

@@ -24,7 +24,7 @@ from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
-from rpcdataloader.loader.placement import Placement, place, prepare, warn_of_few
+from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
 from rpcdataloader.loader.ranks import errors_of_rank
 from rpcdataloader.loader.settings import PassSettings, make_partition
 from rpcdataloader.loader.states import VERSION, check_state, end_pass, to_state
@@ -79,6 +79,8 @@ class RPCDataloader(DataLoader[_T_co]):
         env: Environment variables that the workers' sessions get: names and patterns of variables of this process, such
             as ``["HF_*", "AWS_PROFILE"]``, which are read now; or their values, ``{"TZ": "UTC"}``. Not with an
             ``RPCDataset``, which has its own.
+        min_workers: When a pass begins, wait until the node servers that are there have so many workers for this
+            process, at most for the connect timeout; 0 to begin with those that are there.
 
     Raises:
         ValueError: Arguments contradict each other or are out of range, or there is no such ``device``.
@@ -87,6 +89,7 @@ class RPCDataloader(DataLoader[_T_co]):
 
     device: Any
     env: Any
+    min_workers: int
     partition: Any
 
     def __init__(
@@ -120,11 +123,13 @@ class RPCDataloader(DataLoader[_T_co]):
         max_skipped: int = 100,
         device: torch.device | str | int | None = None,
         env: Mapping[str, str] | Iterable[str] | None = None,
+        min_workers: int = 0,
     ) -> None:
         arguments = locals()
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
         where = _where(dataset, workers, num_workers)
+        check_min_workers(min_workers, num_workers, where)
         if env is not None and isinstance(dataset, RPCDataset):
             raise ValueError("env is too late for an RPCDataset, which is built: give it to the RPCDataset")
         if where is not None and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
@@ -364,11 +369,12 @@ class RPCDataloader(DataLoader[_T_co]):
             dataset = self._shipped = ship(self.dataset)
         share = Partition() if self.partition is None else make_partition(self.partition)
         num_streams = len(saved["streams"]) if saved is not None and not saved["finished"] else 0
-        placement = place(self._where, partition=share, num_workers=num_streams or self.num_workers)
+        num_workers = num_streams or self.num_workers
+        placement = place(self._where, partition=share, num_workers=num_workers, min_workers=self.min_workers)
         if num_streams:
             # Each stream of an iterable-style dataset goes on, on whichever nodes there are now.
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
-            placement = Placement(tuple(homes), placement.others)
+            placement = Placement(tuple(homes), placement.others, missing=placement.missing)
         elif isinstance(self._where, Remote) and self.num_workers > len(placement.homes):
             warn_of_few(self.num_workers, len(placement.homes), str(self._where))
         prepare(dataset, placement.homes, wait=False)

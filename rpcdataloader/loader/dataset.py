@@ -18,7 +18,7 @@ from rpcdataloader.client.variables import choose_variables
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import set_variables
 from rpcdataloader.loader.iterator import RemoteIterator
-from rpcdataloader.loader.placement import place, prepare
+from rpcdataloader.loader.placement import check_min_workers, place, prepare
 from rpcdataloader.loader.settings import PassSettings
 
 
@@ -40,13 +40,15 @@ class RPCDataset(Dataset[Any]):
             worker: for datasets that open HDF5 or LMDB files or start threads in their constructor.
         env: Environment variables that the sessions get before the dataset is built: names and patterns of variables of
             this process, such as ``["HF_*", "AWS_PROFILE"]``; or their values, ``{"TZ": "UTC"}``.
+        min_workers: Wait until the node servers that are there have so many workers for this process; 0 to begin with
+            those that are there.
         **kwargs: Its keyword arguments.
 
     Raises:
-        ValueError: ``workers``, ``build`` or ``env`` is malformed, or another dataset or loader of this process gives
-            a variable another value.
+        ValueError: ``workers``, ``build``, ``env`` or ``min_workers`` is malformed, or another dataset or loader of
+            this process gives a variable another value.
         TypeError: ``dataset`` cannot be called, or what it makes is no dataset.
-        ConnectError: A node server cannot be reached.
+        ConnectError: No node server can be reached, or they have too few workers.
         SerializationError: An argument cannot be pickled.
         Exception: Whatever the callable raised, with the remote traceback as its cause.
     """
@@ -58,6 +60,7 @@ class RPCDataset(Dataset[Any]):
         *args: Any,
         build: str = "node",
         env: Mapping[str, str] | Iterable[str] | None = None,
+        min_workers: int = 0,
         **kwargs: Any,
     ) -> None:
         if callable(workers):
@@ -71,6 +74,7 @@ class RPCDataset(Dataset[Any]):
             raise ValueError(f"build must be 'node' or 'worker', but is {build!r}")
         variables = choose_variables(env)
         where = find_workers(workers) or Local()
+        check_min_workers(min_workers, 0, where)
         access: _Inline | RemoteDataset
         if isinstance(where, Inline):
             set_variables(variables)
@@ -82,7 +86,7 @@ class RPCDataset(Dataset[Any]):
             is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
             access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable)
             get_client().variables.add(variables)
-            prepare(access, place(where).homes)
+            prepare(access, place(where, min_workers=min_workers).homes)
         # Past __setattr__, which sets attributes of the remote dataset.
         self.__dict__["_where"] = where
         self.__dict__["_access"] = access

@@ -46,6 +46,7 @@ class RemoteIterator:
         before: Records | None = None,
     ) -> None:
         self._driver = Driver(settings, dataset, placement, saved, before)
+        self._driver.add_nodes(placement.missing)
         self._name = dataset.name
         self._reported_length = reported_length
         self._sampler = settings.sampler
