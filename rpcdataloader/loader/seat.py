@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
 from collections import deque
@@ -18,10 +19,11 @@ from rpcdataloader.client.connection import Request
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
+from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.stopping import stopped
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.copying import Copies
-from rpcdataloader.loader.measuring import note_reply
+from rpcdataloader.loader.measuring import note_answer, note_reply
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.tasks import Task, describe_end, load_request, place_of
 from rpcdataloader.plan.actions import Load
@@ -193,16 +195,65 @@ class Seat:
             self.worker.submit(starting.payload, starting.buffers, self.started)
 
     def started(self, reply: Message | RPCError) -> None:
-        """The worker has answered the first request of an epoch."""
-        self._driver.started(self, reply)
+        """The worker has answered the first request of an epoch; what the user's code raised there ends the pass."""
+        if not isinstance(reply, Message):
+            return
+        try:
+            result_of(reply, self._allocator)
+        except BaseException as exc:
+            self._driver.fail(exc)
+        self._driver.feed(lambda engine, _now: engine.worker_at_work(self.number))
 
     def _replied(self, sent: Sent, reply: Message | RPCError) -> None:
         if isinstance(reply, Message):
             if reply.flags:
                 note_reply(sent.probe, reply)
             # Not a variable here: the traceback of an exception refers to this frame, and would keep the whole pass.
-            self._driver.answered(self, sent, self._decode(reply))
+            self._answered(sent, self._decode(reply))
         # Otherwise the worker is lost, which is reported once for all of its requests.
+
+    def _answered(self, sent: Sent, answer: Answer) -> None:
+        driver = self._driver
+        if type(answer.result) is Reduced:
+            answer.result.where = self.worker.name
+        with driver.condition:
+            if sent.begun is not driver.begun or driver.closed.is_set():
+                return
+            # Not before: the numbers of another epoch begin anew.
+            self.sent.pop(sent.number, None)
+            self._tell_engine(sent, answer)
+            if driver.ahead is not None:
+                driver.ahead.send()
+            todo = driver.act()
+            if driver.sleep.until != -math.inf:
+                driver.wake()
+        if todo is not None:
+            driver.carry_out(todo)
+
+    def _tell_engine(self, sent: Sent, answer: Answer) -> None:
+        driver, engine, now = self._driver, self._driver.engine, time.monotonic()
+        worker, number, settings = self.number, sent.number, self._driver.settings
+        seconds = None
+        if (timings := answer.timings) is not None:
+            seconds = sum(timings)
+            answer.worker = worker
+            driver.recorder.answers.append((worker, seconds, answer.size_bytes, answer.arrived, answer.received))
+            if sent.probe is not None:
+                note_answer(sent.probe, timings, now)
+                answer.probe = sent.probe
+        if type(answer.result) is Failure:
+            error = answer.result.error
+            if isinstance(error, settings.retry_on) and engine.failed(worker, number, error, now):
+                return
+        elif settings.iterable and answer.stream is None:
+            engine.stream_ended(worker, number, now)
+            return
+        stream = engine.stream_of(number) if settings.iterable else None
+        counts = engine.answered(
+            worker, number, size_bytes=answer.size_bytes, task_seconds=seconds, now=now, answer=answer
+        )
+        if counts and stream is not None and answer.stream is not None:
+            driver.streams[stream] = answer.stream
 
     def worker_ready(self, worker: RemoteWorker) -> None:  # noqa: ARG002  there is one
         self._driver.feed(lambda engine, now: engine.worker_ready(self.number, now))
@@ -224,7 +275,7 @@ class Seat:
             task=task,
             place=place,
         )
-        self._driver.lost(self, loss)
+        self._driver.lost(self.number, loss)
 
     def _interrupted(self, exited: Exited) -> Sent | None:
         """What the worker was at when it ended, if that is not answered."""

@@ -81,7 +81,7 @@ def check(batch, indices, device):
 
 def num_answered(run):
     """Batches that have arrived, and are not on their way to the device."""
-    return sum(task.answer is not None for task in list(run._engine._table.tasks.values()))
+    return sum(task.answer is not None for task in list(run.engine._table.tasks.values()))
 
 
 def where_of(request, workers):
@@ -146,7 +146,7 @@ def test_one_batch_is_copied_ahead_and_no_more(device, workers):
         next(iterator)
         # The others have arrived, and wait for their turn in the memory of this process. One place of the window may
         # be free: that of a batch that was copied after the sampler was asked.
-        wait_until(lambda: run._ahead.delivery is not None and num_answered(run) >= 7, what="a full window")
+        wait_until(lambda: run.ahead.delivery is not None and num_answered(run) >= 7, what="a full window")
         assert len(device.copied) == num_delivered + 1
         assert len(device.waits) == num_delivered
 
@@ -278,8 +278,8 @@ def test_an_iterator_that_is_dropped_lets_everything_go(device, workers):
     next(iterator)
     run = iterator._driver
     iterator = None
-    wait_until(lambda: run._closed.is_set(), what="the end of the iterator")
-    wait_until(lambda: run._ahead.delivery is None and not num_answered(run), what="what it had")
+    wait_until(lambda: run.closed.is_set(), what="the end of the iterator")
+    wait_until(lambda: run.ahead.delivery is None and not num_answered(run), what="what it had")
     assert device.copied
 
 
