@@ -55,6 +55,7 @@ class Node:
             self._ensure_running()
             self._sessions = [session for session in self._sessions if not session.is_over]
             self._sessions.append(RemoteSession(self.address, self._settings))
+            self._sessions[-1].is_quiet = self.is_missed
             self._sessions[-1].start()
         return self._sessions[-1]
 

@@ -47,6 +47,7 @@ class RemoteSession:
 
     Attributes:
         name: Address of the node server.
+        is_quiet: Nothing need be said while it is waited for.
     """
 
     def __init__(self, address: Address, settings: ClientSettings) -> None:
@@ -59,7 +60,7 @@ class RemoteSession:
         # Guarded by the condition:
         self._exited: dict[int, Exited] = {}
         self._lost: RPCError | None = None
-        self.draining = False
+        self.draining = self.is_quiet = False
         self._deadline = Deadline(settings.connect_timeout)
         self._connection = Connection(self.name, self._open, self, settings.allocator)
         self._workers: set[RemoteWorker] = set()
@@ -286,7 +287,7 @@ class RemoteSession:
             _NO_SESSION,
             self._deadline,
             retry=self._settings.waits_for_servers,
-            label=self._partition.label,
+            label=lambda: None if self.is_quiet else self._partition.label,
             tls=self._settings.tls_for(self.address),
         )
         self._welcome = read_welcome(channel, self._deadline)

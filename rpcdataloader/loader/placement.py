@@ -169,6 +169,8 @@ def _find_nodes(
         there = [node for node in nodes if node.offered is not None]
         missing = [node for node in nodes if node.offered is None]
         connecting = [node for node in missing if sessions[node].is_usable]
+        for node in connecting:
+            sessions[node].is_quiet = bool(there)
         now, is_enough = time.monotonic(), bool(there) and count(there) >= min_workers
         if is_enough:
             patient_until = min(patient_until, now + PATIENCE)
@@ -187,7 +189,9 @@ def _find_nodes(
             if isinstance(where, Remote) and not isinstance(error, (ConnectError, ConnectionLostError)):
                 raise
             if not node.is_missed:
-                logger.warning("%sgoing on without %s until it comes: %s", current_partition().label, node, error)
+                # The text alone: who keeps the error keeps its frames, in which the iterator is about to be.
+                label, reason = current_partition().label, str(error)
+                logger.warning("%sgoing on without %s until it comes: %s", label, node, reason)
         node.is_missed = True
     if not is_enough:
         raise ConnectError(

@@ -88,6 +88,7 @@ ARGUMENTS = {
     "device": "cpu",
     "max_in_flight_bytes": 1000,
     "env": {"TZ": "UTC"},
+    "min_workers": 2,
 }
 
 
