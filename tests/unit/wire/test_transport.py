@@ -9,9 +9,9 @@ import contextlib
 import errno
 import os
 import socket
-import threading
 import struct
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
