@@ -36,6 +36,9 @@ _NO_SESSION = bytes(16)
 # the worker and hears of it from the kernel; this is only reached when the session is busy building.
 FATE_TIMEOUT = 2.0
 
+# Seconds in which a worker that was killed ends.
+END_TIMEOUT = 0.5
+
 # A session answers within one second, even if the worker does not, unless it is busy building.
 STACK_TIMEOUT = 2.0
 
@@ -45,6 +48,7 @@ class RemoteSession:
 
     Attributes:
         name: Address of the node server.
+        is_quiet: Nothing need be said while it is waited for.
     """
 
     def __init__(self, address: Address, settings: ClientSettings) -> None:
@@ -57,7 +61,7 @@ class RemoteSession:
         # Guarded by the condition:
         self._exited: dict[int, Exited] = {}
         self._lost: RPCError | None = None
-        self.draining = False
+        self.draining = self.is_quiet = False
         self._deadline = Deadline(settings.connect_timeout)
         self._connection = Connection(self.name, self._open, self, settings.allocator)
         self._workers: set[RemoteWorker] = set()
@@ -109,7 +113,7 @@ class RemoteSession:
             if self._lost is not None:
                 raise copy.copy(self._lost)
             if self.welcome is None:
-                raise ConnectionLostError(f"nobody waits for {self.name} any more")
+                raise ConnectionLostError(f"{self.name} has not answered yet")
             return self.welcome
 
     def wake(self) -> None:
@@ -188,9 +192,9 @@ class RemoteSession:
     def end_worker(self, number: int, reason: str) -> Callable[[], str]:
         """End a worker of this session, whatever it is at; its requests fail with ``reason``.
 
-        Returns at once. The worker takes no further requests from now on, and its connection is closed when the
-        session has killed it, or after 2 s without an answer from there. It may outlive this on its node, as long as
-        the kernel does not let it go; nobody waits for that.
+        Returns at once. The worker takes no further requests from now on. Its connection ends with it, or is closed
+        when the session has killed it, or has not answered for 2 s, and it is there half a second later: the kernel
+        may not let it go, and nobody waits for that.
 
         Args:
             reason: For the error and for the node's log, such as ``"took longer than 5 s"``.
@@ -206,9 +210,12 @@ class RemoteSession:
             for worker in workers:
                 worker.close(ConnectionLostError(f"{worker.name} was ended: {reason}"))
 
-        return self._ask_for_stack(StackRequest(number, reason), close)
+        # Until then, its session may say what it was at.
+        return self._ask_for_stack(
+            StackRequest(number, reason), lambda: self._settings.alarm.call_after(END_TIMEOUT, close)
+        )
 
-    def _ask_for_stack(self, request: StackRequest, finished: Callable[[], None]) -> Callable[[], str]:
+    def _ask_for_stack(self, request: StackRequest, finished: Callable[[], object]) -> Callable[[], str]:
         """Returns a function that waits for the text; ``finished`` is called once there is one, or too late."""
         answer = PendingReply(self._settings.allocator)
 
@@ -271,7 +278,7 @@ class RemoteSession:
             _NO_SESSION,
             self._deadline,
             retry=self._settings.waits_for_servers,
-            label=self._partition.label,
+            label=lambda: None if self.is_quiet else self._partition.label,
             tls=self._settings.tls_for(self.address),
         )
         self._welcome = read_welcome(channel, self._deadline)

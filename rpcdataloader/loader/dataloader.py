@@ -26,7 +26,7 @@ from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
-from rpcdataloader.loader.placement import Placement, place, prepare, warn_of_few
+from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
 from rpcdataloader.loader.ranks import errors_of_rank
 from rpcdataloader.loader.settings import PassSettings, make_partition
 from rpcdataloader.loader.states import VERSION, check_state, end_pass, to_state
@@ -69,8 +69,9 @@ class RPCDataloader(DataLoader[_T_co]):
             iterable-style datasets, which cannot be asked again. ``StopIteration`` is a ``RuntimeError`` here.
         on_error: ``"skip"`` leaves out of its batch a sample whose dataset raises an exception, after ``retry_on``; a
             batch of which nothing is left is not delivered. ``__getitems__`` is asked for a batch at once, so that is
-            left out as a whole. A warning tells which samples are missing. ``"raise"`` raises the exception in place of
-            the batch, as torch does.
+            left out as a whole. A warning tells which samples are missing. A sample of a map-style dataset at which
+            ``max_retries`` workers have died is left out, too. ``"raise"`` raises the exception in place of the batch,
+            as torch does.
         max_skipped: More skipped samples than this in one pass are a
             :class:`~rpcdataloader.errors.BadSamplesError`.
         device: Where the tensors of a batch are when it is delivered, such as ``"cuda:0"``; ``"cuda"`` is the current
@@ -83,6 +84,8 @@ class RPCDataloader(DataLoader[_T_co]):
         py_modules: Modules and packages that the workers' sessions get, as for :class:`~rpcdataloader.RPCDataset`; they
             are read now. Not with an ``RPCDataset``, which has its own.
         forward_output: Print on the standard error of this process what workers print, each line with its origin.
+        min_workers: When a pass begins, wait until the node servers that are there have so many workers for this
+            process, at most for the connect timeout; 0 to begin with those that are there.
 
     Raises:
         ValueError: Arguments contradict each other or are out of range, or there is no such ``device``.
@@ -91,6 +94,7 @@ class RPCDataloader(DataLoader[_T_co]):
 
     device: Any
     env: Any
+    min_workers: int
     partition: Any
     py_modules: Any
 
@@ -127,6 +131,7 @@ class RPCDataloader(DataLoader[_T_co]):
         env: Mapping[str, str] | Iterable[str] | None = None,
         py_modules: Iterable[str | os.PathLike[str] | ModuleType] | None = None,
         forward_output: bool = False,
+        min_workers: int = 0,
     ) -> None:
         arguments = locals()
         if num_workers < 0:
@@ -135,6 +140,7 @@ class RPCDataloader(DataLoader[_T_co]):
         for name in ("env", "py_modules"):
             if arguments[name] is not None and isinstance(dataset, RPCDataset):
                 raise ValueError(f"{name} is too late for an RPCDataset, which is built: give it to the RPCDataset")
+        check_min_workers(min_workers, num_workers, where)
         if where is not None and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"dataset of type {type(dataset).__name__} has no __getitem__, which a map-style dataset needs, and is "
@@ -374,11 +380,12 @@ class RPCDataloader(DataLoader[_T_co]):
             dataset = self._shipped = ship(self.dataset)
         share = Partition() if self.partition is None else make_partition(self.partition)
         num_streams = len(saved["streams"]) if saved is not None and not saved["finished"] else 0
-        placement = place(self._where, partition=share, num_workers=num_streams or self.num_workers)
+        num_workers = num_streams or self.num_workers
+        placement = place(self._where, partition=share, num_workers=num_workers, min_workers=self.min_workers)
         if num_streams:
             # Each stream of an iterable-style dataset goes on, on whichever nodes there are now.
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
-            placement = Placement(tuple(homes), placement.others)
+            placement = Placement(tuple(homes), placement.others, missing=placement.missing)
         elif isinstance(self._where, Remote) and self.num_workers > len(placement.homes):
             warn_of_few(self.num_workers, len(placement.homes), str(self._where))
         prepare(dataset, placement.homes, wait=False)

@@ -22,7 +22,7 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.additions import Additions
 from rpcdataloader.host.environment import set_variables
 from rpcdataloader.loader.iterator import RemoteIterator
-from rpcdataloader.loader.placement import place, prepare
+from rpcdataloader.loader.placement import check_min_workers, place, prepare
 from rpcdataloader.loader.settings import PassSettings
 
 
@@ -48,13 +48,15 @@ class RPCDataset(Dataset[Any]):
             the folder of the script: module objects, names, or paths. Pure Python, with the data files of packages, at
             most 64 MiB altogether.
         forward_output: Print on the standard error of this process what workers print, each line with its origin.
+        min_workers: Wait until the node servers that are there have so many workers for this process; 0 to begin with
+            those that are there.
         **kwargs: Its keyword arguments.
 
     Raises:
-        ValueError: ``workers``, ``build`` or ``env`` is malformed, a module cannot be sent, or another dataset or
-            loader of this process gives a variable another value or has sent another version of a module.
+        ValueError: ``workers``, ``build``, ``env`` or ``min_workers`` is malformed, a module cannot be sent, or another
+            dataset or loader of this process gives a variable another value or has sent another version of a module.
         TypeError: ``dataset`` cannot be called, or what it makes is no dataset.
-        ConnectError: A node server cannot be reached.
+        ConnectError: No node server can be reached, or they have too few workers.
         SerializationError: An argument cannot be pickled.
         Exception: Whatever the callable raised, with the remote traceback as its cause.
     """
@@ -68,6 +70,7 @@ class RPCDataset(Dataset[Any]):
         env: Mapping[str, str] | Iterable[str] | None = None,
         py_modules: Iterable[str | os.PathLike[str] | ModuleType] | None = None,
         forward_output: bool = False,
+        min_workers: int = 0,
         **kwargs: Any,
     ) -> None:
         if callable(workers):
@@ -81,6 +84,7 @@ class RPCDataset(Dataset[Any]):
             raise ValueError(f"build must be 'node' or 'worker', but is {build!r}")
         additions = Additions.of(choose_variables(env), choose_modules(py_modules), forward_output)
         where = find_workers(workers) or Local()
+        check_min_workers(min_workers, 0, where)
         access: _Inline | RemoteDataset
         if isinstance(where, Inline):
             set_variables(additions.variables)
@@ -92,7 +96,7 @@ class RPCDataset(Dataset[Any]):
             is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
             access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable)
             get_client().additions.add(additions)
-            prepare(access, place(where).homes)
+            prepare(access, place(where, min_workers=min_workers).homes)
         # Past __setattr__, which sets attributes of the remote dataset.
         self.__dict__["_where"] = where
         self.__dict__["_access"] = access

@@ -72,6 +72,7 @@ class RemoteIterator:
         weakref.finalize(self, get_client().janitor.leave, self._driver.close).atexit = False
         try:
             self._driver.start(placement)
+            self._driver.add_nodes(placement.missing)
         except BaseException:
             self._driver.close()
             raise

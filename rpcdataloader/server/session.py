@@ -234,6 +234,7 @@ class Session:
                 self._fork_worker(descriptors[0], event.peer, bytes.fromhex(event.preamble))
             case Decided():
                 if worker := self._workers.get(event.worker):
+                    worker.row = event.row
                     worker.link.send(event)
             case Printed():
                 self._logs.append(Log(0, "", event.text, event.printed_by))  # until the loop comes round
@@ -349,9 +350,10 @@ class Session:
         worker.stack.close()
         self._stacks.ended(worker)
         del self._workers[worker.number]
-        self._node.send(WorkerEnded(worker.number, reason))
+        row = self._context.counters.row(worker.row)
+        exited = Exited(worker.number, worker.process.pid, reason, row.batch[0] - 1, row.sample[0])
+        self._node.send(WorkerEnded(worker.number, reason))  # which gives the row to others
         if worker.life is Life.SERVING:
-            exited = Exited(worker.number, worker.process.pid, reason)
             self._channel.send(MessageType.EXITED, payload=exited.encode())
         self._finish_drain()
 

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
+from rpcdataloader.fetch.whereabouts import keep_whereabouts
 from rpcdataloader.server.connections import Origin
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import Row
@@ -95,6 +96,7 @@ def run_worker_process(
         # A pass that was over before its last worker was there.
         return
     row = context.counters.row(decided.row)
+    keep_whereabouts(row.batch, row.sample)
     row.socket[0] = os.fstat(channel.fileno()).st_ino
     channel.stream.count_in(row.traffic)
     Worker(channel, session, datasets, number, context, row).run()

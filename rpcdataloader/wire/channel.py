@@ -178,7 +178,7 @@ def open_channel(
     deadline: Deadline,
     *,
     retry: bool = False,
-    label: str = "",
+    label: Callable[[], str | None] = str,
     tls: TlsCredentials | None = None,
 ) -> Channel:
     """Connect to a node server and authenticate both sides.
@@ -187,7 +187,7 @@ def open_channel(
         session_id: 16 bytes; zeros ask for a new session.
         deadline: Bounds connecting and the handshake together.
         retry: Wait for a server that is not there yet (see :func:`~rpcdataloader.wire.connecting.connect`).
-        label: Beginning of the warning when that takes long.
+        label: Beginning of the warning when that takes long; None for no warning.
         tls: Speak TLS; None to do without. Not for Unix sockets, which nobody can listen to.
 
     Raises:

@@ -44,11 +44,21 @@ class Busy(Json):
 
 @dataclass(frozen=True, slots=True)
 class Exited(Json):
-    """A worker of this session ended: its number, process id, and how it ended, in words."""
+    """A worker of this session ended.
+
+    Attributes:
+        worker: Its number.
+        pid: Its process id.
+        reason: How it ended, in words.
+        batch: Number of the last batch of a loader that it has begun; -1 for none.
+        sample: Position of the last sample of it, or another number of ``fetch/whereabouts.py``.
+    """
 
     worker: int
     pid: int
     reason: str
+    batch: int = -1
+    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
