@@ -18,6 +18,7 @@ from rpcdataloader.client.exchange import ClientSettings
 from rpcdataloader.client.janitor import Janitor
 from rpcdataloader.client.local_server import LocalServer
 from rpcdataloader.client.node import Node
+from rpcdataloader.client.reporter import Reporter
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.watcher import Changed, RegisterWatcher, Watch
 from rpcdataloader.wire.address import Address
@@ -42,6 +43,7 @@ class Client:
         alarm: Watches the deadlines of calls.
         janitor: Closes what finalizers leave.
         additions: What all sessions get.
+        reporter: Tells node servers how the loops of this process do.
 
     Raises:
         ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or not all of the three variables of TLS
@@ -57,6 +59,7 @@ class Client:
         )
         self.additions = self._settings.additions
         self.janitor = Janitor()
+        self.reporter = Reporter(self.alarm, self._listeners)
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._nodes: dict[Address, Node] = {}
@@ -125,6 +128,11 @@ class Client:
         if self._local is not None and address == self._local.address:
             return self._local.credentials
         return client_credentials(address)
+
+    def _listeners(self) -> list[Node]:
+        """Nodes that a status can be asked of: all but the embedded pool."""
+        own = None if self._local is None else self._local.address
+        return [node for node in list(self._nodes.values()) if node.address != own]
 
     @property
     def is_closed(self) -> bool:

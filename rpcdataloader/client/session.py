@@ -165,6 +165,11 @@ class RemoteSession:
         """Let a dataset go; never blocks."""
         self._connection.release(key)
 
+    def report(self, payload: bytes) -> None:
+        """Tell the session of the client's loops, unless it has other things to do or is too old; never blocks."""
+        if self.welcome is not None and self.welcome.takes_reports and self.is_usable and not self.is_busy:
+            self._connection.tell(MessageType.REPORT, payload)
+
     def _wait_for(
         self,
         type: MessageType,

@@ -88,7 +88,7 @@ def run_session(channel: Channel, node: Link, context: ServerContext, peer: str,
     if received is None or not isinstance(received[0], SessionKnown):
         return
     become_session(received[0].folder, lambda: node.send(WantsOutput()))
-    welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers)
+    welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers, takes_reports=True)
     try:
         channel.send(MessageType.WELCOME, payload=welcome.encode())
         Session(channel, node, context, row).serve()
@@ -175,6 +175,8 @@ class Session:
             self._stacks.ask(message.request_id, StackRequest.decode(message.payload))
         elif message.type == MessageType.RELEASE:
             self._datasets.release(unpack_handles(message.payload))
+        elif message.type == MessageType.REPORT:
+            self._context.counters.report(self._row.place, message.payload, time.monotonic_ns())
         # CANCEL: what arrived before it has been answered already.
 
     def _answer(self, message: Message, serve: Callable[[Message], Any]) -> None:

@@ -74,6 +74,7 @@ class MessageType(IntEnum):
     BUILD = 24
     STACK = 25
     STATS = 26
+    REPORT = 27
 
 
 class Flag(IntFlag):

@@ -26,6 +26,7 @@ class Welcome(Json):
         session: Hexadecimal session id, for the worker connections that follow.
         num_workers: What the node server advertises.
         worker: Number of this worker in its session; 0 for the session itself.
+        takes_reports: Whether the session knows REPORT. An older one would wait for what comes after it.
     """
 
     node: str
@@ -33,6 +34,7 @@ class Welcome(Json):
     session: str
     num_workers: int
     worker: int = 0
+    takes_reports: bool = False
 
 
 @dataclass(frozen=True, slots=True)
