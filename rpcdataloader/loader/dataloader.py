@@ -12,20 +12,19 @@ from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.sharing import Partition
-from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import set_variables
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
+from rpcdataloader.loader.measured import MeasuredLoader, nobody
 from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
 from rpcdataloader.loader.ranks import errors_of_rank
 from rpcdataloader.loader.settings import PassSettings, make_partition
@@ -39,7 +38,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 _TORCHS = {"prefetch_factor", "persistent_workers", "pin_memory_device"}
 
 
-class RPCDataloader(DataLoader[_T_co]):
+class RPCDataloader(MeasuredLoader[_T_co]):
     """A ``torch.utils.data.DataLoader`` that loads and collates its batches in workers on any machine.
 
     Arguments, batches, their order, and exceptions are torch's; see its documentation. What differs:
@@ -171,8 +170,6 @@ class RPCDataloader(DataLoader[_T_co]):
         self._progress: tuple[PassSettings, Progress] | None = None  # of the last iterator
         self._saved: Mapping[str, Any] | None = None  # for the next one
         self._shipped: RemoteDataset | None = None
-        self._current: Callable[[], RemoteIterator | None] = _nobody  # the last iterator, while it is in use
-        self._recorder: Recorder | None = None  # of the last iterator
         # Public attributes are called like arguments: frameworks make another loader of them.
         for name in (RPCDataloader.__init__.__kwdefaults__ or {}).keys() - _TORCHS:
             setattr(self, name, arguments[name])
@@ -229,28 +226,6 @@ class RPCDataloader(DataLoader[_T_co]):
     def num_skipped(self) -> int:
         """How many samples were skipped (``on_error="skip"``) in what was delivered of the current or the last pass."""
         return self._progress[1].num_skipped if self._progress is not None else 0
-
-    def diagnosis(self) -> Diagnosis:
-        """Why the training loop waits for its batches, and what to do about it.
-
-        It is about the last 60 s, or the last 200 batches if these took longer, of the pass under way; or of the last
-        pass, until the new one has delivered more than its first window. Takes some milliseconds, in any thread.
-        :doc:`waiting` tells what each bound means.
-
-        Raises:
-            LocalProtocolError: The loader has no workers (``num_workers=0``, ``workers="inline"``), or no pass has
-                begun.
-        """
-        if self._where is None or isinstance(self._where, Inline):
-            raise LocalProtocolError(
-                "this loader loads in the training process, so the loop waits for all of the loading: give "
-                "num_workers=1 or more for a diagnosis"
-            )
-        if (iterator := self._current()) is not None:
-            return iterator.diagnosis()
-        if self._recorder is None:
-            raise LocalProtocolError("there is nothing to diagnose before the first pass: iterate over the loader")
-        return diagnose(self._recorder.snapshot())
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last iterator of this loader is, for :meth:`load_state_dict`; that of torchdata's loaders.
@@ -357,7 +332,14 @@ class RPCDataloader(DataLoader[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process alone; a copy begins without.
-        own = {"_pass": None, "_shipped": None, "_progress": None, "_current": _nobody, "_recorder": None}
+        own = {
+            "_pass": None,
+            "_shipped": None,
+            "_progress": None,
+            "_current": nobody,
+            "_recorder": None,
+            "_trace": None,
+        }
         return {**self.__dict__, **own}
 
     def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator | InlineIterator:
@@ -389,9 +371,9 @@ class RPCDataloader(DataLoader[_T_co]):
         elif isinstance(self._where, Remote) and self.num_workers > len(placement.homes):
             warn_of_few(self.num_workers, len(placement.homes), str(self._where))
         prepare(dataset, placement.homes, wait=False)
-        before = None if self._recorder is None else self._recorder.snapshot()
-        iterator = RemoteIterator(settings, dataset, placement, saved, self._reported_length, before)
-        self._current, self._recorder = weakref.ref(iterator), iterator.recorder
+        recorder = self._new_recorder()
+        iterator = RemoteIterator(settings, dataset, placement, recorder, saved, self._reported_length)
+        self._current, self._recorder = weakref.ref(iterator), recorder
         return iterator
 
 
@@ -433,7 +415,3 @@ def _named_workers(workers: str | Iterable[str]) -> Remote:
     if not isinstance(where, Remote):
         raise ValueError(f"name node servers, host:port, and not {where}")
     return where
-
-
-def _nobody() -> None:
-    """In place of a reference to an iterator that there is not."""

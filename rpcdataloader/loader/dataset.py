@@ -6,6 +6,8 @@ import functools
 import inspect
 import itertools
 import os
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
@@ -18,6 +20,7 @@ from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
 from rpcdataloader.client.modules import choose_modules
 from rpcdataloader.client.variables import choose_variables
+from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.additions import Additions
 from rpcdataloader.host.environment import set_variables
@@ -191,7 +194,8 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
         settings = PassSettings(
             dataset=self, sampler=endless, auto_collation=False, iterable=True, collate_fn=_unchanged
         )
-        return RemoteIterator(settings, access, placement)
+        recorder = Recorder(threading.Lock(), time.monotonic())
+        return RemoteIterator(settings, access, placement, recorder)
 
 
 def where_of(dataset: RPCDataset) -> Where:

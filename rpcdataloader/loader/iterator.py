@@ -16,7 +16,6 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
 from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.records import Records
 from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCTimeoutError
 from rpcdataloader.fetch.bad_samples import Reduced
@@ -52,9 +51,9 @@ class RemoteIterator:
 
     Args:
         placement: Of the workers; for an iterable-style dataset, of the streams.
+        recorder: Takes notes of the pass.
         saved: The state of the pass to go on with.
         reported_length: What ``len`` of the loader has said of an iterable-style dataset.
-        before: What is known of the pass before.
     """
 
     def __init__(
@@ -62,9 +61,9 @@ class RemoteIterator:
         settings: PassSettings,
         dataset: RemoteDataset,
         placement: Placement,
+        recorder: Recorder,
         saved: Mapping[str, Any] | None = None,
         reported_length: int | None = None,
-        before: Records | None = None,
     ) -> None:
         self._settings = settings
         self._name = dataset.name
@@ -73,7 +72,7 @@ class RemoteIterator:
         self._blocked = self._ready = 0.0  # seconds asleep for the next batch, and of these with a later one here
         self._is_told = False  # why the loop has waited in this pass
         with undone_afterwards(saved):
-            self._driver = Driver(settings, dataset, placement, saved, before)
+            self._driver = Driver(settings, dataset, placement, saved, recorder)
             self._advance(wants_input=True)
         self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
         self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # of the last report, and when it came
@@ -226,7 +225,7 @@ class RemoteIterator:
                 ended = time.monotonic()
                 seconds += ended - began
                 if ended >= driver.recorder.next_probe and self._drawn is not None:
-                    self._drawn.probe = driver.recorder.probe(ended, ended - began)
+                    self._drawn.probe = driver.recorder.probe(ended, ended - began, self._drawn.number)
             with driver.condition:
                 if wants_input:
                     if self._drawn is None:
@@ -267,11 +266,6 @@ class RemoteIterator:
     def is_usable(self) -> bool:
         """Whether :meth:`reset` is possible."""
         return self._driver.is_usable
-
-    @property
-    def recorder(self) -> Recorder:
-        """What takes notes of this pass; it refers to nothing else."""
-        return self._driver.recorder
 
     def diagnosis(self) -> Diagnosis:
         """Why the loop waits."""

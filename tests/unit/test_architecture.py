@@ -68,6 +68,7 @@ PURE = {
     "rpcdataloader.diagnosis.figures",
     "rpcdataloader.diagnosis.recorder",
     "rpcdataloader.diagnosis.records",
+    "rpcdataloader.diagnosis.trace",
     "rpcdataloader.diagnosis.verdict",
     "rpcdataloader.diagnosis.words",
     "rpcdataloader.loader.origin",
