@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
-from rpcdataloader.client.discovery import Local, Registered, Remote
+from rpcdataloader.client.discovery import Elastic, Local, Remote
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
@@ -40,10 +40,10 @@ class Placement:
     partition: Partition = field(default_factory=Partition)
     num_offered: int = 0
     max_workers: int = 0
-    register: Registered | None = None
+    register: Elastic | None = None
 
 
-def place(where: Local | Remote | Registered, *, partition: Partition | None = None, num_workers: int = 0) -> Placement:
+def place(where: Local | Remote | Elastic, *, partition: Partition | None = None, num_workers: int = 0) -> Placement:
     """Choose the workers of this process.
 
     Args:
@@ -53,11 +53,11 @@ def place(where: Local | Remote | Registered, *, partition: Partition | None = N
             remote pool never more than the share.
 
     Raises:
-        ConnectError: A node server cannot be reached that never could; of those in a register, none can.
+        ConnectError: A node server cannot be reached that never could; of those that come and go, none can.
     """
     nodes = get_client().nodes(where)
     sessions = [node.session() for node in nodes]
-    if isinstance(where, Registered):
+    if isinstance(where, Elastic):
         nodes = _those_that_answer(nodes)
     offered = [node.num_workers() for node in nodes]
     for session in sessions:
@@ -68,8 +68,8 @@ def place(where: Local | Remote | Registered, *, partition: Partition | None = N
     partition = partition or current_partition()
     if partition.world_size > sum(offered):
         _warn_of_doubling(partition.world_size, sum(offered))
-    # Servers come and go in a register, in the order in which they came: those before keep their shares.
-    share = share_of(offered, partition, by_node=isinstance(where, Registered))[: num_workers or None]
+    # Servers come and go: those before keep their shares, where the order is that in which they came.
+    share = share_of(offered, partition, by_node=isinstance(where, Elastic))[: num_workers or None]
     # Ranks that lose their nodes at the same time do not all ask the same one.
     first = partition.rank % len(nodes)
     others = [node for node in nodes[first:] + nodes[:first] if node not in {nodes[index] for index in share}]
@@ -79,7 +79,7 @@ def place(where: Local | Remote | Registered, *, partition: Partition | None = N
         partition,
         sum(offered),
         num_workers,
-        where if isinstance(where, Registered) else None,
+        where if isinstance(where, Elastic) else None,
     )
 
 
