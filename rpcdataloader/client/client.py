@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable, Iterable
 
 from rpcdataloader.client.alarm import Alarm
-from rpcdataloader.client.discovery import Local, Registered, Remote
+from rpcdataloader.client.discovery import Elastic, Local, Remote
 from rpcdataloader.client.exchange import ClientSettings
 from rpcdataloader.client.janitor import Janitor
 from rpcdataloader.client.local_server import LocalServer
 from rpcdataloader.client.node import Node
+from rpcdataloader.client.reporter import Reporter
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.watcher import Changed, RegisterWatcher, Watch
 from rpcdataloader.wire.address import Address
@@ -42,6 +43,7 @@ class Client:
         alarm: Watches the deadlines of calls.
         janitor: Closes what finalizers leave.
         additions: What all sessions get.
+        reporter: Tells node servers how the loops of this process do.
 
     Raises:
         ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or not all of the three variables of TLS
@@ -57,25 +59,26 @@ class Client:
         )
         self.additions = self._settings.additions
         self.janitor = Janitor()
+        self.reporter = Reporter(self.alarm, self._listeners)
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._nodes: dict[Address, Node] = {}
-        self._watchers: dict[str, RegisterWatcher] = {}
+        self._watchers: dict[Elastic, RegisterWatcher] = {}
         self._local: LocalServer | None = None
         self._threads: dict[threading.Thread, threading.Event] = {}
         self._closed = False
 
-    def nodes(self, where: Local | Remote | Registered) -> list[Node]:
+    def nodes(self, where: Local | Remote | Elastic) -> list[Node]:
         """The nodes that ``where`` names; starts the embedded server if need be, and connects to nobody yet.
 
         Raises:
-            ConnectError: No server has registered in the directory before the connect timeout.
+            ConnectError: None has come before the connect timeout, of those that come and go.
         """
         if isinstance(where, Local):
             return [self.node(self._local_address())]
-        if isinstance(where, Registered):
-            found = self._watcher(where.directory).find(self._settings.connect_timeout)
-            return [self.node(registration.address, is_registered=True) for registration in found]
+        if isinstance(where, Elastic):
+            found = self._watcher(where).find(self._settings.connect_timeout)
+            return [self.node(server.address, is_registered=True) for server in found]
         return [self.node(address) for address in where.addresses]
 
     def node(self, address: Address, *, is_registered: bool = False) -> Node:
@@ -102,15 +105,15 @@ class Client:
                 self._threads[thread] = stop
                 thread.start()
 
-    def watch(self, where: Registered, known: Iterable[Address], changed: Changed) -> Watch:
+    def watch(self, where: Elastic, known: Iterable[Address], changed: Changed) -> Watch:
         """Have servers reported that come or go; see :meth:`~rpcdataloader.client.watcher.RegisterWatcher.watch`."""
-        return self._watcher(where.directory).watch(known, changed)
+        return self._watcher(where).watch(known, changed)
 
-    def _watcher(self, directory: str) -> RegisterWatcher:
+    def _watcher(self, where: Elastic) -> RegisterWatcher:
         with self._lock:
-            if directory not in self._watchers:
-                self._watchers[directory] = RegisterWatcher(directory)
-            watcher, closed = self._watchers[directory], self._closed
+            if where not in self._watchers:
+                self._watchers[where] = RegisterWatcher(where.open())
+            watcher, closed = self._watchers[where], self._closed
         if closed:
             watcher.close()
         return watcher
@@ -125,6 +128,11 @@ class Client:
         if self._local is not None and address == self._local.address:
             return self._local.credentials
         return client_credentials(address)
+
+    def _listeners(self) -> list[Node]:
+        """Nodes that a status can be asked of: all but the embedded pool."""
+        own = None if self._local is None else self._local.address
+        return [node for node in list(self._nodes.values()) if node.address != own]
 
     @property
     def is_closed(self) -> bool:

@@ -113,6 +113,13 @@ class PendingReply:
         assert self._reply is not None
         return result_of(self._reply, self._allocator)
 
+    def stack(self) -> str:
+        """Wait for a stack; returns why there is none if it does not come."""
+        try:
+            return str(self.wait())
+        except RPCError as exc:
+            return f"no stack: {exc}"
+
 
 def log_from_server(name: str, message: Message, printer: Printer) -> None:
     """Pass a worker's warning or log record on to this process's logging, and a line of its output to the printer."""

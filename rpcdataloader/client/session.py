@@ -36,6 +36,9 @@ _NO_SESSION = bytes(16)
 # the worker and hears of it from the kernel; this is only reached when the session is busy building.
 FATE_TIMEOUT = 2.0
 
+# Seconds in which a worker that was killed ends.
+END_TIMEOUT = 0.5
+
 # A session answers within one second, even if the worker does not, unless it is busy building.
 STACK_TIMEOUT = 2.0
 
@@ -45,6 +48,7 @@ class RemoteSession:
 
     Attributes:
         name: Address of the node server.
+        is_quiet: Nothing need be said while it is waited for.
     """
 
     def __init__(self, address: Address, settings: ClientSettings) -> None:
@@ -57,7 +61,7 @@ class RemoteSession:
         # Guarded by the condition:
         self._exited: dict[int, Exited] = {}
         self._lost: RPCError | None = None
-        self.draining = False
+        self.draining = self.is_quiet = False
         self._deadline = Deadline(settings.connect_timeout)
         self._connection = Connection(self.name, self._open, self, settings.allocator)
         self._workers: set[RemoteWorker] = set()
@@ -109,7 +113,7 @@ class RemoteSession:
             if self._lost is not None:
                 raise copy.copy(self._lost)
             if self.welcome is None:
-                raise ConnectionLostError(f"nobody waits for {self.name} any more")
+                raise ConnectionLostError(f"{self.name} has not answered yet")
             return self.welcome
 
     def wake(self) -> None:
@@ -161,6 +165,11 @@ class RemoteSession:
         """Let a dataset go; never blocks."""
         self._connection.release(key)
 
+    def report(self, payload: bytes) -> None:
+        """Tell the session of the client's loops, unless it has other things to do or is too old; never blocks."""
+        if self.welcome is not None and self.welcome.takes_reports and self.is_usable and not self.is_busy:
+            self._connection.tell(MessageType.REPORT, payload)
+
     def _wait_for(
         self,
         type: MessageType,
@@ -181,22 +190,16 @@ class RemoteSession:
         """What a worker of this session does: its state and its Python stacks, or why there are none.
 
         Waits until the worker's session has answered, at most 2 s. Never raises an error, as it is needed most when
-        something is wrong already: an answer that does not come is said in the text.
+        something is wrong already: a missing answer is reported in the text.
         """
         return self._ask_for_stack(StackRequest(number), lambda: None)()
-
-    def stacks(self) -> dict[str, str]:
-        """:meth:`stack_of` of all workers of this session that are there, by their names; in 2 s altogether."""
-        there = [worker for worker in list(self._workers) if worker.number]
-        waits = [(worker.name, self._ask_for_stack(StackRequest(worker.number), lambda: None)) for worker in there]
-        return {name: wait() for name, wait in waits}
 
     def end_worker(self, number: int, reason: str) -> Callable[[], str]:
         """End a worker of this session, whatever it is at; its requests fail with ``reason``.
 
-        Returns at once. The worker takes no further requests from now on, and its connection is closed when the
-        session has killed it, or after 2 s without an answer from there. It may outlive this on its node, as long as
-        the kernel does not let it go; nobody waits for that.
+        Returns at once. The worker takes no further requests from now on. Its connection ends with it, or is closed
+        when the session has killed it, or has not answered for 2 s, and it is there half a second later: the kernel
+        may not let it go, and nobody waits for that.
 
         Args:
             reason: For the error and for the node's log, such as ``"took longer than 5 s"``.
@@ -212,9 +215,12 @@ class RemoteSession:
             for worker in workers:
                 worker.close(ConnectionLostError(f"{worker.name} was ended: {reason}"))
 
-        return self._ask_for_stack(StackRequest(number, reason), close)
+        # Until then, its session may say what it was at.
+        return self._ask_for_stack(
+            StackRequest(number, reason), lambda: self._settings.alarm.call_after(END_TIMEOUT, close)
+        )
 
-    def _ask_for_stack(self, request: StackRequest, finished: Callable[[], None]) -> Callable[[], str]:
+    def _ask_for_stack(self, request: StackRequest, finished: Callable[[], object]) -> Callable[[], str]:
         """Returns a function that waits for the text; ``finished`` is called once there is one, or too late."""
         answer = PendingReply(self._settings.allocator)
 
@@ -233,14 +239,7 @@ class RemoteSession:
             self.submit(MessageType.STACK, request.encode(), [], complete_in_time)
         except ConnectionLostError as exc:
             complete_in_time(exc)
-
-        def wait() -> str:
-            try:
-                return str(answer.wait())
-            except RPCError as exc:
-                return f"no stack: {exc}"
-
-        return wait
+        return answer.stack
 
     def fate(self, worker: int) -> Exited | None:
         """How a worker of this session ended; waits a little for the news. None if they do not come."""
@@ -284,7 +283,7 @@ class RemoteSession:
             _NO_SESSION,
             self._deadline,
             retry=self._settings.waits_for_servers,
-            label=self._partition.label,
+            label=lambda: None if self.is_quiet else self._partition.label,
             tls=self._settings.tls_for(self.address),
         )
         self._welcome = read_welcome(channel, self._deadline)

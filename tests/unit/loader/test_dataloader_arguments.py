@@ -91,6 +91,7 @@ ARGUMENTS = {
     "env": {"TZ": "UTC"},
     "py_modules": (pack("helpers", {"helpers.py": b""}),),
     "forward_output": True,
+    "min_workers": 2,
 }
 
 
