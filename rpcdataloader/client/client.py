@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 
@@ -40,7 +42,6 @@ class Client:
     Attributes:
         allocator: Pageable receive buffers, shared by all connections.
         alarm: Watches the deadlines of calls.
-        janitor: Closes what finalizers leave.
         variables: Of the environment, which all sessions get.
 
     Raises:
@@ -56,23 +57,30 @@ class Client:
             self._credentials, connect_timeout(), _rank(), self.allocator, self.alarm, client_tls()
         )
         self.variables = self._settings.variables
-        self.janitor = Janitor()
         self._lock = threading.Lock()
         # Guarded by the lock:
+        self._janitor: Janitor | None = None
         self._nodes: dict[Address, Node] = {}
         self._watchers: dict[str, RegisterWatcher] = {}
         self._local: LocalServer | None = None
         self._threads: dict[threading.Thread, threading.Event] = {}
         self._closed = False
 
+    @property
+    def janitor(self) -> Janitor:
+        """Closes what finalizers leave."""
+        with self._lock:
+            self._janitor = self._janitor or Janitor()
+            return self._janitor
+
     def nodes(self, where: Local | Remote | Registered) -> list[Node]:
-        """The nodes that ``where`` names; starts the embedded server if need be, and connects to nobody yet.
+        """The nodes that ``where`` names; begins the embedded server if need be, and connects to nobody yet.
 
         Raises:
             ConnectError: No server has registered in the directory before the connect timeout.
         """
         if isinstance(where, Local):
-            return [self.node(self._local_address())]
+            return [self.node(self.begin_local())]
         if isinstance(where, Registered):
             found = self._watcher(where.directory).find(self._settings.connect_timeout)
             return [self.node(registration.address, is_registered=True) for registration in found]
@@ -115,7 +123,8 @@ class Client:
             watcher.close()
         return watcher
 
-    def _local_address(self) -> Address:
+    def begin_local(self) -> Address:
+        """Begin the embedded server, if there is none; it is waited for when a node is asked for its session."""
         with self._lock:
             if self._local is None:
                 self._local = LocalServer()
@@ -142,7 +151,8 @@ class Client:
         for watcher in watchers:
             watcher.close()
         self.alarm.close()
-        self.janitor.close()
+        if self._janitor is not None:
+            self._janitor.close()
         connections = [connection for node in nodes for connection in node.connections()]
         for node in nodes:
             node.close()
@@ -213,6 +223,17 @@ def get_client() -> Client:
             # Daemon threads inside torch abort an interpreter that finalises; this joins them before.
             atexit.register(_client.close)
         return _client
+
+
+def begin_local_early() -> None:
+    """Begin the embedded server beside what the script does next; a pass may never come, so no thread starts here.
+
+    Not in a process of a node server, nor in a child of multiprocessing that imports the script: there, a loader at the
+    top level of a module is made in passing.
+    """
+    is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if not is_importing and "rpcdataloader.server.node" not in sys.modules:
+        get_client().begin_local()
 
 
 def close_client() -> None:

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from rpcdataloader.client.client import get_client
+from rpcdataloader.client.client import begin_local_early, get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.sharing import Partition
@@ -187,6 +187,8 @@ class RPCDataloader(DataLoader[_T_co]):
             self.env = settings.env
         if type(self) in (RPCDataloader, _LoaderWithoutState):
             self.__class__ = RPCDataloader if own else _LoaderWithoutState
+        if isinstance(where, Local):
+            begin_local_early()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
         if self._where is None:
