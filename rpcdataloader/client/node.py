@@ -86,6 +86,11 @@ class Node:
                 self._rpc_worker = self._current_session().open_worker(_RpcOwner())
             return self._rpc_worker
 
+    def report(self, payload: bytes) -> None:
+        """Tell the current session of the client's loops; see ``RemoteSession.report``."""
+        for session in self._sessions[-1:]:
+            session.report(payload)
+
     def wake(self) -> None:
         """Let those who wait for the session look whether they still want to."""
         for session in self._sessions:

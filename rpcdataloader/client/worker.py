@@ -176,7 +176,7 @@ class RemoteWorker:
             self.connection.fail_above(goaway.last_request, error)
             self._owner.worker_draining(self)
         elif message.type == MessageType.LOG:
-            log_from_server(self.name, message)
+            log_from_server(self.name, message, self._settings.printer)
 
     def explain(self, error: RPCError) -> RPCError:
         if not isinstance(error, ConnectionLostError) or not self.number:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rpcdataloader.client.client import begin_local_early, get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
-from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
+from rpcdataloader.client.discovery import Elastic, Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.sharing import Partition
-from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import set_variables
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
+from rpcdataloader.loader.measured import MeasuredLoader, nobody
 from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
 from rpcdataloader.loader.ranks import errors_of_rank
 from rpcdataloader.loader.settings import PassSettings, make_partition
@@ -37,7 +38,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 _TORCHS = {"prefetch_factor", "persistent_workers", "pin_memory_device"}
 
 
-class RPCDataloader(DataLoader[_T_co]):
+class RPCDataloader(MeasuredLoader[_T_co]):
     """A ``torch.utils.data.DataLoader`` that loads and collates its batches in workers on any machine.
 
     Arguments, batches, their order, and exceptions are torch's; see its documentation. What differs:
@@ -79,6 +80,9 @@ class RPCDataloader(DataLoader[_T_co]):
         env: Environment variables that the workers' sessions get: names and patterns of variables of this process, such
             as ``["HF_*", "AWS_PROFILE"]``, which are read now; or their values, ``{"TZ": "UTC"}``. Not with an
             ``RPCDataset``, which has its own.
+        py_modules: Modules and packages that the workers' sessions get, as for :class:`~rpcdataloader.RPCDataset`; they
+            are read now. Not with an ``RPCDataset``, which has its own.
+        forward_output: Print on the standard error of this process what workers print, each line with its origin.
         min_workers: When a pass begins, wait until the node servers that are there have so many workers for this
             process, at most for the connect timeout; 0 to begin with those that are there.
 
@@ -91,6 +95,7 @@ class RPCDataloader(DataLoader[_T_co]):
     env: Any
     min_workers: int
     partition: Any
+    py_modules: Any
 
     def __init__(
         self,
@@ -123,15 +128,18 @@ class RPCDataloader(DataLoader[_T_co]):
         max_skipped: int = 100,
         device: torch.device | str | int | None = None,
         env: Mapping[str, str] | Iterable[str] | None = None,
+        py_modules: Iterable[str | os.PathLike[str] | ModuleType] | None = None,
+        forward_output: bool = False,
         min_workers: int = 0,
     ) -> None:
         arguments = locals()
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
         where = _where(dataset, workers, num_workers)
+        for name in ("env", "py_modules"):
+            if arguments[name] is not None and isinstance(dataset, RPCDataset):
+                raise ValueError(f"{name} is too late for an RPCDataset, which is built: give it to the RPCDataset")
         check_min_workers(min_workers, num_workers, where)
-        if env is not None and isinstance(dataset, RPCDataset):
-            raise ValueError("env is too late for an RPCDataset, which is built: give it to the RPCDataset")
         if where is not None and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"dataset of type {type(dataset).__name__} has no __getitem__, which a map-style dataset needs, and is "
@@ -162,8 +170,6 @@ class RPCDataloader(DataLoader[_T_co]):
         self._progress: tuple[PassSettings, Progress] | None = None  # of the last iterator
         self._saved: Mapping[str, Any] | None = None  # for the next one
         self._shipped: RemoteDataset | None = None
-        self._current: Callable[[], RemoteIterator | None] = _nobody  # the last iterator, while it is in use
-        self._recorder: Recorder | None = None  # of the last iterator
         # Public attributes are called like arguments: frameworks make another loader of them.
         for name in (RPCDataloader.__init__.__kwdefaults__ or {}).keys() - _TORCHS:
             setattr(self, name, arguments[name])
@@ -185,6 +191,8 @@ class RPCDataloader(DataLoader[_T_co]):
             raise ValueError("env needs workers: give workers or num_workers, or set os.environ")
         if env is not None:
             self.env = settings.env
+        if py_modules is not None:
+            self.py_modules = settings.py_modules
         if type(self) in (RPCDataloader, _LoaderWithoutState):
             self.__class__ = RPCDataloader if own else _LoaderWithoutState
         if isinstance(where, Local):
@@ -220,28 +228,6 @@ class RPCDataloader(DataLoader[_T_co]):
     def num_skipped(self) -> int:
         """How many samples were skipped (``on_error="skip"``) in what was delivered of the current or the last pass."""
         return self._progress[1].num_skipped if self._progress is not None else 0
-
-    def diagnosis(self) -> Diagnosis:
-        """Why the training loop waits for its batches, and what to do about it.
-
-        It is about the last 60 s, or the last 200 batches if these took longer, of the pass under way; or of the last
-        pass, until the new one has delivered more than its first window. Takes some milliseconds, in any thread.
-        :doc:`waiting` tells what each bound means.
-
-        Raises:
-            LocalProtocolError: The loader has no workers (``num_workers=0``, ``workers="inline"``), or no pass has
-                begun.
-        """
-        if self._where is None or isinstance(self._where, Inline):
-            raise LocalProtocolError(
-                "this loader loads in the training process, so the loop waits for all of the loading: give "
-                "num_workers=1 or more for a diagnosis"
-            )
-        if (iterator := self._current()) is not None:
-            return iterator.diagnosis()
-        if self._recorder is None:
-            raise LocalProtocolError("there is nothing to diagnose before the first pass: iterate over the loader")
-        return diagnose(self._recorder.snapshot())
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last iterator of this loader is, for :meth:`load_state_dict`; that of torchdata's loaders.
@@ -348,7 +334,14 @@ class RPCDataloader(DataLoader[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process alone; a copy begins without.
-        own = {"_pass": None, "_shipped": None, "_progress": None, "_current": _nobody, "_recorder": None}
+        own = {
+            "_pass": None,
+            "_shipped": None,
+            "_progress": None,
+            "_current": nobody,
+            "_recorder": None,
+            "_trace": None,
+        }
         return {**self.__dict__, **own}
 
     def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator | InlineIterator:
@@ -363,7 +356,7 @@ class RPCDataloader(DataLoader[_T_co]):
             local = access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else self.dataset
             return InlineIterator(settings, local, saved, self._reported_length)
         assert self._where is not None
-        get_client().variables.add(settings.env)
+        get_client().additions.add(settings.additions)
         if isinstance(self.dataset, RPCDataset):
             dataset: RemoteDataset = access_of(self.dataset)
         else:
@@ -380,9 +373,9 @@ class RPCDataloader(DataLoader[_T_co]):
         elif isinstance(self._where, Remote) and self.num_workers > len(placement.homes):
             warn_of_few(self.num_workers, len(placement.homes), str(self._where))
         prepare(dataset, placement.homes, wait=False)
-        before = None if self._recorder is None else self._recorder.snapshot()
-        iterator = RemoteIterator(settings, dataset, placement, saved, self._reported_length, before)
-        self._current, self._recorder = weakref.ref(iterator), iterator.recorder
+        recorder = self._new_recorder()
+        iterator = RemoteIterator(settings, dataset, placement, recorder, saved, self._reported_length)
+        self._current, self._recorder = weakref.ref(iterator), recorder
         return iterator
 
 
@@ -421,10 +414,8 @@ def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: in
 
 def _named_workers(workers: str | Iterable[str]) -> Remote:
     where = find_workers(workers)
+    if isinstance(where, Elastic):  # those that are there now
+        return Remote(tuple(node.address for node in get_client().nodes(where)))
     if not isinstance(where, Remote):
         raise ValueError(f"name node servers, host:port, and not {where}")
     return where
-
-
-def _nobody() -> None:
-    """In place of a reference to an iterator that there is not."""

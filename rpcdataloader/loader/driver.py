@@ -23,7 +23,7 @@ from rpcdataloader.client.node import Node
 from rpcdataloader.client.watcher import Watch
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.records import Records, Setup
+from rpcdataloader.diagnosis.records import Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.fetch.stream_state import StreamState
@@ -77,7 +77,7 @@ class Driver:
     Args:
         placement: Of the workers; for an iterable-style dataset, of the streams.
         saved: The state of the pass to go on with.
-        before: What is known of the pass before.
+        recorder: Takes notes of the pass.
 
     Attributes:
         settings: The arguments of the loader.
@@ -90,7 +90,7 @@ class Driver:
         streams: States of the streams, after the last answer of each.
         sleep: The consumer's.
         num_streams: Workers that the pass has begun with.
-        recorder: Takes notes of the pass.
+        recorder: As given.
         is_device_busy: Whether a wait is hidden by what the device has to do; None without one.
         has_changed: The workers are others than those in the notes.
     """
@@ -101,11 +101,11 @@ class Driver:
         dataset: RemoteDataset,
         placement: Placement,
         saved: Mapping[str, Any] | None,
-        before: Records | None = None,
+        recorder: Recorder,
     ) -> None:
         self.settings = settings
         self.num_streams = len(placement.homes)
-        self.recorder = Recorder(threading.Lock(), time.monotonic(), before)
+        self.recorder = recorder
         self._dataset = dataset
         self._client = get_client()
         self.pid = os.getpid()

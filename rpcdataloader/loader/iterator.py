@@ -16,7 +16,6 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
 from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.records import Records
 from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCTimeoutError
 from rpcdataloader.fetch.bad_samples import Reduced
@@ -24,14 +23,20 @@ from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.passes import undone_afterwards, warn_if_longer
 from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.ranks import of_rank
+from rpcdataloader.loader.reporting import to_status
 from rpcdataloader.loader.seat import Answer, Failure
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, Task
+from rpcdataloader.wire.status import LoopStatus
 
 logger = logging.getLogger("rpcdataloader.loader")
 
 # As torch's profiler names the ranges of its own loaders, which it finds by the beginning.
 _RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
+
+# Seconds without news after which a loop is not reported: another one may run in its middle.
+_PAUSE = 60.0
+
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 # A loop that waits for a larger share of its time is told why when the pass ends.
@@ -46,9 +51,9 @@ class RemoteIterator:
 
     Args:
         placement: Of the workers; for an iterable-style dataset, of the streams.
+        recorder: Takes notes of the pass.
         saved: The state of the pass to go on with.
         reported_length: What ``len`` of the loader has said of an iterable-style dataset.
-        before: What is known of the pass before.
     """
 
     def __init__(
@@ -56,9 +61,9 @@ class RemoteIterator:
         settings: PassSettings,
         dataset: RemoteDataset,
         placement: Placement,
+        recorder: Recorder,
         saved: Mapping[str, Any] | None = None,
         reported_length: int | None = None,
-        before: Records | None = None,
     ) -> None:
         self._settings = settings
         self._name = dataset.name
@@ -67,8 +72,11 @@ class RemoteIterator:
         self._blocked = self._ready = 0.0  # seconds asleep for the next batch, and of these with a later one here
         self._is_told = False  # why the loop has waited in this pass
         with undone_afterwards(saved):
-            self._driver = Driver(settings, dataset, placement, saved, before)
+            self._driver = Driver(settings, dataset, placement, saved, recorder)
             self._advance(wants_input=True)
+        self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
+        self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # of the last report, and when it came
+        get_client().reporter.add(self)
         weakref.finalize(self, get_client().janitor.leave, self._driver.close).atexit = False
         try:
             self._driver.start(placement)
@@ -217,7 +225,7 @@ class RemoteIterator:
                 ended = time.monotonic()
                 seconds += ended - began
                 if ended >= driver.recorder.next_probe and self._drawn is not None:
-                    self._drawn.probe = driver.recorder.probe(ended, ended - began)
+                    self._drawn.probe = driver.recorder.probe(ended, ended - began, self._drawn.number)
             with driver.condition:
                 if wants_input:
                     if self._drawn is None:
@@ -259,14 +267,19 @@ class RemoteIterator:
         """Whether :meth:`reset` is possible."""
         return self._driver.is_usable
 
-    @property
-    def recorder(self) -> Recorder:
-        """What takes notes of this pass; it refers to nothing else."""
-        return self._driver.recorder
-
     def diagnosis(self) -> Diagnosis:
         """Why the loop waits."""
         return self._driver.diagnosis()
+
+    def report(self) -> LoopStatus | None:
+        """The diagnosis for node servers; None if the pass is over, or neither takes nor awaits a batch for a while."""
+        if self.progress.finished or not self._driver.is_open():
+            return None
+        diagnosis, now = self.diagnosis(), time.monotonic()
+        news = float(self.progress.num_yielded), diagnosis.wait_share
+        if news != self._news[0]:
+            self._news = news, now
+        return to_status(diagnosis, self._name, self._rank) if now - self._news[1] < _PAUSE else None
 
     def add_nodes(self, nodes: Sequence[Node]) -> None:
         """Let more nodes help from now on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import threading
@@ -164,7 +165,7 @@ class Seat:
         task = load.payload
         sent = Sent(task, load.number, begun, task.last_request if load.is_last else task.request, load.left_out)
         if task.probe is not None:
-            sent.probe = Probe(draw=task.probe.draw, added=task.probe.added, assigned=time.monotonic())
+            sent.probe = dataclasses.replace(task.probe, assigned=time.monotonic())
         self._queue.append(sent)
 
     def send(self) -> None:

@@ -28,7 +28,6 @@ from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
-    Arrival,
     Decoder,
     Message,
     MessageType,
@@ -37,6 +36,7 @@ from rpcdataloader.wire.frames import (
 )
 from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake, TlsError
 from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
+from rpcdataloader.wire.stages import Arrival
 from rpcdataloader.wire.tls import AnsweredInClearError, TlsStream
 from rpcdataloader.wire.transport import Stream
 

@@ -317,3 +317,10 @@ def test_wait_while_the_device_is_at_work_is_none(workers, device, computes):
     diagnosis = loader.diagnosis()
     assert diagnosis.bound == ("none" if computes else "storage")
     assert (diagnosis.wait_share < 0.05) == computes
+
+
+@pytest.mark.parametrize("where", ["workers", "inline", "this process"])
+def test_batches_that_are_replayed_stay_there(device, workers, where):
+    batches = RPCDataloader(Images(), batch_size=4, device=NAME, **where_of(where, workers)).replay(2)
+    for turn in range(4):
+        check(next(batches), [0, 1, 2, 3] if turn % 2 == 0 else [4, 5, 6, 7], device)
