@@ -237,10 +237,9 @@ def get_client() -> Client:
 
 
 def begin_local_early() -> None:
-    """Begin the embedded server beside what the script does next; a pass may never come, so no thread starts here.
+    """Begin the embedded server beside what the script does next; no thread starts, as a pass may never come.
 
-    Not in a process of a node server, nor in a child of multiprocessing that imports the script: there, a loader at the
-    top level of a module is made in passing.
+    Not where a session, or a child of multiprocessing, imports a module that makes a loader in passing.
     """
     is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
     if not is_importing and "rpcdataloader.server.node" not in sys.modules:

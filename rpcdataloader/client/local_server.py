@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from typing import Any
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
@@ -54,7 +55,7 @@ class LocalServer:
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._stopped = self._is_ready = False
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None  # a Popen
         self._start()
 
     def ensure_running(self) -> None:
@@ -66,7 +67,7 @@ class LocalServer:
         with self._lock:
             if self._stopped:
                 return
-            if self._is_ready and self._process is not None and (status := self._process.poll()) is not None:
+            if self._is_ready and (status := self._process.poll()) is not None:
                 logger.warning("the embedded pool has ended (exit status %d), and is started again", status)
                 self._end()
             elif not self._is_ready and self._environment != dict(os.environ):
@@ -81,33 +82,27 @@ class LocalServer:
         settings = {"path": self.address.path, "token": self.credentials.secret.decode()}
         self._environment = dict(os.environ)
         try:
-            # Interrupted in here, it closes the pipe, which ends the server.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, _PACKAGE_FOLDER],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
             )
-            assert self._process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(json.dumps(settings).encode() + b"\n")
-                self._process.stdin.flush()
+                os.write(self._process.stdin.fileno(), json.dumps(settings).encode() + b"\n")
         except BaseException:
             self._end()
             raise
 
     def _wait(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
         try:
             self._is_ready = bool(self._process.stdout.readline())
-            status = None if self._is_ready else self._process.wait()
-        except BaseException:  # Ctrl-C, while it imports torch
+            if not self._is_ready:
+                status = self._process.wait()
+                raise ConnectError(f"the embedded pool did not start (exit status {status}); see its messages above")
+        except BaseException:  # also Ctrl-C, while it imports torch
             self._end()
             raise
-        if not self._is_ready:
-            self._end()
-            raise ConnectError(f"the embedded pool did not start (exit status {status}); see its messages above")
 
     def stop(self) -> None:
         """End it, and everything it runs; idempotent."""
@@ -116,9 +111,9 @@ class LocalServer:
             self._end()
 
     def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            _close_pipes(process)
+        if self._process is not None:
+            self._close_pipes()
+            process, self._process = self._process, None
             try:
                 # While it imports, it hears nothing, and has nothing to end.
                 process.wait(STOP_TIMEOUT if self._is_ready else 0)
@@ -133,13 +128,11 @@ class LocalServer:
         self._lock = threading.Lock()
         self._stopped = True
         if self._process is not None:
-            _close_pipes(self._process)
+            self._close_pipes()
             # It is not ours: nothing to wait for, nothing to warn of.
             self._process.returncode = 0
 
-
-def _close_pipes(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
+    def _close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
