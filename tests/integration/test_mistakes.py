@@ -216,7 +216,7 @@ class Place:
 class Mistake(NamedTuple):
     name: str
     do: Callable[[Place], Any]
-    error: type[BaseException]
+    error: Any  # a class, or several
     words: str  # a pattern, of the error and its notes
 
 
@@ -308,7 +308,7 @@ MISTAKES = [
             r"dataset is a class: give one of it, or RPCDataset\(workers, Items, \.\.\.\)"),
     Mistake("an instance for a class", lambda p: p.dataset(Items()), TypeError,
             "must be a callable that makes the dataset, but is a Items; an instance is given to RPCDataloader"),
-    Mistake("workers and class swapped", lambda p: RPCDataset(Items, p.address), TypeError, "workers come first"),
+    Mistake("workers and class swapped", lambda p: RPCDataset(*[Items, p.address]), TypeError, "workers come first"),
     Mistake("no dataset", lambda p: p.load(5), TypeError, "dataset of type int has no __getitem__"),
     Mistake("iterator for a dataset", lambda p: p.load(iter([1])), TypeError, "list_iterator has no __getitem__"),
     Mistake("what is made is no dataset", lambda p: p.dataset(NoDataset), TypeError,
