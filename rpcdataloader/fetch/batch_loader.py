@@ -136,6 +136,9 @@ class BatchLoader:
                     spec.worker_init_fn(spec.worker_id)
                 except StopIteration as stop:
                     raise stopped("worker_init_fn") from stop
+                except BaseException as error:
+                    self._name(error, f"worker_init_fn({spec.worker_id})")
+                    raise
                 self._initial_seed = seeding.users_torch_seed()
 
     def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:

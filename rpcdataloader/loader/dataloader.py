@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from rpcdataloader.client.client import get_client
+from rpcdataloader.client.client import begin_local_early, get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Elastic, Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.sharing import Partition
@@ -27,7 +27,7 @@ from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.measured import MeasuredLoader, nobody
 from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
 from rpcdataloader.loader.ranks import errors_of_rank
-from rpcdataloader.loader.settings import PassSettings, make_partition
+from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
 from rpcdataloader.loader.states import VERSION, end_pass, state_of_rank, to_state
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.wire.slabs import PageablePool
@@ -133,6 +133,9 @@ class RPCDataloader(MeasuredLoader[_T_co]):
         min_workers: int = 0,
     ) -> None:
         arguments = locals()
+        if isinstance(dataset, type):
+            raise TypeError(f"dataset is a class: give one of it, or RPCDataset(workers, {dataset.__qualname__}, ...)")
+        check_numbers(num_workers=num_workers, min_workers=min_workers)
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
         where = _where(dataset, workers, num_workers)
@@ -195,6 +198,8 @@ class RPCDataloader(MeasuredLoader[_T_co]):
             self.py_modules = settings.py_modules
         if type(self) in (RPCDataloader, _LoaderWithoutState):
             self.__class__ = RPCDataloader if own else _LoaderWithoutState
+        if isinstance(where, Local):
+            begin_local_early()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
         if self._where is None:
