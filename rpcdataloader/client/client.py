@@ -42,8 +42,8 @@ class Client:
         allocator: Pageable receive buffers, shared by all connections.
         alarm: Watches the deadlines of calls.
         janitor: Closes what finalizers leave.
+        additions: What all sessions get.
         reporter: Tells node servers how the loops of this process do.
-        variables: Of the environment, which all sessions get.
 
     Raises:
         ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or not all of the three variables of TLS
@@ -57,7 +57,7 @@ class Client:
         self._settings = ClientSettings(
             self._credentials, connect_timeout(), _rank(), self.allocator, self.alarm, client_tls()
         )
-        self.variables = self._settings.variables
+        self.additions = self._settings.additions
         self.janitor = Janitor()
         self.reporter = Reporter(self.alarm, self._listeners)
         self._lock = threading.Lock()
@@ -147,6 +147,8 @@ class Client:
             self._closed = True
             nodes = list(self._nodes.values())
             watchers = list(self._watchers.values())
+        if self.additions.current.forward_output:
+            self._settings.printer.linger()
         for watcher in watchers:
             watcher.close()
         self.alarm.close()
@@ -159,6 +161,7 @@ class Client:
         self._end_threads(nodes)
         if self._local is not None:
             self._local.stop()
+        self._settings.printer.close()
 
     def _end_threads(self, nodes: list[Node]) -> None:
         for stop in self._threads.values():

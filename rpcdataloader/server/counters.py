@@ -53,6 +53,8 @@ ROW = np.dtype(
         ("since", "i8"),  # time of the last change of running
         ("unanswered", "i8"),  # requests that were received, including those under way
         ("draining", "i8"),  # 1 if no further requests are taken
+        ("batch", "i8"),  # that a worker of a loader is at,
+        ("sample", "i8"),  # and which of its samples: see fetch/whereabouts.py
         ("socket", "i8"),  # inode of a worker's connection
         ("control", "i8", 2),  # bytes received and sent by a gate or session
         # The work of a worker; in a row above, that of the processes below it that have ended:

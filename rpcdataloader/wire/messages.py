@@ -46,11 +46,21 @@ class Busy(Json):
 
 @dataclass(frozen=True, slots=True)
 class Exited(Json):
-    """A worker of this session ended: its number, process id, and how it ended, in words."""
+    """A worker of this session ended.
+
+    Attributes:
+        worker: Its number.
+        pid: Its process id.
+        reason: How it ended, in words.
+        batch: Number of the last batch of a loader that it has begun; -1 for none.
+        sample: Position of the last sample of it, or another number of ``fetch/whereabouts.py``.
+    """
 
     worker: int
     pid: int
     reason: str
+    batch: int = -1
+    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +87,17 @@ class Goaway(Json):
 
 @dataclass(frozen=True, slots=True)
 class Log(Json):
-    """A warning, or a log record of warning level or above, of a worker or session."""
+    """A warning, or a log record of warning level or above, of a worker or session; or a line that it has printed.
+
+    Attributes:
+        printed_by: ``worker 3`` or ``session`` has printed the text, or the node server has left lines out (then it is
+            empty); None for a log record.
+    """
 
     level: int
     logger: str
     text: str
+    printed_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
