@@ -48,8 +48,7 @@ class Reporter:
         # Guarded by the lock. A loop that is dropped ends its workers, so it is not kept here.
         self._loops: list[weakref.ref[Loop]] = []
         self._is_running = False
-        # Of the alarm's thread alone:
-        self._has_told = False  # of a loop, with the last report
+        self._has_told = False  # of a loop, with the last report; of the alarm's thread alone
 
     def add(self, loop: Loop) -> None:
         """A loop begins; it is reported if there is a node to tell."""
@@ -62,7 +61,12 @@ class Reporter:
 
     def _report(self) -> None:
         try:
-            self._tell()
+            told = [status for loop in list(self._loops) if (status := _report_of(loop)) is not None]
+            if told or self._has_told:  # the last report is of no loop
+                payload = Report.of(told)
+                for node in self._find_nodes():
+                    node.report(payload)
+            self._has_told = bool(told)
         except Exception:
             self.num_failures += 1
             level = logging.WARNING if self.num_failures == 1 else logging.DEBUG
@@ -72,16 +76,6 @@ class Reporter:
             self._is_running = bool(self._loops)
             if self._is_running:
                 self._alarm.call_after(PERIOD, self._report)
-
-    def _tell(self) -> None:
-        with self._lock:
-            loops = list(self._loops)
-        told = [status for loop in loops if (status := _report_of(loop)) is not None]
-        if told or self._has_told:  # the last report is of no loop
-            payload = Report.of(told)
-            for node in self._find_nodes():
-                node.report(payload)
-        self._has_told = bool(told)
 
 
 def _report_of(reference: weakref.ref[Loop]) -> LoopStatus | None:

@@ -21,6 +21,7 @@ class History:
     """
 
     def __init__(self, interval: float) -> None:
+        self._interval = interval
         self._points: deque[Tree] = deque(maxlen=max(2, math.ceil(SECONDS / interval)))
 
     def add(self, document: Tree) -> None:
@@ -33,10 +34,14 @@ class History:
         self._points.append(point)
 
     def as_columns(self) -> Tree:
-        """Times, rates, and for those present clients that wait most, how much: lists of the same length."""
+        """Times, rates, and for those present clients that wait most, how much: lists of the same length.
+
+        With them comes the interval between two looks.
+        """
         # The last look has them in that order.
         names = list(self._points[-1]["waits"])[:_MAX_CLIENTS] if self._points else []
         columns: Tree = {name: [point[name] for point in self._points] for name in ("time", "tasks", "sent_bytes")}
+        columns["interval_seconds"] = self._interval
         columns["waits"] = {name: [point["waits"].get(name) for point in self._points] for name in sorted(names)}
         return columns
 

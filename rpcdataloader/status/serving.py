@@ -32,7 +32,7 @@ from rpcdataloader.status import metrics
 from rpcdataloader.status.history import History
 from rpcdataloader.status.report import Tree
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.credentials import load_credentials
+from rpcdataloader.wire.credentials import client_credentials, load_credentials
 
 TOKEN_VARIABLE = "RPCDATALOADER_STATUS_TOKEN"
 TOKEN_FILE_VARIABLE = "RPCDATALOADER_STATUS_TOKEN_FILE"
@@ -50,7 +50,6 @@ _HEADERS = {
 }
 
 _PAGE = Path(__file__).with_name("page")
-_JSON = "application/json"
 
 
 def parse_place(text: str) -> Address:
@@ -80,7 +79,7 @@ def find_token(environ: Mapping[str, str] = os.environ) -> bytes | None:
         found = load_credentials(token=text if path is None else None, token_file=path, environ={})
     except AuthenticationError as exc:
         raise AuthenticationError(f"{name}: {exc}") from None
-    if hmac.compare_digest(found.secret, load_credentials().secret):
+    if hmac.compare_digest(found.secret, client_credentials(Address("localhost")).secret):
         raise AuthenticationError(f"{name} is the secret of the node servers, which lets run code there: take another")
     return found.secret
 
@@ -129,7 +128,7 @@ class StatusServer(socketserver.ThreadingTCPServer):
         try:
             found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
             self.address_family, *_, listen = found[0]
-            if token is None and not _is_loopback(str(listen[0])):
+            if token is None and not _is_loopback(str(Address(str(listen[0])))):
                 raise ValueError(
                     f"{place.host} can be reached from other machines: set {TOKEN_FILE_VARIABLE} to a file with a "
                     "token that requests must show, or serve at 127.0.0.1"
@@ -171,8 +170,8 @@ class StatusServer(socketserver.ThreadingTCPServer):
         history.add(document)
         self.answers |= {
             "/metrics": (metrics.CONTENT_TYPE, metrics.as_metrics(document, self._num_failures).encode()),
-            "/json": (_JSON, json.dumps(document).encode()),
-            "/history": (_JSON, json.dumps(history.as_columns()).encode()),
+            "/json": ("application/json", json.dumps(document).encode()),
+            "/history": ("application/json", json.dumps(history.as_columns()).encode()),
         }
 
     def _fail(self, what: str) -> None:
@@ -193,7 +192,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if self.server.token is None and not _is_loopback(_host_of(self.headers.get("Host", ""))):
+        if self.server.token is None and not _is_loopback(self.headers.get("Host", "")):
             self._send(403, "without a token, this is only for http://localhost and http://127.0.0.1\n")
         elif path != "/" and not self._shows_token():  # the page itself tells nothing
             self._send(401, "show the token: Authorization: Bearer TOKEN\n")
@@ -227,15 +226,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Nothing: a scraper comes every few seconds."""
 
 
-def _host_of(header: str) -> str:
+def _is_loopback(place: str) -> bool:
+    """Whether a host, with or without a port, is this machine whatever the name servers say."""
     try:
-        return urlsplit(f"//{header}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        host = urlsplit(f"//{place}").hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False

@@ -7,14 +7,17 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +35,7 @@ from tests.unit.wire.test_status import LOOP
 
 pytestmark = pytest.mark.usefixtures("clean_client", "often")
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
 PROMPTLY = 20 * TIMEOUT_SCALE
 READY = re.compile(r"rpcdataloader status (http://127\.0\.0\.1:\d+/) pid=(\d+)\n")
 EVIL = "<img src=x onerror=document.title='owned'>"
@@ -124,6 +128,52 @@ def test_metrics_of_a_real_pool(serve):
         wait_until(lambda: metrics_of(url)[f'rpcdataloader_ended_workers_total{{node="{server.address}"}}'] == 1)
 
 
+@contextlib.contextmanager
+def prometheus(folder, target):
+    """A server of Prometheus with the configuration of the examples; gives a function that asks it."""
+    shutil.copytree(EXAMPLES, folder)
+    config = folder / "prometheus.yml"
+    text = config.read_text().replace("localhost:9100", target).replace("10s", "1s")
+    config.write_text(text)
+    command = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data", "--web.listen-address"]
+    log = folder / "log"
+    with open(log, "w") as file, subprocess.Popen([*command, "127.0.0.1:0"], cwd=folder, stderr=file) as process:
+        try:
+            listening = re.compile(r'msg="Listening on" address=(127\.0\.0\.1:\d+)')
+            wait_until(lambda: listening.search(log.read_text()), 30)
+            address = listening.search(log.read_text())[1]
+
+            def query(expression):
+                where = f"http://{address}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
+                with contextlib.suppress(urllib.error.HTTPError):  # it is not ready yet
+                    return json.loads(get(where))["data"]["result"]
+                return []
+
+            yield query
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus")
+def test_prometheus_scrapes_a_real_pool(serve, tmp_path):
+    server = serve("--num-workers", "2")
+    with (
+        serving(server.address) as url,
+        training(server),
+        prometheus(tmp_path / "monitoring", urllib.parse.urlsplit(url).netloc) as query,
+    ):
+        wait_until(lambda: query("rpcdataloader_client_bound"), 60, interval=0.2)
+        (bound,) = query("rpcdataloader_client_bound")
+        assert bound["metric"]["client"] == socket.gethostname()
+        assert bound["metric"]["bound"] == "storage"
+        wait_until(lambda: query("rate(rpcdataloader_batches_total[10s]) > 0"), 60, interval=0.2)
+        assert query("rpcdataloader_wanted_workers > 2")
+        # The alert begins to wait for its ten minutes.
+        wait_until(lambda: query('ALERTS{alertname="GPUsWait",alertstate="pending"}'), 60, interval=0.2)
+        assert not query('ALERTS{alertname!="GPUsWait"}')
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -154,7 +204,6 @@ def test_second_exporter_at_the_same_port_is_refused(capsys):
 # --- in a browser
 
 
-@pytest.mark.slow
 @needs_chromium
 def test_page_shows_what_happens(serve, tmp_path):
     server = serve("--num-workers", "2")

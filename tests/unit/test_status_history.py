@@ -26,10 +26,17 @@ def looks(*clients_of_each):
 
 def test_lines_have_a_point_for_each_look_and_rates_from_the_second_one_on():
     history = History(2.0)
-    assert history.as_columns() == {"time": [], "tasks": [], "sent_bytes": [], "waits": {}}
+    assert history.as_columns() == {
+        "interval_seconds": 2.0,
+        "time": [],
+        "tasks": [],
+        "sent_bytes": [],
+        "waits": {},
+    }
     for document in looks([], [waiting(1, 0.1)], [waiting(1, 0.2), waiting(2, 0.5, rank=7)]):
         history.add(document)
     assert history.as_columns() == {
+        "interval_seconds": 2.0,
         "time": [1000, 1002, 1004],
         "tasks": [None, 50, 50],
         "sent_bytes": [None, 0, 0],

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcdataloader.server.counters import GATE, NODE, REPORT_BYTES, ROW, SESSION, WORKER, CounterTable
+from rpcdataloader.server.counters import GATE, NODE, ROW, SESSION, WORKER, CounterTable
+from rpcdataloader.wire.status import MAX_REPORT_BYTES
 
 SECOND = 10**9
 
@@ -291,11 +292,11 @@ def test_last_report_of_a_client_is_kept_until_its_session_ends():
     for payload in b"a longer one", b"short":
         table.report(first, payload, 5)
         assert [row.report for row in rows_of(table, SESSION)] == [payload, b""]
-    table.report(first, bytes(REPORT_BYTES + 1), 6)
+    table.report(first, bytes(MAX_REPORT_BYTES + 1), 6)
     assert rows_of(table, SESSION)[0].report == b"short"
-    table.report(second, bytes(range(256)) * (REPORT_BYTES // 256), 7)
+    table.report(second, bytes(range(256)) * (MAX_REPORT_BYTES // 256), 7)
     assert [row.reported for row in rows_of(table, SESSION)] == [5, 7]
-    assert [len(row.report) for row in rows_of(table, SESSION)] == [5, REPORT_BYTES]
+    assert [len(row.report) for row in rows_of(table, SESSION)] == [5, MAX_REPORT_BYTES]
     table.close(first)
     assert open_session(table, pid=4) == first
     assert rows_of(table, SESSION)[0].report == b""
