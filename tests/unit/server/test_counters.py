@@ -302,9 +302,48 @@ def test_last_report_of_a_client_is_kept_until_its_session_ends():
     assert rows_of(table, SESSION)[0].report == b""
 
 
+class WatchedReports:
+    """Memory of reports, whose users are disturbed."""
+
+    def __init__(self, reports, disturb):
+        self.reports, self.disturb = reports, disturb
+
+    def __getitem__(self, key):
+        found = self.reports[key]
+        self.disturb()
+        return found
+
+    def __setitem__(self, key, value):
+        self.disturb()
+        self.reports[key] = value
+
+
 def test_report_that_is_being_written_is_none():
     table = make_table()
     place = open_session(table)
     table.report(place, b"old", 5)
-    table._rows[place]["reported"] = 0
+    real, seen = table._reports, []
+
+    def read():
+        table._reports = real
+        seen.extend(row.report for row in rows_of(table, SESSION))
+
+    table._reports = WatchedReports(real, read)
+    table.report(place, b"new", 6)
+    assert seen == [b""]
+    assert rows_of(table, SESSION)[0].report == b"new"
+
+
+def test_report_that_another_one_replaces_while_it_is_read_is_none():
+    table = make_table()
+    place = open_session(table)
+    table.report(place, b"old", 5)
+    real = table._reports
+
+    def write():
+        table._reports = real
+        table.report(place, b"new", 6)
+
+    table._reports = WatchedReports(real, write)
     assert rows_of(table, SESSION)[0].report == b""
+    assert rows_of(table, SESSION)[0].report == b"new"
