@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from rpcdataloader.client.alarm import Alarm
-from rpcdataloader.client.discovery import Local, Registered, Remote
+from rpcdataloader.client.discovery import Elastic, Local, Remote
 from rpcdataloader.client.exchange import ClientSettings
 from rpcdataloader.client.janitor import Janitor
 from rpcdataloader.client.local_server import LocalServer
@@ -63,22 +63,22 @@ class Client:
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._nodes: dict[Address, Node] = {}
-        self._watchers: dict[str, RegisterWatcher] = {}
+        self._watchers: dict[Elastic, RegisterWatcher] = {}
         self._local: LocalServer | None = None
         self._threads: dict[threading.Thread, threading.Event] = {}
         self._closed = False
 
-    def nodes(self, where: Local | Remote | Registered) -> list[Node]:
+    def nodes(self, where: Local | Remote | Elastic) -> list[Node]:
         """The nodes that ``where`` names; starts the embedded server if need be, and connects to nobody yet.
 
         Raises:
-            ConnectError: No server has registered in the directory before the connect timeout.
+            ConnectError: None has come before the connect timeout, of those that come and go.
         """
         if isinstance(where, Local):
             return [self.node(self._local_address())]
-        if isinstance(where, Registered):
-            found = self._watcher(where.directory).find(self._settings.connect_timeout)
-            return [self.node(registration.address, is_registered=True) for registration in found]
+        if isinstance(where, Elastic):
+            found = self._watcher(where).find(self._settings.connect_timeout)
+            return [self.node(server.address, is_registered=True) for server in found]
         return [self.node(address) for address in where.addresses]
 
     def node(self, address: Address, *, is_registered: bool = False) -> Node:
@@ -105,15 +105,15 @@ class Client:
                 self._threads[thread] = stop
                 thread.start()
 
-    def watch(self, where: Registered, known: Iterable[Address], changed: Changed) -> Watch:
+    def watch(self, where: Elastic, known: Iterable[Address], changed: Changed) -> Watch:
         """Have servers reported that come or go; see :meth:`~rpcdataloader.client.watcher.RegisterWatcher.watch`."""
-        return self._watcher(where.directory).watch(known, changed)
+        return self._watcher(where).watch(known, changed)
 
-    def _watcher(self, directory: str) -> RegisterWatcher:
+    def _watcher(self, where: Elastic) -> RegisterWatcher:
         with self._lock:
-            if directory not in self._watchers:
-                self._watchers[directory] = RegisterWatcher(directory)
-            watcher, closed = self._watchers[directory], self._closed
+            if where not in self._watchers:
+                self._watchers[where] = RegisterWatcher(where.open())
+            watcher, closed = self._watchers[where], self._closed
         if closed:
             watcher.close()
         return watcher

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
-from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
+from rpcdataloader.client.discovery import Elastic, Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.sharing import Partition
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import set_variables
@@ -412,6 +412,8 @@ def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: in
 
 def _named_workers(workers: str | Iterable[str]) -> Remote:
     where = find_workers(workers)
+    if isinstance(where, Elastic):  # those that are there now
+        return Remote(tuple(node.address for node in get_client().nodes(where)))
     if not isinstance(where, Remote):
         raise ValueError(f"name node servers, host:port, and not {where}")
     return where

@@ -38,9 +38,10 @@ class RPCDataset(Dataset[Any]):
 
     Args:
         workers: Where the workers are: a list of ``host:port``, ``[v6]:port`` or ``unix:/path``; a string of them
-            separated by commas; ``@/path`` for those that register in that directory; ``local:N`` for N processes on
-            this machine; ``inline`` for this process; or None, for the environment variable
-            ``RPCDATALOADER_WORKERS`` or else a pool on this machine.
+            separated by commas; ``@/path`` for those that register in that directory; ``dns://host:port`` for those
+            behind a name; the value of a pool's ``with`` block; ``local:N`` for N processes on this machine; ``inline``
+            for this process; or None, for the environment variable ``RPCDATALOADER_WORKERS`` or else a pool on this
+            machine.
         dataset: What makes the dataset: a class, or any callable. Importable on the nodes, or sent by value.
         *args: Its positional arguments.
         build: ``"node"`` builds it once per node, and workers inherit it by a fork. ``"worker"`` builds it in each

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from rpcdataloader.client.client import connect_timeout, get_client
 from rpcdataloader.client.datasets import RemoteDataset
-from rpcdataloader.client.discovery import Local, Registered, Remote, Where
+from rpcdataloader.client.discovery import Elastic, Local, Remote, Where
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
@@ -48,12 +48,12 @@ class Placement:
     partition: Partition = field(default_factory=Partition)
     num_offered: int = 0
     max_workers: int = 0
-    register: Registered | None = None
+    register: Elastic | None = None
     missing: tuple[Node, ...] = ()
 
 
 def place(
-    where: Local | Remote | Registered,
+    where: Local | Remote | Elastic,
     *,
     partition: Partition | None = None,
     num_workers: int = 0,
@@ -78,7 +78,7 @@ def place(
     def choose(nodes: Sequence[Node]) -> list[int]:
         # Servers come and go in a register, in the order in which they came: those before keep their shares.
         offered = [node.num_workers() for node in nodes]
-        return share_of(offered, partition, by_node=isinstance(where, Registered))[: num_workers or None]
+        return share_of(offered, partition, by_node=isinstance(where, Elastic))[: num_workers or None]
 
     nodes, missing = _find_nodes(where, lambda nodes: len(choose(nodes)), min_workers)
     _let_follow([session for session in (node.session() for node in nodes) if session.is_ready])
@@ -97,9 +97,9 @@ def place(
         partition,
         sum(offered),
         num_workers,
-        where if isinstance(where, Registered) else None,
+        where if isinstance(where, Elastic) else None,
         # Those in a register are seen by who watches that.
-        () if isinstance(where, Registered) else tuple(missing),
+        () if isinstance(where, Elastic) else tuple(missing),
     )
 
 
@@ -118,7 +118,7 @@ def check_min_workers(min_workers: int, num_workers: int, where: Where | None) -
     """Raise a ``ValueError`` if what the user has chosen is negative, or contradicts the rest."""
     if min_workers < 0:
         raise ValueError(f"min_workers must be 0 or more, but is {min_workers}")
-    if min_workers and not isinstance(where, (Remote, Registered)):
+    if min_workers and not isinstance(where, (Remote, Elastic)):
         raise ValueError("min_workers is how many workers of node servers are waited for: name these in workers=")
     if 0 < num_workers < min_workers:
         raise ValueError(f"num_workers={num_workers} and min_workers={min_workers} contradict each other")
@@ -157,7 +157,7 @@ def _wait_for_one(sessions: Sequence[RemoteSession]) -> RemoteSession:
 
 
 def _find_nodes(
-    where: Local | Remote | Registered, count: Callable[[Sequence[Node]], int], min_workers: int
+    where: Local | Remote | Elastic, count: Callable[[Sequence[Node]], int], min_workers: int
 ) -> tuple[list[Node], list[Node]]:
     """The nodes that are there, or were before, and those that never were.
 
@@ -186,7 +186,7 @@ def _find_nodes(
             patient_until = min(patient_until, now + PATIENCE)
             if now >= patient_until or all(node.is_missed for node in connecting):
                 break
-        elif now >= deadline or not (connecting or (there and isinstance(where, Registered))):
+        elif now >= deadline or not (connecting or (there and isinstance(where, Elastic))):
             break
         time.sleep(_PAUSE)
     if not there:

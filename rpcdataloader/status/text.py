@@ -15,7 +15,7 @@ def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: 
 
     Args:
         when: The time of the look, for people.
-        nowhere: Registers, if no node server is there and no other one is named.
+        nowhere: Where node servers come and go, if no node server is there and no other one is named.
         workers: With a block per node server, in which each client and worker has a line.
         why: With the numbers from which it was inferred what a loop waits for.
     """
@@ -34,7 +34,7 @@ def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: 
             lines.append(f"{name:<26} {node['state']:<8} {_line(_NODE_COLUMNS, [node])}")
         else:
             lines.append(f"{printable(node['address'])}  {node['state']}: {printable(node['error'])}")
-    lines += [f"{printable(name)}: no node server has registered there" for name in nowhere]
+    lines += [f"{printable(name)}: no node server is there" for name in nowhere]
     lines += [f"ignored {printable(file['path'])}: {printable(file['reason'])}" for file in document["ignored_files"]]
     for client in document["clients"]:
         for loop in client["loops"]:

@@ -600,7 +600,7 @@ def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):
 
 def test_empty_register_is_said(tmp_path, capsys):
     assert main([f"@{tmp_path}/pool"]) == 1
-    assert f"@{tmp_path}/pool: no node server has registered there" in capsys.readouterr().out
+    assert f"@{tmp_path}/pool: no node server is there" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ BELOW = {
     "wire": {"host", "errors"},
     "fetch": {"wire", "host", "errors"},
     "server": {"fetch", "wire", "host", "errors"},
+    "pools": {"launch", "client", "wire", "errors"},
     "client": {"server", "wire", "host", "errors"},
     "ssh": {"launch", "wire", "errors"},
     "plan": {"errors"},

@@ -192,9 +192,7 @@ def test_text_with_workers():
 
 
 def test_text_without_node_servers_has_no_table():
-    assert as_text(look(), "now", nowhere=["@/pool"]).splitlines()[1:] == [
-        "@/pool: no node server has registered there"
-    ]
+    assert as_text(look(), "now", nowhere=["@/pool"]).splitlines()[1:] == ["@/pool: no node server is there"]
 
 
 def test_client_without_workers_is_not_shown_as_idle():
@@ -273,7 +271,7 @@ def test_text_of_a_second_look_tells_the_interval():
 
 def test_text_names_empty_registers_and_files_that_were_ignored():
     text = as_text(look(ignored={"/pool/a.json": "its server is silent"}), "now", nowhere=["@/pool"])
-    assert "@/pool: no node server has registered there\n" in text
+    assert "@/pool: no node server is there\n" in text
     assert "ignored /pool/a.json: its server is silent\n" in text
 
 
