@@ -141,10 +141,10 @@ def _serve(parser: argparse.ArgumentParser, options: argparse.Namespace, places:
         before[:] = [make_document(time.time(), asker.ask(addresses, stacks=False), ignored, *before)]
         return before[0]
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.stdout.write(f"rpcdataloader status {server.url} pid={os.getpid()}\n")
-    sys.stdout.flush()
     with contextlib.suppress(KeyboardInterrupt):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        sys.stdout.write(f"rpcdataloader status {server.url} pid={os.getpid()}\n")
+        sys.stdout.flush()
         server.serve(look, options.watch or 2.0)
     return 0
 

@@ -42,13 +42,6 @@ PATHS = ("/", "/metrics", "/json", "/history")
 # Seconds that a client may take for the next bytes of its request.
 _REQUEST_TIMEOUT = 10
 
-_HEADERS = {
-    "Cache-Control": "no-store",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
-
 _PAGE = Path(__file__).with_name("page")
 
 
@@ -108,7 +101,7 @@ class StatusServer(socketserver.ThreadingTCPServer):
         token: What requests must show; None for none.
 
     Attributes:
-        answers: Content type and body by path; those of a look are missing before the first, and after a failed one.
+        answers: Body and content type by path; those of a look are missing before the first, and after a failed one.
 
     Raises:
         ValueError: The address is no loopback address, and there is no token; or nothing can listen there.
@@ -123,7 +116,7 @@ class StatusServer(socketserver.ThreadingTCPServer):
     def __init__(self, place: Address, token: bytes | None) -> None:
         self.token = token
         page, self.policy = make_page()
-        self.answers = {"/": ("text/html; charset=utf-8", page)}
+        self.answers = {"/": (page, "text/html; charset=utf-8")}
         self._num_failures = 0
         try:
             found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
@@ -156,23 +149,20 @@ class StatusServer(socketserver.ThreadingTCPServer):
         threading.Thread(target=self.serve_forever, name="rpcdl-serve", daemon=True).start()
         try:
             while True:
+                found = {"/": self.answers["/"]}
                 try:
-                    self._publish(look(), history)
+                    document = look()
+                    history.add(document)
+                    found["/metrics"] = metrics.as_metrics(document, self._num_failures).encode(), metrics.CONTENT_TYPE
+                    for path, tree in {"/json": document, "/history": history.as_columns()}.items():
+                        found[path] = json.dumps(tree).encode(), "application/json"
                 except Exception:
                     self._fail("look at the node servers")
-                    self.answers = {"/": self.answers["/"]}
+                self.answers = found
                 time.sleep(interval)
         finally:
             self.shutdown()
             self.server_close()
-
-    def _publish(self, document: Tree, history: History) -> None:
-        history.add(document)
-        self.answers |= {
-            "/metrics": (metrics.CONTENT_TYPE, metrics.as_metrics(document, self._num_failures).encode()),
-            "/json": ("application/json", json.dumps(document).encode()),
-            "/history": ("application/json", json.dumps(history.as_columns()).encode()),
-        }
 
     def _fail(self, what: str) -> None:
         self._num_failures += 1
@@ -196,12 +186,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(403, "without a token, this is only for http://localhost and http://127.0.0.1\n")
         elif path != "/" and not self._shows_token():  # the page itself tells nothing
             self._send(401, "show the token: Authorization: Bearer TOKEN\n")
-        elif (answer := self.server.answers.get(path)) is not None:
-            self._send(200, answer[1], answer[0])
-        elif path in PATHS:
+        elif path not in PATHS:
+            self._send(404, f"there is nothing here but {', '.join(PATHS)}\n")
+        elif path not in (answers := self.server.answers):
             self._send(503, "there is no look at the node servers now\n")
         else:
-            self._send(404, f"there is nothing here but {', '.join(PATHS)}\n")
+            self._send(200, *answers[path])
 
     do_HEAD = do_GET
 
@@ -211,13 +201,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _send(self, status: int, body: bytes | str, kind: str = "text/plain; charset=utf-8") -> None:
         content = body if isinstance(body, bytes) else body.encode()
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Content-Security-Policy": self.server.policy,
+            "Cache-Control": "no-store",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+            "WWW-Authenticate": "Bearer",
+            "X-Content-Type-Options": "nosniff",
+        }
         self.send_response(status)
-        headers = {"Content-Type": kind, "Content-Length": str(len(content)), **_HEADERS}
         for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Security-Policy", self.server.policy)
-        if status == 401:
-            self.send_header("WWW-Authenticate", "Bearer")
+            if status == 401 or name != "WWW-Authenticate":
+                self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
