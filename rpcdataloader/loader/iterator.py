@@ -76,7 +76,7 @@ class RemoteIterator:
             self._advance(wants_input=True)
         self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
         self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # of the last report, and when it came
-        get_client().reporter.add(self)
+        get_client().reporter.add(self.report)
         weakref.finalize(self, get_client().janitor.leave, self._driver.close).atexit = False
         try:
             self._driver.start(placement)
