@@ -98,9 +98,10 @@ def _start_thread(function: Callable[..., None], *args: Any) -> threading.Thread
 
 def _read(process: subprocess.Popen[bytes], ready: list[str]) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        if match := _READY.fullmatch(line.decode(errors="replace")):
-            ready.append(match[1])
+    with process.stdout as lines:
+        for line in lines:
+            if match := _READY.fullmatch(line.decode(errors="replace")):
+                ready.append(match[1])
 
 
 def _beat(process: subprocess.Popen[bytes], closing: threading.Event) -> None:
@@ -125,7 +126,8 @@ def _wait(
 def _relay(process: subprocess.Popen[bytes], last_words: list[str]) -> None:
     """Pass on what the server logs, to where the engine collects that, and keep the last line."""
     assert process.stderr is not None
-    for line in process.stderr:
-        last_words[:] = [line.decode(errors="replace").strip()]
-        sys.stderr.write(last_words[0] + "\n")
-        sys.stderr.flush()
+    with process.stderr as lines:
+        for line in lines:
+            last_words[:] = [line.decode(errors="replace").strip()]
+            sys.stderr.write(last_words[0] + "\n")
+            sys.stderr.flush()
