@@ -38,6 +38,7 @@ class Ranks:
 
     def close(self) -> None:
         if self.number > 1:
+            dist.barrier()
             dist.destroy_process_group()
 
     def sum(self, *values: float) -> list[float]:

@@ -18,6 +18,7 @@ from rpcdataloader.client.exchange import ClientSettings
 from rpcdataloader.client.janitor import Janitor
 from rpcdataloader.client.local_server import LocalServer
 from rpcdataloader.client.node import Node
+from rpcdataloader.client.reporter import Reporter
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.watcher import Changed, RegisterWatcher, Watch
 from rpcdataloader.wire.address import Address
@@ -41,7 +42,8 @@ class Client:
         allocator: Pageable receive buffers, shared by all connections.
         alarm: Watches the deadlines of calls.
         janitor: Closes what finalizers leave.
-        variables: Of the environment, which all sessions get.
+        additions: What all sessions get.
+        reporter: Tells node servers how the loops of this process do.
 
     Raises:
         ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or not all of the three variables of TLS
@@ -55,8 +57,9 @@ class Client:
         self._settings = ClientSettings(
             self._credentials, connect_timeout(), _rank(), self.allocator, self.alarm, client_tls()
         )
-        self.variables = self._settings.variables
+        self.additions = self._settings.additions
         self.janitor = Janitor()
+        self.reporter = Reporter(self.alarm, self._listeners)
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._nodes: dict[Address, Node] = {}
@@ -126,6 +129,11 @@ class Client:
             return self._local.credentials
         return client_credentials(address)
 
+    def _listeners(self) -> list[Node]:
+        """Nodes that a status can be asked of: all but the embedded pool."""
+        own = None if self._local is None else self._local.address
+        return [node for node in list(self._nodes.values()) if node.address != own]
+
     @property
     def is_closed(self) -> bool:
         """Whether everything has been ended, or is about to be."""
@@ -139,6 +147,8 @@ class Client:
             self._closed = True
             nodes = list(self._nodes.values())
             watchers = list(self._watchers.values())
+        if self.additions.current.forward_output:
+            self._settings.printer.linger()
         for watcher in watchers:
             watcher.close()
         self.alarm.close()
@@ -151,6 +161,7 @@ class Client:
         self._end_threads(nodes)
         if self._local is not None:
             self._local.stop()
+        self._settings.printer.close()
 
     def _end_threads(self, nodes: list[Node]) -> None:
         for stop in self._threads.values():

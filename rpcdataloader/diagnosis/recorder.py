@@ -7,6 +7,7 @@ delivered, at most once per :data:`PROBE_INTERVAL`, or for :meth:`Recorder.snaps
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -80,16 +81,25 @@ class Recorder:
         lock: Guards everything but the two queues, to which plain tuples with the same fields may be appended.
         now: Time at which the first pass begins.
         before: What is known of the pass before.
+        trace: Told of each probe that is delivered, with the workers and the number of the one that has answered.
 
     Attributes:
         setup: Workers and limits as they were last; replaced when they may have changed.
+        trace: As given; while there is one, every batch is a probe.
         answers: Replies with batches, in the order of their ends: from the receiver threads, with the pass's condition.
         deliveries: From the consumer's thread.
         next_probe: Time from which on the next batch that is drawn is to be a probe.
     """
 
-    def __init__(self, lock: AbstractContextManager[object], now: float, before: Records | None = None) -> None:
+    def __init__(
+        self,
+        lock: AbstractContextManager[object],
+        now: float,
+        before: Records | None = None,
+        trace: Callable[[Probe, Setup, int], None] | None = None,
+    ) -> None:
         self.setup = Setup({}, 0, 0, 0)
+        self.trace = trace
         self._lock = lock
         self._before = before
         self._reset(now)
@@ -115,10 +125,15 @@ class Recorder:
         self._probes: deque[Probe] = deque(maxlen=_NUM_PROBES)
         self._waits: deque[Wait] = deque(maxlen=_NUM_WAITS)
 
-    def probe(self, now: float, draw: float) -> Probe:
+    def follow(self, trace: Callable[[Probe, Setup, int], None] | None) -> None:
+        """Tell ``trace`` of every batch that is drawn from now on; None for no trace."""
+        self.trace = trace
+        self.next_probe = 0.0
+
+    def probe(self, now: float, draw: float, number: int) -> Probe:
         """The notes for a batch that was drawn, from :attr:`next_probe` on."""
-        self.next_probe = now + PROBE_INTERVAL
-        return Probe(draw=draw, added=now)
+        self.next_probe = now + (PROBE_INTERVAL if self.trace is None else 0.0)
+        return Probe(number, draw, now)
 
     def probed(self, probe: Probe, delivered: Delivered | tuple[float, float, float, float, float, int]) -> None:
         """A probe is delivered; instead of appending the delivery."""
@@ -130,6 +145,8 @@ class Recorder:
             probe.delivered, probe.wait = delivered[:2]
             probe.totals = self._totals()
             self._probes.append(probe)
+        if (trace := self.trace) is not None:
+            trace(probe, self.setup, delivered[5])
 
     def _add_up(self) -> None:
         # What is appended meanwhile waits for the next time.

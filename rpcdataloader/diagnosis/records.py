@@ -67,6 +67,7 @@ class Probe:
     A task that is sent twice keeps what belongs to the copy that was answered.
 
     Attributes:
+        number: Of the batch.
         draw: Seconds in the sampler.
         added: Time at which it was in the table.
         assigned: Time at which the engine gave it to a worker.
@@ -86,6 +87,7 @@ class Probe:
         totals: Sums at that moment.
     """
 
+    number: int = -1
     draw: float = 0.0
     added: float = 0.0
     assigned: float = 0.0

@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Elastic, Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.sharing import Partition
-from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import set_variables
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
-from rpcdataloader.loader.placement import Placement, place, prepare, warn_of_few
+from rpcdataloader.loader.measured import MeasuredLoader, nobody
+from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
 from rpcdataloader.loader.ranks import errors_of_rank
 from rpcdataloader.loader.settings import PassSettings, make_partition
 from rpcdataloader.loader.states import VERSION, check_state, end_pass, to_state
@@ -37,7 +38,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 _TORCHS = {"prefetch_factor", "persistent_workers", "pin_memory_device"}
 
 
-class RPCDataloader(DataLoader[_T_co]):
+class RPCDataloader(MeasuredLoader[_T_co]):
     """A ``torch.utils.data.DataLoader`` that loads and collates its batches in workers on any machine.
 
     Arguments, batches, their order, and exceptions are torch's; see its documentation. What differs:
@@ -67,8 +68,9 @@ class RPCDataloader(DataLoader[_T_co]):
             iterable-style datasets, which cannot be asked again. ``StopIteration`` is a ``RuntimeError`` here.
         on_error: ``"skip"`` leaves out of its batch a sample whose dataset raises an exception, after ``retry_on``; a
             batch of which nothing is left is not delivered. ``__getitems__`` is asked for a batch at once, so that is
-            left out as a whole. A warning tells which samples are missing. ``"raise"`` raises the exception in place of
-            the batch, as torch does.
+            left out as a whole. A warning tells which samples are missing. A sample of a map-style dataset at which
+            ``max_retries`` workers have died is left out, too. ``"raise"`` raises the exception in place of the batch,
+            as torch does.
         max_skipped: More skipped samples than this in one pass are a
             :class:`~rpcdataloader.errors.BadSamplesError`.
         device: Where the tensors of a batch are when it is delivered, such as ``"cuda:0"``; ``"cuda"`` is the current
@@ -78,6 +80,11 @@ class RPCDataloader(DataLoader[_T_co]):
         env: Environment variables that the workers' sessions get: names and patterns of variables of this process, such
             as ``["HF_*", "AWS_PROFILE"]``, which are read now; or their values, ``{"TZ": "UTC"}``. Not with an
             ``RPCDataset``, which has its own.
+        py_modules: Modules and packages that the workers' sessions get, as for :class:`~rpcdataloader.RPCDataset`; they
+            are read now. Not with an ``RPCDataset``, which has its own.
+        forward_output: Print on the standard error of this process what workers print, each line with its origin.
+        min_workers: When a pass begins, wait until the node servers that are there have so many workers for this
+            process, at most for the connect timeout; 0 to begin with those that are there.
 
     Raises:
         ValueError: Arguments contradict each other or are out of range, or there is no such ``device``.
@@ -86,7 +93,9 @@ class RPCDataloader(DataLoader[_T_co]):
 
     device: Any
     env: Any
+    min_workers: int
     partition: Any
+    py_modules: Any
 
     def __init__(
         self,
@@ -119,13 +128,18 @@ class RPCDataloader(DataLoader[_T_co]):
         max_skipped: int = 100,
         device: torch.device | str | int | None = None,
         env: Mapping[str, str] | Iterable[str] | None = None,
+        py_modules: Iterable[str | os.PathLike[str] | ModuleType] | None = None,
+        forward_output: bool = False,
+        min_workers: int = 0,
     ) -> None:
         arguments = locals()
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
         where = _where(dataset, workers, num_workers)
-        if env is not None and isinstance(dataset, RPCDataset):
-            raise ValueError("env is too late for an RPCDataset, which is built: give it to the RPCDataset")
+        for name in ("env", "py_modules"):
+            if arguments[name] is not None and isinstance(dataset, RPCDataset):
+                raise ValueError(f"{name} is too late for an RPCDataset, which is built: give it to the RPCDataset")
+        check_min_workers(min_workers, num_workers, where)
         if where is not None and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"dataset of type {type(dataset).__name__} has no __getitem__, which a map-style dataset needs, and is "
@@ -156,8 +170,6 @@ class RPCDataloader(DataLoader[_T_co]):
         self._progress: tuple[PassSettings, Progress] | None = None  # of the last iterator
         self._saved: Mapping[str, Any] | None = None  # for the next one
         self._shipped: RemoteDataset | None = None
-        self._current: Callable[[], RemoteIterator | None] = _nobody  # the last iterator, while it is in use
-        self._recorder: Recorder | None = None  # of the last iterator
         # Public attributes are called like arguments: frameworks make another loader of them.
         for name in (RPCDataloader.__init__.__kwdefaults__ or {}).keys() - _TORCHS:
             setattr(self, name, arguments[name])
@@ -179,6 +191,8 @@ class RPCDataloader(DataLoader[_T_co]):
             raise ValueError("env needs workers: give workers or num_workers, or set os.environ")
         if env is not None:
             self.env = settings.env
+        if py_modules is not None:
+            self.py_modules = settings.py_modules
         if type(self) in (RPCDataloader, _LoaderWithoutState):
             self.__class__ = RPCDataloader if own else _LoaderWithoutState
 
@@ -212,28 +226,6 @@ class RPCDataloader(DataLoader[_T_co]):
     def num_skipped(self) -> int:
         """How many samples were skipped (``on_error="skip"``) in what was delivered of the current or the last pass."""
         return self._progress[1].num_skipped if self._progress is not None else 0
-
-    def diagnosis(self) -> Diagnosis:
-        """Why the training loop waits for its batches, and what to do about it.
-
-        It is about the last 60 s, or the last 200 batches if these took longer, of the pass under way; or of the last
-        pass, until the new one has delivered more than its first window. Takes some milliseconds, in any thread.
-        :doc:`waiting` tells what each bound means.
-
-        Raises:
-            LocalProtocolError: The loader has no workers (``num_workers=0``, ``workers="inline"``), or no pass has
-                begun.
-        """
-        if self._where is None or isinstance(self._where, Inline):
-            raise LocalProtocolError(
-                "this loader loads in the training process, so the loop waits for all of the loading: give "
-                "num_workers=1 or more for a diagnosis"
-            )
-        if (iterator := self._current()) is not None:
-            return iterator.diagnosis()
-        if self._recorder is None:
-            raise LocalProtocolError("there is nothing to diagnose before the first pass: iterate over the loader")
-        return diagnose(self._recorder.snapshot())
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last iterator of this loader is, for :meth:`load_state_dict`; that of torchdata's loaders.
@@ -340,7 +332,14 @@ class RPCDataloader(DataLoader[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process alone; a copy begins without.
-        own = {"_pass": None, "_shipped": None, "_progress": None, "_current": _nobody, "_recorder": None}
+        own = {
+            "_pass": None,
+            "_shipped": None,
+            "_progress": None,
+            "_current": nobody,
+            "_recorder": None,
+            "_trace": None,
+        }
         return {**self.__dict__, **own}
 
     def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator | InlineIterator:
@@ -355,7 +354,7 @@ class RPCDataloader(DataLoader[_T_co]):
             local = access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else self.dataset
             return InlineIterator(settings, local, saved, self._reported_length)
         assert self._where is not None
-        get_client().variables.add(settings.env)
+        get_client().additions.add(settings.additions)
         if isinstance(self.dataset, RPCDataset):
             dataset: RemoteDataset = access_of(self.dataset)
         else:
@@ -363,17 +362,18 @@ class RPCDataloader(DataLoader[_T_co]):
             dataset = self._shipped = ship(self.dataset)
         share = Partition() if self.partition is None else make_partition(self.partition)
         num_streams = len(saved["streams"]) if saved is not None and not saved["finished"] else 0
-        placement = place(self._where, partition=share, num_workers=num_streams or self.num_workers)
+        num_workers = num_streams or self.num_workers
+        placement = place(self._where, partition=share, num_workers=num_workers, min_workers=self.min_workers)
         if num_streams:
             # Each stream of an iterable-style dataset goes on, on whichever nodes there are now.
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
-            placement = Placement(tuple(homes), placement.others)
+            placement = Placement(tuple(homes), placement.others, missing=placement.missing)
         elif isinstance(self._where, Remote) and self.num_workers > len(placement.homes):
             warn_of_few(self.num_workers, len(placement.homes), str(self._where))
         prepare(dataset, placement.homes, wait=False)
-        before = None if self._recorder is None else self._recorder.snapshot()
-        iterator = RemoteIterator(settings, dataset, placement, saved, self._reported_length, before)
-        self._current, self._recorder = weakref.ref(iterator), iterator.recorder
+        recorder = self._new_recorder()
+        iterator = RemoteIterator(settings, dataset, placement, recorder, saved, self._reported_length)
+        self._current, self._recorder = weakref.ref(iterator), recorder
         return iterator
 
 
@@ -417,7 +417,3 @@ def _named_workers(workers: str | Iterable[str]) -> Remote:
     if not isinstance(where, Remote):
         raise ValueError(f"name node servers, host:port, and not {where}")
     return where
-
-
-def _nobody() -> None:
-    """In place of a reference to an iterator that there is not."""

@@ -83,6 +83,7 @@ class Executor:
         self.seats: dict[int, Seat] = {}
         # The driver has this object, and must go with its last reference: the two make no circle.
         self._find_driver = weakref.ref(driver)
+        self._client = get_client()
         self._settings = settings
         self._dataset = dataset  # held for as long as there are workers
         self._allocator = allocator
@@ -129,11 +130,11 @@ class Executor:
             elif isinstance(action, Seek):
                 self._sought.add(action.node)
                 seek = functools.partial(self._seek, action.node, action.delay)
-                get_client().start_thread(f"rpcdl-seek {action.node}", seek, self._closed)
+                self._client.start_thread(f"rpcdl-seek {action.node}", seek, self._closed)
             elif isinstance(action, End):
                 ends.append(action)
             elif isinstance(action, ReportWait):
-                get_client().start_thread("rpcdl-report", functools.partial(self._report_wait, action), self._closed)
+                self._client.start_thread("rpcdl-report", functools.partial(self._report_wait, action), self._closed)
             elif isinstance(action, Say):
                 logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
         if ends:
@@ -259,7 +260,7 @@ class Executor:
         try:
             session = node.session()
             session.wait(lambda: not self._closed.is_set())
-            session.follow()
+            session.follow()()
             self._dataset.build_on([session])
             num_offered = node.num_workers()
         except (ConnectError, ConnectionLostError, RemoteProtocolError, AuthenticationError) as exc:

@@ -1,7 +1,11 @@
-"""What ``iter(loader)`` returns when workers load."""
+"""What ``iter(loader)`` returns when workers load: the consumer's side of a pass."""
 
 from __future__ import annotations
 
+import logging
+import math
+import os
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,18 +16,34 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
 from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.records import Records
 from rpcdataloader.diagnosis.verdict import Diagnosis
+from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCTimeoutError
 from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.loader.driver import Driver
-from rpcdataloader.loader.passes import warn_if_longer
+from rpcdataloader.loader.passes import undone_afterwards, warn_if_longer
 from rpcdataloader.loader.placement import Placement
+from rpcdataloader.loader.ranks import of_rank
+from rpcdataloader.loader.reporting import to_status
+from rpcdataloader.loader.seat import Answer, Failure
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.tasks import Progress
+from rpcdataloader.loader.tasks import Progress, Task
+from rpcdataloader.wire.status import LoopStatus
+
+logger = logging.getLogger("rpcdataloader.loader")
 
 # As torch's profiler names the ranges of its own loaders, which it finds by the beginning.
 _RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
+
+# Seconds without news after which a loop is not reported: another one may run in its middle.
+_PAUSE = 60.0
+
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+# A loop that waits for a larger share of its time is told why when the pass ends.
+_TOLD_SHARE = 0.05
+
+# Seconds. Whether a shorter wait was hidden by what the device had to do does not matter.
+_LEAST_HIDDEN = 1e-4
 
 
 class RemoteIterator:
@@ -31,9 +51,9 @@ class RemoteIterator:
 
     Args:
         placement: Of the workers; for an iterable-style dataset, of the streams.
+        recorder: Takes notes of the pass.
         saved: The state of the pass to go on with.
         reported_length: What ``len`` of the loader has said of an iterable-style dataset.
-        before: What is known of the pass before.
     """
 
     def __init__(
@@ -41,16 +61,29 @@ class RemoteIterator:
         settings: PassSettings,
         dataset: RemoteDataset,
         placement: Placement,
+        recorder: Recorder,
         saved: Mapping[str, Any] | None = None,
         reported_length: int | None = None,
-        before: Records | None = None,
     ) -> None:
-        self._driver = Driver(settings, dataset, placement, saved, before)
+        self._settings = settings
         self._name = dataset.name
         self._reported_length = reported_length
-        self._sampler = settings.sampler
-        self._max_skipped = settings.max_skipped
+        self._drawn: Task | None = None  # from the sampler, and not in the engine yet
+        self._blocked = self._ready = 0.0  # seconds asleep for the next batch, and of these with a later one here
+        self._is_told = False  # why the loop has waited in this pass
+        with undone_afterwards(saved):
+            self._driver = Driver(settings, dataset, placement, saved, recorder)
+            self._advance(wants_input=True)
+        self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
+        self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # of the last report, and when it came
+        get_client().reporter.add(self)
         weakref.finalize(self, get_client().janitor.leave, self._driver.close).atexit = False
+        try:
+            self._driver.start(placement)
+            self._driver.add_nodes(placement.missing)
+        except BaseException:
+            self._driver.close()
+            raise
 
     def __iter__(self) -> RemoteIterator:
         return self
@@ -67,13 +100,13 @@ class RemoteIterator:
         """
         try:
             # torch's loaders open a range for every batch, which takes as long as all that is noted of it.
-            while type(batch := self._profiled_next() if _is_profiled() else self._driver.next()) is Reduced:
-                self.progress.account_reduced(batch, self._max_skipped)
+            while type(batch := self._profiled_next() if _is_profiled() else self._next()) is Reduced:
+                self.progress.account_reduced(batch, self._settings.max_skipped)
                 if not batch.is_empty:
                     batch = batch.batch
                     break
         except StopIteration:
-            self._driver.tell()
+            self._tell()
             raise
         if self._reported_length is not None:
             warn_if_longer(self.progress.num_yielded, self._reported_length, self._name)
@@ -81,10 +114,148 @@ class RemoteIterator:
 
     def _profiled_next(self) -> Any:
         with torch.profiler.record_function(_RANGE):
-            return self._driver.next()
+            return self._next()
+
+    def _next(self) -> Any:
+        driver, engine = self._driver, self._driver.engine
+        if os.getpid() != driver.pid:
+            raise LocalProtocolError(f"this iterator belongs to process {driver.pid}, of which this one is a fork")
+        began = time.monotonic()
+        timeout = self._settings.timeout or None
+        deadline = None if timeout is None else began + timeout
+        drawn = 0.0
+        while True:
+            with driver.condition:
+                delivery = None
+                if engine.failure is None:  # what has failed has brought errors that say less
+                    delivery = engine.deliver() if driver.ahead is None else driver.ahead.take()
+                if delivery is None:
+                    self._wait(deadline)
+                wants_input = engine.wants_input
+            if delivery is not None:
+                break
+            drawn += self._advance(wants_input)
+        task, answer, stream = delivery.payload, delivery.answer, delivery.stream
+        if delivery.condemned is not None:
+            answer = Answer(Failure(ConnectionLostError(delivery.condemned)))
+        progress = driver.begun.progress
+        if stream is None:
+            progress.delivered(task.number, task.num_samples, task.sampler_state)
+        else:
+            progress.stream_delivered(stream, answer.stream)
+        drawn += self._advance(wants_input)
+        self._note(began, drawn, answer)
+        if answer.copies is not None:
+            answer.copies.wait()
+        if type(answer.result) is Failure:
+            driver.recorder.add_up()  # where every batch fails, no probe does
+            try:
+                raise self._explained(answer.result.error, task)
+            finally:
+                del delivery, answer  # the traceback refers to this frame, which must not refer to the error
+        return answer.result
+
+    def _note(self, began: float, drawn: float, answer: Answer) -> None:
+        """Note how long the loop has waited for a batch, before its stream waits for the copies."""
+        now, driver = time.monotonic(), self._driver
+        note = now, now - began, self._blocked, self._ready, drawn, answer.worker
+        if self._blocked:
+            is_busy = driver.is_device_busy
+            if is_busy is not None and self._blocked >= _LEAST_HIDDEN and is_busy():
+                note = now, 0.0, 0.0, 0.0, 0.0, answer.worker
+            self._blocked = self._ready = 0.0
+        if answer.probe is None:
+            driver.recorder.deliveries.append(note)
+        else:
+            driver.note_setup()
+            driver.recorder.probed(answer.probe, note)
+
+    def _wait(self, deadline: float | None) -> None:
+        """Wait, with the condition, until the next batch may be there, or there is something else to do.
+
+        Raises:
+            StopIteration: Everything is delivered.
+            RuntimeError: The deadline is over.
+            BaseException: The pass cannot go on.
+        """
+        driver, engine, sleep = self._driver, self._driver.engine, self._driver.sleep
+        if engine.failure is not None:
+            driver.close()
+            raise of_rank(engine.failure.with_traceback(None), self._settings.partition)
+        if engine.is_finished:
+            self.progress.finished = True
+            if not self._settings.persistent_workers:
+                driver.close()
+            raise StopIteration
+        if engine.wants_input:
+            return  # a stream has ended, and left its place to the others
+        now = time.monotonic()
+        if deadline is not None and deadline <= now:
+            # torch's exception and text, which scripts may look for.
+            label = self._settings.partition.label
+            raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
+        engine.consumer_waits(now)
+        due = engine.due(now)
+        sleep.until = min(
+            math.inf if due is None else due,
+            math.inf if deadline is None else deadline,
+        )
+        sleep.since = now
+        sleep.later_since = now if engine.holds_answers else math.inf
+        driver.condition.wait(None if sleep.until == math.inf else sleep.until - now)
+        sleep.until = -math.inf
+        now = time.monotonic()
+        self._blocked += now - sleep.since
+        self._ready += max(0.0, now - sleep.later_since)
+        sleep.since = None
+        if due is not None and due <= now:
+            engine.tick(now)
+
+    def _advance(self, wants_input: bool) -> float:
+        """Fill the window from the sampler, which is user code and so runs outside of the lock, and do what follows.
+
+        Returns:
+            Seconds in the sampler.
+        """
+        driver, engine, seconds = self._driver, self._driver.engine, 0.0
+        while True:
+            if wants_input and self._drawn is None:
+                began = time.monotonic()
+                self._drawn = next(driver.begun.source, None)
+                ended = time.monotonic()
+                seconds += ended - began
+                if ended >= driver.recorder.next_probe and self._drawn is not None:
+                    self._drawn.probe = driver.recorder.probe(ended, ended - began, self._drawn.number)
+            with driver.condition:
+                if wants_input:
+                    if self._drawn is None:
+                        engine.end_of_input()
+                    elif engine.add_task(self._drawn) is not None:
+                        self._drawn = None
+                    # Otherwise a stream that has ended meanwhile has left less room.
+                    wants_input = engine.wants_input
+                todo = driver.act()
+            if todo is not None:
+                driver.carry_out(todo)
+            if not wants_input:
+                return seconds
+
+    def _explained(self, error: BaseException, task: Task) -> BaseException:
+        """The same error, naming the rank; with the last stack, if it is that of a task that took too long."""
+        if task.stack and isinstance(error, ConnectionLostError):
+            error = RPCTimeoutError(f"{error}\n{task.stack}")
+        return of_rank(error, self._settings.partition)
+
+    def _tell(self) -> None:
+        """Log, once at the end of a pass, why the loop has waited, if it has."""
+        if not self._is_told:
+            self._is_told = True
+            diagnosis = self.diagnosis()
+            if diagnosis.wait_share >= _TOLD_SHARE:
+                logger.info("%s%s", self._settings.partition.label, diagnosis.text)
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self._settings.sampler)
 
     @property
     def progress(self) -> Progress:
@@ -96,14 +267,19 @@ class RemoteIterator:
         """Whether :meth:`reset` is possible."""
         return self._driver.is_usable
 
-    @property
-    def recorder(self) -> Recorder:
-        """What takes notes of this pass; it refers to nothing else."""
-        return self._driver.recorder
-
     def diagnosis(self) -> Diagnosis:
         """Why the loop waits."""
         return self._driver.diagnosis()
+
+    def report(self) -> LoopStatus | None:
+        """The diagnosis for node servers; None if the pass is over, or neither takes nor awaits a batch for a while."""
+        if self.progress.finished or not self._driver.is_open():
+            return None
+        diagnosis, now = self.diagnosis(), time.monotonic()
+        news = float(self.progress.num_yielded), diagnosis.wait_share
+        if news != self._news[0]:
+            self._news = news, now
+        return to_status(diagnosis, self._name, self._rank) if now - self._news[1] < _PAUSE else None
 
     def add_nodes(self, nodes: Sequence[Node]) -> None:
         """Let more nodes help from now on."""
@@ -116,4 +292,8 @@ class RemoteIterator:
     def reset(self, reported_length: int | None = None) -> None:
         """Begin another epoch with the same workers."""
         self._reported_length = reported_length
+        self._drawn = None
+        self._blocked = self._ready = 0.0
+        self._is_told = False
         self._driver.begin_epoch()
+        self._advance(wants_input=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,15 +19,18 @@ import torch.utils.data._utils.pin_memory
 from rpcdataloader.client.connection import Request
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import Probe
-from rpcdataloader.errors import RPCError
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
+from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.stopping import stopped
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.copying import Copies
-from rpcdataloader.loader.measuring import note_reply
+from rpcdataloader.loader.measuring import note_answer, note_reply
 from rpcdataloader.loader.passes import Pass
-from rpcdataloader.loader.tasks import Task
+from rpcdataloader.loader.tasks import Task, describe_end, load_request, place_of
 from rpcdataloader.plan.actions import Load
+from rpcdataloader.plan.crew import Loss
 from rpcdataloader.wire.frames import Flag, Message, MessageType
+from rpcdataloader.wire.messages import Exited
 from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import Encoded, result_of
 from rpcdataloader.wire.slabs import Allocator
@@ -117,6 +122,7 @@ class Sent:
         number: Of the task, in the epoch that ``begun`` is.
         begun: The pass of that epoch.
         request: That of the task, or of its last try.
+        left_out: Places whose samples are not loaded, for which the request is made when it is sent.
         request_id: Of its connection; 0 while it is being sent.
         probe: What is noted of its way, if that is timed.
     """
@@ -125,6 +131,7 @@ class Sent:
     number: int
     begun: Pass
     request: bytes
+    left_out: Mapping[int, str] | None = None
     request_id: int = 0
     probe: Probe | None = None
 
@@ -156,9 +163,9 @@ class Seat:
     def enqueue(self, load: Load, begun: Pass) -> None:
         """Note a task that is to be sent; with the pass's condition, so that the order is that of the decisions."""
         task = load.payload
-        sent = Sent(task, load.number, begun, task.last_request if load.is_last else task.request)
+        sent = Sent(task, load.number, begun, task.last_request if load.is_last else task.request, load.left_out)
         if task.probe is not None:
-            sent.probe = Probe(draw=task.probe.draw, added=task.probe.added, assigned=time.monotonic())
+            sent.probe = dataclasses.replace(task.probe, assigned=time.monotonic())
         self._queue.append(sent)
 
     def send(self) -> None:
@@ -167,6 +174,9 @@ class Seat:
             while self._queue:
                 sent = self._queue.popleft()
                 self.sent[sent.number] = sent
+                if sent.left_out:
+                    last_try = sent.request is sent.task.last_request
+                    sent.request = load_request(sent.task, last_try=last_try, left_out=sent.left_out)
                 request = Request(functools.partial(self._replied, sent), self._allocator, cancellable=True)
                 if (probe := sent.probe) is not None:
                     request.flags, probe.sent = Flag.MEASURED, time.monotonic()
@@ -186,16 +196,65 @@ class Seat:
             self.worker.submit(starting.payload, starting.buffers, self.started)
 
     def started(self, reply: Message | RPCError) -> None:
-        """The worker has answered the first request of an epoch."""
-        self._driver.started(self, reply)
+        """The worker has answered the first request of an epoch; what the user's code raised there ends the pass."""
+        if not isinstance(reply, Message):
+            return
+        try:
+            result_of(reply, self._allocator)
+        except BaseException as exc:
+            self._driver.fail(exc)
+        self._driver.feed(lambda engine, _now: engine.worker_at_work(self.number))
 
     def _replied(self, sent: Sent, reply: Message | RPCError) -> None:
         if isinstance(reply, Message):
             if reply.flags:
                 note_reply(sent.probe, reply)
             # Not a variable here: the traceback of an exception refers to this frame, and would keep the whole pass.
-            self._driver.answered(self, sent, self._decode(reply))
+            self._answered(sent, self._decode(reply))
         # Otherwise the worker is lost, which is reported once for all of its requests.
+
+    def _answered(self, sent: Sent, answer: Answer) -> None:
+        driver = self._driver
+        if type(answer.result) is Reduced:
+            answer.result.where = self.worker.name
+        with driver.condition:
+            if sent.begun is not driver.begun or driver.closed.is_set():
+                return
+            # Not before: the numbers of another epoch begin anew.
+            self.sent.pop(sent.number, None)
+            self._tell_engine(sent, answer)
+            if driver.ahead is not None:
+                driver.ahead.send()
+            todo = driver.act()
+            if driver.sleep.until != -math.inf:
+                driver.wake()
+        if todo is not None:
+            driver.carry_out(todo)
+
+    def _tell_engine(self, sent: Sent, answer: Answer) -> None:
+        driver, engine, now = self._driver, self._driver.engine, time.monotonic()
+        worker, number, settings = self.number, sent.number, self._driver.settings
+        seconds = None
+        if (timings := answer.timings) is not None:
+            seconds = sum(timings)
+            answer.worker = worker
+            driver.recorder.answers.append((worker, seconds, answer.size_bytes, answer.arrived, answer.received))
+            if sent.probe is not None:
+                note_answer(sent.probe, timings, now)
+                answer.probe = sent.probe
+        if type(answer.result) is Failure:
+            error = answer.result.error
+            if isinstance(error, settings.retry_on) and engine.failed(worker, number, error, now):
+                return
+        elif settings.iterable and answer.stream is None:
+            engine.stream_ended(worker, number, now)
+            return
+        stream = engine.stream_of(number) if settings.iterable else None
+        counts = engine.answered(
+            worker, number, size_bytes=answer.size_bytes, task_seconds=seconds, now=now, answer=answer
+        )
+        if counts and stream is not None and answer.stream is not None:
+            driver.streams[stream] = answer.stream
 
     def worker_ready(self, worker: RemoteWorker) -> None:  # noqa: ARG002  there is one
         self._driver.feed(lambda engine, now: engine.worker_ready(self.number, now))
@@ -204,4 +263,21 @@ class Seat:
         self._driver.feed(lambda engine, _now: engine.worker_draining(self.number))
 
     def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
-        self._driver.lost(self, worker, error)
+        task = place = None
+        if (exited := worker.exited) is not None and (sent := self._interrupted(exited)) is not None:
+            error = ConnectionLostError(f"{error} {describe_end(sent.task, exited.sample)}")
+            task, place = sent.number, place_of(sent.task, exited.sample)
+        loss = Loss(
+            error,
+            node_is_up=worker.session.is_ready,
+            came=not isinstance(error, ConnectError),
+            was_refused=worker.was_refused,
+            has_retired=worker.retired,
+            task=task,
+            place=place,
+        )
+        self._driver.lost(self.number, loss)
+
+    def _interrupted(self, exited: Exited) -> Sent | None:
+        """What the worker was at when it ended, if that is not answered."""
+        return next((sent for sent in list(self.sent.values()) if sent.task.number == exited.batch), None)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 N = TypeVar("N", bound=Hashable)
 
 
 class Load(NamedTuple):
-    """Send a task to a worker: what was added under its number; ``is_last`` asks for the request of the last try."""
+    """Send a task to a worker: what was added under its number.
+
+    Attributes:
+        is_last: The request is that of the last try.
+        left_out: Places in the task whose samples are not loaded, each with the reason; None for no such place.
+    """
 
     worker: int
     number: int
     payload: Any
     is_last: bool
+    left_out: Mapping[int, str] | None = None
 
 
 class Cancel(NamedTuple):

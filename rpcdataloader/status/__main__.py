@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rpcdataloader.status",
         allow_abbrev=False,
-        description="What node servers are doing: their clients, workers, and how much they have done.",
+        description="What node servers are doing: clients, what these wait for, workers, and what they have done.",
         epilog="Exit status: 0 if all node servers are there and take clients, 1 if one is not reachable or drains, or "
         "if there is none, 2 for a wrong command line, secret, certificate or version. Secret and certificates "
         "come from where a training script takes them: RPCDATALOADER_TOKEN_FILE and so on.",
@@ -51,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="look again every SECONDS (default: %(const)g), until Ctrl-C; on a terminal's alternate screen",
     )
     parser.add_argument("--workers", action="store_true", help="show each client and each worker, too")
+    parser.add_argument("--why", action="store_true", help="show the numbers that tell what training loops wait for")
     parser.add_argument("--json", action="store_true", help="print a JSON document per look (default: text)")
     parser.add_argument(
         "--stacks", action="store_true", help="show where each worker is in its Python code; implies --workers"
@@ -94,7 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 else:
                     nowhere = () if addresses else places.registers()
                     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(document["time_unix_seconds"]))
-                    text = as_text(document, when, nowhere=nowhere, workers=options.workers or options.stacks)
+                    workers = options.workers or options.stacks
+                    text = as_text(document, when, nowhere=nowhere, workers=workers, why=options.why)
                     text = _fit(text) if redraw else text if before is None else "\n" + text
                 sys.stdout.write(text)
                 sys.stdout.flush()

@@ -16,4 +16,4 @@ def workers_of(iterator: Any) -> list[RemoteWorker]:
 def wait_for_crew(iterator: Any, num_workers: int) -> None:
     """Wait until there are as many workers as this, and all of them take tasks."""
     driver = iterator._driver
-    wait_until(lambda: len(driver.workers) == driver._engine.num_workers == num_workers, what=f"{num_workers} workers")
+    wait_until(lambda: len(driver.workers) == driver.engine.num_workers == num_workers, what=f"{num_workers} workers")

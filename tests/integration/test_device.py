@@ -81,7 +81,7 @@ def check(batch, indices, device):
 
 def num_answered(run):
     """Batches that have arrived, and are not on their way to the device."""
-    return sum(task.answer is not None for task in list(run._engine._table.tasks.values()))
+    return sum(task.answer is not None for task in list(run.engine._table.tasks.values()))
 
 
 def where_of(request, workers):
@@ -146,7 +146,7 @@ def test_one_batch_is_copied_ahead_and_no_more(device, workers):
         next(iterator)
         # The others have arrived, and wait for their turn in the memory of this process. One place of the window may
         # be free: that of a batch that was copied after the sampler was asked.
-        wait_until(lambda: run._ahead.delivery is not None and num_answered(run) >= 7, what="a full window")
+        wait_until(lambda: run.ahead.delivery is not None and num_answered(run) >= 7, what="a full window")
         assert len(device.copied) == num_delivered + 1
         assert len(device.waits) == num_delivered
 
@@ -278,8 +278,8 @@ def test_an_iterator_that_is_dropped_lets_everything_go(device, workers):
     next(iterator)
     run = iterator._driver
     iterator = None
-    wait_until(lambda: run._closed.is_set(), what="the end of the iterator")
-    wait_until(lambda: run._ahead.delivery is None and not num_answered(run), what="what it had")
+    wait_until(lambda: run.closed.is_set(), what="the end of the iterator")
+    wait_until(lambda: run.ahead.delivery is None and not num_answered(run), what="what it had")
     assert device.copied
 
 
@@ -317,3 +317,10 @@ def test_wait_while_the_device_is_at_work_is_none(workers, device, computes):
     diagnosis = loader.diagnosis()
     assert diagnosis.bound == ("none" if computes else "storage")
     assert (diagnosis.wait_share < 0.05) == computes
+
+
+@pytest.mark.parametrize("where", ["workers", "inline", "this process"])
+def test_batches_that_are_replayed_stay_there(device, workers, where):
+    batches = RPCDataloader(Images(), batch_size=4, device=NAME, **where_of(where, workers)).replay(2)
+    for turn in range(4):
+        check(next(batches), [0, 1, 2, 3] if turn % 2 == 0 else [4, 5, 6, 7], device)

@@ -275,7 +275,7 @@ def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
 
 @pytest.mark.parametrize(
     ("owner", "method", "what"),
-    [(Driver, "_start", "it is not there"), (Executor, "_ask", "it is not there any more")],
+    [(Driver, "start", "it is not there"), (Executor, "_ask", "it is not there any more")],
 )
 def test_error_names_a_node_that_goes_before_its_first_worker(serve, monkeypatch, owner, method, what):
     server = serve("--num-workers", "1")

@@ -228,7 +228,7 @@ class Pipeline:
             number = self._table.add_task(None)
             self._num_drawn += 1
             is_probe = self.now >= self.recorder.next_probe
-            self._probes[number] = self.recorder.probe(self.now, seconds) if is_probe else None
+            self._probes[number] = self.recorder.probe(self.now, seconds, number) if is_probe else None
             self._pump()
         self._draw()
 

@@ -56,7 +56,7 @@ def record(
         first = first_wait if number == 0 else 0.0
         waited = first + blocked + drawn + own
         now += waited + consumer
-        probe = recorder.probe(now, drawn) if now >= recorder.next_probe else None
+        probe = recorder.probe(now, drawn, number) if now >= recorder.next_probe else None
         if probe is not None:
             probe.copy, probe.lock = copy, lock
             probe.added = probe.assigned = probe.sent = now - task - latency

@@ -72,7 +72,7 @@ def test_pass_that_has_delivered_nothing_is_not_told_of():
 def test_time_since_the_batch_before_is_that_of_reordering():
     recorder = make_recorder()
     recorder.deliveries.append(Delivered(5.0, 1.0))
-    probe = recorder.probe(1.0, 0.0)
+    probe = recorder.probe(1.0, 0.0, 7)
     probe.answered = 3.5
     recorder.probed(probe, Delivered(6.0, 0.0))
     assert probe.reorder == 1.5

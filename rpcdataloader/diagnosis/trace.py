@@ -1,0 +1,153 @@
+"""Batches in the Chrome trace format, which Perfetto and browsers open. Pure.
+
+A trace is a JSON array of events, one per line, whose closing bracket may be missing. The consumer has a track, and so
+has each worker, below the process of its node. What a thread does is a complete event, and complete events of a track
+nest. The life of a batch, from the sampler to its delivery, is an asynchronous event of its own. Arrows lead from the
+sampler to the worker, and from there to the delivery.
+
+Workers tell durations and no times of day. So a task of theirs stands as early as it can have been: it begins when it
+was sent, or when the one before it had ended. It is off by less than the time that messages take.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+
+from rpcdataloader.diagnosis.records import Probe, Setup
+
+# Of the trainer, among the processes of the trace; nodes follow.
+_TRAINER = 1
+
+Track = tuple[int, int]  # process and thread
+
+
+class Tracks:
+    """Makes the events of batches.
+
+    Args:
+        trainer: Name of this process.
+        origin: Time of the trainer's clock at which the trace begins; batches that were drawn before are left out.
+    """
+
+    def __init__(self, trainer: str, origin: float) -> None:
+        self._origin = origin
+        self._nodes: dict[str, int] = {}
+        self._tracks: dict[tuple[int, str], Track] = {}
+        self._ends: defaultdict[Track, int] = defaultdict(int)  # of the last task of a worker
+        self._names = [_name(_TRAINER, 0, "process", trainer)]
+        self._num_batches = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Events with the names of all tracks so far."""
+        return list(self._names)
+
+    def events_of(self, probe: Probe, setup: Setup, worker: int, consumer: str) -> list[str]:
+        """The events of a batch that was delivered, and names of tracks that are new.
+
+        Args:
+            probe: What was noted of the batch.
+            setup: The workers of the pass.
+            worker: Number of the worker that has answered.
+            consumer: Name of the thread that the batch was delivered in.
+        """
+        if probe.stages is None or probe.added - probe.draw < self._origin:
+            return []
+        num_names = len(self._names)
+        node = setup.workers.get(worker, "nodes that were lost")
+        process = self._nodes.get(node)
+        if process is None:
+            process = self._nodes[node] = _TRAINER + 1 + len(self._nodes)
+            self._names.append(_name(process, 0, "process", node))
+        near = self._track(_TRAINER, consumer)
+        far = self._track(process, setup.names.get(worker, f"worker {worker}"))
+        self._num_batches += 1
+        return [*self._names[num_names:], *self._events_of(probe, near, far, self._num_batches)]
+
+    def _track(self, process: int, name: str) -> Track:
+        track = self._tracks.get((process, name))
+        if track is None:
+            track = self._tracks[process, name] = process, 1 + len(self._tracks)
+            self._names.append(_name(*track, "thread", name))
+        return track
+
+    def _at(self, seconds: float) -> int:
+        # Whole nanoseconds, so that what nests in floats still does when it is rounded.
+        return max(0, round((seconds - self._origin) * 1e9))
+
+    def _events_of(self, probe: Probe, near: Track, far: Track, number: int) -> Iterator[str]:
+        stages = probe.stages
+        assert stages is not None
+        drawn, delivered = self._at(probe.added - probe.draw), self._at(probe.delivered)
+        title = f"batch {probe.number}"
+        yield _complete("draw", near, drawn, max(self._at(probe.added), drawn + 1), title)
+        # A wait that the device has hidden counts as none, and an arrow needs something to end at.
+        waited = self._at(probe.delivered - probe.wait)
+        yield _complete("next", near, waited, max(delivered, waited + 1), title)
+        # The life of the batch: its parts follow each other.
+        yield _asynchronous("b", "batch", near, drawn, number, title)
+        begin = latest = drawn
+        for part, time in (
+            ("draw", probe.added),
+            ("window", probe.assigned),
+            ("send", probe.sent),
+            ("worker", probe.arrived),
+            ("receive", probe.received),
+            ("decode", probe.answered),
+            ("ready", probe.delivered),
+        ):
+            # An answer may come before the send call has returned.
+            end = min(max(begin, self._at(time)), delivered)
+            if end > begin:
+                yield _asynchronous("b", part, near, begin, number)
+                yield _asynchronous("e", part, near, end, number)
+            if part == "worker":
+                latest = end
+            begin = end
+        yield _asynchronous("e", "batch", near, delivered, number)
+        # The task of the worker.
+        length = round(stages.task * 1e9)
+        task = begin = max(self._ends[far], self._at(probe.assigned), min(self._at(probe.sent), latest - length))
+        end = max(begin + 1, min(begin + length, latest))
+        self._ends[far] = end
+        shares = f"{title}, {stages.cpu * 1e3:.3f} ms on a CPU, {stages.runqueue * 1e3:.3f} ms waiting for one"
+        yield _complete("task", far, begin, end, shares)
+        for part, seconds in (("fetch", stages.fetch), ("collate", stages.collate), ("encode", stages.encode)):
+            until = min(begin + round(seconds * 1e9), end)
+            if until > begin:
+                yield _complete(part, far, begin, until)
+            begin = until
+        yield _arrow("s", near, drawn, number)
+        yield _arrow("t", far, task, number)
+        yield _arrow("f", near, max(delivered, waited + 1) - 1, number)
+
+
+def _name(process: int, thread: int, kind: str, name: str) -> str:
+    return f'{{"ph":"M","name":"{kind}_name","pid":{process},"tid":{thread},"args":{{"name":{json.dumps(name)}}}}}'
+
+
+def _complete(name: str, track: Track, begin: int, end: int, text: str = "") -> str:
+    return f'{{"ph":"X","name":"{name}",{_place(track, begin)},"dur":{_microseconds(end - begin)}{_args(text)}}}'
+
+
+def _asynchronous(phase: str, name: str, track: Track, time: int, number: int, text: str = "") -> str:
+    return f'{{"ph":"{phase}","cat":"batch","name":"{name}","id":{number},{_place(track, time)}{_args(text)}}}'
+
+
+def _arrow(phase: str, track: Track, time: int, number: int) -> str:
+    # It ends at what encloses it, and not at what comes next.
+    return f'{{"ph":"{phase}","cat":"way","name":"way","id":{number},"bp":"e",{_place(track, time)}}}'
+
+
+def _place(track: Track, time: int) -> str:
+    return f'"pid":{track[0]},"tid":{track[1]},"ts":{_microseconds(time)}'
+
+
+def _args(text: str) -> str:
+    return f',"args":{{"of":"{text}"}}' if text else ""
+
+
+def _microseconds(nanoseconds: int) -> str:
+    return f"{nanoseconds // 1000}.{nanoseconds % 1000:03}"

@@ -1,0 +1,77 @@
+"""``loader.replay()`` repeats a few batches without end, for measuring a loop without its loader."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from rpcdataloader import RPCDataloader
+from tests.integration.datasets import Numbers
+from tests.integration.streams import Parts
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+@pytest.fixture(params=["workers", "inline", "this process"])
+def options(request, shared_server):
+    """A loader of each kind."""
+    where = {"workers": {"workers": shared_server.address}, "inline": {"workers": "inline"}, "this process": {}}
+    return where[request.param]
+
+
+def numbers(batches, count):
+    return [batch.tolist() for batch in itertools.islice(batches, count)]
+
+
+def test_first_batches_come_again_and_again(options):
+    loader = RPCDataloader(Numbers(100), batch_size=2, **options)
+    assert numbers(loader.replay(3), 8) == [[0, 1], [2, 3], [4, 5], [0, 1], [2, 3], [4, 5], [0, 1], [2, 3]]
+
+
+def test_loader_with_fewer_batches_repeats_all_of_them(options):
+    assert numbers(RPCDataloader(Numbers(4), batch_size=2, **options).replay(), 5) == [
+        [0, 1], [2, 3], [0, 1], [2, 3], [0, 1],
+    ]  # fmt: skip
+
+
+def test_batches_are_taken_when_it_is_called_and_never_again(options):
+    batches = RPCDataloader(Numbers(100), batch_size=None, **options).replay(2)
+    first, second, again = itertools.islice(batches, 3)
+    assert again is first
+    assert second is not first
+
+
+def test_stream_without_batches_has_nothing_to_replay(options):
+    with pytest.raises(ValueError, match="no batches"):
+        RPCDataloader(Parts([0] * 4), **options).replay()
+
+
+@pytest.mark.parametrize("num_batches", [0, -1])
+def test_number_of_batches_is_positive(num_batches):
+    with pytest.raises(ValueError, match=f"num_batches must be at least 1, not {num_batches}"):
+        RPCDataloader(Numbers(), workers="nowhere:1").replay(num_batches)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_state_that_was_loaded_is_still_there_afterwards(shared_server, persistent):
+    def make():
+        return RPCDataloader(
+            Numbers(10), batch_size=None, workers=shared_server.address, num_workers=2, persistent_workers=persistent
+        )
+
+    loader = make()
+    batches = iter(loader)
+    assert numbers(batches, 4) == [0, 1, 2, 3]
+    state = loader.state_dict()
+    loader.replay(3)
+    assert loader.state_dict() == state
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert numbers(resumed.replay(2), 3) == [4, 5, 4]
+    assert [batch.item() for batch in resumed] == [4, 5, 6, 7, 8, 9]
+
+
+def test_exception_of_the_dataset_is_raised_at_once(options):
+    with pytest.raises(IndexError, match="is not below 20"):
+        RPCDataloader(Numbers(), sampler=[0, 20], **options).replay()

@@ -1,0 +1,186 @@
+"""``loader.trace()`` and ``RPCDATALOADER_TRACE``: files that viewers open, whatever becomes of the script."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+
+import pytest
+
+from rpcdataloader import RPCDataloader
+from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.loader import tracing
+from tests.conftest import wait_until
+from tests.integration.datasets import Numbers
+from tests.traces import interval_of, load, of_kind, tracks_of
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+@pytest.fixture
+def make(shared_server):
+    """Loaders with two workers."""
+
+    def make(size=20, **options):
+        return RPCDataloader(
+            Numbers(size), batch_size=None, workers=shared_server.address, **{"num_workers": 2, **options}
+        )
+
+    return make
+
+
+def numbers_of(events):
+    return [int(event["args"]["of"].split()[1].rstrip(",")) for event in of_kind(events, "X", "next")]
+
+
+def test_every_batch_is_followed_on_the_tracks_of_its_worker_and_of_the_consumer(make, shared_server, tmp_path):
+    loader = make()
+    with loader.trace(tmp_path / "trace.json"):
+        assert len(list(loader)) == 20
+    events = load(tmp_path / "trace.json")
+    assert numbers_of(events) == list(range(20))
+    tracks = tracks_of(events)
+    consumers = {track for track, (process, _) in tracks.items() if process == f"trainer (pid {os.getpid()})"}
+    assert len(consumers) == 1
+    workers = {names for track, names in tracks.items() if track not in consumers}
+    assert {process for process, _ in workers} == {shared_server.address}
+    assert {name.split(" (")[0] for _, name in workers} == {"worker 1", "worker 2"}
+    assert {(event["pid"], event["tid"]) for event in of_kind(events, "X", "task")} == tracks.keys() - consumers
+    # Each arrow leads from the sampler to the worker to the loop, which is later.
+    draws, tasks, deliveries = (of_kind(events, "X", name) for name in ("draw", "task", "next"))
+    for draw, task, delivery in zip(draws, tasks, deliveries, strict=True):
+        assert draw["ts"] < task["ts"] < interval_of(delivery)[1]
+    assert len(of_kind(events, "t")) == 20
+
+
+def test_passes_inside_of_the_block_are_traced_and_others_are_not(make, tmp_path):
+    loader = make(persistent_workers=True)
+    list(loader)
+    with loader.trace(tmp_path / "trace.json"):
+        for _ in range(2):
+            list(loader)
+    list(loader)
+    assert len(of_kind(load(tmp_path / "trace.json"), "X", "next")) == 40
+
+
+def test_pass_under_way_is_traced_from_the_next_draw_on(make, tmp_path):
+    loader = make()
+    batches = iter(loader)
+    next(batches)
+    with loader.trace(tmp_path / "trace.json"):
+        list(batches)
+    found = numbers_of(load(tmp_path / "trace.json"))
+    assert found == list(range(found[0], 20))
+    assert found[0] < 10
+
+
+@pytest.mark.parametrize("name", ["missing/trace.json", "."])
+def test_file_that_cannot_be_written_is_an_error_before_anything_starts(make, tmp_path, name):
+    loader = make()
+    with pytest.raises(OSError, match="cannot write a trace"), loader.trace(tmp_path / name):
+        pytest.fail("the block was entered")
+    assert loader._trace is None
+
+
+def test_file_that_another_process_writes_is_left_alone(make, tmp_path):
+    path = tmp_path / "trace.json"
+    with make().trace(path):
+        before = path.read_text()
+        # A second open file, as another process would have it.
+        with pytest.raises(OSError, match="another process writes it"), make().trace(path):
+            pass
+        assert path.read_text() == before
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"workers": "inline"}], ids=str)
+def test_loader_that_loads_in_the_training_process_has_no_trace(options, tmp_path):
+    with pytest.raises(LocalProtocolError, match="for a trace"), RPCDataloader([1], **options).trace(tmp_path / "t"):
+        pass
+    assert not (tmp_path / "t").exists()
+
+
+def test_each_rank_writes_a_file_of_its_own(make, tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    loader = make(partition=None)
+    with pytest.raises(ValueError, match=r"all 4 ranks .* as in trace-\{rank\}.json"), loader.trace("trace.json"):
+        pass
+    with loader.trace(tmp_path / "trace-{rank}.json"):
+        list(loader)
+    events = load(tmp_path / "trace-1.json")
+    assert any(process.startswith("[rank 1 of 4] trainer") for process, _ in tracks_of(events).values())
+
+
+def test_oldest_events_go_and_both_files_load(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(tracing, "MAX_FILE_BYTES", 40_000)
+    monkeypatch.setattr(tracing, "_BUFFER_BYTES", 1)
+    loader = make(300)
+    with loader.trace(tmp_path / "trace.json"):
+        list(loader)
+    before, last = load(tmp_path / "trace.before.json"), load(tmp_path / "trace.json")
+    found = [*numbers_of(before), *numbers_of(last)]
+    assert found == list(range(found[0], 300))
+    assert found[0] > 0
+    assert (tmp_path / "trace.before.json").stat().st_size < 50_000
+
+
+def test_full_disk_ends_the_trace_and_not_the_training(make, tmp_path, monkeypatch, caplog):
+    written = []
+
+    def write(descriptor, data):
+        written.append(data)
+        if len(written) > 3:
+            os.write(descriptor, data[:100])
+            raise OSError(28, "No space left on device")
+        os.write(descriptor, data)
+
+    monkeypatch.setattr(tracing, "_write", write)
+    monkeypatch.setattr(tracing, "_BUFFER_BYTES", 1)
+    loader = make()
+    with caplog.at_level(logging.WARNING, "rpcdataloader.loader"), loader.trace(tmp_path / "trace.json"):
+        assert len(list(loader)) == 20
+    assert len([record for record in caplog.records if "the training goes on" in record.getMessage()]) == 1
+    assert numbers_of(load(tmp_path / "trace.json")) == [0, 1, 2]
+
+
+SCRIPT = """
+import sys
+from rpcdataloader import RPCDataloader
+from tests.integration.datasets import Numbers
+for _ in range(2):
+    loader = RPCDataloader(Numbers(), batch_size=None, workers=sys.argv[1], num_workers=1)
+    batches = iter(loader)
+    for batch in batches:
+        print(batch.item(), flush=True)
+"""
+
+
+def run(zygote, address, trace, script=SCRIPT):
+    return zygote.start(f"import os; os.environ['RPCDATALOADER_TRACE'] = {str(trace)!r}\n{script}", address)
+
+
+def test_environment_variable_traces_all_loaders_of_a_process(zygote, shared_server, tmp_path):
+    ended = run(zygote, shared_server.address, tmp_path / "trace.json").wait()
+    assert ended.status == 0, ended.errors
+    assert numbers_of(load(tmp_path / "trace.json")) == [*range(20), *range(20)]
+    assert (tmp_path / "trace.json").read_text().endswith("\n]\n")
+
+
+def test_file_of_a_script_that_is_killed_loads(zygote, shared_server, tmp_path):
+    path = tmp_path / "trace.json"
+    wait = "import time; from rpcdataloader.loader import tracing; tracing._BUFFER_SECONDS = 0"
+    script = run(zygote, shared_server.address, path, f"{wait}\n{SCRIPT}        time.sleep(0.05)\n")
+    wait_until(lambda: script.output.count("\n") > 5, 30)
+    script.kill()
+    assert script.wait().status == -signal.SIGKILL
+    assert not path.read_text().endswith("]\n")
+    assert len(numbers_of(load(path))) >= 5
+
+
+def test_file_of_the_environment_that_cannot_be_written_is_one_warning(zygote, shared_server, tmp_path):
+    ended = run(zygote, shared_server.address, tmp_path / "missing" / "trace.json").wait()
+    assert ended.status == 0, ended.errors
+    assert ended.output.count("\n") == 40
+    assert ended.errors.count("no trace, though RPCDATALOADER_TRACE=") == 1
+    assert "No such file or directory" in ended.errors
