@@ -244,7 +244,7 @@ def test_fork_has_no_watch_and_can_begin_its_own(register, where, folder, monkey
     held, enough = threading.Event(), threading.Event()
 
     def hold():
-        with get_client()._watchers[str(folder)]._condition:
+        with get_client()._watchers[Registered(str(folder))]._condition:
             held.set()
             enough.wait(30 * TIMEOUT_SCALE)
 
