@@ -8,11 +8,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Thousands of processes need not compile the package where the environment forbids to keep what was compiled.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test test-first test-rest simulate simulate-bugs chaos slurm study bench bench-check lint docs dist clean
+.PHONY: help demo test test-first test-rest test-pythons test-engines simulate simulate-bugs chaos slurm study bench bench-check lint docs dist clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
 	@echo "make test   run the tests, without the slow ones and the benchmarks"
+	@echo "make test-pythons  run unit tests, and some others, on each Python that is here"
+	@echo "make test-engines  run the tests on Ray and Dask, which are installed into an environment of their own"
 	@echo "make simulate  try to break the decisions of a pass, in simulated clusters: make simulate SECONDS=600"
 	@echo "make simulate-bugs  plant bugs into these decisions, and see that the simulation finds each"
 	@echo "make chaos  run the tests in which everything is killed, stopped and cut off"
@@ -33,7 +35,7 @@ test: .venv/ready
 	$(MAKE) --no-print-directory --jobs 2 test-first test-rest
 
 FIRST := tests/unit $(wildcard tests/integration/test_[a-e]*.py)
-FAST := -m "not slow and not chaos and not slurm and not study" --timeout 120
+FAST := -m "not slow and not chaos and not slurm and not study and not engines" --timeout 120
 
 # Printed in one piece.
 test-first: .venv/ready
@@ -41,6 +43,16 @@ test-first: .venv/ready
 
 test-rest: .venv/ready
 	$(PYTEST) $(FAST) $(addprefix --ignore=,$(FIRST)) tests
+
+# Others than that of .venv run what needs no torch: make test-pythons PYTHONS="3.12 --torch newest"
+PYTHONS :=
+
+test-pythons: .venv/ready
+	$(BIN)/python -m tests.pythons $(PYTHONS)
+
+# Ray, Dask and what they bring along come on top of .venv, which stays as it is.
+test-engines: .venv-engines/ready
+	PYTHONDONTWRITEBYTECODE= .venv-engines/bin/python -m pytest -m engines --timeout 300 tests/engines
 
 SECONDS := 60
 
@@ -74,6 +86,7 @@ lint: .venv/ready
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/hadolint examples/container/Containerfile
 
 docs: .venv/ready
 	$(BIN)/sphinx-build -W --keep-going --quiet docs docs/_build
@@ -92,5 +105,12 @@ dist: .venv/ready
 	$(PIP) --no-build-isolation --editable ".[formats]"
 	touch $@
 
+.venv-engines/ready: .venv/ready
+	$(PYTHON) -m venv .venv-engines
+	below=`$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"`; cd .venv-engines/lib/python*/site-packages \
+		&& echo "import site; site.addsitedir('$$below')" > below.pth
+	$(subst $(BIN),.venv-engines/bin,$(PIP)) --no-build-isolation --editable ".[ray,dask]"
+	touch $@
+
 clean:
-	rm -rf .venv dist docs/_build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-engines dist docs/_build .mypy_cache .pytest_cache .ruff_cache

@@ -21,7 +21,7 @@ import torch
 from rpcdataloader.check.compare import AGAIN, HERE, OTHER_NODE, OTHER_WORKER, SENT, explain, find_differences
 from rpcdataloader.check.probe import Facts, Probe, Timed
 from rpcdataloader.client.client import get_client
-from rpcdataloader.client.discovery import Registered, Remote, Where
+from rpcdataloader.client.discovery import Elastic, Remote, Where
 from rpcdataloader.errors import RemoteTraceback, RPCError
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.dataloader import RPCDataloader
@@ -66,7 +66,7 @@ def examine(target: str, workers: Where | None, rate: float | None, report: Repo
         RPCError: No node server has registered in the directory that ``workers`` names.
     """
     nodes = ["local:1"]
-    if isinstance(workers, Registered):
+    if isinstance(workers, Elastic):
         nodes = [str(node.address) for node in get_client().nodes(workers)]
     elif isinstance(workers, Remote):
         nodes = [str(address) for address in workers.addresses]

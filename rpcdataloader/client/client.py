@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 
 from rpcdataloader.client.alarm import Alarm
-from rpcdataloader.client.discovery import Local, Registered, Remote
+from rpcdataloader.client.discovery import Elastic, Local, Remote
 from rpcdataloader.client.exchange import ClientSettings
 from rpcdataloader.client.janitor import Janitor
 from rpcdataloader.client.local_server import LocalServer
 from rpcdataloader.client.node import Node
+from rpcdataloader.client.reporter import Reporter
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.watcher import Changed, RegisterWatcher, Watch
 from rpcdataloader.wire.address import Address
@@ -40,8 +43,8 @@ class Client:
     Attributes:
         allocator: Pageable receive buffers, shared by all connections.
         alarm: Watches the deadlines of calls.
-        janitor: Closes what finalizers leave.
-        variables: Of the environment, which all sessions get.
+        additions: What all sessions get.
+        reporter: Tells node servers how the loops of this process do.
 
     Raises:
         ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or not all of the three variables of TLS
@@ -55,27 +58,35 @@ class Client:
         self._settings = ClientSettings(
             self._credentials, connect_timeout(), _rank(), self.allocator, self.alarm, client_tls()
         )
-        self.variables = self._settings.variables
-        self.janitor = Janitor()
+        self.additions = self._settings.additions
+        self.reporter = Reporter(self.alarm, self._listeners)
         self._lock = threading.Lock()
         # Guarded by the lock:
+        self._janitor: Janitor | None = None
         self._nodes: dict[Address, Node] = {}
-        self._watchers: dict[str, RegisterWatcher] = {}
+        self._watchers: dict[Elastic, RegisterWatcher] = {}
         self._local: LocalServer | None = None
         self._threads: dict[threading.Thread, threading.Event] = {}
         self._closed = False
 
-    def nodes(self, where: Local | Remote | Registered) -> list[Node]:
-        """The nodes that ``where`` names; starts the embedded server if need be, and connects to nobody yet.
+    @property
+    def janitor(self) -> Janitor:
+        """Closes what finalizers leave."""
+        with self._lock:
+            self._janitor = self._janitor or Janitor()
+            return self._janitor
+
+    def nodes(self, where: Local | Remote | Elastic) -> list[Node]:
+        """The nodes that ``where`` names; begins the embedded server if need be, and connects to nobody yet.
 
         Raises:
-            ConnectError: No server has registered in the directory before the connect timeout.
+            ConnectError: None has come before the connect timeout, of those that come and go.
         """
         if isinstance(where, Local):
-            return [self.node(self._local_address())]
-        if isinstance(where, Registered):
-            found = self._watcher(where.directory).find(self._settings.connect_timeout)
-            return [self.node(registration.address, is_registered=True) for registration in found]
+            return [self.node(self.begin_local())]
+        if isinstance(where, Elastic):
+            found = self._watcher(where).find(self._settings.connect_timeout)
+            return [self.node(server.address, is_registered=True) for server in found]
         return [self.node(address) for address in where.addresses]
 
     def node(self, address: Address, *, is_registered: bool = False) -> Node:
@@ -102,20 +113,21 @@ class Client:
                 self._threads[thread] = stop
                 thread.start()
 
-    def watch(self, where: Registered, known: Iterable[Address], changed: Changed) -> Watch:
+    def watch(self, where: Elastic, known: Iterable[Address], changed: Changed) -> Watch:
         """Have servers reported that come or go; see :meth:`~rpcdataloader.client.watcher.RegisterWatcher.watch`."""
-        return self._watcher(where.directory).watch(known, changed)
+        return self._watcher(where).watch(known, changed)
 
-    def _watcher(self, directory: str) -> RegisterWatcher:
+    def _watcher(self, where: Elastic) -> RegisterWatcher:
         with self._lock:
-            if directory not in self._watchers:
-                self._watchers[directory] = RegisterWatcher(directory)
-            watcher, closed = self._watchers[directory], self._closed
+            if where not in self._watchers:
+                self._watchers[where] = RegisterWatcher(where.open())
+            watcher, closed = self._watchers[where], self._closed
         if closed:
             watcher.close()
         return watcher
 
-    def _local_address(self) -> Address:
+    def begin_local(self) -> Address:
+        """Begin the embedded server, if there is none; it is waited for when a node is asked for its session."""
         with self._lock:
             if self._local is None:
                 self._local = LocalServer()
@@ -125,6 +137,11 @@ class Client:
         if self._local is not None and address == self._local.address:
             return self._local.credentials
         return client_credentials(address)
+
+    def _listeners(self) -> list[Node]:
+        """Nodes that a status can be asked of: all but the embedded pool."""
+        own = None if self._local is None else self._local.address
+        return [node for node in list(self._nodes.values()) if node.address != own]
 
     @property
     def is_closed(self) -> bool:
@@ -139,10 +156,13 @@ class Client:
             self._closed = True
             nodes = list(self._nodes.values())
             watchers = list(self._watchers.values())
+        if self.additions.current.forward_output:
+            self._settings.printer.linger()
         for watcher in watchers:
             watcher.close()
         self.alarm.close()
-        self.janitor.close()
+        if self._janitor is not None:
+            self._janitor.close()
         connections = [connection for node in nodes for connection in node.connections()]
         for node in nodes:
             node.close()
@@ -151,6 +171,7 @@ class Client:
         self._end_threads(nodes)
         if self._local is not None:
             self._local.stop()
+        self._settings.printer.close()
 
     def _end_threads(self, nodes: list[Node]) -> None:
         for stop in self._threads.values():
@@ -213,6 +234,16 @@ def get_client() -> Client:
             # Daemon threads inside torch abort an interpreter that finalises; this joins them before.
             atexit.register(_client.close)
         return _client
+
+
+def begin_local_early() -> None:
+    """Begin the embedded server beside what the script does next; no thread starts, as a pass may never come.
+
+    Not where a session, or a child of multiprocessing, imports a module that makes a loader in passing.
+    """
+    is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if not is_importing and "rpcdataloader.server.node" not in sys.modules:
+        get_client().begin_local()
 
 
 def close_client() -> None:

@@ -162,6 +162,11 @@ class Connection:
         """Let an object of the server go. Never blocks, takes no lock: finalizers call this."""
         self._outbox.put(Outgoing(MessageType.RELEASE, payload=pack_handles([handle])))
 
+    def tell(self, type: MessageType, payload: bytes) -> None:
+        """Send a message that has no reply, unless others wait to be sent; never blocks."""
+        if self._channel is not None and self._outbox.empty():
+            self._outbox.put(Outgoing(type, payload=payload))
+
     @property
     def is_open(self) -> bool:
         """Whether the server has answered; before that, nothing can end the wait of the receiver early."""
@@ -293,9 +298,9 @@ class Connection:
                 if message.type == MessageType.RELEASE:
                     message = self._send_releases(channel, message)
                     continue
-                if message.request_id in self._pending:
+                if message.request_id in self._pending or not message.request_id:
                     channel.send(message.type, message.request_id, message.payload, message.buffers, message.flags)
-                if message.type != MessageType.CANCEL:
+                if message.request_id and message.type != MessageType.CANCEL:
                     with self._lock:
                         self._num_queued -= 1
                 del message

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from rpcdataloader.client.names import Names
+from rpcdataloader.client.register import Lookup, Register
 from rpcdataloader.wire.address import Address
 
 WORKERS_VARIABLE = "RPCDATALOADER_WORKERS"
 
-_FORMS = "write host:port, [v6]:port, unix:/path, several of them separated by commas, @DIRECTORY, local:N or inline"
+_FORMS = (
+    "write host:port, [v6]:port, unix:/path, several of them separated by commas, @DIRECTORY, dns://host:port, local:N "
+    "or inline"
+)
+
+
+_DNS = "dns://"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +55,16 @@ class Remote:
         return ",".join(map(str, self.addresses))
 
 
+class Elastic(ABC):
+    """Node servers that come and go; hashable."""
+
+    @abstractmethod
+    def open(self) -> Lookup:
+        """What tells which of them are there, for this process."""
+
+
 @dataclass(frozen=True, slots=True)
-class Registered:
+class Registered(Elastic):
     """The node servers that have registered in a directory, whenever one looks.
 
     Attributes:
@@ -56,20 +73,43 @@ class Registered:
 
     directory: str
 
+    def open(self) -> Register:
+        return Register(self.directory)
+
     def __str__(self) -> str:
         return f"@{self.directory}"
 
 
-Where = Inline | Local | Remote | Registered
+@dataclass(frozen=True, slots=True)
+class Resolved(Elastic):
+    """The node servers behind a DNS name, whenever one asks.
+
+    Attributes:
+        name: Host and port, which is the same for all of them.
+    """
+
+    name: Address
+
+    def open(self) -> Names:
+        return Names(self.name)
+
+    def __str__(self) -> str:
+        return f"dns://{self.name}"
 
 
-def find_workers(workers: str | Iterable[str] | None, environ: Mapping[str, str] = os.environ) -> Where | None:
+Where = Inline | Local | Remote | Elastic
+
+
+def find_workers(
+    workers: str | Iterable[str] | Elastic | None, environ: Mapping[str, str] = os.environ
+) -> Where | None:
     """Understand ``workers=``.
 
     Args:
         workers: A list of ``host:port``, ``[v6]:port`` or ``unix:/path``; a string of them separated by commas;
-            ``@/path`` of a directory in which they register; ``local:N``; ``inline``; None to let the environment
-            variable ``RPCDATALOADER_WORKERS`` decide.
+            ``@/path`` of a directory in which they register; ``dns://host:port`` of a name that stands for all of
+            them; a pool; ``local:N``; ``inline``; None to let the environment variable ``RPCDATALOADER_WORKERS``
+            decide.
 
     Returns:
         Where the workers are, or None if neither the caller nor the environment says.
@@ -86,6 +126,8 @@ def find_workers(workers: str | Iterable[str] | None, environ: Mapping[str, str]
             return _parse(named)
         except ValueError as exc:
             raise ValueError(f"environment variable {WORKERS_VARIABLE}: {exc}") from None
+    if isinstance(workers, Elastic):
+        return workers
     if isinstance(workers, str):
         return _parse(workers)
     if not isinstance(workers, Iterable):
@@ -111,6 +153,10 @@ def _parse(text: str) -> Where:
         if text == "@":
             raise ValueError("'@' names no directory; write @/path")
         return Registered(os.path.abspath(os.path.expanduser(text[1:])))
+    if text.startswith(_DNS) and "," not in text:
+        if (name := Address.parse(text.removeprefix(_DNS))).is_unix:
+            raise ValueError(f"{text!r} names no host; write dns://host:port")
+        return Resolved(name)
     return _remote([part.strip() for part in text.split(",") if part.strip()])
 
 
@@ -118,7 +164,7 @@ def _remote(texts: list[str]) -> Remote:
     if not texts:
         raise ValueError(f"workers names no worker; {_FORMS}")
     for text in texts:
-        if text == "inline" or text.startswith("@") or re.match(r"local(:\d*)?$", text):
+        if text == "inline" or text.startswith(("@", _DNS)) or re.match(r"local(:\d*)?$", text):
             raise ValueError(f"{text!r} cannot be one of several: it stands alone")
     addresses = tuple(Address.parse(text) for text in texts)
     for address in addresses:

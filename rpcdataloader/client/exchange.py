@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rpcdataloader.client.alarm import Alarm
+from rpcdataloader.client.printer import Printer
 from rpcdataloader.client.refs import DatasetRef
-from rpcdataloader.client.variables import SharedVariables
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError, RPCTimeoutError
+from rpcdataloader.host.additions import SharedAdditions
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.certificates import TlsCredentials
 from rpcdataloader.wire.channel import Channel
@@ -37,7 +38,8 @@ class ClientSettings:
         alarm: Watches their deadlines.
         waits_for_servers: Whether one that refuses connections may be about to start.
         tls: For TCP connections; None to do without.
-        variables: Of the environment, for all sessions.
+        additions: What all sessions get.
+        printer: Takes the lines that workers print.
     """
 
     credentials: Callable[[Address], Credentials]
@@ -47,7 +49,8 @@ class ClientSettings:
     alarm: Alarm
     tls: TlsCredentials | None = None
     waits_for_servers: bool = True
-    variables: SharedVariables = field(default_factory=SharedVariables)
+    additions: SharedAdditions = field(default_factory=SharedAdditions)
+    printer: Printer = field(default_factory=Printer)
 
     def tls_for(self, address: Address) -> TlsCredentials | None:
         """What to speak TLS with to ``address``; None for a Unix socket, where nobody can listen."""
@@ -110,8 +113,18 @@ class PendingReply:
         assert self._reply is not None
         return result_of(self._reply, self._allocator)
 
+    def stack(self) -> str:
+        """Wait for a stack; returns why there is none if it does not come."""
+        try:
+            return str(self.wait())
+        except RPCError as exc:
+            return f"no stack: {exc}"
 
-def log_from_server(name: str, message: Message) -> None:
-    """Pass a worker's warning or log record on to this process's logging."""
+
+def log_from_server(name: str, message: Message, printer: Printer) -> None:
+    """Pass a worker's warning or log record on to this process's logging, and a line of its output to the printer."""
     log: Log = Log.decode(message.payload)
+    if log.printed_by is not None:
+        printer.put(f"{name} {log.printed_by}".rstrip(), log.text)
+        return
     worker_logger.log(log.level, "%s: %s: %s", name, log.logger, log.text)

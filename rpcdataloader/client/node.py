@@ -24,12 +24,16 @@ class Node:
 
     Args:
         ensure_running: Called before a session is begun; starts the server again if it is this process's own.
+
+    Attributes:
+        is_missed: It was not there when a pass wanted it, and the user knows.
     """
 
     def __init__(
         self, address: Address, settings: ClientSettings, ensure_running: Callable[[], None] = lambda: None
     ) -> None:
         self.address = address
+        self.is_missed = False
         self._ensure_running = ensure_running
         self._settings = settings
         self._lock = threading.Lock()
@@ -51,21 +55,28 @@ class Node:
             self._ensure_running()
             self._sessions = [session for session in self._sessions if not session.is_over]
             self._sessions.append(RemoteSession(self.address, self._settings))
+            self._sessions[-1].is_quiet = self.is_missed
             self._sessions[-1].start()
         return self._sessions[-1]
 
-    def num_workers(self) -> int:
-        """What the node server offers, or last offered; waits for it when it was never there.
-
-        Raises:
-            RPCError: It never was there, and cannot be reached.
-        """
+    @property
+    def offered(self) -> int | None:
+        """What the node server offers, or last offered; None if it was never there."""
         for session in reversed(self._sessions):
             if session.welcome is not None:
                 self._num_workers = session.num_workers
                 break
-        if self._num_workers is None:
+        return self._num_workers
+
+    def num_workers(self) -> int:
+        """The same; waits for the node server when it was never there.
+
+        Raises:
+            RPCError: It never was there, and cannot be reached.
+        """
+        if self.offered is None:
             self._num_workers = self.session().wait().num_workers
+        assert self._num_workers is not None
         return self._num_workers
 
     def rpc_worker(self) -> RemoteWorker:
@@ -74,6 +85,11 @@ class Node:
             if self._rpc_worker is None or not self._rpc_worker.is_usable:
                 self._rpc_worker = self._current_session().open_worker(_RpcOwner())
             return self._rpc_worker
+
+    def report(self, payload: bytes) -> None:
+        """Tell the current session of the client's loops; see ``RemoteSession.report``."""
+        for session in self._sessions[-1:]:
+            session.report(payload)
 
     def wake(self) -> None:
         """Let those who wait for the session look whether they still want to."""

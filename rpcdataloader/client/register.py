@@ -11,10 +11,13 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from rpcdataloader.host import safe_files
 from rpcdataloader.host.safe_files import UnsafeFileError
+from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.identity import machine_id
 from rpcdataloader.wire.printable import printable
 from rpcdataloader.wire.registration import MAX_FILE_BYTES, MAX_SILENCE, SUFFIX, Registration
@@ -25,6 +28,36 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 # A file that is unusable this many times in a row is not merely being written: it is warned of, once.
 PATIENCE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A node server of which no more is known than where it is."""
+
+    address: Address
+
+
+class Lookup(Protocol):
+    """What tells which node servers are there, as this process has seen it so far. Thread-safe.
+
+    Attributes:
+        pause: Seconds between two looks.
+        problems: Why something was not used at the last look, by its name.
+        place: Where a node server has to be, for messages.
+        advice: What to do when none is there.
+    """
+
+    pause: float
+    problems: dict[str, str]
+
+    @property
+    def place(self) -> str: ...
+
+    @property
+    def advice(self) -> str: ...
+
+    def look(self) -> Sequence[Found | Registration]:
+        """The servers that are there now, in an order that is the same for everybody."""
 
 
 class Silences:
@@ -65,8 +98,12 @@ class Register:
             could not be read.
     """
 
+    pause = 1.0
+
     def __init__(self, directory: str) -> None:
         self.directory = directory
+        self.place = f"registered in {directory}"
+        self.advice = f"start some with: python -m rpcdataloader.launch --register {directory}"
         self.problems: dict[str, str] = {}
         self._lock = threading.Lock()
         # Guarded by the lock:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
@@ -16,7 +16,8 @@ from rpcdataloader.client.exchange import ClientSettings, PendingReply, log_from
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
-from rpcdataloader.host.environment import collect, install, set_rank, set_variables
+from rpcdataloader.host.additions import Additions, add, begin
+from rpcdataloader.host.environment import collect, set_rank
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.buffers import BlockBytes
@@ -25,7 +26,7 @@ from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
-from rpcdataloader.wire.pickling import dumps, result_of
+from rpcdataloader.wire.pickling import dumps
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -34,6 +35,9 @@ _NO_SESSION = bytes(16)
 # How long a lost worker connection waits for its session to say how the worker ended. The session is a neighbour of
 # the worker and hears of it from the kernel; this is only reached when the session is busy building.
 FATE_TIMEOUT = 2.0
+
+# Seconds in which a worker that was killed ends.
+END_TIMEOUT = 0.5
 
 # A session answers within one second, even if the worker does not, unless it is busy building.
 STACK_TIMEOUT = 2.0
@@ -44,6 +48,7 @@ class RemoteSession:
 
     Attributes:
         name: Address of the node server.
+        is_quiet: Nothing need be said while it is waited for.
     """
 
     def __init__(self, address: Address, settings: ClientSettings) -> None:
@@ -56,12 +61,13 @@ class RemoteSession:
         # Guarded by the condition:
         self._exited: dict[int, Exited] = {}
         self._lost: RPCError | None = None
-        self.draining = False
+        self.draining = self.is_quiet = False
         self._deadline = Deadline(settings.connect_timeout)
         self._connection = Connection(self.name, self._open, self, settings.allocator)
         self._workers: set[RemoteWorker] = set()
         self._partition = current_partition()  # as the session knows it
-        self._variables: Mapping[str, str] = {}  # as it knows them
+        self._additions = Additions()  # as it knows them
+        self._told: list[Callable[[], Any]] = []  # each waits until the session has done what it was told
 
     def start(self) -> None:
         """Begin to connect."""
@@ -107,7 +113,7 @@ class RemoteSession:
             if self._lost is not None:
                 raise copy.copy(self._lost)
             if self.welcome is None:
-                raise ConnectionLostError(f"nobody waits for {self.name} any more")
+                raise ConnectionLostError(f"{self.name} has not answered yet")
             return self.welcome
 
     def wake(self) -> None:
@@ -115,13 +121,20 @@ class RemoteSession:
         with self._condition:
             self._condition.notify_all()
 
-    def follow(self) -> None:
-        """Tell the session of a change: of the rank, as ``init_process_group`` may have made one, and of variables."""
-        self._send_variables()
-        partition = current_partition()
+    def follow(self) -> Callable[[], Any]:
+        """Tell the session of a change: of the rank, as ``init_process_group`` may have made one, and of additions.
+
+        Returns:
+            A function that waits until the session has done so, and raises what has gone wrong there.
+        """
+        additions, partition = self._settings.additions.current, current_partition()
+        if additions is not self._additions:
+            self._told.append(self.call(add, additions.since(self._additions)))
+            self._additions = additions
         if partition != self._partition:
-            self.call(set_rank, partition.rank, partition.world_size)()
+            self._told.append(self.call(set_rank, partition.rank, partition.world_size))
             self._partition = partition
+        return lambda: [wait() for wait in self._told]
 
     def submit(
         self, type: MessageType, payload: bytes, buffers: Sequence[BlockBytes], complete: Callable[[Any], None]
@@ -144,18 +157,18 @@ class RemoteSession:
         Args:
             finished: Called from the receiver thread when there is one.
         """
-        self._send_variables()  # before anything is built, as the session answers in order
-        return self._wait_for(MessageType.BUILD, payload, buffers, finished)
-
-    def _send_variables(self) -> None:
-        variables = self._settings.variables.values
-        if variables is not self._variables:
-            self.call(set_variables, variables)
-            self._variables = variables
+        told = self.follow()  # before anything is built, as the session answers in order
+        built = self._wait_for(MessageType.BUILD, payload, buffers, finished)
+        return lambda: (told(), built())[1]
 
     def release(self, key: int) -> None:
         """Let a dataset go; never blocks."""
         self._connection.release(key)
+
+    def report(self, payload: bytes) -> None:
+        """Tell the session of the client's loops, unless it has other things to do or is too old; never blocks."""
+        if self.welcome is not None and self.welcome.takes_reports and self.is_usable and not self.is_busy:
+            self._connection.tell(MessageType.REPORT, payload)
 
     def _wait_for(
         self,
@@ -177,22 +190,16 @@ class RemoteSession:
         """What a worker of this session does: its state and its Python stacks, or why there are none.
 
         Waits until the worker's session has answered, at most 2 s. Never raises an error, as it is needed most when
-        something is wrong already: an answer that does not come is said in the text.
+        something is wrong already: a missing answer is reported in the text.
         """
         return self._ask_for_stack(StackRequest(number), lambda: None)()
-
-    def stacks(self) -> dict[str, str]:
-        """:meth:`stack_of` of all workers of this session that are there, by their names; in 2 s altogether."""
-        there = [worker for worker in list(self._workers) if worker.number]
-        waits = [(worker.name, self._ask_for_stack(StackRequest(worker.number), lambda: None)) for worker in there]
-        return {name: wait() for name, wait in waits}
 
     def end_worker(self, number: int, reason: str) -> Callable[[], str]:
         """End a worker of this session, whatever it is at; its requests fail with ``reason``.
 
-        Returns at once. The worker takes no further requests from now on, and its connection is closed when the
-        session has killed it, or after 2 s without an answer from there. It may outlive this on its node, as long as
-        the kernel does not let it go; nobody waits for that.
+        Returns at once. The worker takes no further requests from now on. Its connection ends with it, or is closed
+        when the session has killed it, or has not answered for 2 s, and it is there half a second later: the kernel
+        may not let it go, and nobody waits for that.
 
         Args:
             reason: For the error and for the node's log, such as ``"took longer than 5 s"``.
@@ -208,9 +215,12 @@ class RemoteSession:
             for worker in workers:
                 worker.close(ConnectionLostError(f"{worker.name} was ended: {reason}"))
 
-        return self._ask_for_stack(StackRequest(number, reason), close)
+        # Until then, its session may say what it was at.
+        return self._ask_for_stack(
+            StackRequest(number, reason), lambda: self._settings.alarm.call_after(END_TIMEOUT, close)
+        )
 
-    def _ask_for_stack(self, request: StackRequest, finished: Callable[[], None]) -> Callable[[], str]:
+    def _ask_for_stack(self, request: StackRequest, finished: Callable[[], object]) -> Callable[[], str]:
         """Returns a function that waits for the text; ``finished`` is called once there is one, or too late."""
         answer = PendingReply(self._settings.allocator)
 
@@ -229,14 +239,7 @@ class RemoteSession:
             self.submit(MessageType.STACK, request.encode(), [], complete_in_time)
         except ConnectionLostError as exc:
             complete_in_time(exc)
-
-        def wait() -> str:
-            try:
-                return str(answer.wait())
-            except RPCError as exc:
-                return f"no stack: {exc}"
-
-        return wait
+        return answer.stack
 
     def fate(self, worker: int) -> Exited | None:
         """How a worker of this session ended; waits a little for the news. None if they do not come."""
@@ -280,7 +283,7 @@ class RemoteSession:
             _NO_SESSION,
             self._deadline,
             retry=self._settings.waits_for_servers,
-            label=self._partition.label,
+            label=lambda: None if self.is_quiet else self._partition.label,
             tls=self._settings.tls_for(self.address),
         )
         self._welcome = read_welcome(channel, self._deadline)
@@ -289,13 +292,10 @@ class RemoteSession:
         return channel
 
     def ready(self) -> None:
-        self._variables = self._settings.variables.values
-        environment = collect(self._partition.rank, self._partition.world_size, self._variables)
-        encoded = dumps(Call(install, (environment,), {}).fields())
+        self._additions = self._settings.additions.current
+        environment = collect(self._partition.rank, self._partition.world_size)
         # First of all, so that the modules of the training script are found by everything that follows.
-        self._connection.submit(
-            MessageType.CALL, encoded.payload, encoded.buffers, Request(self._installed, self._settings.allocator)
-        )
+        self._told.append(self.call(begin, environment, self._additions))
         with self._condition:
             self.welcome = self._welcome
             self._condition.notify_all()
@@ -313,12 +313,6 @@ class RemoteSession:
         else:
             self._settings.alarm.call_after(transport.LOOK_INTERVAL, self._look)
 
-    def _installed(self, reply: Message | RPCError) -> None:
-        try:
-            result_of(reply, self._settings.allocator)
-        except Exception as exc:
-            logger.warning("%s could not take over the import path: %s", self.name, exc)
-
     def received(self, message: Message) -> None:
         if message.type == MessageType.EXITED:
             exited = Exited.decode(message.payload)
@@ -328,7 +322,7 @@ class RemoteSession:
         elif message.type == MessageType.GOAWAY:
             self.draining = True
         elif message.type == MessageType.LOG:
-            log_from_server(self.name, message)
+            log_from_server(self.name, message, self._settings.printer)
 
     def explain(self, error: RPCError) -> RPCError:
         if isinstance(error, ConnectionLostError) and self.welcome is not None and self._connection.num_pending:

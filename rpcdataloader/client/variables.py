@@ -1,14 +1,9 @@
-"""``env=``: which environment variables the sessions of this client get, and that all who share them agree.
-
-A client has one session per node, whichever loader asks for it. So a variable has one value for all loaders and
-datasets of a process, which the first one to ask has chosen.
-"""
+"""``env=``: which environment variables the sessions of this client get."""
 
 from __future__ import annotations
 
 import fnmatch
 import os
-import threading
 from collections.abc import Iterable, Mapping
 
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
@@ -54,33 +49,3 @@ def choose_variables(
         elif name in environ:
             chosen[name] = environ[name]
     return chosen
-
-
-class SharedVariables:
-    """What all sessions of a client get; thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._values: dict[str, str] = {}  # replaced as a whole
-
-    @property
-    def values(self) -> Mapping[str, str]:
-        """All of them; another object after each change."""
-        return self._values
-
-    def add(self, chosen: Mapping[str, str]) -> None:
-        """Have these, too.
-
-        Raises:
-            ValueError: One has another value already.
-        """
-        with self._lock:
-            for name, value in chosen.items():
-                before = self._values.get(name, value)
-                if before != value:
-                    raise ValueError(
-                        f"env: {name} is to be {value!r}, and is {before!r} for another dataset or loader of this "
-                        "process, with which it shares its sessions: give both the same value, or leave it to one"
-                    )
-            if not chosen.items() <= self._values.items():
-                self._values = {**self._values, **chosen}

@@ -1,15 +1,15 @@
-"""Servers that register while this process runs: a thread that looks into a directory once a second.
+"""Servers that come and go while this process runs: a thread that looks once a second.
 
-A look and no notification of the kernel's, because these do not cross an NFS server.
+A look and no notification of the kernel's into directories, because these do not cross an NFS server.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from rpcdataloader.client.register import Register
+from rpcdataloader.client.register import Found, Lookup
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.deadline import Deadline
@@ -18,24 +18,21 @@ from rpcdataloader.wire.registration import Registration
 
 logger = logging.getLogger("rpcdataloader.client")
 
-# Seconds between two looks.
-PAUSE = 1.0
-
 # A thread that waits for a file server that hangs cannot be woken; it touches nothing of torch's.
 JOIN_TIMEOUT = 2.0
 
-#: What a watch calls: addresses that have come, in the order of the register, and addresses that have gone.
+#: What a watch calls: addresses that have come, in the order of the lookup, and addresses that have gone.
 Changed = Callable[[tuple[Address, ...], tuple[Address, ...]], None]
 
 
 class RegisterWatcher:
-    """One directory, for everybody in this process who wants to know of it. Thread-safe.
+    """One lookup, for everybody in this process who wants to know of it. Thread-safe.
 
     Its thread runs while there are watches.
     """
 
-    def __init__(self, directory: str) -> None:
-        self._register = Register(directory)
+    def __init__(self, lookup: Lookup) -> None:
+        self._lookup = lookup
         self._condition = threading.Condition()
         # Guarded by the condition:
         self._watches: list[Watch] = []
@@ -43,7 +40,7 @@ class RegisterWatcher:
         self._is_new = False  # a watch, which is told at once
         self._closed = False
 
-    def find(self, timeout: float) -> tuple[Registration, ...]:
+    def find(self, timeout: float) -> Sequence[Found | Registration]:
         """The servers that are there now, or the first ones that come.
 
         Args:
@@ -52,28 +49,28 @@ class RegisterWatcher:
         Raises:
             ConnectError: None came.
         """
-        directory, deadline = self._register.directory, Deadline(timeout)
-        found = self._register.look()
+        lookup, deadline = self._lookup, Deadline(timeout)
+        found = lookup.look()
         if not found:
-            logger.warning("waiting for a node server to register in %s, for at most %g s", directory, timeout)
+            logger.warning("waiting for a node server to be %s, for at most %g s", lookup.place, timeout)
         while not found:
-            if not deadline.pause(min(PAUSE, timeout / 10)):
+            if not deadline.pause(min(lookup.pause, timeout / 10)):
                 # Others may have named the files, where they may write to the directory.
-                problems = printable("; ".join(": ".join(item) for item in self._register.problems.items()))
+                problems = printable("; ".join(": ".join(item) for item in lookup.problems.items()))
                 raise ConnectError(
-                    f"no node server is registered in {directory}, and none came within {timeout:g} s"
+                    f"no node server is {lookup.place}, and none came within {timeout:g} s"
                     + (f" ({problems})" if problems else "")
-                    + f"; start some with: python -m rpcdataloader.launch --register {directory}"
+                    + f"; {lookup.advice}"
                 )
-            found = self._register.look()
+            found = lookup.look()
         return found
 
     def watch(self, known: Iterable[Address], changed: Changed) -> Watch:
         """Have changes reported until the watch is closed.
 
         Args:
-            known: The addresses that the caller knows of. The first report says how the register differs from these,
-                if it does; so nothing is missed between :meth:`find` and this.
+            known: The addresses that the caller knows of. The first report says how what is there differs from
+                these, if it does; so nothing is missed between :meth:`find` and this.
             changed: Called in the thread of this object, never for two changes at once. Must not block. An address
                 that has gone and come, because its server was started again, is in both of its arguments.
         """
@@ -113,16 +110,16 @@ class RegisterWatcher:
     def _run(self) -> None:
         while watches := self._next():
             try:
-                found = self._register.look()
+                found = self._lookup.look()
             except Exception:
-                logger.exception("cannot look into the register of node servers")
+                logger.exception("cannot look for node servers")
             else:
                 for watch in watches:
                     watch._tell(found)
                 del found
             del watches
             with self._condition:
-                self._condition.wait_for(lambda: self._is_new or not self._watches, PAUSE)
+                self._condition.wait_for(lambda: self._is_new or not self._watches, self._lookup.pause)
 
     def _next(self) -> list[Watch]:
         """Whom to tell; nobody ends the thread."""
@@ -134,13 +131,13 @@ class RegisterWatcher:
 
 
 class Watch:
-    """Somebody's interest in the changes of a register; see :meth:`RegisterWatcher.watch`."""
+    """Somebody's interest in which servers come and go; see :meth:`RegisterWatcher.watch`."""
 
     def __init__(self, watcher: RegisterWatcher, known: Iterable[Address], changed: Changed) -> None:
         self._watcher = watcher
         self._changed = changed
         # Of the watcher's thread alone. Which server is at an address is not known before the first look.
-        self._known: dict[Address, Registration | None] = dict.fromkeys(known)
+        self._known: dict[Address, Found | Registration | None] = dict.fromkeys(known)
         self._closed = False
 
     def close(self) -> None:
@@ -151,12 +148,12 @@ class Watch:
         self._closed = True
         self._watcher._end(self)
 
-    def _tell(self, found: tuple[Registration, ...]) -> None:
-        known, self._known = self._known, {registration.address: registration for registration in found}
+    def _tell(self, found: Sequence[Found | Registration]) -> None:
+        known, self._known = self._known, {server.address: server for server in found}
         added = tuple(
             address
-            for address, registration in self._known.items()
-            if address not in known or known[address] not in (None, registration)
+            for address, server in self._known.items()
+            if address not in known or known[address] not in (None, server)
         )
         removed = tuple(address for address in known if address not in self._known or address in added)
         if self._closed or not (added or removed):
@@ -164,4 +161,4 @@ class Watch:
         try:
             self._changed(added, removed)
         except Exception:
-            logger.exception("a change of the register of node servers could not be handled")
+            logger.exception("node servers that came or went could not be handled")

@@ -15,7 +15,7 @@ from rpcdataloader.wire.channel import Channel, open_channel
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.identity import local_identity
-from rpcdataloader.wire.messages import Call, Goaway
+from rpcdataloader.wire.messages import Call, Exited, Goaway
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.slabs import Allocator
 
@@ -45,6 +45,7 @@ class RemoteWorker:
         name: For messages, such as ``worker 3 (pid 123) on node07:6543``.
         was_refused: Whether the node had no room for it.
         retired: Whether it ends because it has done its share of work; its session goes on.
+        exited: What its session has said of its end.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class RemoteWorker:
         self.number = 0
         self.was_refused = False
         self.retired = False
+        self.exited: Exited | None = None
         self._draining = False
         self._owner = owner
         self._keep_waiting = keep_waiting
@@ -174,12 +176,12 @@ class RemoteWorker:
             self.connection.fail_above(goaway.last_request, error)
             self._owner.worker_draining(self)
         elif message.type == MessageType.LOG:
-            log_from_server(self.name, message)
+            log_from_server(self.name, message, self._settings.printer)
 
     def explain(self, error: RPCError) -> RPCError:
         if not isinstance(error, ConnectionLostError) or not self.number:
             return error
-        exited = self.session.fate(self.number)
+        exited = self.exited = self.session.fate(self.number)
         if exited is None:
             return ConnectionLostError(f"{self.name} is lost: {error}")
         return ConnectionLostError(f"{self.name} {exited.reason}")

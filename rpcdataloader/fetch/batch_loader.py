@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe, default_collate, default
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from rpcdataloader.errors import RPCError
+from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.collate import TensorCollator
@@ -27,6 +27,7 @@ from rpcdataloader.fetch.gathering import find_stacks
 from rpcdataloader.fetch.indices import describe_indices
 from rpcdataloader.fetch.stopping import dataset_stopped, stopped
 from rpcdataloader.fetch.stream_state import StreamState
+from rpcdataloader.fetch.whereabouts import ALL, DONE, here
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
 
@@ -57,6 +58,7 @@ class LoaderSpec:
         stream: Where an iterable-style dataset goes on; None for its beginning.
         skips: Samples whose dataset raises an exception are left out.
         retry_on: But not for these, except in the last try.
+        job: RANK and WORLD_SIZE that a stream of another rank has to see; None for those of the session.
     """
 
     collate_fn: Callable[[Any], Any] | None
@@ -75,6 +77,7 @@ class LoaderSpec:
     stream: StreamState | None = None
     skips: bool = False
     retry_on: tuple[type[BaseException], ...] = ()
+    job: tuple[int, int] | None = None
 
 
 # How long a worker was at work on a batch: seconds to fetch, and to collate. A plain tuple: a class costs a microsecond
@@ -133,6 +136,9 @@ class BatchLoader:
                     spec.worker_init_fn(spec.worker_id)
                 except StopIteration as stop:
                     raise stopped("worker_init_fn") from stop
+                except BaseException as error:
+                    self._name(error, f"worker_init_fn({spec.worker_id})")
+                    raise
                 self._initial_seed = seeding.users_torch_seed()
 
     def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
@@ -143,7 +149,14 @@ class BatchLoader:
     def _begin(self) -> None:
         """What else there is to do when a pass begins."""
 
-    def load(self, indices: Any, position: int, batch_number: int, last_try: bool = False) -> tuple[BatchMetrics, Any]:
+    def load(
+        self,
+        indices: Any,
+        position: int,
+        batch_number: int,
+        last_try: bool = False,
+        left_out: Mapping[int, str] | None = None,
+    ) -> tuple[BatchMetrics, Any]:
         """Load one batch.
 
         Args:
@@ -151,6 +164,7 @@ class BatchLoader:
             position: Place of the first sample in this epoch of this rank's loader, from 0.
             batch_number: Of this rank's loader in this epoch, from 0.
             last_try: Also skip what is to be tried again otherwise.
+            left_out: Skip these places of it, each for a reason; ``ALL`` stands for all of them.
 
         Returns:
             Timings, and the batch; or, if samples are skipped, a :class:`Reduced` in its place.
@@ -159,11 +173,15 @@ class BatchLoader:
             Exception: Whatever the dataset or the collate function raise; a ``RuntimeError`` for ``StopIteration``.
         """
         self._reduced, self._last_try = None, last_try
-        return self._at_work(self._load, indices, position, batch_number)
+        return self._at_work(self._load, indices, position, batch_number, left_out)
 
-    def _load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
+    def _load(
+        self, indices: Any, position: int, batch_number: int, left_out: Mapping[int, str] | None
+    ) -> tuple[BatchMetrics, Any]:
         start = time.perf_counter()
-        samples = self._fetch(indices, position, batch_number)
+        here.batch[0] = batch_number + 1
+        samples = self._fetch(indices, position, batch_number, left_out)
+        here.sample[0] = DONE
         fetched = time.perf_counter()
         collate = self._collate_seeded if self._reduced is None else self._collate_rest
         try:
@@ -217,11 +235,15 @@ class BatchLoader:
         finally:
             self._collate_tensors.stacks = {}
 
-    def _fetch(self, indices: Any, position: int, batch_number: int) -> Any:
+    def _fetch(self, indices: Any, position: int, batch_number: int, left_out: Mapping[int, str] | None) -> Any:
         dataset = self._dataset
         single = not self._spec.auto_collation
         # Asked the way torch asks.
         if single or (hasattr(dataset, "__getitems__") and dataset.__getitems__):
+            if left_out:
+                self._leave_out([indices] if single else indices, next(iter(left_out.values())))
+                return []
+            here.sample[0] = position if single else ALL
             self._begin_sample(position)
             try:
                 try:
@@ -241,6 +263,10 @@ class BatchLoader:
             return samples.copy() if type(samples) is list and not single else samples
         samples = []
         for place, index in enumerate(indices, position):
+            if left_out and place - position in left_out:
+                self._leave_out([index], left_out[place - position])
+                continue
+            here.sample[0] = place
             self._begin_sample(place)
             try:
                 try:
@@ -269,6 +295,10 @@ class BatchLoader:
             return False
         self._begin_reduced().leave_out(indices, error)
         return True
+
+    def _leave_out(self, indices: Sequence[Any], reason: str) -> None:
+        """Leave samples out that have killed workers."""
+        self._begin_reduced().leave_out(indices, ConnectionLostError(f"it {reason}"))
 
     def _begin_reduced(self) -> Reduced:
         """What is missing in the batch that is being loaded, which is something."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec
 from rpcdataloader.fetch.stream_loader import StreamLoader
+from rpcdataloader.fetch.whereabouts import here
 from rpcdataloader.wire.slabs import PageablePool
 
 
@@ -19,9 +21,7 @@ class _FailedLoader:
         self._spec = spec
         self._error, self._traceback = error, error.__traceback__
 
-    def load(
-        self, _indices: Any, _position: int, _batch_number: int, _last_try: bool = False
-    ) -> tuple[BatchMetrics, Any]:
+    def load(self, *_args: Any) -> tuple[BatchMetrics, Any]:
         raise self._error.with_traceback(self._traceback)
 
     def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
@@ -43,13 +43,16 @@ def open_loader(dataset: Any, spec: LoaderSpec) -> None:
         _loader = _FailedLoader(dataset, spec, error)
 
 
-def load(indices: Any, position: int, batch_number: int, last_try: bool = False) -> tuple[BatchMetrics, Any]:
+def load(
+    indices: Any, position: int, batch_number: int, last_try: bool = False, left_out: Mapping[int, str] | None = None
+) -> tuple[BatchMetrics, Any]:
     """Load one batch of the open loader; see :meth:`BatchLoader.load`."""
-    return _get_loader().load(indices, position, batch_number, last_try)
+    return _get_loader().load(indices, position, batch_number, last_try, left_out)
 
 
 def start_epoch(epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
     """Begin another pass over the open loader; see :class:`LoaderSpec`."""
+    here.batch[0] = 0  # numbers begin anew
     _get_loader().start_epoch(epoch, first_place, pipe_seed)
 
 

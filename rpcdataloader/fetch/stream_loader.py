@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from rpcdataloader.fetch.stream_state import (
     skip_sample,
     state_of,
 )
+from rpcdataloader.fetch.whereabouts import DONE, here
 
 
 class StreamLoader(BatchLoader):
@@ -40,16 +41,18 @@ class StreamLoader(BatchLoader):
         self,
         indices: Any,
         position: int,  # noqa: ARG002
-        batch_number: int,  # noqa: ARG002
+        batch_number: int,
         last_try: bool = False,
+        left_out: Mapping[int, str] | None = None,  # noqa: ARG002
     ) -> tuple[BatchMetrics, Any]:
         """Load the next batch.
 
         Args:
             indices: A list as long as the batch or, without automatic collation, anything.
-            position: Without meaning, as is ``batch_number``: the stream itself knows where it is.
-            batch_number: See there.
+            position: Without meaning: the stream itself knows where it is.
+            batch_number: Of this rank's loader in this epoch, from 0.
             last_try: Without meaning, too: nothing is tried again.
+            left_out: Nor is anything left out because of deaths.
 
         Returns:
             Timings, and the batch with the :class:`StreamState` after it, or None in its place at the end. With samples
@@ -59,10 +62,12 @@ class StreamLoader(BatchLoader):
             Exception: Whatever the dataset or the collate function raise.
         """
         self._reduced, self._last_try = None, last_try
-        return self._at_work(self._load_next, indices)
+        return self._at_work(self._load_next, indices, batch_number)
 
-    def _load_next(self, indices: Any) -> tuple[BatchMetrics, Any]:
+    def _load_next(self, indices: Any, batch_number: int) -> tuple[BatchMetrics, Any]:
         start = time.perf_counter()
+        here.sample[0] = self._num_samples
+        here.batch[0] = batch_number + 1
         try:
             samples = self._next_samples(len(indices) if self._spec.auto_collation else 1)
         except StopIteration:
@@ -71,6 +76,7 @@ class StreamLoader(BatchLoader):
             # As with torch: who has no iterator has no more batches.
             self._ended = self._ended or self._iterator is None
             raise
+        here.sample[0] = DONE
         fetched = time.perf_counter()
         if self._ended:
             self._note_end()
@@ -123,6 +129,7 @@ class StreamLoader(BatchLoader):
                 self._iterator = self._open_iterator()
             except StopIteration as stop:
                 raise stopped(f"{type(self._dataset).__name__}.__iter__()") from stop
+        here.sample[0] = self._num_samples
         self._begin_sample(self._num_samples)
         self._num_samples += 1  # one that fails, too: skipping asks for it again
         try:
@@ -138,6 +145,7 @@ class StreamLoader(BatchLoader):
         the dataset's; without one, what was delivered is taken again and thrown away.
         """
         saved = self._spec.stream or StreamState()
+        _check_split(self._dataset, self._spec)
         self._begin_sample(-1)
         _shuffle_pipe(self._dataset, self._spec)
         load_dataset_state(self._dataset, saved)
@@ -159,6 +167,17 @@ class StreamLoader(BatchLoader):
     def _begin_sample(self, position: int) -> None:
         # -1 stands for what comes before the first sample.
         super()._begin_sample((position + 1) * self._spec.num_workers + self._spec.worker_id)
+
+
+def _check_split(dataset: Any, spec: LoaderSpec) -> None:
+    """Refuse a dataset of Hugging Face that was split for the rank of the session, where the stream is of another."""
+    split = getattr(dataset, "_distributed", None)
+    if spec.job is not None and split is not None and (split.rank, split.world_size) != spec.job:
+        raise ValueError(
+            f"this stream began on rank {spec.job[0]} of {spec.job[1]}, but its dataset is that of rank {split.rank} "
+            f"of {split.world_size}: let an RPCDataset with build='worker' call split_dataset_by_node with RANK and "
+            "WORLD_SIZE of the environment"
+        )
 
 
 def _shuffle_pipe(dataset: Any, spec: LoaderSpec) -> None:

@@ -1,5 +1,4 @@
-"""What a session takes over of its client's process: where modules of the training script are found, its rank, and
-variables of the environment that it was told to.
+"""What a session takes over of its client's process: where modules of the training script are found, and its rank.
 
 Only paths that are the client's own travel: the script's folder, the current folder, entries of ``sys.path`` that
 the user added. Nothing under the interpreter's prefix does, since the server has its own installation.
@@ -18,7 +17,7 @@ import socket
 import sys
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -34,17 +33,15 @@ class Environment:
         import_path: Where its own modules are: absolute paths, in the order of its ``sys.path``.
         directory: Where it ran; empty if that is gone.
         rank: Its place among ``world_size`` trainers.
-        variables: Of the environment, which the session gets.
     """
 
     import_path: tuple[str, ...]
     directory: str
     rank: int = 0
     world_size: int = 1
-    variables: Mapping[str, str] = field(default_factory=dict)
 
 
-def collect(rank: int = 0, world_size: int = 1, variables: Mapping[str, str] | None = None) -> Environment:
+def collect(rank: int = 0, world_size: int = 1) -> Environment:
     """Describe this process, which is trainer ``rank`` of ``world_size``."""
     try:
         directory = os.getcwd()
@@ -59,19 +56,21 @@ def collect(rank: int = 0, world_size: int = 1, variables: Mapping[str, str] | N
         path = os.path.abspath(entry) if entry or directory else ""
         if path and path not in own and not _under(path, installed):
             own.append(path)
-    return Environment(tuple(own), directory, rank, world_size, variables or {})
+    return Environment(tuple(own), directory, rank, world_size)
 
 
 def install(environment: Environment) -> None:
     """Put the client's paths that exist here in front of ``sys.path``, go to its directory if it exists here, and set
-    RANK and WORLD_SIZE, whatever they said of the node server itself, and the client's variables.
+    RANK and WORLD_SIZE, whatever they said of the node server itself.
     """
     set_rank(environment.rank, environment.world_size)
-    set_variables(environment.variables)
     found = [path for path in environment.import_path if os.path.exists(path)]
     sys.path[:] = [*found, *(entry for entry in sys.path if entry not in found)]
-    if environment.directory and os.path.isdir(environment.directory):
-        os.chdir(environment.directory)
+    try:
+        if environment.directory and os.path.isdir(environment.directory):
+            os.chdir(environment.directory)
+    except OSError as exc:
+        logger.warning("cannot take %s as working directory: %s", environment.directory, exc.strerror)
     _say_what_is_missing(environment)
 
 
@@ -93,7 +92,7 @@ def _say_what_is_missing(environment: Environment) -> None:
         _lack = (
             f"on {socket.gethostname()}, where the working directory is {os.getcwd()}, there is no "
             f"{' and no '.join(missing)}: put the training script and its modules on a file system that the nodes see, "
-            "or install the modules there, and open files by absolute paths"
+            "or send modules with py_modules= or install them there, and open files by absolute paths"
         )
         logger.warning("%s", _lack)
 

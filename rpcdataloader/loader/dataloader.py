@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from rpcdataloader.client.client import get_client
+from rpcdataloader.client.client import begin_local_early, get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
-from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
+from rpcdataloader.client.discovery import Elastic, Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.sharing import Partition
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import set_variables
@@ -23,10 +25,10 @@ from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.measured import MeasuredLoader, nobody
-from rpcdataloader.loader.placement import Placement, place, prepare, warn_of_few
+from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
 from rpcdataloader.loader.ranks import errors_of_rank
-from rpcdataloader.loader.settings import PassSettings, make_partition
-from rpcdataloader.loader.states import VERSION, check_state, end_pass, to_state
+from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
+from rpcdataloader.loader.states import VERSION, end_pass, state_of_rank, to_state
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.wire.slabs import PageablePool
 
@@ -66,8 +68,9 @@ class RPCDataloader(MeasuredLoader[_T_co]):
             iterable-style datasets, which cannot be asked again. ``StopIteration`` is a ``RuntimeError`` here.
         on_error: ``"skip"`` leaves out of its batch a sample whose dataset raises an exception, after ``retry_on``; a
             batch of which nothing is left is not delivered. ``__getitems__`` is asked for a batch at once, so that is
-            left out as a whole. A warning tells which samples are missing. ``"raise"`` raises the exception in place of
-            the batch, as torch does.
+            left out as a whole. A warning tells which samples are missing. A sample of a map-style dataset at which
+            ``max_retries`` workers have died is left out, too. ``"raise"`` raises the exception in place of the batch,
+            as torch does.
         max_skipped: More skipped samples than this in one pass are a
             :class:`~rpcdataloader.errors.BadSamplesError`.
         device: Where the tensors of a batch are when it is delivered, such as ``"cuda:0"``; ``"cuda"`` is the current
@@ -77,6 +80,11 @@ class RPCDataloader(MeasuredLoader[_T_co]):
         env: Environment variables that the workers' sessions get: names and patterns of variables of this process, such
             as ``["HF_*", "AWS_PROFILE"]``, which are read now; or their values, ``{"TZ": "UTC"}``. Not with an
             ``RPCDataset``, which has its own.
+        py_modules: Modules and packages that the workers' sessions get, as for :class:`~rpcdataloader.RPCDataset`; they
+            are read now. Not with an ``RPCDataset``, which has its own.
+        forward_output: Print on the standard error of this process what workers print, each line with its origin.
+        min_workers: When a pass begins, wait until the node servers that are there have so many workers for this
+            process, at most for the connect timeout; 0 to begin with those that are there.
 
     Raises:
         ValueError: Arguments contradict each other or are out of range, or there is no such ``device``.
@@ -85,7 +93,9 @@ class RPCDataloader(MeasuredLoader[_T_co]):
 
     device: Any
     env: Any
+    min_workers: int
     partition: Any
+    py_modules: Any
 
     def __init__(
         self,
@@ -118,13 +128,21 @@ class RPCDataloader(MeasuredLoader[_T_co]):
         max_skipped: int = 100,
         device: torch.device | str | int | None = None,
         env: Mapping[str, str] | Iterable[str] | None = None,
+        py_modules: Iterable[str | os.PathLike[str] | ModuleType] | None = None,
+        forward_output: bool = False,
+        min_workers: int = 0,
     ) -> None:
         arguments = locals()
+        if isinstance(dataset, type):
+            raise TypeError(f"dataset is a class: give one of it, or RPCDataset(workers, {dataset.__qualname__}, ...)")
+        check_numbers(num_workers=num_workers, min_workers=min_workers)
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
         where = _where(dataset, workers, num_workers)
-        if env is not None and isinstance(dataset, RPCDataset):
-            raise ValueError("env is too late for an RPCDataset, which is built: give it to the RPCDataset")
+        for name in ("env", "py_modules"):
+            if arguments[name] is not None and isinstance(dataset, RPCDataset):
+                raise ValueError(f"{name} is too late for an RPCDataset, which is built: give it to the RPCDataset")
+        check_min_workers(min_workers, num_workers, where)
         if where is not None and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"dataset of type {type(dataset).__name__} has no __getitem__, which a map-style dataset needs, and is "
@@ -176,8 +194,12 @@ class RPCDataloader(MeasuredLoader[_T_co]):
             raise ValueError("env needs workers: give workers or num_workers, or set os.environ")
         if env is not None:
             self.env = settings.env
+        if py_modules is not None:
+            self.py_modules = settings.py_modules
         if type(self) in (RPCDataloader, _LoaderWithoutState):
             self.__class__ = RPCDataloader if own else _LoaderWithoutState
+        if isinstance(where, Local):
+            begin_local_early()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
         if self._where is None:
@@ -225,24 +247,30 @@ class RPCDataloader(MeasuredLoader[_T_co]):
             return dict(self._saved or {"version": VERSION})
         return to_state(*self._progress)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Let the next iterator go on where the saved one was: the remaining batches, bit for bit.
 
-        The number of workers may be another one for map-style datasets; iterable-style ones get as many as before.
-        What was delivered is not loaded again, and the global generators of this process stay as they are. A state of
-        the end of an epoch lets the next one begin.
+        The number of workers may be another one for map-style datasets; iterable-style ones get as many as before. With
+        the states of all ranks, they go on with another number of ranks, each with its share of the streams. What was
+        delivered is not loaded again, and the global generators of this process stay as they are. A state of the end of
+        an epoch lets the next one begin.
+
+        Args:
+            state_dict: What :meth:`state_dict` has returned here; or a list of what it has returned on all ranks, as
+                :func:`~rpcdataloader.integrations.gather_states` makes it.
 
         Raises:
             LocalProtocolError: The loader has no workers (``num_workers=0``).
-            TypeError: ``state_dict`` is no mapping.
-            ValueError: It belongs to another kind of loader. When iterating: or the sampler is too short for it.
+            TypeError: ``state_dict`` is neither a mapping nor a list of mappings.
+            ValueError: It belongs to another kind of loader, or the states of all ranks do not fit together. When
+                iterating: or the sampler is too short for it.
         """
         self._check_can_resume()
         settings = PassSettings.of(self)
-        check_state(settings, state_dict)
-        if state_dict.get("finished"):
-            end_pass(settings, state_dict)
-        self._saved = copy.deepcopy(state_dict)
+        state = state_of_rank(settings, state_dict)
+        if state.get("finished"):
+            end_pass(settings, state)
+        self._saved = copy.deepcopy(state)
         self._progress = None
 
     def _check_can_resume(self) -> None:
@@ -337,7 +365,7 @@ class RPCDataloader(MeasuredLoader[_T_co]):
             local = access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else self.dataset
             return InlineIterator(settings, local, saved, self._reported_length)
         assert self._where is not None
-        get_client().variables.add(settings.env)
+        get_client().additions.add(settings.additions)
         if isinstance(self.dataset, RPCDataset):
             dataset: RemoteDataset = access_of(self.dataset)
         else:
@@ -345,11 +373,12 @@ class RPCDataloader(MeasuredLoader[_T_co]):
             dataset = self._shipped = ship(self.dataset)
         share = Partition() if self.partition is None else make_partition(self.partition)
         num_streams = len(saved["streams"]) if saved is not None and not saved["finished"] else 0
-        placement = place(self._where, partition=share, num_workers=num_streams or self.num_workers)
+        num_workers = num_streams or self.num_workers
+        placement = place(self._where, partition=share, num_workers=num_workers, min_workers=self.min_workers)
         if num_streams:
             # Each stream of an iterable-style dataset goes on, on whichever nodes there are now.
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
-            placement = Placement(tuple(homes), placement.others)
+            placement = Placement(tuple(homes), placement.others, missing=placement.missing)
         elif isinstance(self._where, Remote) and self.num_workers > len(placement.homes):
             warn_of_few(self.num_workers, len(placement.homes), str(self._where))
         prepare(dataset, placement.homes, wait=False)
@@ -394,6 +423,8 @@ def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: in
 
 def _named_workers(workers: str | Iterable[str]) -> Remote:
     where = find_workers(workers)
+    if isinstance(where, Elastic):  # those that are there now
+        return Remote(tuple(node.address for node in get_client().nodes(where)))
     if not isinstance(where, Remote):
         raise ValueError(f"name node servers, host:port, and not {where}")
     return where

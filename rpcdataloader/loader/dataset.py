@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
@@ -16,12 +18,14 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
+from rpcdataloader.client.modules import choose_modules
 from rpcdataloader.client.variables import choose_variables
 from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.host.additions import Additions
 from rpcdataloader.host.environment import set_variables
 from rpcdataloader.loader.iterator import RemoteIterator
-from rpcdataloader.loader.placement import place, prepare
+from rpcdataloader.loader.placement import check_min_workers, place, prepare
 from rpcdataloader.loader.settings import PassSettings
 
 
@@ -34,22 +38,29 @@ class RPCDataset(Dataset[Any]):
 
     Args:
         workers: Where the workers are: a list of ``host:port``, ``[v6]:port`` or ``unix:/path``; a string of them
-            separated by commas; ``@/path`` for those that register in that directory; ``local:N`` for N processes on
-            this machine; ``inline`` for this process; or None, for the environment variable
-            ``RPCDATALOADER_WORKERS`` or else a pool on this machine.
+            separated by commas; ``@/path`` for those that register in that directory; ``dns://host:port`` for those
+            behind a name; the value of a pool's ``with`` block; ``local:N`` for N processes on this machine; ``inline``
+            for this process; or None, for the environment variable ``RPCDATALOADER_WORKERS`` or else a pool on this
+            machine.
         dataset: What makes the dataset: a class, or any callable. Importable on the nodes, or sent by value.
         *args: Its positional arguments.
         build: ``"node"`` builds it once per node, and workers inherit it by a fork. ``"worker"`` builds it in each
             worker: for datasets that open HDF5 or LMDB files or start threads in their constructor.
         env: Environment variables that the sessions get before the dataset is built: names and patterns of variables of
             this process, such as ``["HF_*", "AWS_PROFILE"]``; or their values, ``{"TZ": "UTC"}``.
+        py_modules: Modules and packages that the sessions get before the dataset is built, for nodes that do not see
+            the folder of the script: module objects, names, or paths. Pure Python, with the data files of packages, at
+            most 64 MiB altogether.
+        forward_output: Print on the standard error of this process what workers print, each line with its origin.
+        min_workers: Wait until the node servers that are there have so many workers for this process; 0 to begin with
+            those that are there.
         **kwargs: Its keyword arguments.
 
     Raises:
-        ValueError: ``workers``, ``build`` or ``env`` is malformed, or another dataset or loader of this process gives
-            a variable another value.
+        ValueError: ``workers``, ``build``, ``env`` or ``min_workers`` is malformed, a module cannot be sent, or another
+            dataset or loader of this process gives a variable another value or has sent another version of a module.
         TypeError: ``dataset`` cannot be called, or what it makes is no dataset.
-        ConnectError: A node server cannot be reached.
+        ConnectError: No node server can be reached, or they have too few workers.
         SerializationError: An argument cannot be pickled.
         Exception: Whatever the callable raised, with the remote traceback as its cause.
     """
@@ -61,6 +72,9 @@ class RPCDataset(Dataset[Any]):
         *args: Any,
         build: str = "node",
         env: Mapping[str, str] | Iterable[str] | None = None,
+        py_modules: Iterable[str | os.PathLike[str] | ModuleType] | None = None,
+        forward_output: bool = False,
+        min_workers: int = 0,
         **kwargs: Any,
     ) -> None:
         if callable(workers):
@@ -72,11 +86,12 @@ class RPCDataset(Dataset[Any]):
             )
         if build not in ("node", "worker"):
             raise ValueError(f"build must be 'node' or 'worker', but is {build!r}")
-        variables = choose_variables(env)
+        additions = Additions.of(choose_variables(env), choose_modules(py_modules), forward_output)
         where = find_workers(workers) or Local()
+        check_min_workers(min_workers, 0, where)
         access: _Inline | RemoteDataset
         if isinstance(where, Inline):
-            set_variables(variables)
+            set_variables(additions.variables)
             access = _Inline(_check_kind(dataset(*args, **kwargs)))
         else:
             name = getattr(dataset, "__qualname__", None) or repr(dataset)
@@ -84,8 +99,8 @@ class RPCDataset(Dataset[Any]):
             pickled = dumps_named(tuple(parts.values()), parts)
             is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
             access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable)
-            get_client().variables.add(variables)
-            prepare(access, place(where).homes)
+            get_client().additions.add(additions)
+            prepare(access, place(where, min_workers=min_workers).homes)
         # Past __setattr__, which sets attributes of the remote dataset.
         self.__dict__["_where"] = where
         self.__dict__["_access"] = access

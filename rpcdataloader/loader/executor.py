@@ -28,6 +28,7 @@ from rpcdataloader.errors import (
     RPCError,
 )
 from rpcdataloader.fetch import remote
+from rpcdataloader.host.environment import set_rank
 from rpcdataloader.loader.passes import Pass, loader_spec
 from rpcdataloader.loader.seat import Answer, Seat
 from rpcdataloader.loader.settings import PassSettings
@@ -47,11 +48,16 @@ logger = logging.getLogger("rpcdataloader.loader")
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """The first request to a worker, and the epoch that it was made for."""
+    """The first request to a worker, and the epoch that it was made for.
+
+    Attributes:
+        job: RANK and WORLD_SIZE that the worker has to see before, if they are those of another rank's stream.
+    """
 
     payload: bytes
     buffers: Sequence[BlockBytes]
     begun: Pass
+    job: tuple[int, int] | None = None
 
 
 class Executor:
@@ -83,6 +89,7 @@ class Executor:
         self.seats: dict[int, Seat] = {}
         # The driver has this object, and must go with its last reference: the two make no circle.
         self._find_driver = weakref.ref(driver)
+        self._client = get_client()
         self._settings = settings
         self._dataset = dataset  # held for as long as there are workers
         self._allocator = allocator
@@ -129,11 +136,11 @@ class Executor:
             elif isinstance(action, Seek):
                 self._sought.add(action.node)
                 seek = functools.partial(self._seek, action.node, action.delay)
-                get_client().start_thread(f"rpcdl-seek {action.node}", seek, self._closed)
+                self._client.start_thread(f"rpcdl-seek {action.node}", seek, self._closed)
             elif isinstance(action, End):
                 ends.append(action)
             elif isinstance(action, ReportWait):
-                get_client().start_thread("rpcdl-report", functools.partial(self._report_wait, action), self._closed)
+                self._client.start_thread("rpcdl-report", functools.partial(self._report_wait, action), self._closed)
             elif isinstance(action, Say):
                 logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
         if ends:
@@ -197,6 +204,9 @@ class Executor:
         self.seats[action.worker] = seat
         # Fails where it is lost already, which is about to be reported.
         with contextlib.suppress(RPCError):
+            if opening.job is not None:  # first, as the dataset may be built with the other request
+                call = dumps(Call(set_rank, opening.job, {}, ordered=True).fields())
+                seat.worker.submit(call.payload, call.buffers, lambda _reply: None)
             seat.worker.submit(opening.payload, opening.buffers, seat.started)
         return None
 
@@ -209,7 +219,7 @@ class Executor:
         call = Call(remote.open_loader, (self._dataset.ref, spec), {}, ordered=True)
         parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
         encoded = dumps_named(call.fields(), parts, persistent_id=self._reference_of)
-        return _Opening(encoded.payload, encoded.buffers, begun)
+        return _Opening(encoded.payload, encoded.buffers, begun, spec.job)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:
         """The persistent id of the dataset, also where a function of the user holds it, as a bound method does."""
@@ -259,7 +269,7 @@ class Executor:
         try:
             session = node.session()
             session.wait(lambda: not self._closed.is_set())
-            session.follow()
+            session.follow()()
             self._dataset.build_on([session])
             num_offered = node.num_workers()
         except (ConnectError, ConnectionLostError, RemoteProtocolError, AuthenticationError) as exc:

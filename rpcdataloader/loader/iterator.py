@@ -25,14 +25,20 @@ from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.passes import undone_afterwards, warn_if_longer
 from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.ranks import of_rank
+from rpcdataloader.loader.reporting import to_status
 from rpcdataloader.loader.seat import Answer, Failure
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, Task
+from rpcdataloader.wire.status import LoopStatus
 
 logger = logging.getLogger("rpcdataloader.loader")
 
 # As torch's profiler names the ranges of its own loaders, which it finds by the beginning.
 _RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
+
+# Seconds without news after which a loop is not reported: another one may run in its middle.
+_PAUSE = 60.0
+
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
@@ -79,9 +85,13 @@ class RemoteIterator:
         with undone_afterwards(saved):
             self._driver = Driver(settings, dataset, placement, saved, recorder)
             self._advance(wants_input=True)
+        self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
+        self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # of the last report, and when it came
+        get_client().reporter.add(self.report)
         weakref.finalize(self, get_client().janitor.leave, self._driver.close).atexit = False
         try:
             self._driver.start(placement)
+            self._driver.add_nodes(placement.missing)
         except BaseException:
             self._driver.close()
             raise
@@ -282,6 +292,16 @@ class RemoteIterator:
     def diagnosis(self) -> Diagnosis:
         """Why the loop waits."""
         return self._driver.diagnosis()
+
+    def report(self) -> LoopStatus | None:
+        """The diagnosis for node servers; None if the pass is over, or neither takes nor awaits a batch for a while."""
+        if self.progress.finished or not self._driver.is_open():
+            return None
+        diagnosis, now = self.diagnosis(), time.monotonic()
+        news = float(self.progress.num_yielded), diagnosis.wait_share
+        if news != self._news[0]:
+            self._news = news, now
+        return to_status(diagnosis, self._name, self._rank) if now - self._news[1] < _PAUSE else None
 
     def add_nodes(self, nodes: Sequence[Node]) -> None:
         """Let more nodes help from now on."""

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,17 +19,18 @@ import torch.utils.data._utils.pin_memory
 from rpcdataloader.client.connection import Request
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import Probe
-from rpcdataloader.errors import ConnectError, RPCError
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.stopping import stopped
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.copying import Copies
 from rpcdataloader.loader.measuring import note_answer, note_reply
 from rpcdataloader.loader.passes import Pass
-from rpcdataloader.loader.tasks import Task
+from rpcdataloader.loader.tasks import Task, describe_end, load_request, place_of
 from rpcdataloader.plan.actions import Load
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.wire.frames import Flag, Message, MessageType
+from rpcdataloader.wire.messages import Exited
 from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import Encoded, result_of
 from rpcdataloader.wire.slabs import Allocator
@@ -121,6 +122,7 @@ class Sent:
         number: Of the task, in the epoch that ``begun`` is.
         begun: The pass of that epoch.
         request: That of the task, or of its last try.
+        left_out: Places whose samples are not loaded, for which the request is made when it is sent.
         request_id: Of its connection; 0 while it is being sent.
         probe: What is noted of its way, if that is timed.
     """
@@ -129,6 +131,7 @@ class Sent:
     number: int
     begun: Pass
     request: bytes
+    left_out: Mapping[int, str] | None = None
     request_id: int = 0
     probe: Probe | None = None
 
@@ -160,7 +163,7 @@ class Seat:
     def enqueue(self, load: Load, begun: Pass) -> None:
         """Note a task that is to be sent; with the pass's condition, so that the order is that of the decisions."""
         task = load.payload
-        sent = Sent(task, load.number, begun, task.last_request if load.is_last else task.request)
+        sent = Sent(task, load.number, begun, task.last_request if load.is_last else task.request, load.left_out)
         if task.probe is not None:
             sent.probe = dataclasses.replace(task.probe, assigned=time.monotonic())
         self._queue.append(sent)
@@ -171,6 +174,9 @@ class Seat:
             while self._queue:
                 sent = self._queue.popleft()
                 self.sent[sent.number] = sent
+                if sent.left_out:
+                    last_try = sent.request is sent.task.last_request
+                    sent.request = load_request(sent.task, last_try=last_try, left_out=sent.left_out)
                 request = Request(functools.partial(self._replied, sent), self._allocator, cancellable=True)
                 if (probe := sent.probe) is not None:
                     request.flags, probe.sent = Flag.MEASURED, time.monotonic()
@@ -257,11 +263,21 @@ class Seat:
         self._driver.feed(lambda engine, _now: engine.worker_draining(self.number))
 
     def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
+        task = place = None
+        if (exited := worker.exited) is not None and (sent := self._interrupted(exited)) is not None:
+            error = ConnectionLostError(f"{error} {describe_end(sent.task, exited.sample)}")
+            task, place = sent.number, place_of(sent.task, exited.sample)
         loss = Loss(
             error,
             node_is_up=worker.session.is_ready,
             came=not isinstance(error, ConnectError),
             was_refused=worker.was_refused,
             has_retired=worker.retired,
+            task=task,
+            place=place,
         )
         self._driver.lost(self.number, loss)
+
+    def _interrupted(self, exited: Exited) -> Sent | None:
+        """What the worker was at when it ended, if that is not answered."""
+        return next((sent for sent in list(self.sent.values()) if sent.task.number == exited.batch), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -10,9 +11,12 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
+from rpcdataloader.client.modules import choose_modules
 from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.client.variables import choose_variables
+from rpcdataloader.host.additions import Additions
 from rpcdataloader.host.memory import default_in_flight_bytes
+from rpcdataloader.host.modules import Module
 from rpcdataloader.loader.copying import find_device
 from rpcdataloader.loader.sampler import ResumableDistributedSampler
 
@@ -35,6 +39,8 @@ class PassSettings:
         max_skipped: More skipped samples in a pass are an error.
         device: Where batches are brought; None for the memory of this process.
         env: Variables that the sessions get, by name.
+        py_modules: Modules that the sessions get.
+        forward_output: Print here what workers print.
 
     Raises:
         ValueError: A value is out of range.
@@ -64,6 +70,8 @@ class PassSettings:
     max_skipped: int = 100
     device: torch.device | None = None
     env: Mapping[str, str] = field(default_factory=dict)
+    py_modules: tuple[Module, ...] = ()
+    forward_output: bool = False
 
     @classmethod
     def of(cls, loader: Any) -> PassSettings:
@@ -82,6 +90,8 @@ class PassSettings:
             for name, value in values.items():
                 object.__setattr__(self, name, value)
 
+        names = "prefetch_factor", "max_retries", "reconnect_timeout", "task_timeout", "max_skipped"
+        check_numbers(**{name: getattr(self, name) or 0 for name in names})
         if self.prefetch_factor < 0:
             raise ValueError("prefetch_factor option should be non-negative")
         if self.prefetch_factor == 0:
@@ -104,9 +114,15 @@ class PassSettings:
             retry_on=_exceptions(self.retry_on),
             device=find_device(self.device),
             env=choose_variables(self.env),
+            py_modules=choose_modules(self.py_modules),
         )
         if self.retry_on and self.iterable:
             raise ValueError("retry_on is for map-style datasets: a stream that has raised cannot be asked again")
+
+    @property
+    def additions(self) -> Additions:
+        """What the sessions get."""
+        return Additions.of(self.env, self.py_modules, self.forward_output)
 
     @property
     def skips(self) -> bool:
@@ -155,6 +171,13 @@ class PassSettings:
         """Generators that belong to loader and samplers, each once; who has none draws from the global ones."""
         found = [getattr(owner, "generator", None) for owner in (self, *self.chain)]
         return list(dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator)))
+
+
+def check_numbers(**values: Any) -> None:
+    """Raise a ``TypeError`` if one of the values is no number."""
+    for name, value in values.items():
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} must be a number, but is {value!r}")
 
 
 def make_partition(partition: Any) -> Partition | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.indices import describe_indices
 from rpcdataloader.fetch.stream_state import StreamState
+from rpcdataloader.fetch.whereabouts import ALL, DONE
+from rpcdataloader.loader.elastic import Identity
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import NO_TENSORS, dumps
 
@@ -129,9 +131,9 @@ _BEFORE_ARGS = pickle.PROTO + b"\x03" + pickle.MARK + _pickle_part(_LOAD)
 _AFTER_ARGS = b"".join(map(_pickle_part, _OPTIONS)) + pickle.TUPLE + pickle.STOP + NO_TENSORS
 
 
-def load_request(task: Task, *, last_try: bool = False) -> bytes:
+def load_request(task: Task, *, last_try: bool = False, left_out: Mapping[int, str] | None = None) -> bytes:
     """The payload of a call of ``remote.load``."""
-    args = (task.indices, task.position, task.number, True)[: 4 if last_try else 3]
+    args = (task.indices, task.position, task.number, last_try, left_out)[: 5 if left_out else 4 if last_try else 3]
     try:
         pickled = pickle.dumps(args, protocol=3)[2:-1]  # as _pickle_part
         # Not of a class of the training script, which has to be sent along.
@@ -146,8 +148,27 @@ def load_request(task: Task, *, last_try: bool = False) -> bytes:
 
 
 def describe(task: Task) -> str:
-    """A batch in an error message."""
-    return f"batch {task.number} (indices {describe_indices(task.indices)})"
+    """A batch in an error message; one of a stream has no indices."""
+    indices = task.indices[0] if isinstance(task.indices, list) and task.indices else task.indices
+    return f"batch {task.number}" + ("" if indices is None else f" (indices {describe_indices(task.indices)})")
+
+
+def place_of(task: Task, sample: int) -> int | None:
+    """The place in a batch of what a worker was at; ``ALL`` for all places, None where it was at no sample."""
+    place = sample if sample == ALL else sample - task.position
+    return place if place == ALL or 0 <= place < task.num_samples else None
+
+
+def describe_end(task: Task, sample: int) -> str:
+    """What a worker was at when it ended; ``sample`` is a number of its whereabouts."""
+    if sample in (ALL, DONE):
+        return f"{'while it' if sample == ALL else 'after it had'} loaded batch {task.number}"
+    index, place = task.indices, place_of(task, sample)
+    if isinstance(index, (list, tuple)) and len(index) == task.num_samples:
+        index = None if place is None else index[place]
+    # There are none in a stream.
+    where = f"{sample} of its stream" if index is None else describe_indices(index)
+    return f"while it loaded sample {where}"
 
 
 @dataclass(slots=True)
@@ -162,6 +183,7 @@ class Progress:
         ahead: Later ones that were delivered too, by number: how many samples they have, and the state of the sampler
             after them (``in_order=False``).
         streams: Of an iterable-style dataset, each after the last batch of it that was delivered.
+        identities: Of the streams, if they began on other ranks; empty otherwise.
         turn: The stream whose batch comes next.
         num_yielded: Batches delivered in this process, without empty ones.
         num_skipped: Samples that were missing in what was delivered.
@@ -177,6 +199,7 @@ class Progress:
     num_samples: int = 0
     ahead: dict[int, tuple[int, Any]] = field(default_factory=dict)
     streams: list[StreamState] = field(default_factory=list)
+    identities: list[Identity] = field(default_factory=list)
     turn: int = 0
     num_yielded: int = 0
     num_skipped: int = 0

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 N = TypeVar("N", bound=Hashable)
 
 
 class Load(NamedTuple):
-    """Send a task to a worker: what was added under its number; ``is_last`` asks for the request of the last try."""
+    """Send a task to a worker: what was added under its number; ``is_last`` asks for the request of the last try.
+
+    The samples at the places ``left_out`` are not to be loaded, each for a reason.
+    """
 
     worker: int
     number: int
     payload: Any
     is_last: bool
+    left_out: Mapping[int, str] | None = None
 
 
 class Cancel(NamedTuple):

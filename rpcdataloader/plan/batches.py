@@ -89,7 +89,7 @@ class BatchTable(Table[_BatchEntry]):
                 lost.append(number)
         return lost
 
-    def blame(self, number: int) -> bool:
+    def blame(self, number: int, *, is_too_many: bool) -> bool:
         """See :meth:`Table.blame`.
 
         The death counts, but does not condemn the task while another worker has a copy, which may still be answered.
@@ -100,7 +100,7 @@ class BatchTable(Table[_BatchEntry]):
         if task is None or task.size_bytes is not None:
             return False  # answered by another worker
         task.num_deaths += 1
-        if task.num_deaths < self._max_retries or task.holders:
+        if not is_too_many or task.holders:
             return False
         self._waiting.remove(number)
         self._condemn(task)
@@ -123,8 +123,9 @@ class BatchTable(Table[_BatchEntry]):
     def in_flight(self, worker: int) -> list[int]:
         return list(self._get(worker).in_flight)
 
-    def running(self, worker: int) -> int | None:
-        number = next(iter(self._get(worker).in_flight), None)
+    def running(self, worker: int, said: int | None = None) -> int | None:
+        in_flight = self._get(worker).in_flight
+        number = said if said in in_flight else next(iter(in_flight), None)
         task = None if number is None else self.tasks.get(number)
         return None if task is None or task.size_bytes is not None else number
 

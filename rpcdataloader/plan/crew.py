@@ -62,6 +62,8 @@ class Loss:
         came: It was there; False if it could not be reached.
         was_refused: The node had no room for it.
         has_retired: It has done its share of work, and another one may take its place.
+        task: What it was at when it ended, in its own words; None if that is not known.
+        place: Of the sample in that task; None if it was at no sample.
     """
 
     error: RPCError
@@ -69,6 +71,8 @@ class Loss:
     came: bool = True
     was_refused: bool = False
     has_retired: bool = False
+    task: int | None = None
+    place: int | None = None
 
 
 class Crew(Generic[N]):

@@ -86,7 +86,9 @@ class Engine(Generic[N]):
 
     def _begin(self, batch_size_bytes: float, turn: int) -> None:
         options = self._options
-        self._retries = Retries(options.max_retries, marks_last_try=options.marks_last_try)
+        self._retries = Retries(
+            options.max_retries, marks_last_try=options.marks_last_try, leaves_out=options.leaves_out
+        )
         self._condemned: dict[int, str] = {}
         self._table: Table[Any]
         if options.is_iterable:
@@ -268,7 +270,7 @@ class Engine(Generic[N]):
         elif worker.has_joined:
             # Its stream goes on elsewhere after the last answer. What it says until it has ended is not waited for.
             worker.has_joined = False
-            self._leave(worker.number, "", now, died=False)
+            self._leave(worker.number, now)
         self._close_idle(worker)
 
     def _close_idle(self, worker: Member[N]) -> None:
@@ -292,23 +294,22 @@ class Engine(Generic[N]):
         # A node that goes with all of its workers says nothing about what one of them was loading.
         died = loss.node_is_up and loss.came and not worker.is_draining
         # One that was still starting has not loaded anything.
-        is_blamed = worker.has_joined and self._leave(number, str(loss.error), now, died and worker.is_at_work)
+        is_blamed = worker.has_joined and self._leave(number, now, loss if died and worker.is_at_work else None)
         is_needed = self._table.needs(worker.place)
         self._crew.lost(worker, loss, is_needed=is_needed, is_blamed=is_blamed, died=died)
 
-    def _leave(self, worker: int, how: str, now: float, died: bool) -> bool:
+    def _leave(self, worker: int, now: float, death: Loss | None = None) -> bool:
         """What a worker that took tasks had goes to others; returns whether the one that it was at is to blame."""
-        number = self._table.running(worker)
+        number = self._table.running(worker, None if death is None else death.task)
         self._interrupted = "" if number is None else self._describe(self._table.tasks[number].payload)
         for lost in self._table.in_flight(worker):
             self._retries.copy_ended(worker, lost)
         self._table.worker_left(worker, now)
-        if number is None or not died:
+        if number is None or death is None:
             return False
-        killed = self._retries.died(number, how)
-        if self._table.blame(number):
-            text = f"{self._interrupted} has ended {len(killed)} workers in a row: {'; '.join(killed)}"
-            self._condemned[number] = text
+        place = death.place if number == death.task else None
+        if self._table.blame(number, is_too_many=self._retries.died(number, str(death.error), place)):
+            self._condemned[number] = f"{self._interrupted} {self._retries.deaths_of(number)}"
         return True
 
     # Nodes
@@ -367,8 +368,10 @@ class Engine(Generic[N]):
         table, out = self._table, self._out
         while (assigned := table.assign(now)) is not None:
             worker, number = assigned
-            is_last = self._retries.is_needed and self._retries.sent(worker, number)
-            out.append(Load(worker, number, table.tasks[number].payload, is_last))
+            is_last, left_out = False, None
+            if self._retries.is_needed:
+                is_last, left_out = self._retries.sent(worker, number), self._retries.left_out(number)
+            out.append(Load(worker, number, table.tasks[number].payload, is_last, left_out))
         actions = out[:]
         out.clear()
         return actions

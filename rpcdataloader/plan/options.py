@@ -19,6 +19,7 @@ class PlanOptions:
         task_timeout: Seconds that a task may take; None for any time.
         reconnect_timeout: Seconds to wait for nodes when no worker is left.
         marks_last_try: The last try of a task is another request than those before.
+        leaves_out: A sample that kills its workers is left out of its task.
         label: Beginning of every message: the rank, if there are several.
         rank: Of this process, among those that share the nodes.
         world_size: Number of these.
@@ -35,6 +36,7 @@ class PlanOptions:
     task_timeout: float | None = None
     reconnect_timeout: float = 300.0
     marks_last_try: bool = False
+    leaves_out: bool = False
     label: str = ""
     rank: int = 0
     world_size: int = 1

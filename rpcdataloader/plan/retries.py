@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 # Seconds until a batch is tried again after an exception that may pass: the first time, and at most.
@@ -13,7 +15,10 @@ MAX_RETRY_PAUSE = 30.0
 class _Trouble:
     """What has gone wrong with a task that is not delivered."""
 
-    killed: list[str] = field(default_factory=list)  # how each worker that was at work on it has ended
+    # How each worker that was at work on it has ended, and at which place, since a sample was left out.
+    killed: list[str] = field(default_factory=list)
+    places: Counter[int | None] = field(default_factory=Counter)
+    left_out: dict[int, str] = field(default_factory=dict)
     num_retries: int = 0  # exceptions after which it was tried again
 
 
@@ -21,15 +26,17 @@ class Retries:
     """The tasks of one epoch that have failed.
 
     Args:
-        max_retries: Tries after an exception that may pass.
+        max_retries: Tries after an exception that may pass, and workers that may die at a task.
         marks_last_try: The last try is another request than those before.
+        leaves_out: A sample at which so many have died is left out.
 
     Attributes:
         is_needed: Something has failed in this epoch. Before, what is sent, answered and delivered need not be told.
     """
 
-    def __init__(self, max_retries: int, *, marks_last_try: bool) -> None:
+    def __init__(self, max_retries: int, *, marks_last_try: bool, leaves_out: bool = False) -> None:
         self._max_retries = max_retries
+        self._leaves_out = leaves_out
         self._marks_last_try = marks_last_try
         self.is_needed = False
         self._troubles: dict[int, _Trouble] = {}
@@ -49,11 +56,32 @@ class Retries:
         """A task that has failed is tried again."""
         self._get(number).num_retries += 1
 
-    def died(self, number: int, how: str) -> list[str]:
-        """A worker died at a task; returns how all of them did."""
-        killed = self._get(number).killed
-        killed.append(how)
-        return killed
+    def died(self, number: int, how: str, place: int | None = None) -> bool:
+        """A worker died at a task, at the sample of ``place`` if that is known; returns whether that was one too many.
+
+        A sample at which too many have died is left out, and all deaths before are forgiven. What condemns a task are
+        deaths elsewhere than at the most suspect sample: one by chance, between two of these, does not.
+        """
+        trouble = self._get(number)
+        place = place if self._leaves_out else None
+        trouble.killed.append(how)
+        trouble.places[place] += 1
+        if place is not None and trouble.places[place] >= self._max_retries:
+            trouble.left_out[place] = _describe(trouble.killed)
+            trouble.killed.clear()
+            trouble.places.clear()
+            return False
+        suspected = max((num for place, num in trouble.places.items() if place is not None), default=0)
+        return len(trouble.killed) - suspected >= self._max_retries
+
+    def deaths_of(self, number: int) -> str:
+        """How the workers of a task have ended, in words."""
+        return _describe(self._get(number).killed)
+
+    def left_out(self, number: int) -> Mapping[int, str] | None:
+        """The places whose samples are to be left out, each with the reason."""
+        trouble = self._troubles.get(number)
+        return dict(trouble.left_out) if trouble is not None and trouble.left_out else None
 
     def sent(self, worker: int, number: int) -> bool:
         """A copy of a task goes to a worker; returns whether it is the last try."""
@@ -74,3 +102,7 @@ class Retries:
     def _get(self, number: int) -> _Trouble:
         self.is_needed = True
         return self._troubles.setdefault(number, _Trouble())
+
+
+def _describe(killed: list[str]) -> str:
+    return f"has ended {len(killed)} workers in a row: {'; '.join(killed)}"

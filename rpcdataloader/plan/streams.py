@@ -82,14 +82,14 @@ class StreamTable(Table[_StreamEntry]):
         stream = self._get(worker)
         return [number for number, task in self.tasks.items() if _is_in_flight(task, stream)]
 
-    def running(self, worker: int) -> int | None:
+    def running(self, worker: int, said: int | None = None) -> int | None:  # noqa: ARG002  all before it is needed
         return self._first_in_flight(self._get(worker))
 
-    def blame(self, number: int) -> bool:
+    def blame(self, number: int, *, is_too_many: bool) -> bool:
         """See :meth:`Table.blame`. The stream of a condemned task ends with it: no worker gets past it."""
         task = self.tasks[number]
         task.num_deaths += 1
-        if task.num_deaths < self._max_retries:
+        if not is_too_many:
             return False
         self._drop_from(_stream(task), number + 1)
         self._waiting.remove(number)

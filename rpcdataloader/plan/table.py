@@ -56,7 +56,7 @@ class Table(ABC, Generic[T]):
         options: ``num_workers`` and ``prefetch_factor`` make the window. ``max_in_flight_bytes`` limits the bytes of
             answers that are not delivered, plus the estimated bytes of what is in flight; the task that is next to be
             delivered is always allowed. Nothing is known before the first answer, so only the window limits the first
-            tasks, as in torch's loader. ``max_retries`` deaths condemn a task.
+            tasks, as in torch's loader.
         batch_size_bytes: Estimate to start with, for example that of the epoch before.
 
     Attributes:
@@ -78,7 +78,6 @@ class Table(ABC, Generic[T]):
         self.num_doubled = 0
         self._in_order = options.in_order
         self._prefetch_factor = options.prefetch_factor
-        self._max_retries = options.max_retries
         self._max_bytes = options.max_in_flight_bytes
         self._num_added = 0
         self._ended = False
@@ -122,15 +121,18 @@ class Table(ABC, Generic[T]):
         """Tasks that a worker has not answered, oldest first; another one may have answered and delivered them."""
 
     @abstractmethod
-    def running(self, worker: int) -> int | None:
-        """The task to be blamed for a worker's death; None if it is at none that is still waited for."""
+    def running(self, worker: int, said: int | None = None) -> int | None:
+        """The task to be blamed for a worker's death; None if it is at none that is still waited for.
+
+        ``said`` is what it was at in its own words, as an answer before may be lost with it.
+        """
 
     @abstractmethod
-    def blame(self, number: int) -> bool:
-        """A worker died at work on this task, and has left.
+    def blame(self, number: int, *, is_too_many: bool) -> bool:
+        """A worker died at work on this task, and has left; ``is_too_many`` for another one to try.
 
         Returns:
-            Whether that was one too many: the task counts as answered, and what is delivered for it is an error.
+            Whether the task is condemned: it counts as answered, and what is delivered for it is an error.
         """
 
     @abstractmethod

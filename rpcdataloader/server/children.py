@@ -10,6 +10,7 @@ from rpcdataloader.server.connections import AcceptedConnection
 from rpcdataloader.server.events import Event, IsForWorker
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.processes import Process
+from rpcdataloader.wire.lines import LineLimit
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -91,6 +92,8 @@ class ClientSession(Child):
         id: Hexadecimal.
         client: Its name, for messages.
         connection: What the log says of the control connection.
+        folder: Where it may put modules of its client.
+        output: Limits the lines of it and its workers that are sent to its client; None if that wants none.
         workers: Those that were admitted, by number.
         is_client_gone: Whether the client has closed the connection.
         is_asked: Whether it was asked for stacks, and has not looked at that yet.
@@ -99,6 +102,8 @@ class ClientSession(Child):
     id: str
     client: str
     connection: AcceptedConnection
+    folder: str
+    output: LineLimit | None = None
     workers: dict[int, AdmittedWorker] = field(default_factory=dict)
     is_client_gone: bool = False
     is_asked: bool = False

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from rpcdataloader.wire.status import MAX_REPORT_BYTES
+
 # Memory that was never touched takes no room.
 NUM_ROWS = 8192
 
@@ -48,6 +50,8 @@ ROW = np.dtype(
         ("since", "i8"),  # time of the last change of running
         ("unanswered", "i8"),  # requests that were received, including those under way
         ("draining", "i8"),  # 1 if no further requests are taken
+        ("batch", "i8"),  # that a worker of a loader is at,
+        ("sample", "i8"),  # and which of its samples: see fetch/whereabouts.py
         ("socket", "i8"),  # inode of a worker's connection
         ("control", "i8", 2),  # bytes received and sent by a gate or session
         # The work of a worker; in a row above, that of the processes below it that have ended:
@@ -58,6 +62,8 @@ ROW = np.dtype(
         ("ended_workers", "i8"),
         ("failed", "i8"),  # time of the last error; 0 if there was none
         ("error", "S192"),
+        ("reported", "i8"),  # time of a client's last report; 0 if there is none, or while it is being written
+        ("report_bytes", "i8"),
         # Used in the first row only, which is the node server's:
         ("generation", "i8"),  # odd while rows are moved about
         ("num_used", "i8"),  # rows up to the last one that was ever used
@@ -95,6 +101,7 @@ class CounterTable:
 
     def __init__(self, num_rows: int = NUM_ROWS, is_gone: Callable[[int], bool] = _is_gone) -> None:
         self._rows: Any = np.frombuffer(mmap.mmap(-1, num_rows * ROW.itemsize), ROW)
+        self._reports = mmap.mmap(-1, num_rows * MAX_REPORT_BYTES)
         self._is_gone = is_gone
         self._free = list(range(num_rows - 1, 0, -1))
         self._head = self._rows[0]
@@ -166,14 +173,27 @@ class CounterTable:
         """
         row = self._rows[place : place + 1]
         views = {name: row[name].reshape(-1) for name in ROW.fields or ()}
-        return Row(**{name: memoryview(view) if view.dtype == "i8" else view for name, view in views.items()})
+        fields = {name: memoryview(view) if view.dtype == "i8" else view for name, view in views.items()}
+        return Row(place=place, **fields)
+
+    def report(self, place: int, payload: bytes | bytearray | memoryview, now: int) -> None:
+        """Keep the last report of a client, for its session at ``place``, unless it is too long."""
+        size, start = len(payload), place * MAX_REPORT_BYTES
+        if size <= MAX_REPORT_BYTES:
+            row = self._rows[place]
+            row["reported"] = 0
+            self._reports[start : start + size] = bytes(payload)
+            row["report_bytes"], row["reported"] = size, now
 
     def refused(self) -> None:
         """A connection was refused. Processes that refuse at the same instant may overlook one another."""
         self._head["refused"] += 1
 
     def look(self) -> list[Row]:
-        """The rows in use at this moment, each with its ``place``; the first one is that of the node server."""
+        """The rows in use at this moment; the first one is that of the node server.
+
+        Each has its ``place``, and its ``report``, which is empty if there is none.
+        """
         for _ in range(_MAX_TRIES):
             generation = self._head["generation"]
             rows = self._rows[: self._head["num_used"]].copy()
@@ -181,7 +201,17 @@ class CounterTable:
                 break
         places = np.flatnonzero(rows["kind"] != FREE)
         found = zip(places.tolist(), rows[places].tolist(), strict=True)
-        return [Row(place=place, **dict(zip(rows.dtype.names, map(_plain, row), strict=True))) for place, row in found]
+        names = rows.dtype.names
+        looked = [Row(place=place, **dict(zip(names, map(_plain, row), strict=True))) for place, row in found]
+        for row in looked:
+            row.report = self._report_of(row)
+        return looked
+
+    def _report_of(self, row: Row) -> bytes:
+        start = row.place * MAX_REPORT_BYTES
+        report = self._reports[start : start + row.report_bytes] if row.reported else b""
+        # Otherwise, another one is being written.
+        return report if report and self._rows[row.place]["reported"] == row.reported else b""
 
 
 def _plain(value: Any) -> Any:

@@ -93,7 +93,13 @@ class SessionBegun:
 
 @dataclass(frozen=True, slots=True)
 class SessionKnown:
-    """Node server to session: worker connections may come."""
+    """Node server to session: worker connections may come.
+
+    Attributes:
+        folder: Where it may put modules of its client; the node server removes it.
+    """
+
+    folder: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,19 @@ class WorkerConnection:
 
     peer: str
     preamble: str
+
+
+@dataclass(frozen=True, slots=True)
+class WantsOutput:
+    """Session to node server: its client wants to see what it and its workers print."""
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """Node server to session: a line for its client; as :class:`~rpcdataloader.wire.messages.Log` says."""
+
+    text: str
+    printed_by: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +193,8 @@ Event = (
     | SessionBegun
     | SessionKnown
     | WorkerConnection
+    | WantsOutput
+    | Printed
     | WorkerForked
     | Authenticated
     | WantsRoom

@@ -127,6 +127,7 @@ class NodeServer:
         for child in self._children.values():
             child.end("the node server has ended")
             child.process.reap(wait=True)
+        self._sessions.close()
         self._outputs.finish()
         self._door.close()
 
@@ -315,7 +316,7 @@ class NodeServer:
     def _next_due(self) -> float:
         """When something is due."""
         now = time.monotonic()
-        times = [now + _MAX_POLL_TIMEOUT, self._sessions.look_at, self._spares.due, self._door.due]
+        times = [now + _MAX_POLL_TIMEOUT, self._sessions.due, self._spares.due, self._door.due]
         times += [gate.deadline for gate in self._gates() if gate.deadline is not None]
         if self._drain_deadline is not None:
             times.append(self._drain_deadline)
@@ -342,7 +343,7 @@ class NodeServer:
         self._spares.refill(now)
         if self._announcement is not None and now > self._announcement.due:
             self._announcement.renew()
-        self._sessions.look_for_clients(now)
+        self._sessions.do_what_is_due(now)
         if self._lifeline is not None and now > self._lifeline.deadline:
             self._on_owner_gone(self._lifeline)
         if now > self._door.due:

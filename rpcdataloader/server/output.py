@@ -48,14 +48,12 @@ class OutputReader:
 
     Args:
         descriptor: Read end; owned by this object.
-        prefix: Put in front of every line.
-        write: Takes each finished line, with its line feed.
+        take: Takes each finished line, without its line feed.
     """
 
-    def __init__(self, descriptor: int, prefix: str, write: Callable[[str], None]) -> None:
+    def __init__(self, descriptor: int, take: Callable[[str], None]) -> None:
         self._descriptor = descriptor
-        self._prefix = prefix
-        self._write = write
+        self._take = take
         self._rest = b""
         os.set_blocking(descriptor, False)
 
@@ -74,7 +72,7 @@ class OutputReader:
             lines.append(self._rest)
             self._rest = b""
         for line in lines:
-            self._write(f"{self._prefix} {line[:MAX_LINE].decode(errors='replace')}\n")
+            self._take(line[:MAX_LINE].decode(errors="replace"))
         if not data:
             os.close(self._descriptor)
         return bool(data)
@@ -86,7 +84,7 @@ class OutputReader:
             for _ in range(MAX_LEFT_BYTES // 65536):
                 self._rest += os.read(self._descriptor, 65536)
         for line in self._rest.splitlines():
-            self._write(f"{self._prefix} {line[:MAX_LINE].decode(errors='replace')}\n")
+            self._take(line[:MAX_LINE].decode(errors="replace"))
         os.close(self._descriptor)
 
 
@@ -103,9 +101,14 @@ class Outputs:
         self._write_line = write
         self._readers: set[OutputReader] = set()
 
-    def add(self, descriptor: int, prefix: str) -> None:
-        """Read from a pipe, which is owned by this object from now on, until its other end is closed."""
-        reader = OutputReader(descriptor, prefix, self._write)
+    def add(self, descriptor: int, prefix: str, forward: Callable[[str], bool] = lambda _line: False) -> None:
+        """Read from a pipe, which is owned by this object from now on, until its other end is closed.
+
+        Args:
+            prefix: Put in front of every line.
+            forward: Asked for every line before it is written; True for one that is not to be.
+        """
+        reader = OutputReader(descriptor, lambda line: None if forward(line) else self._write(f"{prefix} {line}\n"))
         self._readers.add(reader)
         self._loop.watch(descriptor, lambda: self._on_output(reader))
 

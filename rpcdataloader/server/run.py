@@ -26,7 +26,7 @@ logger = logging.getLogger("rpcdataloader.server")
 
 # What clients have sessions and workers run, and this part of the package does not know of. To import it would take
 # each worker 15 ms, for which the first batch waits.
-_CALLED = ("rpcdataloader.fetch.remote", "rpcdataloader.host.environment")
+_CALLED = ("rpcdataloader.fetch.remote", "rpcdataloader.host.additions")
 
 
 def run_worker(host: str, port: int, timeout: float = 120, parallel: int = 1) -> None:

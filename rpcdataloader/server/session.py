@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.host.additions import become_session
 from rpcdataloader.server.connections import Origin
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import Row
@@ -27,9 +28,11 @@ from rpcdataloader.server.events import (
     Decided,
     Drain,
     GaveUp,
+    Printed,
     SessionBegun,
     SessionKnown,
     StacksBegun,
+    WantsOutput,
     WantsRoom,
     WantsStacks,
     WorkerConnection,
@@ -84,7 +87,8 @@ def run_session(channel: Channel, node: Link, context: ServerContext, peer: str,
     received = node.recv()
     if received is None or not isinstance(received[0], SessionKnown):
         return
-    welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers)
+    become_session(received[0].folder, lambda: node.send(WantsOutput()))
+    welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers, takes_reports=True)
     try:
         channel.send(MessageType.WELCOME, payload=welcome.encode())
         Session(channel, node, context, row).serve()
@@ -171,6 +175,8 @@ class Session:
             self._stacks.ask(message.request_id, StackRequest.decode(message.payload))
         elif message.type == MessageType.RELEASE:
             self._datasets.release(unpack_handles(message.payload))
+        elif message.type == MessageType.REPORT:
+            self._context.counters.report(self._row.place, message.payload, time.monotonic_ns())
         # CANCEL: what arrived before it has been answered already.
 
     def _answer(self, message: Message, serve: Callable[[Message], Any]) -> None:
@@ -230,7 +236,10 @@ class Session:
                 self._fork_worker(descriptors[0], event.peer, bytes.fromhex(event.preamble))
             case Decided():
                 if worker := self._workers.get(event.worker):
+                    worker.row = event.row
                     worker.link.send(event)
+            case Printed():
+                self._logs.append(Log(0, "", event.text, event.printed_by))  # until the loop comes round
             case WantsStacks():
                 self._node.send(StacksBegun())
                 self._stacks.ask_all(*descriptors)
@@ -343,9 +352,10 @@ class Session:
         worker.stack.close()
         self._stacks.ended(worker)
         del self._workers[worker.number]
-        self._node.send(WorkerEnded(worker.number, reason))
+        row = self._context.counters.row(worker.row)
+        exited = Exited(worker.number, worker.process.pid, reason, row.batch[0] - 1, row.sample[0])
+        self._node.send(WorkerEnded(worker.number, reason))  # which gives the row to others
         if worker.life is Life.SERVING:
-            exited = Exited(worker.number, worker.process.pid, reason)
             self._channel.send(MessageType.EXITED, payload=exited.encode())
         self._finish_drain()
 

@@ -21,19 +21,23 @@ from rpcdataloader.server.events import (
     Event,
     HandedOver,
     IsForWorker,
+    Printed,
     SessionBegun,
     SessionKnown,
     StacksBegun,
     UnknownSession,
+    WantsOutput,
     WantsRoom,
     WantsStacks,
     WorkerConnection,
     WorkerEnded,
     WorkerForked,
 )
+from rpcdataloader.server.folders import Folders
 from rpcdataloader.server.loop import Loop
 from rpcdataloader.server.output import Outputs
 from rpcdataloader.wire import transport
+from rpcdataloader.wire.lines import MAX_CHARS, LineLimit
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -56,9 +60,10 @@ class Sessions:
         self._admission = admission
         self._loop = loop
         self._outputs = outputs
+        self._folders = Folders()
         self._by_id: dict[str, ClientSession] = {}
         self._is_draining = False
-        self.look_at = math.inf  # while there are sessions: when to look whether their clients have vanished
+        self._look_at = math.inf  # while there are sessions: when to look whether their clients have vanished
 
     def __iter__(self) -> Iterator[ClientSession]:
         return iter(self._by_id.values())
@@ -82,14 +87,15 @@ class Sessions:
             id=begun.id,
             client=begun.name,
             connection=AcceptedConnection(begun.peer, origin, traffic),
+            folder=self._folders.name(begun.id),
         )
         self._by_id[session.id] = session
         if session.sock.family != socket.AF_UNIX:
-            self.look_at = min(self.look_at, time.monotonic() + transport.LOOK_INTERVAL)
-        self._outputs.add(output, f"[{self._context.node} {session.client}]")
+            self._look_at = min(self._look_at, time.monotonic() + transport.LOOK_INTERVAL)
+        self._add_output(session, output, "session")
         # The session ends with its client, even while user code keeps it from looking.
         self._loop.watch(session.sock.fileno(), lambda: self._on_client_gone(session), _CLIENT_GONE)
-        session.post(SessionKnown())
+        session.post(SessionKnown(session.folder))
         if self._is_draining:
             session.post(Drain())
         return session
@@ -98,14 +104,30 @@ class Sessions:
         """A session has said something."""
         match event:
             case WorkerForked():
-                prefix = f"[{self._context.node} {session.client} worker {event.worker}]"
-                self._outputs.add(descriptors[0], prefix)
+                self._add_output(session, descriptors[0], f"worker {event.worker}")
+            case WantsOutput():
+                session.output = LineLimit(lambda note: session.link.offer(Printed(note, ""), []))
             case WantsRoom():
                 self._decide(session, event)
             case WorkerEnded():
                 self._worker_ended(session, event)
             case StacksBegun():
                 session.is_asked = False
+
+    def _add_output(self, session: ClientSession, descriptor: int, name: str) -> None:
+        def forward(line: str) -> bool:
+            if session.output is None:
+                return False
+            # Of a progress bar, which goes back to its beginning, the last state counts.
+            text = line.rstrip("\r").rpartition("\r")[2][:MAX_CHARS]
+            # The session may be busy, and the node server never waits for it.
+            if session.output.admits(text, time.monotonic()) and not session.link.offer(Printed(text, name), []):
+                session.output.leave_out()
+            # The log of an embedded pool is the terminal of its client, which would show the line twice.
+            return not self._context.tells_clients
+
+        prefix = f"[{self._context.node} {session.client}{'' if name == 'session' else ' ' + name}]"
+        self._outputs.add(descriptor, prefix, forward)
 
     def _decide(self, session: ClientSession, event: WantsRoom) -> None:
         row, reason = 0, self._admission.admit(session.id)
@@ -163,11 +185,22 @@ class Sessions:
         session.is_client_gone = True
         session.end("its client has gone")
 
-    def look_for_clients(self, now: float) -> None:
+    @property
+    def due(self) -> float:
+        """When to call :meth:`do_what_is_due`."""
+        return min([self._look_at, *(session.output.due for session in self if session.output is not None)])
+
+    def do_what_is_due(self, now: float) -> None:
+        """Look for clients, and tell them what was left out of their output."""
+        for session in self:
+            if session.output is not None:
+                session.output.tell(now)
+        if now > self._look_at:
+            self._look_for_clients(now)
+
+    def _look_for_clients(self, now: float) -> None:
         """End the sessions of clients whose host has vanished while something was under way to it."""
-        if now <= self.look_at:
-            return
-        self.look_at = now + transport.LOOK_INTERVAL if self._by_id else math.inf
+        self._look_at = now + transport.LOOK_INTERVAL if self._by_id else math.inf
         for session in self:
             if not session.is_client_gone and transport.is_cut_off(session.sock):
                 self._on_client_gone(session)
@@ -178,9 +211,16 @@ class Sessions:
         for session in self:
             session.post(Drain())
 
+    def close(self) -> None:
+        """Every session has ended, and its end was not told."""
+        for session in self:
+            self._folders.remove(session.folder)
+
     def ended(self, session: ClientSession, reason: str) -> None:
         """A session has ended, and with it its workers; ``reason`` is how its process did."""
         del self._by_id[session.id]
+        self._folders.remove(session.folder)
+        session.output = None  # its workers' last lines go to the log alone
         if session.workers:
             self._admission.release(session.id, len(session.workers))
         if session.is_client_gone or reason == "exited with status 0":

@@ -23,6 +23,7 @@ class ForkedWorker:
         peer: Address at the other end of its connection.
         deadline: When it must have authenticated its client; of one that is starting.
         failure: Why it gave up, in its own words.
+        row: Its place among the counters, once it has one.
     """
 
     number: int
@@ -33,6 +34,7 @@ class ForkedWorker:
     deadline: float
     life: Life = Life.STARTING
     failure: str = ""
+    row: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ stacks, and two seconds.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -22,10 +23,13 @@ from rpcdataloader.server.events import TellsStatus, WantsStacks, WorkerStack
 from rpcdataloader.server.link import Link
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.frames import MessageType
-from rpcdataloader.wire.status import ClientStatus, NodeStatus, StatusRequest, WorkerStatus
+from rpcdataloader.wire.status import ClientStatus, NodeStatus, Report, StatusRequest, WorkerStatus
 
 # A session answers within one second, even if a worker does not, unless it is busy building.
 STACK_TIMEOUT = 2.0
+
+# Seconds after which the last report of a client says nothing any more. One comes every 5 s.
+MAX_REPORT_AGE = 30.0
 
 
 def serve_status(channel: Channel, node: Link, context: ServerContext) -> None:
@@ -74,6 +78,7 @@ def describe(rows: Sequence[Row], now: int, context: ServerContext, stacks: dict
                     _describe_worker(worker, now, unread, stacks)
                     for worker in sorted(workers, key=lambda row: row.number)
                 ],
+                **_loops(session, now),
                 **_state(session, now),
                 **_work([session, *workers]),
             )
@@ -122,6 +127,15 @@ def _state(row: Row, now: int) -> dict[str, Any]:
         "state_seconds": _seconds(now, row.since),
         "age_seconds": _seconds(now, row.started),
     }
+
+
+def _loops(session: Row, now: int) -> dict[str, Any]:
+    """What the client has reported of its loops. It may be anything, and is told only if it is well-formed."""
+    age = _seconds(now, session.reported)
+    with contextlib.suppress(RemoteProtocolError):
+        if session.report and age <= MAX_REPORT_AGE:
+            return {"loops": Report.decode(session.report).loops, "loops_seconds": age}
+    return {}
 
 
 def _work(rows: Sequence[Row]) -> dict[str, Any]:

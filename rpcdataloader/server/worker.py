@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
+from rpcdataloader.fetch.whereabouts import keep_whereabouts
 from rpcdataloader.server.connections import Origin
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import Row
@@ -36,6 +37,7 @@ from rpcdataloader.server.meter import Meter
 from rpcdataloader.server.outbox import Outbox
 from rpcdataloader.server.output import tell_client
 from rpcdataloader.server.processes import keep_freed_memory, name_process, prefer_for_oom
+from rpcdataloader.server.requests import MAX_WAITING_BYTES, Requests
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.identity import local_identity
@@ -50,10 +52,6 @@ logger = logging.getLogger("rpcdataloader.worker")
 # With requests at hand, new ones and cancellations are looked for this often (in nanoseconds): a look is a system call,
 # which is a good part of a task of a hundred microseconds.
 LOOK_INTERVAL = 1_000_000
-
-# Bytes of requests that were received and of messages that are not sent, each: nothing against the memory of a node
-# with many workers, and more than a network needs to be kept busy.
-MAX_WAITING_BYTES = 64 << 20
 
 
 def run_worker_process(
@@ -98,6 +96,7 @@ def run_worker_process(
         # A pass that was over before its last worker was there.
         return
     row = context.counters.row(decided.row)
+    keep_whereabouts(row.batch, row.sample)
     row.socket[0] = os.fstat(channel.fileno()).st_ino
     channel.stream.count_in(row.traffic)
     Worker(channel, session, datasets, number, context, row).run()
@@ -136,13 +135,9 @@ class Worker:
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
         self._poll.register(self._drain_read, select.POLLIN)
+        self._requests = Requests()
         self._lock = threading.Lock()
-        self._done = threading.Condition(self._lock)  # with a request
         # Guarded by the lock:
-        self._unanswered: set[int] = set()
-        self._cancelled: set[int] = set()
-        self._num_requests = 0  # that were received, until they have been run
-        self._request_bytes = 0
         self._num_running = 0  # where there is a pool
         self._row = row
 
@@ -155,7 +150,9 @@ class Worker:
                 )
             )
         sender = threading.Thread(target=self._send, name="rpcdl-send", daemon=True)
-        watcher = threading.Thread(target=self._watch, name="rpcdl-watch", daemon=True)
+        watcher = threading.Thread(
+            target=_watch, args=(self._session, self._channel, self._drain_write), name="rpcdl-watch", daemon=True
+        )
         sender.start()
         watcher.start()
         try:
@@ -190,9 +187,9 @@ class Worker:
     def _receive(self) -> None:
         """Take in what has arrived; wait only while there is nothing to do."""
         stream = self._channel.stream
-        if self._is_full:
+        if self._requests.is_full:
             if not self._inbox:  # all of it is with the threads of the pool
-                self._wait_for_room()
+                self._requests.wait_for_room()
             return
         now = time.monotonic_ns()
         if self._inbox and now < self._next_look:
@@ -224,19 +221,10 @@ class Worker:
             self._next_idle = now + LOOK_INTERVAL
         return ready
 
-    @property
-    def _is_full(self) -> bool:
-        """Whether so much waits that nothing more is received; a request of any size may wait alone."""
-        return self._request_bytes > MAX_WAITING_BYTES and self._num_requests > 1
-
-    def _wait_for_room(self) -> None:
-        with self._done:
-            self._done.wait_for(lambda: not self._is_full)
-
     def _begin_drain(self, life: Life) -> None:
         """The client will be told the last request that it gets an answer to: take what has come this far."""
         stream = self._channel.stream
-        while not self._is_full and (stream.has_unread or stream.has_input()):
+        while not self._requests.is_full and (stream.has_unread or stream.has_input()):
             self._take()
         self._life = life
         self._row.draining[0] = 1
@@ -256,20 +244,15 @@ class Worker:
             size_bytes = len(message.payload)
             for block in message.blocks:
                 size_bytes += block.view.nbytes
-            with self._lock:
-                self._num_requests += 1
-                self._request_bytes += size_bytes
-                self._unanswered.add(message.request_id)
+            self._requests.received(message.request_id, size_bytes)
             self._inbox.append((message, size_bytes))
         elif message.type == MessageType.RELEASE:
             # In the order of the requests: destructors run in this thread, too.
             self._inbox.append((message, 0))
         elif message.type == MessageType.CANCEL:
-            with self._lock:
-                if message.request_id in self._unanswered:
-                    self._cancelled.add(message.request_id)
+            self._requests.cancel(message.request_id)
 
-    # --- other threads
+    # --- the sender
 
     def _send(self) -> None:
         try:
@@ -286,21 +269,6 @@ class Worker:
             logger.exception("%s: the sender failed", self._where)
             os._exit(1)
 
-    def _watch(self) -> None:
-        poll = select.poll()
-        poll.register(self._session.fileno(), select.POLLIN)
-        # Only the end of the connection, never its data, so this thread sleeps while requests come in.
-        poll.register(self._channel.fileno(), select.POLLRDHUP)
-        while True:
-            for descriptor, _events in poll.poll():
-                if descriptor != self._session.fileno():
-                    os._exit(0)
-                received = self._session.recv()
-                if received is None:
-                    os._exit(0)
-                if isinstance(received[0], Drain):
-                    os.write(self._drain_write, b".")
-
     # --- requests
 
     def _serve(self, message: Message, size_bytes: int) -> None:
@@ -311,7 +279,7 @@ class Worker:
         try:
             call = Call(*loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))
         except BaseException as exc:
-            self._forget(size_bytes)
+            self._requests.has_run(size_bytes)
             self._reply_error(request_id, exc)
             return
         idle, self._idle = self._idle, 0
@@ -327,8 +295,7 @@ class Worker:
                 self._count_task()
         else:
             self._pool.submit(self._execute, request_id, size_bytes, call, timer)
-            with self._lock:
-                self._row.unanswered[0] = len(self._unanswered)
+            self._row.unanswered[0] = self._requests.num_unanswered
 
     def _count_task(self) -> None:
         self._num_tasks += 1
@@ -344,15 +311,14 @@ class Worker:
         if self._pool is None:
             # It rests when nothing more is there, which costs less than to say so after each request.
             row = self._row
-            row.since[0], row.running[0], row.unanswered[0] = time.monotonic_ns(), 1, len(self._unanswered)
+            row.since[0], row.running[0], row.unanswered[0] = time.monotonic_ns(), 1, self._requests.num_unanswered
         else:
             self._count_running(1)
         try:
-            # Before and after, without the lock: to look into a set is one operation.
-            if request_id in self._cancelled:
+            if self._requests.is_cancelled(request_id):
                 raise _given_up()
             result = call.func(*call.args, **call.kwargs)
-            if request_id in self._cancelled:
+            if self._requests.is_cancelled(request_id):
                 raise _given_up()
             if call.keep:
                 result = handle = self._handles.add(result)
@@ -371,17 +337,9 @@ class Worker:
         finally:
             if self._pool is not None:
                 self._count_running(-1)
-            self._forget(size_bytes)
+            self._requests.has_run(size_bytes)
             if timer is not None:
                 timer.cancel()
-
-    def _forget(self, size_bytes: int) -> None:
-        """A request has been run, and is not kept any more."""
-        with self._lock:
-            self._num_requests -= 1
-            self._request_bytes -= size_bytes
-            if self._pool is not None:
-                self._done.notify()
 
     def _count_running(self, change: int) -> None:
         """One request more, or one less, is being run in some thread."""
@@ -415,24 +373,25 @@ class Worker:
         flags: int = 0,
     ) -> bool:
         """Answer a request, once; returns False if it was answered before, by the time limit."""
-        with self._lock:
-            if request_id not in self._unanswered:
-                return False
-            self._unanswered.discard(request_id)
-            # Before the client has the answer, so that it finds it counted.
-            row = self._row
-            row.unanswered[0] = len(self._unanswered)
-            if request_id not in self._cancelled:
-                counter = row.errors if error is not None else row.tasks if task else row.calls
-                counter[0] += 1
-                if error is not None:
-                    row.error[0], row.failed[0] = error.encode(errors="replace"), time.monotonic_ns()
-            self._cancelled.discard(request_id)
+        if (is_wanted := self._requests.answer(request_id)) is None:
+            return False
+        # Before the client has the answer, so that it finds it counted.
+        self._count(is_wanted, task, error)
         if self._outbox.num_waiting or not self._send_now(type, request_id, encoded, flags):
             self._outbox.put(Outgoing(type, request_id, encoded.payload, encoded.buffers, flags))
         elif flags:
             self._meter.left()
         return True
+
+    def _count(self, is_wanted: bool, task: bool, error: str | None) -> None:
+        row = self._row
+        with self._lock:
+            row.unanswered[0] = self._requests.num_unanswered
+            if is_wanted:
+                counter = row.errors if error is not None else row.tasks if task else row.calls
+                counter[0] += 1
+                if error is not None:
+                    row.error[0], row.failed[0] = error.encode(errors="replace"), time.monotonic_ns()
 
     def _send_now(self, type: MessageType, request_id: int, encoded: Encoded, flags: int) -> bool:
         try:
@@ -444,3 +403,20 @@ class Worker:
 
 def _given_up() -> RPCTimeoutError:
     return RPCTimeoutError("the caller has given up")
+
+
+def _watch(session: Link, channel: Channel, drain_write: int) -> None:
+    """See a drain, and the end of the client or the session, in the middle of a task."""
+    poll = select.poll()
+    poll.register(session.fileno(), select.POLLIN)
+    # Only the end of the connection, never its data, so this thread sleeps while requests come in.
+    poll.register(channel.fileno(), select.POLLRDHUP)
+    while True:
+        for descriptor, _events in poll.poll():
+            if descriptor != session.fileno():
+                os._exit(0)
+            received = session.recv()
+            if received is None:
+                os._exit(0)
+            if isinstance(received[0], Drain):
+                os.write(drain_write, b".")

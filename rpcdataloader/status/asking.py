@@ -7,8 +7,8 @@ import os
 import threading
 from collections.abc import Sequence
 
-from rpcdataloader.client.discovery import Inline, Local, Registered, find_workers
-from rpcdataloader.client.register import Register
+from rpcdataloader.client.discovery import Elastic, Inline, Local, find_workers
+from rpcdataloader.client.register import Lookup, Register
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.status.report import Answer
 from rpcdataloader.wire.address import Address
@@ -33,13 +33,18 @@ class Places:
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        self._places: list[Register | tuple[Address, ...]] = []
+        self._places: list[Lookup | tuple[Address, ...]] = []
+        self._elastic: list[str] = []
         for where in map(find_workers, texts) if texts else [find_workers(None)]:
             if where is None:
                 raise ValueError("no node server is named, and RPCDATALOADER_WORKERS is not set")
             if isinstance(where, (Inline, Local)):
                 raise ValueError(f"{where} belongs to one training process, and nobody else can ask it; name addresses")
-            self._places.append(Register(where.directory) if isinstance(where, Registered) else where.addresses)
+            if isinstance(where, Elastic):
+                self._places.append(where.open())
+                self._elastic.append(str(where))
+            else:
+                self._places.append(where.addresses)
 
     def look(self) -> tuple[list[Address], dict[str, str]]:
         """Addresses that are named, and of those that are registered now; each once, in this order.
@@ -49,17 +54,18 @@ class Places:
         found: list[Address] = []
         problems: dict[str, str] = {}
         for place in self._places:
-            if isinstance(place, Register):
+            if isinstance(place, tuple):
+                found += place
+            else:
                 found += [one.address for one in place.look()]
                 # A directory itself is named by its path.
-                problems |= {os.path.join(place.directory, name): reason for name, reason in place.problems.items()}
-            else:
-                found += place
+                folder = place.directory if isinstance(place, Register) else ""
+                problems |= {os.path.join(folder, name): reason for name, reason in place.problems.items()}
         return list(dict.fromkeys(found)), problems
 
     def registers(self) -> list[str]:
-        """The directories."""
-        return [f"@{place.directory}" for place in self._places if isinstance(place, Register)]
+        """Where node servers come and go: directories, and names."""
+        return self._elastic
 
 
 class Asker:

@@ -15,6 +15,9 @@ from rpcdataloader.wire.status import NodeStatus
 #: Version of the document; it changes when a key is renamed or goes.
 SCHEMA = 1
 
+#: What a node server may be in.
+STATES = ("ready", "draining", "unreachable", "refused")
+
 # A JSON object.
 Tree = dict[str, Any]
 
@@ -36,7 +39,7 @@ class Answer:
 
     @property
     def state(self) -> str:
-        """``"ready"``, ``"draining"``, ``"unreachable"`` or ``"refused"``."""
+        """One of :data:`STATES`."""
         if self.status is None:
             return "refused" if self.is_refused else "unreachable"
         return "draining" if self.status.draining else "ready"
@@ -53,13 +56,35 @@ def make_document(time: float, answers: Sequence[Answer], ignored: dict[str, str
     """
     then = {node["address"]: node for node in before["nodes"]} if before else {}
     states = {answer.state for answer in answers}
+    nodes = [_describe(answer, then.get(answer.address, {})) for answer in answers]
     return {
         "schema": SCHEMA,
         "time_unix_seconds": time,
         "exit_status": 2 if "refused" in states else 0 if states == {"ready"} else 1,
-        "nodes": [_describe(answer, then.get(answer.address, {})) for answer in answers],
+        "nodes": nodes,
+        "clients": _join_clients(nodes),
         "ignored_files": [{"path": path, "reason": reason} for path, reason in ignored.items()],
     }
+
+
+def _join_clients(nodes: Sequence[Tree]) -> list[Tree]:
+    """The training processes, which each have a session on several nodes; those whose loops wait most first."""
+    sessions: dict[tuple[str, int], list[Tree]] = {}
+    for node in nodes:
+        for client in node.get("clients", ()):
+            sessions.setdefault((client["host"], client["pid"]), []).append(client)
+    clients = []
+    for (host, pid), parts in sessions.items():
+        reports = [part for part in parts if part["loops_seconds"] is not None]
+        # One report goes to all of them.
+        last = min(reports, key=lambda part: part["loops_seconds"], default=parts[0])
+        client = {"host": host, "pid": pid, "job": last["job"], "loops": last["loops"]}
+        client["rank"] = last["loops"][0]["rank"] if last["loops"] else last["rank"]
+        client["num_workers"] = sum(len(part["workers"]) for part in parts)
+        for name in "tasks_per_second", "sent_bytes_per_second", "errors":
+            client[name] = sum(part[name] for part in parts)
+        clients.append(client)
+    return sorted(clients, key=lambda client: -client["loops"][0]["wait_share"] if client["loops"] else 1)
 
 
 def _describe(answer: Answer, before: Tree) -> Tree:

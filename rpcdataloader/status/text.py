@@ -10,13 +10,14 @@ from rpcdataloader.status.report import Tree
 from rpcdataloader.wire.printable import printable
 
 
-def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: bool = False) -> str:
-    """One line of totals, one per node server, and one per client that has had errors.
+def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: bool = False, why: bool = False) -> str:
+    """One line of totals, one per node server, one per training loop, and one per client that has had errors.
 
     Args:
         when: The time of the look, for people.
-        nowhere: Registers, if no node server is there and no other one is named.
+        nowhere: Where node servers come and go, if no node server is there and no other one is named.
         workers: With a block per node server, in which each client and worker has a line.
+        why: With the numbers from which it was inferred what a loop waits for.
     """
     nodes = document["nodes"]
     answered = [node for node in nodes if "pid" in node]
@@ -33,13 +34,30 @@ def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: 
             lines.append(f"{name:<26} {node['state']:<8} {_line(_NODE_COLUMNS, [node])}")
         else:
             lines.append(f"{printable(node['address'])}  {node['state']}: {printable(node['error'])}")
-    lines += [f"{printable(name)}: no node server has registered there" for name in nowhere]
+    lines += [f"{printable(name)}: no node server is there" for name in nowhere]
     lines += [f"ignored {printable(file['path'])}: {printable(file['reason'])}" for file in document["ignored_files"]]
+    for client in document["clients"]:
+        for loop in client["loops"]:
+            lines += _describe_loop(_name(client), loop, why)
     lines += _describe_errors([client for node in answered for client in node["clients"]])
     if workers:
         for node in answered:
             lines += ["", *_describe_node(node)]
     return "\n".join(lines) + "\n"
+
+
+def _describe_loop(name: str, loop: Tree, why: bool) -> list[str]:
+    lines = [f"{name}: {printable(loop['text'])}"]
+    if why:
+        parts = {f"loop over {loop['dataset']}": loop["evidence"], "seconds per batch": loop["stages"]}
+        for title, values in parts.items():
+            numbers = ", ".join(f"{value['name']} {_number(value['value'])}" for value in values)
+            lines += textwrap.wrap(printable(f"{title}: {numbers}"), 98, initial_indent="  ", subsequent_indent="    ")
+    return lines
+
+
+def _number(number: float) -> str:
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
 
 
 def _describe_errors(clients: list[Tree]) -> list[str]:

@@ -28,7 +28,6 @@ from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
-    Arrival,
     Decoder,
     Message,
     MessageType,
@@ -37,6 +36,7 @@ from rpcdataloader.wire.frames import (
 )
 from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake, TlsError
 from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
+from rpcdataloader.wire.stages import Arrival
 from rpcdataloader.wire.tls import AnsweredInClearError, TlsStream
 from rpcdataloader.wire.transport import Stream
 
@@ -178,7 +178,7 @@ def open_channel(
     deadline: Deadline,
     *,
     retry: bool = False,
-    label: str = "",
+    label: Callable[[], str | None] = str,
     tls: TlsCredentials | None = None,
 ) -> Channel:
     """Connect to a node server and authenticate both sides.
@@ -187,7 +187,7 @@ def open_channel(
         session_id: 16 bytes; zeros ask for a new session.
         deadline: Bounds connecting and the handshake together.
         retry: Wait for a server that is not there yet (see :func:`~rpcdataloader.wire.connecting.connect`).
-        label: Beginning of the warning when that takes long.
+        label: Beginning of the warning when that takes long; None for no warning.
         tls: Speak TLS; None to do without. Not for Unix sockets, which nobody can listen to.
 
     Raises:
@@ -217,6 +217,9 @@ def open_channel(
     except TlsError as exc:
         stream.close()
         raise AuthenticationError(f"{address}: {exc}") from exc
+    except ConnectionLostError as exc:
+        stream.close()
+        raise ConnectionLostError(f"{exc} (in the handshake: perhaps it is no node server, or one that ends)") from exc
     except AuthenticationError as exc:
         stream.close()
         raise AuthenticationError(

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rpcdataloader.errors import ConnectError
@@ -36,14 +36,16 @@ _NOT_YET = {
 }
 
 
-def connect(address: Address, deadline: Deadline, *, retry: bool = False, label: str = "") -> Stream:
+def connect(
+    address: Address, deadline: Deadline, *, retry: bool = False, label: Callable[[], str | None] = str
+) -> Stream:
     """Connect to ``address``.
 
     Args:
         deadline: Bounds name resolution's results taken together and all tries; resolution itself is the C
             library's and takes what its own configuration says. Cancelled, it ends the wait, and the connection.
         retry: Try again, with growing pauses, while nobody listens there: the server may still be starting.
-        label: Beginning of the warning when that takes long.
+        label: Beginning of the warning when that takes long; None for no warning.
 
     Raises:
         ConnectError: Nobody answered before the deadline; tells why.
@@ -58,11 +60,11 @@ def connect(address: Address, deadline: Deadline, *, retry: bool = False, label:
             transient = exc.errno == socket.EAI_AGAIN if isinstance(exc, socket.gaierror) else _may_pass(exc)
             if not retry or not transient or not deadline.pause(pause):
                 raise ConnectError(f"cannot connect to {address}: {_reason(exc)}") from exc
-            if pause >= 1.0 and not reported:
+            if pause >= 1.0 and not reported and (prefix := label()) is not None:
                 reported = True
                 logger.warning(
                     "%sstill waiting for %s: %s (this attempt ends after %g s, RPCDATALOADER_CONNECT_TIMEOUT)",
-                    label,
+                    prefix,
                     address,
                     _reason(exc),
                     deadline.timeout or math.inf,

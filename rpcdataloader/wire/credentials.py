@@ -34,6 +34,9 @@ _MIN_TOKEN_BYTES = 16
 # Somebody named the wrong file; do not read a data set into memory to find out.
 _MAX_TOKEN_BYTES = 4096
 
+# Secrets of node servers that a pool has started.
+_of_addresses: dict[Address, Credentials] = {}
+
 # RPCDATALOADER_TOKEN, once it has been taken out of the environment. Set once, to a value that does not change.
 _environment_token: str | None = None
 
@@ -127,8 +130,13 @@ def receive_credentials(descriptor: int, environ: MutableMapping[str, str] = os.
     return _credentials(line, "standard input")
 
 
+def remember_credentials(address: Address, credentials: Credentials) -> None:
+    """Use this secret for an address from now on, whatever the environment says."""
+    _of_addresses[address] = credentials
+
+
 def client_credentials(address: Address, environ: MutableMapping[str, str] = os.environ) -> Credentials:
-    """The secret for a connection to ``address``, or none where ``RPCDATALOADER_INSECURE`` allows that.
+    """The secret for a connection to ``address``: that of a pool; none where ``RPCDATALOADER_INSECURE`` allows that.
 
     Args:
         address: Of the node server.
@@ -138,6 +146,8 @@ def client_credentials(address: Address, environ: MutableMapping[str, str] = os.
         AuthenticationError: As :func:`load_credentials`.
         ValueError: ``RPCDATALOADER_INSECURE`` is something else.
     """
+    if address in _of_addresses:
+        return _of_addresses[address]
     allowed = environ.get(INSECURE_VARIABLE)
     if allowed not in (None, "unix", "tcp"):
         raise ValueError(f"{INSECURE_VARIABLE} is {allowed!r}; set it to unix or tcp, or unset it")

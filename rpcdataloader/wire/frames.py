@@ -36,10 +36,11 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import Any, NamedTuple
+from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
 from rpcdataloader.wire.buffers import Allocate, Buffer, Pieces, as_bytes, heap_blocks, pieces_of
+from rpcdataloader.wire.stages import Arrival
 
 _HEADER = struct.Struct("<4sBBHQQII32s16s")
 _SEALED_PART = struct.Struct("<4sBBHQQII32s")
@@ -73,6 +74,7 @@ class MessageType(IntEnum):
     BUILD = 24
     STACK = 25
     STATS = 26
+    REPORT = 27
 
 
 class Flag(IntFlag):
@@ -126,20 +128,6 @@ DEFAULT_LIMITS = Limits()
 
 # Whoever reaches the port may send these messages, so they are small, and the allocator is out of the game.
 HANDSHAKE_LIMITS = Limits(payload_size_bytes=4096, num_blocks=0, block_size_bytes=0, message_size_bytes=4096)
-
-
-class Arrival(NamedTuple):
-    """How a message came that one receive call did not bring as a whole.
-
-    Attributes:
-        at: Time of its first bytes (``time.monotonic``).
-        cpu: CPU time of the receiving thread at that moment.
-        was_here: The kernel had all that was missing, whenever that was asked for.
-    """
-
-    at: float
-    cpu: float
-    was_here: bool
 
 
 @dataclass(slots=True)
@@ -290,23 +278,6 @@ class Decoder:
         sealer: Of this direction; None before the handshake has made one.
         limits: An attribute that may be changed between messages.
     """
-
-    __slots__ = (
-        "_body",
-        "_broken",
-        "_digest",
-        "_header",
-        "_idle",
-        "_message",
-        "_missing_bytes",
-        "_num_blocks",
-        "_pending",
-        "_sealer",
-        "_table_size",
-        "_then",
-        "allocate",
-        "limits",
-    )
 
     def __init__(self, allocate: Allocate, sealer: Sealer | None = None, limits: Limits = DEFAULT_LIMITS) -> None:
         self.allocate = allocate

@@ -26,6 +26,7 @@ class Welcome(Json):
         session: Hexadecimal session id, for the worker connections that follow.
         num_workers: What the node server advertises.
         worker: Number of this worker in its session; 0 for the session itself.
+        takes_reports: Whether the session knows REPORT. An older one would wait for what comes after it.
     """
 
     node: str
@@ -33,6 +34,7 @@ class Welcome(Json):
     session: str
     num_workers: int
     worker: int = 0
+    takes_reports: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +46,16 @@ class Busy(Json):
 
 @dataclass(frozen=True, slots=True)
 class Exited(Json):
-    """A worker of this session ended: its number, process id, and how it ended, in words."""
+    """A worker of this session ended: its number, process id, and how it ended, in words.
+
+    It has last begun a ``batch`` of a loader, -1 for none; ``sample`` is a number of ``fetch/whereabouts.py``.
+    """
 
     worker: int
     pid: int
     reason: str
+    batch: int = -1
+    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +82,17 @@ class Goaway(Json):
 
 @dataclass(frozen=True, slots=True)
 class Log(Json):
-    """A warning, or a log record of warning level or above, of a worker or session."""
+    """A warning, or a log record of warning level or above, of a worker or session; or a line that it has printed.
+
+    Attributes:
+        printed_by: ``worker 3`` or ``session`` has printed the text, or the node server has left lines out (then it is
+            empty); None for a log record.
+    """
 
     level: int
     logger: str
     text: str
+    printed_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,8 +199,8 @@ def loads(
         raise unresolved.error from unresolved.error.__cause__
     except ImportError as error:
         raise SerializationError(
-            f"{error} on {os.uname().nodename}; it must be importable there too: put it on a file system that both "
-            "sides see and into PYTHONPATH, or preload it with launch --preload"
+            f"{error} on {os.uname().nodename}; it must be importable there too: send it with py_modules=, put it "
+            "on a file system that both sides see and into PYTHONPATH, or preload it with launch --preload"
         ) from error
     except USER_ERRORS as error:
         raise SerializationError(f"a message cannot be rebuilt: {_describe(error)}") from error

@@ -10,3 +10,10 @@ def printable(text: str, keep: str = "") -> str:
         keep: Characters to leave as they are.
     """
     return "".join(char if char.isprintable() or char in keep else "?" for char in text)
+
+
+def escaped(text: str) -> str:
+    """``text`` with what could do something to a terminal written as in ``\\x1b``; tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\t" else ascii(char)[1:-1] for char in text)

@@ -1,4 +1,4 @@
-"""What a worker tells of one batch beside its reply: 28 bytes of durations. Pure.
+"""Durations of one batch on its way: 28 bytes that a worker sends behind its reply, and how the reply arrived. Pure.
 
 Durations only, never times of day: the clocks of two machines are never compared. Every reply carries the times of
 fetch and collate in its pickle. The others are measured where the request asks for it, and follow the pickle.
@@ -15,6 +15,20 @@ from rpcdataloader.errors import RemoteProtocolError
 _LAYOUT = struct.Struct("<7f")
 
 SIZE_BYTES = _LAYOUT.size
+
+
+class Arrival(NamedTuple):
+    """How a message came that one receive call did not bring as a whole.
+
+    Attributes:
+        at: Time of its first bytes (``time.monotonic``).
+        cpu: CPU time of the receiving thread at that moment.
+        was_here: The kernel had all that was missing, whenever that was asked for.
+    """
+
+    at: float
+    cpu: float
+    was_here: bool
 
 
 class Stages(NamedTuple):

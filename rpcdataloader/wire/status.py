@@ -6,9 +6,66 @@ above them. Times are seconds that have passed, so that the clocks of machines n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from rpcdataloader.wire.plain import Json
+
+# A report of one client: its evidence takes 2.5 KB for each loop.
+MAX_REPORT_BYTES = 8192
+
+# What is computed with a larger number may overflow. NaN is refused with these.
+_MAX_NUMBER = 1e18
+
+
+@dataclass(frozen=True, slots=True)
+class Value(Json):
+    """A number and its name, which ends with its unit as those of ``Diagnosis.evidence`` do."""
+
+    name: str
+    value: float
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier() or len(self.name) > 32:
+            raise ValueError("the name of a value is no identifier")
+        if not abs(self.value) < _MAX_NUMBER:
+            raise ValueError(f"{self.name} is out of range")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopStatus(Json):
+    """Why a training loop waits, as its process reports it: the diagnosis of a pass that is under way."""
+
+    dataset: str  # name of its class
+    rank: int | None  # in a distributed job; None outside of one
+    wait_share: float  # of the loop's time, from 0 to 1
+    bound: str  # what it waits for
+    text: str  # the sentence with the remedy
+    demand_per_second: float | None  # batches that it would take; None for a loop that does nothing else
+    delivered_per_second: float  # batches that it gets
+    more_workers: int | None  # that would end the waiting; None if more would not
+    evidence: list[Value]
+    stages: list[Value]  # mean seconds per batch
+
+    def __post_init__(self) -> None:
+        for name in "rank", "wait_share", "demand_per_second", "delivered_per_second", "more_workers":
+            Value(name, getattr(self, name) or 0)
+        Value(self.bound, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Json):
+    """The training loops of a client, those that wait most first."""
+
+    loops: list[LoopStatus]
+
+    @classmethod
+    def of(cls, loops: Sequence[LoopStatus]) -> bytes:
+        """The payload of a report of as many loops as it has room for."""
+        chosen = sorted(loops, key=lambda loop: -loop.wait_share)
+        while len(payload := cls(chosen).encode()) > MAX_REPORT_BYTES:
+            chosen.pop()
+        return payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +123,8 @@ class ClientStatus(Work):
     last_error: str | None  # text of the last exception that a worker answered with; None if there was none
     last_error_seconds: float | None  # since then
     workers: list[WorkerStatus]  # in the order of their numbers
+    loops: list[LoopStatus] = field(default_factory=list)  # as it has reported last, those that wait most first
+    loops_seconds: float | None = None  # since then; None if it has not, or long ago
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

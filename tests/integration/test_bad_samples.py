@@ -8,14 +8,15 @@ import json
 import os
 import random
 import re
+import signal
 import warnings
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.errors import BadSamplesError, RemoteTraceback
+from rpcdataloader.errors import BadSamplesError, ConnectionLostError, RemoteTraceback
 from rpcdataloader.plan import retries
 from rpcdataloader.plan import workers as pace
 from tests.integration.datasets import Augmented, note, notes
@@ -39,6 +40,22 @@ class Bad(Augmented):
         if index in self.bad:
             raise ValueError(f"bad sample {index}")
         return super().__getitem__(index)
+
+
+class Deadly(Bad):
+    """Bad samples kill their workers."""
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class DeadlyBatches(Deadly):
+    """Asked for a batch at once."""
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
 
 
 class BadBatches(Bad):
@@ -309,3 +326,77 @@ def test_without_tries_all_is_skipped_at_once(tmp_path):
     loader = make(Flaky(str(tmp_path / "log"), {2: 99}), "inline", retry_on=Lost)
     list(loader)
     assert loader.num_skipped == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"in_order": False, "shuffle": True}, {"retry_on": OSError}], ids=str)
+def test_samples_that_kill_workers_are_left_out(server, caplog, options):
+    expected = rows(make(Deadly(), server.address, **options))
+    caplog.clear()
+    loader = make(Deadly(*BAD), server.address, max_retries=2, **options)
+    actual = rows(loader)
+    assert sorted(actual) == sorted(without(expected, BAD))
+    assert options.get("in_order") is False or actual == without(expected, BAD)
+    assert loader.num_skipped == 5
+    skipped = [text for text in warned(caplog) if " skipped " in text]
+    assert len(skipped) == sum(any(row[0] in BAD for row in batch) for batch in expected)
+    died = r"worker \d+ \(pid \d+\) on \S+ was killed by SIGKILL \(perhaps out of memory\) while it loaded sample"
+    index = BAD[0]
+    (first,) = [text for text in skipped if f"(indices {index})" in text]
+    error = r"rpcdataloader\.errors\.ConnectionLostError: it has ended 2 workers in a row"
+    assert re.search(rf"skipped 1 sample \(indices {index}\): {error}: {died} {index}; {died} {index}$", first)
+
+
+def test_samples_that_kill_workers_count_for_the_limit(server):
+    loader = make(Deadly(4), server.address, max_retries=1, max_skipped=0)
+    with pytest.raises(BadSamplesError, match=r"skipped 1 sample \(indices 4\)") as caught:
+        list(loader)
+    assert "it has ended 1 workers in a row: worker" in str(caught.value.__cause__)
+
+
+def test_batch_that_is_asked_for_at_once_and_kills_workers_is_left_out_as_a_whole(server):
+    loader = make(DeadlyBatches(4), server.address, max_retries=1)
+    assert [len(batch) for batch in rows(loader)] == [3, 3, 3, 3, 3, 2]
+    assert loader.num_skipped == 3
+
+
+def test_single_sample_that_kills_workers_is_left_out(server):
+    loader = make(Deadly(4), server.address, max_retries=1, batch_size=None)
+    assert [int(sample["index"]) for sample in loader] == [index for index in range(20) if index != 4]
+    assert loader.num_skipped == 1
+
+
+class DeadlyCollate:
+    def __call__(self, samples):
+        if samples[0]["index"] == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return default_collate(samples)
+
+
+def test_what_kills_workers_and_is_no_sample_stays_an_error(server):
+    iterator = iter(make(Bad(), server.address, collate_fn=DeadlyCollate()))
+    next(iterator)
+    with pytest.raises(ConnectionLostError, match=r"has ended 3 workers in a row: .* after it had loaded batch 1"):
+        next(iterator)
+    assert len(list(iterator)) == 5
+
+
+class DeadlyStream(BadStream):
+    def make(self, number):
+        if number in self.bad:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().make(number)
+
+
+def test_stream_ends_with_a_sample_that_kills_its_workers(server):
+    iterator = iter(make(DeadlyStream(6), server.address))
+    numbers, errors = [], []
+    while True:
+        try:
+            numbers += next(iterator)[0].tolist()
+        except StopIteration:
+            break
+        except ConnectionLostError as error:
+            errors.append(str(error))
+    assert sorted(numbers) == [0, 1, 2, 3, 4, 5, 7, 9, 11, 13, 15, 17]
+    assert len(errors) == 1
+    assert errors[0].count("while it loaded sample 3 of its stream") == 3

@@ -50,8 +50,16 @@ NOT_RUN = {
     "launchers.md": [
         "$ python -m rpcdataloader.ssh hosts",
         "$ python -m rpcdataloader.ssh hosts -- --register pool --preload torchvision &",
+        "$ podman build --format docker --file examples/container/Containerfile --tag rpcdataloader .",
         '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > examples/kubernetes/token)',
+        '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > status-token)',
         "$ cp examples/systemd/rpcdataloader@.service /etc/systemd/system/",
+    ],
+    "pools.md": [
+        "import ray",
+        "from distributed import Client",
+        "from ray.train import ScalingConfig",
+        "def train(workers, rank, world_size):",
     ],
     "how-many-workers.md": ["$ python -m tests.benchmark.link"],
     "shared-clusters.md": ["$ grep event=refused log"],
@@ -228,7 +236,8 @@ class Desk:
         """Start a script whose first line is empty, so that the numbers of its lines stay what they are."""
         assert source.startswith("\n")
         change = f"os.chdir({str(self.folder)!r}); os.environ.update({ {**self._changed_env, **env}!r})"
-        return self._zygote.start(f"import os, tempfile; {change}; tempfile.tempdir = None{source}", ends_quickly=True)
+        change += f"; sys.path.insert(0, {str(self.folder)!r}); tempfile.tempdir = None"
+        return self._zygote.start(f"import os, sys, tempfile; {change}{source}", ends_quickly=True)
 
     def check_nothing_is_left(self) -> None:
         wait_until(lambda: not self._processes(), 5, "processes of a snippet are left")
@@ -273,7 +282,10 @@ def test_python_of_page_runs(page, desk):
     script = [""] * PAGES[page].count("\n")
     expected = ""
     for block in blocks_of(page):
-        if "not run" in block.marks or "file" in block.marks:
+        if "file" in block.marks:
+            (desk.folder / block.marks["file"]).write_text(block.text)
+            continue
+        if "not run" in block.marks:
             continue
         if block.language == "python":
             lines = block.text.splitlines()

@@ -135,7 +135,7 @@ def test_trainer_waits_for_the_first_server(register, where, folder, caplog):
     results = []
     trainer = threading.Thread(target=lambda: results.append(servers_of(RPCDataloader(RPCDataset(where, Servers)))))
     trainer.start()
-    wait_until(lambda: f"waiting for a node server to register in {folder}" in caplog.text)
+    wait_until(lambda: f"waiting for a node server to be registered in {folder}" in caplog.text)
     server, _path = register()
     trainer.join()
     assert results == [{server.pid}]
@@ -168,7 +168,7 @@ def test_file_of_a_server_that_was_killed_holds_nobody_up(register, where, caplo
     assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {alive.pid}
     # For which servers that may be about to start are waited for.
     assert time.monotonic() - start < 10 * TIMEOUT_SCALE
-    warning = f"going on without a node server that is registered: cannot connect to {dead.address}"
+    warning = f"going on without {dead.address} until it comes: cannot connect to {dead.address}"
     assert warning in caplog.text
 
 
@@ -192,7 +192,7 @@ def test_server_with_another_secret_is_left_out(register, where, tmp_path, caplo
     other, _path = register("--token-file", str(token))
     server, _path = register()
     assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {server.pid}
-    assert f"going on without a node server that is registered: {other.address}: " in caplog.text
+    assert f"going on without {other.address} until it comes: {other.address}: " in caplog.text
 
 
 def test_check_takes_a_directory(register, where, capsys):
@@ -228,7 +228,7 @@ def test_watch_after_the_end_of_the_client_does_nothing(folder):
 
 
 def test_fork_has_no_watch_and_can_begin_its_own(register, where, folder, monkeypatch):
-    monkeypatch.setattr("rpcdataloader.client.watcher.PAUSE", 0.05)
+    monkeypatch.setattr("rpcdataloader.client.register.Register.pause", 0.05)
     server, path = register()
     changes = Changes()
     watch = get_client().watch(Registered(str(folder)), (), changes)
@@ -244,7 +244,7 @@ def test_fork_has_no_watch_and_can_begin_its_own(register, where, folder, monkey
     held, enough = threading.Event(), threading.Event()
 
     def hold():
-        with get_client()._watchers[str(folder)]._condition:
+        with get_client()._watchers[Registered(str(folder))]._condition:
             held.set()
             enough.wait(30 * TIMEOUT_SCALE)
 

@@ -290,15 +290,6 @@ def test_numbers_without_a_worker(side, shared_server):
     assert other.session.end_worker(other.number, "too late")() == f"worker {other.number} has ended"
 
 
-def test_stacks_of_all_workers(side):
-    side.call_other()
-    stacks = side.session.stacks()
-    assert len(stacks) == 2
-    for name, text in stacks.items():
-        assert text.startswith(f"{name.partition(' on ')[0]}: state: ")
-        assert "Main thread" in text
-
-
 def test_session_that_stands_still_is_not_waited_for(side, monkeypatch):
     monkeypatch.setattr(client_session, "STACK_TIMEOUT", 0.2)
     session = side.session.wait().pid

@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader.client import reporter
 from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError
 from rpcdataloader.status import asking
@@ -347,6 +348,144 @@ def test_load_of_the_machine_is_told(serve, look_at):
     assert 0 <= look_at(serve())["load_average"] < 10**4
 
 
+# --- what training loops wait for
+
+
+class Stalled(Samples):
+    def __len__(self):
+        return 10**6
+
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return torch.zeros(10)
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Reports come often."""
+    monkeypatch.setattr(reporter, "PERIOD", 0.05)
+
+
+def loops_of(node):
+    return [loop for client in node["clients"] for loop in client["loops"]]
+
+
+def wait_for_loop(batches, look_at, server):
+    def is_told():
+        for _ in range(50):
+            next(batches)
+        return [loop for loop in loops_of(look_at(server)) if loop["bound"] == "storage"]
+
+    wait_until(is_told, 30)
+
+
+@pytest.mark.usefixtures("often")
+def test_client_says_what_its_loop_waits_for(serve, look_at, capsys):
+    server = serve("--num-workers", "2")
+    loader = RPCDataloader(RPCDataset([server.address], Stalled), batch_size=None)
+    batches = iter(loader)
+    wait_for_loop(batches, look_at, server)
+    node = look_at(server)
+    (loop,) = loops_of(node)
+    assert (loop["dataset"], loop["rank"]) == ("Stalled", None)
+    assert loop["wait_share"] > 0.5
+    assert loop["more_workers"] >= 1
+    assert node["clients"][0]["loops_seconds"] < PROMPTLY
+    assert {value["name"] for value in loop["stages"]} >= {"fetch", "wait"}
+    assert main([server.address, "--why"]) == 0
+    text = capsys.readouterr().out
+    assert f"client {socket.gethostname()}:{os.getpid()}: The loop waits " in text
+    assert "  loop over Stalled: batches " in text
+    # A loop that is over is not told of.
+    del batches
+    wait_until(lambda: not loops_of(look_at(server)))
+
+
+@pytest.mark.usefixtures("often")
+def test_loop_that_hangs_says_that_it_waits(serve, look_at, fifo):
+    class Hangs(Samples):
+        def __getitem__(self, index):
+            return read_text(fifo) if index == 4 else torch.zeros(10)
+
+    server = serve("--num-workers", "1")
+    loader = RPCDataloader(RPCDataset([server.address], Hangs), batch_size=None, timeout=PROMPTLY)
+    consumer = threading.Thread(target=list, args=[loader])
+    consumer.start()
+    with open(fifo, "w"):
+        wait_until(lambda: any(loop["wait_share"] > 0.9 for loop in loops_of(look_at(server))), 30)
+    consumer.join()
+
+
+@pytest.mark.usefixtures("often")
+def test_server_that_does_not_know_reports_serves_and_tells_of_no_loop(serve, look_at):
+    old = "del frames._MESSAGE_TYPES[27]; session.Welcome = lambda *fields, **_: messages.Welcome(*fields)"
+    server = serve("--num-workers", "2", before=f"from rpcdataloader.wire import frames, messages; {old}")
+    reported = threading.Event()
+    node = get_client().node(Address.parse(server.address))
+    report = node.report
+    node.report = lambda payload: (report(payload), reported.set())
+    loader = RPCDataloader(
+        RPCDataset([server.address], Samples), batch_size=BATCH_SIZE, on_error="skip", persistent_workers=True
+    )
+    while not reported.is_set():
+        assert sum(len(batch) for batch in loader) == NUM_SAMPLES - 1
+    rpc_async(server.address, os.getpid).wait()  # the session is at work
+    assert loops_of(look_at(server)) == []
+    assert "report" not in server.log.lower()
+
+
+def test_session_that_builds_gets_no_report_that_would_wait_there(serve, fifo):
+    class Slow(Samples):
+        def __init__(self, path):
+            read_text(path)
+
+    server = serve()
+    session = session_on(server)
+    session.wait()
+    told = []
+    session._connection.tell = lambda *message: told.append(message)
+    build = threading.Thread(target=RPCDataset, args=([server.address], Slow, fifo))
+    build.start()
+    wait_until(lambda: session.is_busy)
+    session.report(b"{}")
+    assert told == []
+    with open(fifo, "w"):
+        pass
+    build.join()
+    wait_until(lambda: not session.is_busy)
+    session.report(b"{}")
+    assert len(told) == 1
+
+
+def test_pass_that_is_over_is_not_reported(server):
+    loader = RPCDataloader(
+        RPCDataset([server.address], Samples), batch_size=BATCH_SIZE, on_error="skip", persistent_workers=True
+    )
+    for _epoch in range(2):
+        batches = iter(loader)
+        next(batches)
+        assert batches.report().dataset == "Samples"
+        for _ in batches:
+            pass
+        assert batches.report() is None
+
+
+def test_loops_on_an_embedded_pool_are_told_to_nobody():
+    loader = RPCDataloader(RPCDataset("local:1", Samples), batch_size=BATCH_SIZE, on_error="skip")
+    assert sum(len(batch) for batch in loader) == NUM_SAMPLES - 1
+    assert not get_client().reporter._is_running
+
+
+def test_report_of_a_stranger_or_of_nonsense_does_not_disturb(serve, look_at):
+    server = serve()
+    rpc_async(server.address, os.getpid).wait()
+    session = session_on(server)
+    for payload in b"nonsense", b"x" * 100_000, b'{"loops": [{"bound": 1e999}]}', b"":
+        session._connection.tell(MessageType.REPORT, payload)
+        assert session.call(os.getpid)() in server.processes()  # it comes after the report
+        assert loops_of(look_at(server)) == []
+
+
 # --- who is there, and who is not
 
 
@@ -461,7 +600,7 @@ def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):
 
 def test_empty_register_is_said(tmp_path, capsys):
     assert main([f"@{tmp_path}/pool"]) == 1
-    assert f"@{tmp_path}/pool: no node server has registered there" in capsys.readouterr().out
+    assert f"@{tmp_path}/pool: no node server is there" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,64 @@ BUGS = [
     ),
     Bug(
         "a deadly batch kills one worker too many",
+        "retries",
+        "return len(trouble.killed) - suspected >= self._max_retries",
+        "return len(trouble.killed) - suspected > self._max_retries",
+    ),
+    Bug(
+        "a batch is condemned while another worker has a copy",
         "batches",
-        "if task.num_deaths < self._max_retries or task.holders:",
-        "if task.num_deaths <= self._max_retries or task.holders:",
+        "if not is_too_many or task.holders:",
+        "if not is_too_many:",
+    ),
+    # Samples that kill workers
+    Bug(
+        "a deadly sample kills one worker too many",
+        "retries",
+        "place is not None and trouble.places[place] >= self._max_retries",
+        "place is not None and trouble.places[place] > self._max_retries",
+    ),
+    Bug(
+        "a deadly sample is not left out",
+        "engine",
+        "is_last, left_out = self._retries.sent(worker, number), self._retries.left_out(number)",
+        "is_last = self._retries.sent(worker, number)",
+    ),
+    Bug(
+        "samples are left out that the user wants to have",
+        "retries",
+        "place = place if self._leaves_out else None",
+        "pass",
+    ),
+    Bug(
+        "deaths count once more after a sample was left out",
+        "retries",
+        "            trouble.killed.clear()\n            trouble.places.clear()\n",
+        "",
+    ),
+    Bug(
+        "deaths at several samples condemn no batch",
+        "retries",
+        "suspected = max((num for place, num in trouble.places.items() if place is not None), default=0)",
+        "suspected = sum(num for place, num in trouble.places.items() if place is not None)",
+    ),
+    Bug(
+        "a chance death condemns a batch that has a deadly sample",
+        "retries",
+        "return len(trouble.killed) - suspected >= self._max_retries",
+        "return len(trouble.killed) >= self._max_retries",
+    ),
+    Bug(
+        "the sample of another batch is left out",
+        "engine",
+        "place = death.place if number == death.task else None",
+        "place = death.place",
+    ),
+    Bug(
+        "the oldest batch is blamed for another one",
+        "batches",
+        "number = said if said in in_flight else next(iter(in_flight), None)",
+        "number = next(iter(in_flight), None)",
     ),
     Bug(
         "a batch that failed is tried again at once",
@@ -126,10 +181,10 @@ BUGS = [
     ),
     # The table of streams
     Bug(
-        "a deadly batch of a stream kills one worker too many",
+        "no batch of a stream is ever deadly",
         "streams",
-        "if task.num_deaths < self._max_retries:",
-        "if task.num_deaths <= self._max_retries:",
+        "        if not is_too_many:\n",
+        "        if True:\n",
     ),
     Bug(
         "what the lost worker of a stream had stays in the budget",
@@ -338,8 +393,8 @@ BUGS = [
     Bug(
         "a worker that is still starting is blamed on a task",
         "engine",
-        "died and worker.is_at_work)",
-        "died)",
+        "loss if died and worker.is_at_work else None)",
+        "loss if died else None)",
     ),
     Bug(
         "errors of one epoch are delivered in the next",

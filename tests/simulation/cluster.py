@@ -43,6 +43,7 @@ class Worker:
     """A worker process, and the connection to it."""
 
     __slots__ = (
+        "at",
         "cancelled",
         "crew",
         "dies_answering",
@@ -78,7 +79,8 @@ class Worker:
         self.promised = promised
         self.position = position  # of its stream
         self.epoch = crew.epoch
-        self.queue: deque[tuple[int, Any, int]] = deque()
+        self.queue: deque[tuple[int, Any, int, frozenset[int]]] = deque()
+        self.at: tuple[int, int] | None = None  # task and place, as it has noted them
         self.cancelled: set[int] = set()
         self.is_busy = True  # with its opening
         self.is_alive = True
@@ -112,6 +114,7 @@ class Cluster:
         self.has_ended = False  # no more faults, and no more passes
         self.ranks: list[Any] = []
         self.deadly: dict[Any, float] = {}  # batches that kill their workers; when, as a part of what they would take
+        self.deadly_samples: dict[Any, int] = {}  # batches of which one sample kills its worker, always; at which place
         self.bad: set[Any] = set()  # batches that raise exceptions
         self.num_ids = 0
         for offered in scenario.offered:

@@ -28,7 +28,10 @@ class ViolationError(Exception):
 class Task:
     """A task that is not delivered."""
 
-    __slots__ = ("deaths", "holders", "is_answered", "is_condemned", "payload", "retries", "since", "size", "stream")
+    __slots__ = (
+        "deaths", "holders", "is_answered", "is_condemned", "killed", "left_out", "payload", "places", "retries",
+        "since", "size", "stream",
+    )  # fmt: skip
 
     def __init__(self, payload: Any, stream: int | None) -> None:
         self.payload = payload
@@ -36,6 +39,10 @@ class Task:
         self.holders: list[int] = []  # workers with a copy
         self.is_answered = self.is_condemned = False
         self.size = self.deaths = self.retries = 0
+        # Deaths since a sample was left out, and those of them at each sample; and the places that are left out.
+        self.killed = 0
+        self.places: dict[int, int] = {}
+        self.left_out: set[int] = set()
         self.since = math.inf  # when its first copy was sent
 
 
@@ -176,11 +183,11 @@ class Judge:
         if not self.options.in_order:
             self.answered_order.popleft()
         if (condemned is not None) != task.is_condemned:
-            self.fail(f"task {number} has ended {task.deaths} workers, and is delivered as {condemned}")
+            self.fail(f"task {number} has ended {task.killed} workers, and is delivered as {condemned}")
         if (payload, stream) != (task.payload, task.stream):
             self.fail(f"task {number} is delivered as {payload} of stream {stream}")
-        if condemned is not None and f"has ended {task.deaths} workers" not in condemned:
-            self.fail(f"task {number} has ended {task.deaths} workers, which its error does not say: {condemned}")
+        if condemned is not None and f"has ended {task.killed} workers" not in condemned:
+            self.fail(f"task {number} has ended {task.killed} workers, which its error does not say: {condemned}")
         self.answered_bytes -= task.size
         self.next_delivery = number + 1
         self.window = self.wanted_window
@@ -304,6 +311,8 @@ class Judge:
         died = node_is_up and came and not member.draining
         was_in_table = member.joined and (not self.is_iterable or self.owners.get(member.place) == number)
         running = next(iter(member.in_flight), None)
+        if died and member.joined and member.at_work and loss.task in member.in_flight and not self.is_iterable:
+            running = loss.task
         running_task = self.tasks.get(running) if running is not None else None
         is_blamed = (
             died and member.joined and member.at_work and running_task is not None and not running_task.is_answered
@@ -312,7 +321,7 @@ class Judge:
             self._leave(number, member)
         if is_blamed:
             assert running is not None
-            self._blame(running)
+            self._blame(running, loss.place if running == loss.task else None)
         self._vacate(number, member)
         if was_refused:
             place.refused.add(member.node)
@@ -348,10 +357,18 @@ class Judge:
                 self._wait(lost)
         member.in_flight.clear()
 
-    def _blame(self, number: int) -> None:
-        task = self.tasks[number]
+    def _blame(self, number: int, place: int | None) -> None:
+        task, limit = self.tasks[number], self.options.max_retries
         task.deaths += 1
-        if task.deaths < self.options.max_retries or task.holders:
+        task.killed += 1
+        if place is not None and self.options.leaves_out:
+            task.places[place] = task.places.get(place, 0) + 1
+            if task.places[place] == limit:
+                task.left_out.add(place)
+                task.places.clear()
+                task.killed = 0
+                return
+        if task.killed - max(task.places.values(), default=0) < limit or task.holders:
             return
         self.is_waiting.discard(number)
         task.is_condemned = True
@@ -499,7 +516,7 @@ class Judge:
             self.fail(f"the consumer waits since {self.waiting_since}, and the engine waits until {due}")
 
     def _see_load(self, action: Load, now: float) -> None:
-        worker, number, payload, is_last = action
+        worker, number, payload, is_last, left_out = action
         member = self.members.get(worker)
         task = self.tasks.get(number)
         if member is None or not member.joined:
@@ -516,6 +533,8 @@ class Judge:
             self.fail(f"{action}: the worker has it already")
         if is_last != (task.retries >= self.options.max_retries and not self.is_iterable):
             self.fail(f"{action}: it was tried {task.retries} times again, and is sent with is_last={is_last}")
+        if set(left_out or ()) != task.left_out:
+            self.fail(f"{action}: samples {task.left_out} have killed too many workers")
         if task.holders:
             self._see_hedge(action, task, now)
         else:

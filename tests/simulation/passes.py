@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, Restart, Seek
@@ -25,7 +25,16 @@ UNREACHABLE = ConnectionLostError("it cannot be reached")
 
 _OF_EPOCH = {Load, Cancel, End}  # in another one, the numbers of tasks mean others
 
+NUM_PLACES = 3  # samples of a batch
+
 BATCH, EXCEPTION, MAY_PASS, END, CANCELLED = range(5)
+
+
+class Reduced(NamedTuple):
+    """A batch without some of its samples."""
+
+    payload: Any
+    left_out: frozenset[int]
 
 
 class Pass:
@@ -137,7 +146,7 @@ class Pass:
     def load(self, action: Load) -> None:
         worker = self.workers.get(action.worker)
         if worker is not None and worker.is_alive:
-            worker.queue.append((action.number, action.payload, self.epoch))
+            worker.queue.append((action.number, action.payload, self.epoch, frozenset(action.left_out or ())))
             if not worker.is_busy:
                 self.work(worker)
 
@@ -251,7 +260,7 @@ class Pass:
         """Begin with the next request."""
         queue = worker.queue
         while queue:
-            number, payload, epoch = queue.popleft()
+            number, payload, epoch, left_out = queue.popleft()
             if epoch != worker.epoch:
                 continue
             worker.is_busy = True
@@ -273,11 +282,19 @@ class Pass:
             if cluster.random.random() < cluster.noise.slow:
                 cluster.counts["slow"] += 1
                 seconds *= 2.0 + 20.0 * cluster.random.random()
+            worker.at = number, int(cluster.random.random() * NUM_PLACES)
+            place = cluster.deadly_samples.get(result)
+            if kind == BATCH and place is not None and place not in left_out:
+                worker.at = number, place
+                cluster.at(seconds * place / NUM_PLACES, self.kill, worker, "deadly sample")
+                return
             if kind == BATCH and result in cluster.deadly:
                 cluster.at(cluster.deadly[result] * seconds, self.kill, worker, "deadly batch")
                 return
             if kind == BATCH and result in cluster.bad:
                 kind = MAY_PASS
+            elif left_out:
+                result = Reduced(result, left_out)
             cluster.at(seconds, self.done, worker, number, kind, result, seconds, epoch)
             return
         if worker.is_retiring:
@@ -390,6 +407,10 @@ class Pass:
             self.cluster.count("twice")
             self.answer(worker, number, kind, result, 0.0, epoch)
 
+    def payload_of(self, number: int | None) -> Any:
+        task = None if number is None else self.judge.tasks.get(number)
+        return None if task is None else task.payload
+
     def answer_after_loss(self, worker: Worker, number: int) -> None:
         """An answer of a worker that is known to be lost."""
         task = self.judge.tasks.get(number)
@@ -407,6 +428,11 @@ class Pass:
         node = worker.node
         node_is_up = node.is_up and node.incarnation == worker.incarnation
         has_retired = worker.is_retiring and node_is_up
+        # What it was at when it ended; by chance, nothing is known of that, or it was at none of the samples.
+        task, place = worker.at or (None, None)
+        if self.payload_of(task) not in self.cluster.deadly_samples:
+            task = None if self.cluster.random.random() < 0.1 else task
+            place = None if task is None or self.cluster.random.random() < 0.3 else place
         assert worker.error is not None
         loss = Loss(
             worker.error,
@@ -414,6 +440,8 @@ class Pass:
             came=worker.has_come,
             was_refused=worker.was_refused,
             has_retired=has_retired,
+            task=task,
+            place=place,
         )
         unanswered = list(self.judge.members[worker.number].in_flight)
         self.judge.lost(worker.number, loss)
@@ -498,8 +526,16 @@ class Pass:
             self.take_of_stream(delivery)
             return
         payload = task.payload
+        deadly_place = self.cluster.deadly_samples.pop(payload, None)
         if condemned is None:
             kind, result = answer
+            left_out: frozenset[int] = frozenset()
+            if isinstance(result, Reduced):
+                result, left_out = result
+            if not left_out <= task.left_out:
+                raise ViolationError(f"batch {payload} is delivered without {left_out}, and {task.left_out} are bad")
+            if kind == BATCH and deadly_place is not None and deadly_place not in left_out:
+                raise ViolationError(f"batch {payload} is delivered with a sample that kills every worker")
             if result != payload:
                 raise ViolationError(f"task {number} is batch {payload}, and {result} is delivered")
             if kind == BATCH and payload in self.cluster.bad:

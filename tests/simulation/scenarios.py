@@ -34,6 +34,7 @@ class Scenario:
     task_timeout: float | None
     reconnect_timeout: float
     marks_last_try: bool
+    leaves_out: bool
     max_workers: int
     is_persistent: bool
     expects_more: bool
@@ -57,6 +58,7 @@ KINDS = {
     "after the loss": 4.0,
     "bad batch": 0.4,
     "deadly batch": 0.8,
+    "deadly sample": 1.5,
     "retire": 2.0,
     "pause": 1.0,
     "lose node": 0.3,
@@ -129,6 +131,7 @@ def choose_scenario(seed: int) -> Scenario:
         task_timeout=rng.choice((None, None, 8 * seconds, 40 * seconds)),
         reconnect_timeout=rng.choice((0.0, 1.0, 20.0, 300.0, 300.0)),
         marks_last_try=rng.random() < 0.5,
+        leaves_out=not is_iterable and rng.random() < 0.6,
         max_workers=rng.choice((0, 0, 1, 3, 50)),
         is_persistent=rng.random() < 0.5,
         expects_more=rng.random() < 0.2,

@@ -9,7 +9,8 @@ import pytest
 
 from rpcdataloader.status.report import Answer, make_document
 from rpcdataloader.status.text import as_text, in_bytes, in_digits, in_time
-from tests.unit.wire.test_status import CLIENT, NODE, WORKER
+from rpcdataloader.wire.status import Value
+from tests.unit.wire.test_status import CLIENT, LOOP, NODE, WORKER
 
 # Columns of the text; stacks, errors and reasons apart.
 WIDTH = 100
@@ -191,9 +192,7 @@ def test_text_with_workers():
 
 
 def test_text_without_node_servers_has_no_table():
-    assert as_text(look(), "now", nowhere=["@/pool"]).splitlines()[1:] == [
-        "@/pool: no node server has registered there"
-    ]
+    assert as_text(look(), "now", nowhere=["@/pool"]).splitlines()[1:] == ["@/pool: no node server is there"]
 
 
 def test_client_without_workers_is_not_shown_as_idle():
@@ -221,6 +220,50 @@ def test_last_error_is_that_of_the_node_where_it_came_last():
         assert "gpu01:1" not in text
 
 
+WAITING = dataclasses.replace(CLIENT, loops=[LOOP], loops_seconds=2.0)
+
+
+def with_clients(*clients):
+    return dataclasses.replace(NODE, clients=list(clients))
+
+
+def test_client_on_several_nodes_is_told_once():
+    late = dataclasses.replace(LOOP, wait_share=0.5)
+    waiting = dataclasses.replace(WAITING, loops=[late], loops_seconds=1.0, workers=[], tasks=0)
+    other = dataclasses.replace(WAITING, pid=9, loops=[dataclasses.replace(LOOP, wait_share=0.9)])
+    silent = dataclasses.replace(CLIENT, pid=8, rank=1)
+    nodes = with_clients(WAITING, silent), with_clients(waiting, other), with_clients(CLIENT)
+    clients = look(*(Answer(f"a:{port}", node) for port, node in enumerate(nodes)))["clients"]
+    assert [(client["pid"], client["rank"], client["num_workers"]) for client in clients] == [
+        (9, 3, 1),
+        (2304, 3, 2),
+        (8, 1, 1),
+    ]
+    assert [loop["wait_share"] for client in clients for loop in client["loops"]] == [0.9, 0.5]
+    assert clients[1]["errors"] == 6
+    assert clients[1]["tasks_per_second"] == 2 * 7 / 11
+
+
+def test_text_says_what_loops_wait_for():
+    document = look(Answer("a:1", with_clients(WAITING)), Answer("a:2", with_clients(WAITING)))
+    line = "client gpu01:2304 rank 3: The loop waits 31 % of its time for workers."
+    assert as_text(document, "now").count(line) == 1
+    assert as_text(document, "now").splitlines()[5].startswith(line)
+    assert as_text(document, "now", why=True).splitlines()[5:8] == [
+        line,
+        "  loop over Images: demand_rate 120, batch_bytes 1,500,000",
+        "  seconds per batch: fetch 0.02, receive 4e-05",
+    ]
+
+
+def test_text_of_a_loop_cannot_do_anything_to_a_terminal():
+    loop = dataclasses.replace(LOOP, text="\x1b[2J\nwell", dataset="\x1b[1m", evidence=[Value("ünits", 1.0)] * 40)
+    text = as_text(look(Answer("a:1", with_clients(dataclasses.replace(WAITING, loops=[loop])))), "now", why=True)
+    assert "rank 3: ?[2J?well\n" in text
+    assert "  loop over ?[1m: ünits 1, " in text
+    assert max(map(len, text.splitlines())) <= WIDTH
+
+
 def test_text_of_a_second_look_tells_the_interval():
     later = dataclasses.replace(READY, status=dataclasses.replace(NODE, uptime_seconds=102.0))
     assert as_text(look(later, before=look(READY)), "now").startswith("now, rates: over the last 2.0 s\n")
@@ -228,7 +271,7 @@ def test_text_of_a_second_look_tells_the_interval():
 
 def test_text_names_empty_registers_and_files_that_were_ignored():
     text = as_text(look(ignored={"/pool/a.json": "its server is silent"}), "now", nowhere=["@/pool"])
-    assert "@/pool: no node server has registered there\n" in text
+    assert "@/pool: no node server is there\n" in text
     assert "ignored /pool/a.json: its server is silent\n" in text
 
 

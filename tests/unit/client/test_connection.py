@@ -13,7 +13,7 @@ import torch
 from rpcdataloader.client.connection import MAX_SENT_NOW, Connection, Request
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel
-from rpcdataloader.wire.frames import Decoder, Flag, MessageType
+from rpcdataloader.wire.frames import Decoder, Flag, Message, MessageType
 from rpcdataloader.wire.handshake import ClientHandshake, ServerHandshake
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import unpack_handles
@@ -584,3 +584,31 @@ def test_threads_carry_the_name_of_the_connection_and_block_all_signals():
             return int(masks["SigBlk"], 16) & (1 << (2 - 1))  # SIGINT
 
         wait_until(is_deaf)
+
+
+# --- messages without a reply
+
+
+def test_message_that_has_no_reply_arrives_in_its_turn(pair):
+    pair.submit(b"first")
+    assert pair.recv()[2] == b"first"
+    pair.connection.tell(MessageType.REPORT, b"report")
+    assert pair.recv() == (MessageType.REPORT, 0, b"report")
+    assert pair.connection.num_pending == 1
+    pair.reply(1)
+
+
+def test_message_that_has_no_reply_is_dropped_while_others_wait_or_nobody_is_there(make_pair):
+    pair = make_pair()
+    pair.connection.tell(MessageType.REPORT, b"too early")
+    pair.open()
+    answer = pair.submit(bytes(50_000_000))  # more than the kernel takes, which stops the sender
+    wait_until(lambda: pair.connection._outbox.empty())
+    for number in range(10):
+        pair.connection.tell(MessageType.REPORT, b"%d" % number)
+    assert pair.connection._outbox.qsize() == 1
+    assert [pair.recv()[0] for _ in range(2)] == [MessageType.CALL, MessageType.REPORT]
+    pair.reply(answer.number)
+    assert isinstance(answer.wait(), Message)
+    pair.connection.close()
+    pair.connection.tell(MessageType.REPORT, b"too late")

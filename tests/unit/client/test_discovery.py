@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from rpcdataloader.client.discovery import WORKERS_VARIABLE, Inline, Local, Registered, Remote, find_workers
+from rpcdataloader.client.discovery import WORKERS_VARIABLE, Inline, Local, Registered, Remote, Resolved, find_workers
 from rpcdataloader.wire.address import Address
 
 NODE = Address("node01", 6543)
@@ -33,6 +33,7 @@ UNIX = Address(path="/run/pool,1")
         (" @/run/../run/pool/ ", Registered("/run/pool")),
         ("@pool", Registered(os.path.abspath("pool"))),
         ("@~/pool", Registered(os.path.expanduser("~/pool"))),
+        ("dns://node01:6543", Resolved(NODE)),
     ],
 )
 def test_forms(workers, expected):
@@ -65,6 +66,9 @@ def test_order_of_addresses_is_kept():
         (["node01:6543", "local:2"], "'local:2' cannot be one of several"),
         ("@", "'@' names no directory; write @/path"),
         (" @ ", "'@' names no directory; write @/path"),
+        ("dns://pool", "cannot read the address 'pool': the port is missing"),
+        ("dns://unix:/run/pool", "'dns://unix:/run/pool' names no host; write dns://host:port"),
+        ("dns://pool:6543,node01:6543", "'dns://pool:6543' cannot be one of several"),
         (["@/run/pool"], "'@/run/pool' cannot be one of several"),
         ("@/run/pool,node01:6543", "'@/run/pool' cannot be one of several"),
         ("node01:6543,@/run/pool", "'@/run/pool' cannot be one of several"),

@@ -1,4 +1,4 @@
-"""Which variables ``env=`` means, which it refuses, and that all who share sessions agree."""
+"""Which variables ``env=`` means, and which it refuses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rpcdataloader.client.variables import SharedVariables, choose_variables
+from rpcdataloader.client.variables import choose_variables
 
 ENVIRON = {
     "HF_HOME": "/hf",
@@ -60,16 +60,3 @@ def test_names_patterns_and_values(env, expected):
 def test_what_makes_no_sense_is_refused(env, error, text):
     with pytest.raises(error, match=re.escape(text)):
         choose_variables(env, ENVIRON)
-
-
-def test_values_add_up_and_one_that_differs_changes_nothing():
-    shared = SharedVariables()
-    shared.add({"A": "1"})
-    first = shared.values
-    shared.add({"A": "1"})
-    assert shared.values is first  # nothing to send
-    shared.add({"B": "2"})
-    with pytest.raises(ValueError, match="env: B is to be '3', and is '2' for another dataset or loader"):
-        shared.add({"C": "4", "B": "3"})
-    assert shared.values == {"A": "1", "B": "2"}
-    assert first == {"A": "1"}

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rpcdataloader.client import watcher as module
+from rpcdataloader.client.register import Register
 from rpcdataloader.client.watcher import RegisterWatcher
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
@@ -27,8 +27,8 @@ def threads():
 
 @pytest.fixture
 def watcher(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PAUSE", 0.01)
-    watcher = RegisterWatcher(str(tmp_path))
+    monkeypatch.setattr(Register, "pause", 0.01)
+    watcher = RegisterWatcher(Register(str(tmp_path)))
     yield watcher
     watcher.close()
     assert not threads()
@@ -58,10 +58,10 @@ def changes():
 def looks(watcher, number=3):
     """Wait until it has looked some more times."""
     seen = []
-    look = watcher._register.look
-    watcher._register.look = lambda: seen.append(look()) or seen[-1]
+    look = watcher._lookup.look
+    watcher._lookup.look = lambda: seen.append(look()) or seen[-1]
     wait_until(lambda: len(seen) >= number)
-    watcher._register.look = look
+    watcher._lookup.look = look
 
 
 # --- watching
@@ -130,9 +130,9 @@ def test_files_that_are_not_whole_are_not_reported_until_they_are(tmp_path, watc
 
 
 def test_directory_may_come_and_go(tmp_path, changes, monkeypatch):
-    monkeypatch.setattr(module, "PAUSE", 0.01)
+    monkeypatch.setattr(Register, "pause", 0.01)
     folder = tmp_path / "pool"
-    watcher = RegisterWatcher(str(folder))
+    watcher = RegisterWatcher(Register(str(folder)))
     watcher.watch((), changes)
     looks(watcher)
     folder.mkdir()
@@ -165,7 +165,7 @@ def test_all_watches_share_a_thread_that_ends_with_the_last(tmp_path, watcher, c
 
 
 def test_new_watch_is_told_at_once(tmp_path, watcher, changes, monkeypatch):
-    monkeypatch.setattr(module, "PAUSE", 3600.0)
+    monkeypatch.setattr(Register, "pause", 3600.0)
     write(tmp_path, server("a"))
     watcher.watch((), changes)
     assert changes.next() == ((A,), ())
@@ -260,7 +260,7 @@ def test_find_gives_those_that_are_there(tmp_path, watcher):
 def test_find_waits_for_the_first_with_one_line_in_the_log(tmp_path, watcher, caplog):
     looking = threading.Event()
     found = queue.SimpleQueue()
-    look = watcher._register.look
+    look = watcher._lookup.look
 
     def looked():
         try:
@@ -268,7 +268,7 @@ def test_find_waits_for_the_first_with_one_line_in_the_log(tmp_path, watcher, ca
         finally:
             looking.set()
 
-    watcher._register.look = looked
+    watcher._lookup.look = looked
     thread = threading.Thread(target=lambda: found.put(watcher.find(LIMIT)))
     thread.start()
     assert looking.wait(LIMIT)
@@ -276,7 +276,7 @@ def test_find_waits_for_the_first_with_one_line_in_the_log(tmp_path, watcher, ca
     assert found.get(timeout=LIMIT) == (server("a"),)
     thread.join()
     (line,) = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
-    assert line == f"waiting for a node server to register in {tmp_path}, for at most {LIMIT:g} s"
+    assert line == f"waiting for a node server to be registered in {tmp_path}, for at most {LIMIT:g} s"
 
 
 def test_find_says_where_it_has_looked_and_what_was_not_used(tmp_path, watcher):
@@ -299,4 +299,4 @@ def test_find_shows_no_more_than_text_of_names_that_somebody_else_has_chosen(tmp
 def test_find_waits_for_a_directory_as_well(tmp_path):
     missing = os.path.join(tmp_path, "missing")
     with pytest.raises(ConnectError, match=f"no node server is registered in {missing}, and none came within 0.05 s;"):
-        RegisterWatcher(missing).find(0.05)
+        RegisterWatcher(Register(missing)).find(0.05)

@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.host.modules import pack
 
 ADDRESS = "node07.invalid:6543"
 
@@ -88,6 +89,9 @@ ARGUMENTS = {
     "device": "cpu",
     "max_in_flight_bytes": 1000,
     "env": {"TZ": "UTC"},
+    "py_modules": (pack("helpers", {"helpers.py": b""}),),
+    "forward_output": True,
+    "min_workers": 2,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rpcdataloader.server.connections import Origin
-from rpcdataloader.server.events import Decided, Drain, SessionBegun, WantsRoom, decode, encode
+from rpcdataloader.server.events import Decided, Drain, Printed, SessionBegun, WantsRoom, decode, encode
 
 ORIGIN = Origin("gpu01:2304", None, "4711")
 
@@ -17,6 +17,7 @@ ORIGIN = Origin("gpu01:2304", None, "4711")
         SessionBegun("00ff", "client é", "[::1]:5", ORIGIN),
         WantsRoom(3, 4711, "10.0.0.7:5", Origin("gpu01:2304", 2, "")),
         Decided(1, None, 17),
+        Printed("10 %\x00 é", "worker 3"),
         Decided(2, "all connections are in use", 0),
     ],
 )

@@ -15,7 +15,8 @@ from rpcdataloader.server.counters import GATE, SESSION, WORKER, CounterTable
 from rpcdataloader.server.events import WantsStacks, WorkerStack
 from rpcdataloader.server.statistics import ask_for_stacks, describe
 from rpcdataloader.wire.credentials import INSECURE
-from rpcdataloader.wire.status import NodeStatus
+from rpcdataloader.wire.status import NodeStatus, Report
+from tests.unit.wire.test_status import LOOP
 
 SECOND = 10**9
 
@@ -100,6 +101,24 @@ def test_clients_and_workers_are_in_the_order_in_which_they_came(context):
     assert late < early
     assert [client.pid for client in node.clients] == [2, 3]
     assert [worker.number for worker in node.workers] == [1, 2, 3]
+
+
+def test_loops_are_told_as_their_client_has_reported_them_and_not_for_long(context):
+    table = context.counters
+    session = open_session(table, 200, "gpu01:2304")
+
+    def loops(now):
+        (client,) = describe(table.look(), now, context, None).clients
+        return client.loops, client.loops_seconds
+
+    assert loops(SECOND) == ([], None)
+    table.report(session, Report.of([LOOP]), 2 * SECOND)
+    assert loops(5 * SECOND) == ([LOOP], 3.0)
+    assert loops(32 * SECOND) == ([LOOP], 30.0)
+    assert loops(33 * SECOND) == ([], None)
+    for nonsense in b"[", b"{}", b'{"loops": [{}]}', b"[" * 8000, b"\xff":
+        table.report(session, nonsense, 2 * SECOND)
+        assert loops(3 * SECOND) == ([], None)
 
 
 def test_stack_that_has_not_come_is_explained(context):

@@ -169,6 +169,7 @@ GOLDEN_MACS = {
     MessageType.BUILD: "9eae6c6624fdf8ba876228be53b00956",
     MessageType.STACK: "0a649a8c9affc3d1038c4376d9c29013",
     MessageType.STATS: "d5ffa82b44f8c88b3f8fec2234baafb2",
+    MessageType.REPORT: "d6f0fbe7acb69086e2579a98687c5695",
 }
 
 

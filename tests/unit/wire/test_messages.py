@@ -32,6 +32,7 @@ MESSAGES = [
     Goaway(17),
     Goaway(17, retired=True),
     Log(30, "py.warnings", "UserWarning: déjà vu\n日本"),
+    Log(0, "", "loading 17", "worker 3"),
 ]
 KINDS = [Welcome, Busy, Exited, StackRequest, Goaway, Log]
 

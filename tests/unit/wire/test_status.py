@@ -8,7 +8,16 @@ import json
 import pytest
 
 from rpcdataloader.errors import RemoteProtocolError
-from rpcdataloader.wire.status import ClientStatus, NodeStatus, StatusRequest, WorkerStatus
+from rpcdataloader.wire.status import (
+    MAX_REPORT_BYTES,
+    ClientStatus,
+    LoopStatus,
+    NodeStatus,
+    Report,
+    StatusRequest,
+    Value,
+    WorkerStatus,
+)
 
 WORKER = WorkerStatus(
     tasks=5,
@@ -27,6 +36,18 @@ WORKER = WorkerStatus(
     unread_bytes=0,
     cpu_seconds=4.0,
     memory_bytes=2**20,
+)
+LOOP = LoopStatus(
+    dataset="Images",
+    rank=3,
+    wait_share=0.31,
+    bound="workers",
+    text="The loop waits 31 % of its time for workers.",
+    demand_per_second=120.0,
+    delivered_per_second=83.0,
+    more_workers=6,
+    evidence=[Value("demand_rate", 120.0), Value("batch_bytes", 1.5e6)],
+    stages=[Value("fetch", 0.02), Value("receive", 4e-5)],
 )
 CLIENT = ClientStatus(
     tasks=7,
@@ -115,3 +136,42 @@ def test_field_of_another_type_is_named_wherever_it_stands(change, error):
     change(told)
     with pytest.raises(RemoteProtocolError, match=error):
         NodeStatus.decode(json.dumps(told).encode())
+
+
+def test_report_arrives_as_it_was_sent():
+    quiet = dataclasses.replace(LOOP, rank=None, demand_per_second=None, more_workers=None, wait_share=0, evidence=[])
+    assert Report.decode(Report.of([quiet, LOOP])).loops == [LOOP, quiet]
+    node = dataclasses.replace(NODE, clients=[dataclasses.replace(CLIENT, loops=[LOOP], loops_seconds=2.5)])
+    assert NodeStatus.decode(node.encode()) == node
+
+
+def test_report_has_the_loops_that_wait_most_and_is_small():
+    loops = [dataclasses.replace(LOOP, wait_share=share / 100, text="x" * 500) for share in range(100)]
+    payload = Report.of(loops)
+    assert len(payload) <= MAX_REPORT_BYTES
+    assert Report.decode(payload).loops == loops[::-1][: len(Report.decode(payload).loops)]
+    assert Report.decode(Report.of([dataclasses.replace(LOOP, text="x" * MAX_REPORT_BYTES)])).loops == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"wait_share": float("nan")},
+        {"demand_per_second": float("inf")},
+        {"delivered_per_second": 10**400},
+        {"more_workers": 10**30},
+        {"rank": -(10**30)},
+        {"rank": "0"},
+        {"bound": 'a"b'},
+        {"bound": "b" * 33},
+        {"evidence": [{"name": "a b", "value": 1.0}]},
+        {"stages": [{"name": "fetch", "value": float("-inf")}]},
+        {"stages": {}},
+    ],
+    ids=str,
+)
+def test_report_that_makes_no_sense_is_refused(change):
+    fields = json.loads(Report.of([LOOP]))
+    fields["loops"][0].update(change)
+    with pytest.raises(RemoteProtocolError, match="malformed Report message"):
+        Report.decode(json.dumps(fields).encode())

@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
@@ -391,11 +392,22 @@ class Impatient(Deadline):
 def test_waiting_for_a_server_that_is_not_there_yet(tmp_path, caplog):
     """Trainers and node servers of a job start at the same time."""
     address = Address(path=str(tmp_path / "socket"))
-    waiting = in_thread(lambda: connect(address, Impatient(FOREVER), retry=True, label="[rank 1 of 2] "))
+    waiting = in_thread(lambda: connect(address, Impatient(FOREVER), retry=True, label=lambda: "[rank 1 of 2] "))
     wait_until(lambda: "[rank 1 of 2] still waiting for unix:" in caplog.text, 20)
     with listen_unix(address.path):
         waiting.result(FOREVER).close()
     assert caplog.text.count("still waiting") == 1
+
+
+def test_nothing_is_said_of_a_wait_that_the_user_knows_of(tmp_path, caplog):
+    asked = threading.Event()
+    address, deadline = Address(path=str(tmp_path / "socket")), Impatient(FOREVER)
+    waiting = in_thread(lambda: connect(address, deadline, retry=True, label=asked.set))
+    assert asked.wait(FOREVER)
+    deadline.cancel()
+    with pytest.raises(ConnectError, match="No such file"):
+        waiting.result(FOREVER)
+    assert "still waiting" not in caplog.text
 
 
 def test_connection_that_is_reset_at_once_is_tried_again(tmp_path, monkeypatch):

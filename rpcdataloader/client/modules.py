@@ -1,0 +1,135 @@
+"""``py_modules=``: which modules and packages of the user travel to the sessions of this client."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from types import ModuleType
+
+from rpcdataloader.host.modules import MAX_BYTES, Module, pack
+
+# Built for one kind of machine and one version of Python.
+_BINARY = (".so", ".pyd", ".dylib")
+
+
+def choose_modules(py_modules: Iterable[str | os.PathLike[str] | ModuleType | Module] | None) -> tuple[Module, ...]:
+    """The modules that a user means by ``py_modules``, as they are on disk now.
+
+    Args:
+        py_modules: Modules, their names, or paths of files and folders. What was chosen before is left as it is.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: One cannot be sent; the text says why, and what to do.
+    """
+    if py_modules is None:
+        return ()
+    if isinstance(py_modules, (str, bytes, os.PathLike)) or not isinstance(py_modules, Iterable):
+        raise TypeError(
+            f"py_modules must be a list of modules, names of modules, or paths, but is {py_modules!r}; "
+            "for an argument of the dataset that is called py_modules, use functools.partial"
+        )
+    chosen: dict[str, Module] = {}
+    for each in py_modules:
+        module = each if isinstance(each, Module) else _pack(*_locate(each))
+        if chosen.setdefault(module.name, module) != module:
+            raise ValueError(f"py_modules: there are two modules of the name {module.name}")
+    return tuple(chosen.values())
+
+
+def _locate(each: object) -> tuple[str, str]:
+    """Name and path of a module; the path is that of a file or of the folder of a package."""
+    origin: str | None
+    if isinstance(each, os.PathLike) or (isinstance(each, str) and (os.sep in each or each.endswith(".py"))):
+        path = os.path.abspath(os.path.expanduser(os.fspath(each)))
+        origin = os.path.join(path, "__init__.py") if os.path.isdir(path) else path
+        if not os.path.exists(origin):
+            raise ValueError(f"py_modules: there is no {origin}: name modules, or folders of packages, one by one")
+        is_package = os.path.basename(origin) == "__init__.py"
+        name = os.path.splitext(os.path.basename(os.path.dirname(origin) if is_package else origin))[0]
+        if not name.isidentifier():
+            raise ValueError(f"py_modules: {each} cannot be imported, as {name!r} is no name of a module")
+    elif isinstance(each, ModuleType):
+        name, origin = each.__name__, getattr(each, "__file__", None)
+    elif isinstance(each, str):
+        name, origin = each, _find(each)
+    else:
+        raise TypeError(f"py_modules must be modules, names of modules, or paths, but one is {each!r}")
+    if name == "__main__":
+        raise ValueError("py_modules: what the script itself defines is sent anyway: leave __main__ out")
+    if (top := name.partition(".")[0]) != name:
+        raise ValueError(f"py_modules: {name} is a part of {top}: name {top}, which is sent as a whole")
+    if name in sys.stdlib_module_names:
+        raise ValueError(f"py_modules: {name} is the name of a module of Python itself, which all nodes have")
+    if origin is None:
+        raise ValueError(
+            f"py_modules: {name} is a namespace package, whose parts may be in many places: add an __init__.py, or "
+            "name the paths of packages in it"
+        )
+    if origin.endswith(_BINARY):
+        raise _is_binary(name, origin)
+    if not origin.endswith(".py") or not os.path.isfile(origin):
+        raise ValueError(f"py_modules: {name} is not a Python file, but {origin}: install it on the nodes instead")
+    return name, os.path.dirname(origin) if os.path.basename(origin) == "__init__.py" else origin
+
+
+def _find(name: str) -> str | None:
+    """Path of the source of a module that can be imported here; None if it has none."""
+    if name == "__main__":
+        return None
+    try:
+        # Of a part of a package, this would import the package.
+        spec = importlib.util.find_spec(name.partition(".")[0])
+    except ValueError:  # no name at all, or something in sys.modules that was never imported
+        spec = None
+    if spec is None:
+        hint = f": write './{name}' for the path of that name" if os.path.exists(name) else ""
+        raise ValueError(f"py_modules: there is no module {name!r} that could be imported here{hint}")
+    return spec.origin
+
+
+def _is_binary(name: str, path: str) -> ValueError:
+    return ValueError(
+        f"py_modules: {name} has {path}, which is built for one kind of machine: install the package on the nodes"
+    )
+
+
+def _pack(name: str, path: str) -> Module:
+    if os.path.isdir(path):
+        found = {f"{name}/{os.path.relpath(file, path)}": file for file in _files(path)}
+    else:
+        found = {f"{name}.py": path}
+    if binary := next(filter(lambda file: file.endswith(_BINARY), found.values()), None):
+        raise _is_binary(name, binary)
+    try:
+        sizes = {file: os.path.getsize(file) for file in found.values()}
+        if (size_bytes := sum(sizes.values())) > MAX_BYTES:
+            largest = max(sizes, key=lambda file: sizes[file])
+            raise ValueError(
+                f"py_modules: {name} has {size_bytes / 2**20:.1f} MiB, of which {largest} has "
+                f"{sizes[largest] / 2**20:.1f}, and the limit is {MAX_BYTES >> 20} MiB: put data on a file system that "
+                "the nodes see"
+            )
+        contents = {}
+        for place, file in found.items():
+            with open(file, "rb") as opened:
+                contents[place] = opened.read()
+    except OSError as exc:
+        raise ValueError(f"py_modules: {exc.filename} of {name} cannot be read: {exc.strerror}") from exc
+    return pack(name, contents)
+
+
+def _files(folder: str) -> Iterator[str]:
+    """The files below a folder but for compiled and hidden ones; links are followed."""
+    for parent, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [each for each in folders if each != "__pycache__" and not each.startswith(".")]
+        for path in (os.path.join(parent, each) for each in folders if os.path.islink(os.path.join(parent, each))):
+            if f"{os.path.realpath(parent)}{os.sep}".startswith(f"{os.path.realpath(path)}{os.sep}"):
+                raise ValueError(f"py_modules: {path} is a link to a folder around it: remove it")
+        for path in (os.path.join(parent, each) for each in files if not each.startswith(".")):
+            if not os.path.isfile(path):
+                raise ValueError(f"py_modules: {path} is neither a file nor a folder: remove it")
+            if not path.endswith(".pyc"):
+                yield path

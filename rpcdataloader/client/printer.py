@@ -1,0 +1,87 @@
+"""``forward_output=``: prints on standard error what workers print, with the origin in front of each line."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+import threading
+import time
+from collections import deque
+
+from rpcdataloader.wire.lines import MAX_CHARS, LineLimit
+from rpcdataloader.wire.printable import escaped
+
+# Lines that wait while standard error takes none, as a terminal that is stopped.
+MAX_WAITING = 1000
+
+# Lines that workers print for the last batch come after it. At the end, the client waits until none has come for a
+# moment, but not for long.
+QUIET_SECONDS = 0.1
+LINGER_SECONDS = 1.0
+
+
+class Printer:
+    """Prints from a thread of its own, which may have to wait; thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Guarded by the condition:
+        self._lines: deque[str] = deque()
+        self._limit = LineLimit(self._note)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def put(self, origin: str, text: str) -> None:
+        """Have a line printed, or left out; never blocks."""
+        line = f"({escaped(origin[:MAX_CHARS])}) {escaped(text[:MAX_CHARS])}\n"
+        with self._changed:
+            if self._closed:
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rpcdl-print", daemon=True)
+                self._thread.start()
+            if self._limit.admits(line, time.monotonic()):
+                if len(self._lines) < MAX_WAITING:
+                    self._lines.append(line)
+                else:
+                    self._limit.leave_out()
+            self._changed.notify_all()
+
+    def linger(self) -> None:
+        """Wait until no line has come for a moment."""
+        end = time.monotonic() + LINGER_SECONDS
+        with self._changed:
+            while self._changed.wait(QUIET_SECONDS) and time.monotonic() < end:
+                pass
+
+    def close(self) -> None:
+        """Print what waits, and end the thread; one that cannot print is not waited for."""
+        with self._changed:
+            self._limit.tell(math.inf)
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(LINGER_SECONDS)
+
+    def _note(self, text: str) -> bool:
+        self._lines.append(f"(rpcdataloader) {text}\n")
+        return True
+
+    def _run(self) -> None:
+        while text := self._next():
+            # Standard error may be closed, or be an object of the user.
+            with contextlib.suppress(Exception):
+                sys.stderr.write(text)
+                sys.stderr.flush()
+
+    def _next(self) -> str:
+        """Wait for lines; empty when there will be none."""
+        with self._changed:
+            while not self._lines and not self._closed:
+                pause = self._limit.due - time.monotonic()
+                self._changed.wait(None if pause == math.inf else max(pause, 0.0))
+                self._limit.tell(time.monotonic())
+            text = "".join(self._lines)
+            self._lines.clear()
+            return text

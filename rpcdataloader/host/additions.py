@@ -1,0 +1,127 @@
+"""What the datasets and loaders of a client add to its sessions: variables of the environment, modules, and the wish to
+see what workers print.
+
+A client has one session per node, whichever loader asks for it. So a variable has one value, and a module one version,
+for all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from rpcdataloader.host.environment import Environment, install, set_variables
+from rpcdataloader.host.modules import MAX_BYTES, Module, install_modules, unpack_into
+
+_forward_output: Callable[[], object]  # in a session
+
+
+@dataclass(frozen=True, slots=True)
+class Additions:
+    """What a dataset or loader asks for, or all of them together.
+
+    Attributes:
+        variables: Values by name.
+        modules: Modules by name.
+        forward_output: Whether the client wants to see what workers print.
+    """
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[str, Module] = field(default_factory=dict)
+    forward_output: bool = False
+
+    @classmethod
+    def of(cls, variables: Mapping[str, str], modules: Iterable[Module], forward_output: bool) -> Additions:
+        """Those of one dataset or loader."""
+        return cls(variables, {module.name: module for module in modules}, forward_output)
+
+    def plus(self, more: Additions) -> Additions:
+        """Both; this very object if ``more`` adds nothing.
+
+        Raises:
+            ValueError: A variable has another value already, a module another version; or the modules are too large.
+        """
+        for name, value in more.variables.items():
+            if (before := self.variables.get(name, value)) != value:
+                raise ValueError(
+                    f"env: {name} is to be {value!r}, and is {before!r} for another dataset or loader of this "
+                    "process, with which it shares its sessions: give both the same value, or leave it to one"
+                )
+        for name, module in more.modules.items():
+            if self.modules.get(name, module) != module:
+                raise ValueError(
+                    f"py_modules: the files of {name} are others than those that another dataset or loader of this "
+                    "process has sent, with which it shares its sessions: start the script again to use the new ones"
+                )
+        both = Additions(
+            {**self.variables, **more.variables},
+            {**self.modules, **more.modules},
+            self.forward_output or more.forward_output,
+        )
+        if (size_bytes := sum(module.size_bytes for module in both.modules.values())) > MAX_BYTES:
+            raise ValueError(
+                f"py_modules: {', '.join(both.modules)} have {size_bytes / 2**20:.1f} MiB together, and the limit is "
+                f"{MAX_BYTES >> 20} MiB: put data on a file system that the nodes see, or install packages there"
+            )
+        return self if both == self else both
+
+    def since(self, before: Additions) -> Additions:
+        """What a session must be told that knows ``before``."""
+        return Additions(
+            self.variables,
+            {name: module for name, module in self.modules.items() if name not in before.modules},
+            self.forward_output,
+        )
+
+
+class SharedAdditions:
+    """What all sessions of a client get; thread-safe.
+
+    Attributes:
+        current: All that was added; another object after each change.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.current = Additions()
+
+    def add(self, more: Additions) -> None:
+        """Have these, too.
+
+        Raises:
+            ValueError: They contradict what was added before.
+        """
+        with self._lock:
+            self.current = self.current.plus(more)
+
+
+def become_session(folder: str, forward_output: Callable[[], object]) -> None:
+    """Prepare this process, which is a session.
+
+    Args:
+        folder: For modules; made when there are some, and removed by the node server.
+        forward_output: Called when the client wants to see what workers print.
+    """
+    global _forward_output
+    _forward_output = forward_output
+    unpack_into(folder)
+
+
+def begin(environment: Environment, additions: Additions) -> None:
+    """First of all in a session: see :func:`~rpcdataloader.host.environment.install` and :func:`add`."""
+    install(environment)
+    add(additions)
+
+
+def add(additions: Additions) -> None:
+    """Have them in this session, and in the workers that it forks from now on.
+
+    Raises:
+        ImportError: A module is too late.
+        OSError: There is no room for the modules.
+    """
+    set_variables(additions.variables)
+    if additions.forward_output:
+        _forward_output()
+    install_modules(additions.modules.values())

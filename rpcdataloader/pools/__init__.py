@@ -1,0 +1,12 @@
+"""Node servers on clusters that run already: as actors of Ray, or of Dask.
+
+Engines differ in how they start a node server somewhere, how they ask it for its address, and how they end it
+(``pool.Engine``). Placement, queues and machines are the engine's business.
+"""
+
+from __future__ import annotations
+
+from rpcdataloader.pools.dask_engine import dask_pool
+from rpcdataloader.pools.ray_engine import ray_pool
+
+__all__ = ["dask_pool", "ray_pool"]

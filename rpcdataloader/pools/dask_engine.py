@@ -1,0 +1,163 @@
+"""Node servers as actors of Dask, one on each of its workers that have the threads."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+from rpcdataloader.pools.node import NodeActor, Order
+from rpcdataloader.pools.pool import Pool, import_engine, make_order
+
+
+def dask_pool(
+    client: Any,
+    num_nodes: int | tuple[int, int] = 1,
+    cpus_per_node: int = 1,
+    *,
+    launch: Sequence[str] = (),
+    timeout: float = 600.0,
+) -> Pool:
+    """Node servers in a Dask cluster: ``with dask_pool(client, num_nodes=4, cpus_per_node=32) as workers:``.
+
+    Each is on a Dask worker with at least as many threads, the least busy ones first, and occupies that many of them
+    until the block ends.
+
+    Args:
+        client: A ``distributed.Client``, not an asynchronous one.
+        num_nodes: How many; or the least, for which the block waits, and the most, such as ``(2, 8)``. While there are
+            fewer than the most, the scheduler has tasks that wait, and ``adapt`` adds workers.
+        cpus_per_node: Threads that each takes from its Dask worker, and workers that it offers.
+        launch: More options of ``python -m rpcdataloader.launch``.
+        timeout: Seconds to wait for the least number of node servers.
+
+    Raises:
+        ImportError: Dask is missing.
+        ValueError: An argument makes no sense.
+        ConnectError: When the block begins: the node servers did not start.
+    """
+    order = make_order(cpus_per_node, launch, _find_host)
+    return Pool(_Dask(client), num_nodes, order, timeout)
+
+
+def _find_host() -> str:
+    distributed = import_engine("distributed", "dask")
+    return str(distributed.comm.get_address_host(distributed.get_worker().address))
+
+
+class _DaskActor(NodeActor):
+    """A node server that tasks on the same Dask worker can wait for."""
+
+    def __init__(self, order: Order, name: str) -> None:
+        super().__init__(order)
+        _actors[name] = self
+
+
+_actors: WeakValueDictionary[str, _DaskActor] = WeakValueDictionary()
+
+
+def _hold(name: str) -> None:
+    """Occupy a thread of this Dask worker until the node server has ended."""
+    actor = _actors.get(name)
+    ended = None if actor is None else actor.ended
+    del actor
+    if ended is not None:
+        ended.wait()
+
+
+def _read(name: str) -> Sequence[str]:
+    """Ask the scheduler, from any process of the cluster."""
+    distributed = import_engine("distributed", "dask")
+    return distributed.Variable(name, distributed.get_client()).get(timeout=10.0)  # type: ignore[no-any-return]
+
+
+class _Dask:
+    """The engine.
+
+    Attributes:
+        taken: Dask workers that have a node server.
+    """
+
+    advice = "see client.scheduler_info(): do Dask workers have as many threads?"
+
+    def __init__(self, client: Any) -> None:
+        distributed = import_engine("distributed", "dask")
+        if not isinstance(client, distributed.Client) or client.asynchronous:
+            raise ValueError(f"client must be a distributed.Client that is not asynchronous, but is {client!r}")
+        self.client = client
+        self.taken: set[str] = set()
+        self._name = f"rpcdataloader-pool-{secrets.token_hex(4)}"
+        self._board = distributed.Variable(self._name, client)
+        # Tasks that no Dask worker can run, of the kind that occupies threads for long: adapt() adds workers for them.
+        self._wishes: list[Any] = []
+
+    def start(self, order: Order) -> _Node | None:
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
+        free = [
+            name
+            for name, worker in workers.items()
+            if name not in self.taken and worker["status"] == "running" and worker["nthreads"] >= order.num_workers
+        ]
+        if not free:
+            self._wishes = self._wishes or self.occupy("", order.num_workers, resources={"rpcdataloader": 1})
+            return None
+        self._forget_wishes()
+        tasks = self.client.processing()
+        return _Node(self, order, min(free, key=lambda name: len(tasks.get(name, ()))))
+
+    def occupy(self, actor: str, num_threads: int, **where: Any) -> list[Any]:
+        """Have a task in each of several threads, for as long as the node server of ``actor`` is there."""
+        keys = [("rpcdataloader-hold", secrets.token_hex(8)) for _ in range(num_threads)]
+        return [self.client.submit(_hold, actor, key=key, **where) for key in keys]
+
+    def publish(self, addresses: Sequence[str]) -> None:
+        self._board.set(list(addresses))
+
+    def reader(self) -> Callable[[], Sequence[str]]:
+        return functools.partial(_read, self._name)
+
+    def close(self) -> None:
+        self._forget_wishes()
+        self._board.delete()
+
+    def _forget_wishes(self) -> None:
+        self.client.cancel(self._wishes, force=True)
+        self._wishes = []
+
+
+class _Node:
+    def __init__(self, engine: _Dask, order: Order, worker: str) -> None:
+        self._engine = engine
+        self._num_threads = order.num_workers
+        self._worker = worker
+        self._where = {"workers": [worker], "priority": 100}
+        self._name = f"rpcdataloader-node-{secrets.token_hex(8)}"
+        self._future = engine.client.submit(_DaskActor, order, self._name, actor=True, key=self._name, **self._where)
+        self._holds: list[Any] = []
+        self._actor: Any = None
+        self._question: Any = None
+        self._address: str | None = None
+        engine.taken.add(worker)
+
+    def poll(self) -> str | None:
+        if self._actor is None and self._future.status != "pending":
+            self._actor = self._future.result()  # raises what the constructor has raised
+            self._holds = self._engine.occupy(self._name, self._num_threads, **self._where)
+        if self._actor is not None:
+            if self._question is None:
+                self._question = self._actor.address()
+            elif self._question.done():
+                self._address, self._question = self._question.result(), None
+        return self._address
+
+    def stop(self) -> bool:
+        if self._actor is not None:
+            self._actor.stop()
+        return self._actor is not None
+
+    def release(self) -> None:
+        self._engine.taken.discard(self._worker)
+        self._engine.client.cancel([self._future, *self._holds], force=True)
+        self._actor = self._question = None

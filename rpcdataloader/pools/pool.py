@@ -1,0 +1,271 @@
+"""A pool of node servers on the machines of an engine, for as long as a ``with`` block.
+
+One thread of the training process keeps it: it asks the engine for node servers, asks each of them whether it is there
+still, and starts another one in the place of one that is not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType, TracebackType
+from typing import Any, Protocol
+
+from rpcdataloader.client.discovery import Elastic
+from rpcdataloader.client.register import Found
+from rpcdataloader.errors import ConnectError
+from rpcdataloader.pools.node import Order
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.credentials import Credentials, load_credentials, remember_credentials
+
+logger = logging.getLogger("rpcdataloader.pools")
+
+# Seconds between two looks at each node server.
+PAUSE = 0.3
+
+# Seconds until another node server is started in the place of one that was lost: at first, and at most.
+FIRST_DELAY, LAST_DELAY = 0.5, 30.0
+
+# Seconds that node servers get to drain, over their --grace of 30.
+DRAIN_TIMEOUT = 40.0
+
+
+class Node(Protocol):
+    """A node server that an engine runs, or is about to."""
+
+    def poll(self) -> str | None:
+        """Its address; None while it is on its way. Never waits.
+
+        Raises:
+            Exception: It has ended, or its machine has.
+        """
+
+    def stop(self) -> bool:
+        """Let it drain; returns at once. False if it never came to be, and there is nothing to wait for."""
+
+    def release(self) -> None:
+        """Give back what the engine holds for it, dead or alive."""
+
+
+class Engine(Protocol):
+    """What differs between engines.
+
+    Attributes:
+        advice: What to look at when it gives no node servers.
+    """
+
+    advice: str
+
+    def start(self, order: Order) -> Node | None:
+        """Ask for a node server somewhere; None to ask again later. Never waits for it."""
+
+    def publish(self, addresses: Sequence[str]) -> None:
+        """Let :meth:`reader` give these, in every process of the engine."""
+
+    def reader(self) -> Callable[[], Sequence[str]]:
+        """A function that can be pickled, and gives what was published last."""
+
+    def close(self) -> None:
+        """Give back everything that is left."""
+
+
+class PoolWorkers(Elastic, Iterable[str]):
+    """Where the workers of a pool are: for ``workers=``, here and in other processes of the engine.
+
+    To iterate over it gives the addresses at this moment.
+    """
+
+    def __init__(self, read: Callable[[], Sequence[str]], credentials: Credentials, anywhere: Any = None) -> None:
+        self._read = read
+        self._credentials = credentials
+        self._anywhere = anywhere or read
+        self._found: tuple[Found, ...] = ()
+        self.problems: dict[str, str] = {}
+
+    pause = 1.0
+    place = "in the pool"
+    advice = "is the block of the pool still under way?"
+
+    def open(self) -> PoolWorkers:
+        return self
+
+    def look(self) -> tuple[Found, ...]:
+        """The node servers that are there now, in the order in which they came."""
+        try:
+            found = [Address.parse(text) for text in self._read()]
+        except Exception as exc:  # whatever the engine raises
+            self.problems = {"the pool": str(exc)}
+            return self._found
+        for address in found:
+            remember_credentials(address, self._credentials)
+        self.problems = {}
+        self._found = tuple(map(Found, found))
+        return self._found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([str(found.address) for found in self.look()])
+
+    def __str__(self) -> str:
+        return ",".join(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PoolWorkers, (self._anywhere, self._credentials)
+
+
+class Pool:
+    """Node servers of an engine; the value of its ``with`` block is where the workers are.
+
+    Args:
+        engine: Where they run.
+        num_nodes: How many: a number, or the least and the most.
+        order: What each is.
+        timeout: Seconds to wait for the least.
+
+    Raises:
+        ValueError: ``num_nodes`` makes no sense.
+    """
+
+    def __init__(self, engine: Engine, num_nodes: int | tuple[int, int], order: Order, timeout: float) -> None:
+        self._least, self._most = (num_nodes, num_nodes) if isinstance(num_nodes, int) else num_nodes
+        if not 1 <= self._least <= self._most:
+            raise ValueError(f"num_nodes must be a number of 1 or more, or two such as (2, 8), but is {num_nodes}")
+        self._engine = engine
+        self._order = order
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        # Guarded by the condition:
+        self._addresses: list[str] = []
+        self._problem: Exception | None = None
+        self._is_ending = False
+        # Of the thread, and of close() when that has ended:
+        self._nodes: list[Node] = []
+        self._known: dict[Node, str] = {}
+        self._delay, self._retry_at = FIRST_DELAY, 0.0
+        self._thread = threading.Thread(target=self._keep, name="rpcdl-pool", daemon=True)
+
+    def __enter__(self) -> PoolWorkers:
+        """Returns when the least number of node servers is there.
+
+        Raises:
+            ConnectError: One did not start, or they were too few before the timeout.
+        """
+        try:
+            self._thread.start()
+            with self._changed:
+                self._changed.wait_for(lambda: self._problem or len(self._addresses) >= self._least, self._timeout)
+                if (found := len(self._addresses)) < self._least:
+                    raise ConnectError(
+                        f"{found} of {self._least} node servers of the pool are there: "
+                        f"{self._problem or f'no more came within {self._timeout:g} s; {self._engine.advice}'}"
+                    ) from self._problem
+        except BaseException:
+            self.close()
+            raise
+        return PoolWorkers(lambda: tuple(self._addresses), self._order.credentials, self._engine.reader())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let all node servers drain, and give back what the engine gave. Interrupted, it ends them at once."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+        try:
+            self._thread.join()
+            draining = [node for node in self._nodes if node.stop()]
+            deadline = time.monotonic() + DRAIN_TIMEOUT
+            while (draining := [node for node in draining if _is_there(node)]) and time.monotonic() < deadline:
+                time.sleep(PAUSE)
+        finally:
+            for give_back in *(node.release for node in self._nodes), self._engine.close:
+                try:
+                    give_back()
+                except Exception as exc:  # when the cluster has gone, so has what it gave
+                    logger.warning("cannot give back what the engine gave: %s", exc)
+
+    def _keep(self) -> None:
+        while True:
+            try:
+                self._look()
+            except Exception:
+                logger.exception("cannot look after the pool")
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_ending, PAUSE):
+                    return
+
+    def _look(self) -> None:
+        for node in list(self._nodes):
+            try:
+                if (address := node.poll()) is not None and node not in self._known:
+                    self._known[node] = address
+                    self._delay = FIRST_DELAY
+            except Exception as exc:
+                self._lose(node, exc)
+        while len(self._nodes) < self._most and time.monotonic() >= self._retry_at:
+            if (started := self._engine.start(self._order)) is None:
+                self._retry_at = time.monotonic() + FIRST_DELAY
+                break
+            self._nodes.append(started)
+        if (addresses := list(self._known.values())) != self._addresses:
+            self._engine.publish(addresses)
+            with self._changed:
+                self._addresses = addresses
+                self._changed.notify_all()
+
+    def _lose(self, node: Node, error: Exception) -> None:
+        self._nodes.remove(node)
+        node.release()
+        address = self._known.pop(node, None)
+        # Ray puts a traceback and advice around it, in twenty lines.
+        problem: Exception = getattr(error, "cause", None) or error
+        if address is None:
+            # What is wrong with one that did not start is likely to be wrong with all: the block does not begin.
+            with self._changed:
+                self._problem = problem
+                self._changed.notify_all()
+        self._retry_at, self._delay = time.monotonic() + self._delay, min(2 * self._delay, LAST_DELAY)
+        logger.warning(
+            "another node server takes the place of %s: %s",
+            address or "one that did not start",
+            (str(problem).splitlines() or [repr(problem)])[0],
+        )
+
+
+def _is_there(node: Node) -> bool:
+    try:
+        node.poll()
+    except Exception:
+        return False
+    return True
+
+
+def make_order(cpus_per_node: int, launch: Sequence[str], find_host: Callable[[], str]) -> Order:
+    """What each node server is.
+
+    Raises:
+        ValueError: An option makes no sense.
+        AuthenticationError: There is no usable secret.
+    """
+    if cpus_per_node < 1:
+        raise ValueError(f"cpus_per_node must be at least 1, but is {cpus_per_node}")
+    if isinstance(launch, str):
+        raise ValueError(f"launch must be a list of options, such as ['--preload', 'numpy'], but is {launch!r}")
+    return Order(load_credentials(), cpus_per_node, tuple(launch), find_host)
+
+
+def import_engine(name: str, extra: str) -> ModuleType:
+    """Import an engine's package.
+
+    Raises:
+        ImportError: It is not there; the message names the extra to install.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as exc:
+        raise ImportError(f"{extra}_pool needs {name}: pip install 'rpcdataloader[{extra}]' ({exc})") from exc

@@ -1,0 +1,168 @@
+"""Pools on real clusters of Ray and of Dask: ``make test-engines``.
+
+A cluster, and each training, is a process of its own. With Ray, all of them are in a network of their own: it takes
+every machine for the one with the first address that it finds, and joins clusters that it finds there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
+from tests.integration.network import Network, why_not
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("ray", "distributed"))), reason="make test-engines installs Ray and Dask"
+    ),
+]
+
+
+class Cluster:
+    """A cluster, and what is run on it."""
+
+    def __init__(self, engine, folder, token_file):
+        self.engine = engine
+        self.network = None
+        if engine == "ray":
+            if problem := why_not():
+                pytest.skip(problem)
+            self.network = Network()
+            self.network.add()  # an address that is not the loopback's
+            _near, near = self.network.others[0], self.network
+            near.trainer.run("ip", "route", "add", "default", "via", "10.0.1.2")
+        self._environment = {
+            **os.environ,
+            "HOME": str(folder),  # Ray writes a secret of its own there
+            "PYTHONPATH": str(ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_TRAIN_V2_ENABLED": "1",
+            "DASK_DISTRIBUTED__LOGGING__DISTRIBUTED": "error",
+        }
+        del self._environment["RPCDATALOADER_TOKEN_FILE"]
+        self._token_file = token_file
+        self._log = open(folder / "log", "w+")  # noqa: SIM115  # open until the end
+        self.process = self._start({}, "-m", "tests.engines.cluster", engine, "4" if engine == "dask" else "3")
+        self._address = self.process.stdout.readline().strip()
+        assert self._address, self.log
+
+    @property
+    def log(self):
+        self._log.seek(0)
+        return self._log.read()[-5000:]
+
+    def _start(self, environment, *words):
+        options = {
+            "env": {**self._environment, **environment},
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "stderr": self._log,
+            "text": True,
+            "cwd": ROOT,
+        }
+        if self.network is None:
+            return subprocess.Popen([sys.executable, *words], **options)
+        with self.network.trainer.entered():
+            return subprocess.Popen([sys.executable, *words], **options)
+
+    def start(self, name):
+        """Start a training, which alone has the secret."""
+        token = {"RPCDATALOADER_TOKEN_FILE": str(self._token_file)}
+        return self._start(token, "-m", "tests.engines.trainings", name, self.engine, self._address)
+
+    def run(self, name):
+        """Its result."""
+        with self.start(name) as process:
+            output, _ = process.communicate(timeout=120 * TIMEOUT_SCALE)
+        assert process.returncode == 0, self.log
+        return json.loads(output.splitlines()[-1])
+
+    def example(self):
+        address = {"ray": {"RAY_ADDRESS": self._address}, "dask": {}}[self.engine]
+        with self._start(address, "examples/pools.py", self.engine) as process:
+            output, _ = process.communicate(timeout=120 * TIMEOUT_SCALE)
+        assert process.returncode == 0, self.log
+        return output.splitlines()[-1]
+
+    def add_node(self):
+        print(file=self.process.stdin, flush=True)
+
+    def close(self):
+        self.process.communicate(timeout=60 * TIMEOUT_SCALE)
+        self._log.close()
+        if self.network is not None:
+            self.network.close()
+
+
+@pytest.fixture(scope="module", params=["dask", "ray"])
+def cluster(request, tmp_path_factory, token_file):
+    found = Cluster(request.param, tmp_path_factory.mktemp("home"), token_file)
+    yield found
+    found.close()
+
+
+def test_pool_that_does_not_come_to_be_says_why(cluster):
+    refused, too_large = cluster.run("fail")
+    assert refused.startswith("ConnectError: 0 of 1 node servers of the pool are there: a node server has ended with ")
+    assert refused.endswith("unrecognized arguments: --no-such-option")
+    assert "no more came within 1 s" in too_large
+
+
+def test_ranks_inside_of_the_engine_share_a_pool(cluster):
+    first, second = cluster.run("ranks")
+    assert first["indices"] == [*range(0, 400, 2)]
+    assert second["indices"] == [*range(1, 400, 2)]
+    assert first["servers"] == second["servers"]
+    assert len(first["servers"]) == len(first["workers"]) == len(second["workers"]) == 2
+    assert set(first["workers"]).isdisjoint(second["workers"])
+    assert not first["has token"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_when_the_trainer_ends(cluster, number):
+    with cluster.start("end") as process:
+        servers = json.loads(process.stdout.readline())
+        assert len(servers) == 2
+        assert all(map(is_running, servers))
+        process.send_signal(number)
+        process.communicate(timeout=60 * TIMEOUT_SCALE)
+    if number == signal.SIGKILL:
+        wait_until(lambda: not any(map(is_running, servers)), 30)
+    assert not any(map(is_running, servers)), "it has waited for them"
+
+
+def test_script_loads_the_same_wherever_the_workers_are(cluster):
+    here = subprocess.run(
+        [sys.executable, "examples/pools.py", "local"], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert cluster.example() == here.stdout.splitlines()[-1]
+
+
+def test_node_that_is_lost_in_an_epoch_is_replaced(cluster):
+    found = cluster.run("lose_node")
+    assert found["same"]
+    assert found["longest wait"] < 5 * TIMEOUT_SCALE
+    assert found["addresses"] == [2, 2, 1]
+    assert not found["secret shown"]
+
+
+def test_pool_takes_a_node_that_comes_in_an_epoch(cluster):
+    if cluster.engine == "dask":
+        pytest.skip("there are more nodes from the beginning")
+    cluster.add_node()  # in the place of the one that was lost
+    with cluster.start("grow") as process:
+        assert process.stdout.readline() == "grow\n", cluster.log
+        cluster.add_node()
+        output, _ = process.communicate(timeout=120 * TIMEOUT_SCALE)
+    assert json.loads(output) == 8

@@ -1,0 +1,162 @@
+"""Which modules ``py_modules=`` means, what of them is sent, and which it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import re
+import socket
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from rpcdataloader.client import modules
+from rpcdataloader.client.modules import choose_modules
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of scripts, with a package, a module, and what a working folder has besides."""
+    package = tmp_path / "shapes"
+    for path, content in {
+        "shapes/__init__.py": "import shapes.round",
+        "shapes/round.py": "circle = 1",
+        "shapes/data/names.txt": "circle\n",
+        "shapes/__pycache__/round.cpython-311.pyc": "compiled",
+        "shapes/old.pyc": "compiled",
+        "shapes/.git/config": "hidden",
+        "shapes/.#round.py": "lock of an editor",
+        "squares.py": "side = 2",
+        "parts/one.py": "",
+        "three.txt": "",
+        "two-words/__init__.py": "",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content)
+    (tmp_path / "names").symlink_to(package / "data")
+    (package / "linked").symlink_to(tmp_path / "names")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("shapes", "squares", "parts")]:
+        del sys.modules[name]
+
+
+def files(module):
+    with zipfile.ZipFile(io.BytesIO(module.archive)) as archive:
+        return {name: archive.read(name).decode() for name in archive.namelist()}
+
+
+SHAPES = {
+    "shapes/__init__.py": "import shapes.round",
+    "shapes/data/names.txt": "circle\n",
+    "shapes/linked/names.txt": "circle\n",
+    "shapes/round.py": "circle = 1",
+}
+
+
+@pytest.mark.parametrize("given", ["shapes", "./shapes", "shapes/__init__.py", Path("shapes"), importlib.import_module])
+def test_package_is_sent_with_its_data_and_without_what_is_compiled_or_hidden(folder, given):
+    given = given("shapes") if callable(given) else given
+    (module,) = choose_modules([given])
+    assert (module.name, files(module)) == ("shapes", SHAPES)
+    assert module == choose_modules([folder / "shapes"])[0]  # whatever it is called by
+
+
+@pytest.mark.parametrize("given", ["squares", "squares.py", Path("squares.py"), importlib.import_module])
+def test_module_is_sent(folder, given):  # noqa: ARG001
+    (module,) = choose_modules([given("squares") if callable(given) else given])
+    assert (module.name, files(module)) == ("squares", {"squares.py": "side = 2"})
+
+
+def test_name_does_not_import(folder):  # noqa: ARG001
+    choose_modules(["shapes", "squares"])
+    assert "shapes" not in sys.modules
+
+
+def test_what_was_chosen_stays_as_it_is(folder):
+    chosen = choose_modules(["shapes", "squares", "./shapes"])
+    assert [module.name for module in chosen] == ["shapes", "squares"]
+    (folder / "squares.py").write_text("side = 3")
+    assert choose_modules(chosen) == chosen
+    assert choose_modules(None) == ()
+
+
+def test_two_of_a_name_are_refused(folder):
+    (folder / "parts" / "squares.py").write_text("side = 3")
+    with pytest.raises(ValueError, match="two modules of the name squares"):
+        choose_modules(["squares", "parts/squares.py"])
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ("shapes", TypeError, "py_modules must be a list of modules, names of modules, or paths, but is 'shapes'"),
+        (os, TypeError, "functools.partial"),
+        ([3], TypeError, "but one is 3"),
+        (["nowhere"], ValueError, "there is no module 'nowhere' that could be imported here"),
+        ([""], ValueError, "there is no module ''"),
+        (["three.txt"], ValueError, "there is no module 'three.txt' that could be imported here: write './three.txt'"),
+        (["./three.txt"], ValueError, "three is not a Python file, but"),
+        (["shapes.round"], ValueError, "shapes.round is a part of shapes: name shapes, which is sent as a whole"),
+        (["./nowhere"], ValueError, "there is no"),
+        (["./data.py"], ValueError, "there is no"),
+        (["./parts"], ValueError, "parts/__init__.py: name modules, or folders of packages, one by one"),
+        (["parts"], ValueError, "parts is a namespace package"),
+        (["./two-words"], ValueError, "'two-words' is no name of a module"),
+        (["json"], ValueError, "json is the name of a module of Python itself"),
+        ([sys], ValueError, "sys is the name of a module of Python itself"),
+        (["__main__"], ValueError, "leave __main__ out"),
+        ([sys.modules["__main__"]], ValueError, "leave __main__ out"),
+        (["torch"], ValueError, ".so, which is built for one kind of machine: install the package on the nodes"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused(folder, given, error, text):  # noqa: ARG001
+    with pytest.raises(error, match=re.escape(text)):
+        choose_modules(given)
+
+
+def test_package_with_an_extension_module_is_refused(folder):
+    (folder / "shapes" / "fast.cpython-311-x86_64-linux-gnu.so").touch()
+    with pytest.raises(ValueError, match=r"shapes has .*fast.*\.so, which is built for one kind of machine: install"):
+        choose_modules(["shapes"])
+    with pytest.raises(ValueError, match=r"numpy.* has .*\.so, which is built for one kind of machine: install"):
+        choose_modules(["numpy"])
+
+
+def test_package_that_is_too_large_is_refused_before_it_is_read(folder):
+    with open(folder / "shapes" / "weights.bin", "wb") as file:
+        file.truncate(300 << 30)
+    with pytest.raises(
+        ValueError, match=r"has 307200\.0 MiB, of which .*weights\.bin has 307200\.0, and the limit is 64"
+    ):
+        choose_modules(["shapes"])
+
+
+def test_link_to_a_folder_around_it_is_refused(folder):
+    (folder / "shapes" / "data" / "up").symlink_to(folder / "shapes")
+    with pytest.raises(ValueError, match="data/up is a link to a folder around it"):
+        choose_modules(["shapes"])
+
+
+def test_link_to_nothing_and_what_is_no_file_are_refused(folder):
+    (folder / "shapes" / "gone").symlink_to("nothing")
+    with pytest.raises(ValueError, match="shapes/gone is neither a file nor a folder"):
+        choose_modules(["shapes"])
+    (folder / "shapes" / "gone").unlink()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind("shapes/socket")
+        with pytest.raises(ValueError, match="shapes/socket is neither a file nor a folder"):
+            choose_modules(["shapes"])
+
+
+def test_file_that_cannot_be_read_is_named(folder, monkeypatch):
+    def refuse(path, *_args):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(modules, "open", refuse, raising=False)
+    with pytest.raises(ValueError, match=rf"{folder}/squares\.py of squares cannot be read: Permission denied"):
+        choose_modules(["squares"])

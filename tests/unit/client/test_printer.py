@@ -1,0 +1,128 @@
+"""The printer: origins, nothing that changes a terminal, and nobody waits for a terminal that is stopped."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import time
+
+import pytest
+
+from rpcdataloader.client import printer as module
+from rpcdataloader.client.printer import Printer
+from tests.conftest import AT_ONCE, wait_until
+
+
+@pytest.fixture
+def printer():
+    printer = Printer()
+    yield printer
+    printer.close()
+    assert printer._thread is None or not printer._thread.is_alive()
+
+
+def test_lines_come_in_their_order_with_their_origin(printer, capsys):
+    for number in range(20):
+        printer.put("node01:6543 worker 3", f"line {number}")
+    printer.close()
+    assert capsys.readouterr().err == "".join(f"(node01:6543 worker 3) line {number}\n" for number in range(20))
+
+
+def test_nothing_of_a_line_changes_the_terminal_or_begins_another_line(printer, capsys):
+    printer.put("node\x1b[2J worker 1", "a\tb\x1b]0;title\x07\r\n(node02 worker 1) c\u202e\x9b1mé 😀\x00")
+    printer.close()
+    assert capsys.readouterr().err == (
+        "(node\\x1b[2J worker 1) a\tb\\x1b]0;title\\x07\\r\\n(node02 worker 1) c\\u202e\\x9b1mé 😀\\x00\n"
+    )
+
+
+def test_long_line_is_cut(printer, capsys):
+    printer.put("node", "x" * 100_000)
+    printer.close()
+    assert capsys.readouterr().err == f"(node) {'x' * 1000}\n"
+
+
+def test_too_many_lines_are_left_out_and_counted(printer, capsys):
+    for _ in range(200):
+        printer.put("node", "x" * 1000)
+    printer.close()
+    *lines, last = capsys.readouterr().err.splitlines()
+    assert set(lines) == {f"(node) {'x' * 1000}"}
+    assert last == f"(rpcdataloader) {200 - len(lines)} lines left out"
+    assert len(lines) < 150  # of two seconds, at most
+
+
+def test_note_comes_by_itself(printer, capsys):
+    for _ in range(100):
+        printer.put("node", "x" * 1000)
+    shown = ""
+
+    def is_noted():
+        nonlocal shown
+        shown += capsys.readouterr().err
+        return "lines left out" in shown
+
+    wait_until(is_noted, 5)
+
+
+class Stopped(io.StringIO):
+    """Standard error of a terminal that is stopped."""
+
+    def __init__(self):
+        super().__init__()
+        self.goes_on = threading.Event()
+        self.is_waiting = threading.Event()
+
+    def write(self, text):
+        self.is_waiting.set()
+        self.goes_on.wait()
+        return super().write(text)
+
+
+def test_nobody_waits_for_a_terminal_that_is_stopped(printer, monkeypatch):
+    stopped = Stopped()
+    monkeypatch.setattr(sys, "stderr", stopped)
+    monkeypatch.setattr(module, "LINGER_SECONDS", 0.05)
+    monkeypatch.setattr(module, "MAX_WAITING", 3)
+    begun = time.monotonic()
+    printer.put("node", "first")
+    stopped.is_waiting.wait()
+    for number in range(10):
+        printer.put("node", f"{number}")
+    printer.close()
+    assert time.monotonic() - begun < AT_ONCE
+    stopped.goes_on.set()
+    printer._thread.join()
+    text = "(node) first\n(node) 0\n(node) 1\n(node) 2\n(rpcdataloader) 7 lines left out\n"
+    assert stopped.getvalue() == text
+
+
+def test_standard_error_that_is_gone_does_no_harm(printer, monkeypatch):
+    for broken in None, io.BytesIO():
+        monkeypatch.setattr(sys, "stderr", broken)
+        printer.put("node", "lost")
+        wait_until(lambda: not printer._lines)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    printer.put("node", "seen")
+    wait_until(lambda: sys.stderr.getvalue() == "(node) seen\n")
+
+
+def test_linger_waits_for_lines_that_still_come_but_not_for_ever(printer, monkeypatch, capsys):
+    monkeypatch.setattr(module, "LINGER_SECONDS", 0.3)
+    stop = threading.Event()
+
+    def chatter():
+        while not stop.wait(0.01):
+            printer.put("node", "and so on")
+
+    thread = threading.Thread(target=chatter)
+    thread.start()
+    begun = time.monotonic()
+    printer.linger()
+    assert 0.2 < time.monotonic() - begun < AT_ONCE
+    stop.set()
+    thread.join()
+    printer.close()
+    printer.put("node", "too late")
+    assert "too late" not in capsys.readouterr().err
