@@ -71,6 +71,10 @@ NOT_RUN = {
     ],
     "index.md": ["from torchvision.datasets import ImageFolder"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
+    "waiting.md": [
+        "$ python -m tests.benchmark.causes --runs 4",
+        "$ python -m tests.benchmark.notes --sets 4 --rounds 40",
+    ],
     "debugging.md": [
         "$ python -m rpcdataloader.status node01:6543 --stacks",
         "$ kill -QUIT 4712",
