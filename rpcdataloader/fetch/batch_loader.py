@@ -58,6 +58,7 @@ class LoaderSpec:
         stream: Where an iterable-style dataset goes on; None for its beginning.
         skips: Samples whose dataset raises an exception are left out.
         retry_on: But not for these, except in the last try.
+        job: RANK and WORLD_SIZE that a stream of another rank has to see; None for those of the session.
     """
 
     collate_fn: Callable[[Any], Any] | None
@@ -76,6 +77,7 @@ class LoaderSpec:
     stream: StreamState | None = None
     skips: bool = False
     retry_on: tuple[type[BaseException], ...] = ()
+    job: tuple[int, int] | None = None
 
 
 # How long a worker was at work on a batch: seconds to fetch, and to collate. A plain tuple: a class costs a microsecond

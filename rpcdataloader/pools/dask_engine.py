@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -66,96 +67,84 @@ def _hold(name: str) -> None:
         ended.wait()
 
 
-class _Reader:
-    """Asks the scheduler, from any process of the cluster."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self) -> Sequence[str]:
-        distributed = import_engine("distributed", "dask")
-        return distributed.Variable(self._name, distributed.get_client()).get(timeout=10.0)  # type: ignore[no-any-return]
+def _read(name: str) -> Sequence[str]:
+    """Ask the scheduler, from any process of the cluster."""
+    distributed = import_engine("distributed", "dask")
+    return distributed.Variable(name, distributed.get_client()).get(timeout=10.0)  # type: ignore[no-any-return]
 
 
 class _Dask:
-    """The engine."""
+    """The engine.
+
+    Attributes:
+        taken: Dask workers that have a node server.
+    """
+
+    advice = "see client.scheduler_info(): do Dask workers have as many threads?"
 
     def __init__(self, client: Any) -> None:
-        self._distributed = import_engine("distributed", "dask")
-        if not isinstance(client, self._distributed.Client) or client.asynchronous:
+        distributed = import_engine("distributed", "dask")
+        if not isinstance(client, distributed.Client) or client.asynchronous:
             raise ValueError(f"client must be a distributed.Client that is not asynchronous, but is {client!r}")
-        self._client = client
+        self.client = client
+        self.taken: set[str] = set()
         self._name = f"rpcdataloader-pool-{secrets.token_hex(4)}"
-        self._board = self._distributed.Variable(self._name, client)
-        self._nodes: list[_Node] = []
+        self._board = distributed.Variable(self._name, client)
         # Tasks that no Dask worker can run, of the kind that occupies threads for long: adapt() adds workers for them.
         self._wishes: list[Any] = []
-        self._count = 0
-        self.advice = "see client.scheduler_info(): do Dask workers have as many threads?"
 
     def start(self, order: Order) -> _Node | None:
-        infos = self._client.scheduler_info(n_workers=-1)["workers"]
-        tasks = self._client.processing()
-        taken = {node.worker for node in self._nodes if not node.is_released}
+        workers = self.client.scheduler_info(n_workers=-1)["workers"]
         free = [
-            worker
-            for worker, info in infos.items()
-            if worker not in taken and info["status"] == "running" and info["nthreads"] >= order.num_workers
+            name
+            for name, worker in workers.items()
+            if name not in self.taken and worker["status"] == "running" and worker["nthreads"] >= order.num_workers
         ]
         if not free:
-            if not self._wishes:
-                self._wishes = _occupy(self._client, "", order.num_workers, resources={"rpcdataloader": 1})
+            self._wishes = self._wishes or self.occupy("", order.num_workers, resources={"rpcdataloader": 1})
             return None
         self._forget_wishes()
-        self._count += 1
-        worker = min(free, key=lambda worker: len(tasks.get(worker, ())))
-        self._nodes = [node for node in self._nodes if not node.is_released]
-        self._nodes.append(_Node(self._client, order, worker, f"{self._name}-{self._count}"))
-        return self._nodes[-1]
+        tasks = self.client.processing()
+        return _Node(self, order, min(free, key=lambda name: len(tasks.get(name, ()))))
+
+    def occupy(self, actor: str, num_threads: int, **where: Any) -> list[Any]:
+        """Have a task in each of several threads, for as long as the node server of ``actor`` is there."""
+        keys = [("rpcdataloader-hold", secrets.token_hex(8)) for _ in range(num_threads)]
+        return [self.client.submit(_hold, actor, key=key, **where) for key in keys]
 
     def publish(self, addresses: Sequence[str]) -> None:
         self._board.set(list(addresses))
 
     def reader(self) -> Callable[[], Sequence[str]]:
-        return _Reader(self._name)
+        return functools.partial(_read, self._name)
 
     def close(self) -> None:
         self._forget_wishes()
         self._board.delete()
 
     def _forget_wishes(self) -> None:
-        self._client.cancel(self._wishes, force=True)
+        self.client.cancel(self._wishes, force=True)
         self._wishes = []
 
 
-def _occupy(client: Any, name: str, num_threads: int, **where: Any) -> list[Any]:
-    keys = [("rpcdataloader-hold", secrets.token_hex(8)) for _ in range(num_threads)]
-    return [client.submit(_hold, name, key=key, pure=False, **where) for key in keys]
-
-
 class _Node:
-    """
-    Attributes:
-        worker: Address of its Dask worker.
-    """
-
-    def __init__(self, client: Any, order: Order, worker: str, name: str) -> None:
-        self._client = client
+    def __init__(self, engine: _Dask, order: Order, worker: str) -> None:
+        self._engine = engine
         self._num_threads = order.num_workers
-        self.worker = worker
-        self._name = name
-        self.is_released = False
-        self._where = {"workers": [worker], "allow_other_workers": False, "priority": 100}
-        self._future = client.submit(_DaskActor, order, name, actor=True, key=name, **self._where)
+        self._worker = worker
+        self._where = {"workers": [worker], "priority": 100}
+        self._name = f"rpcdataloader-node-{secrets.token_hex(8)}"
+        self._future = engine.client.submit(_DaskActor, order, self._name, actor=True, key=self._name, **self._where)
         self._holds: list[Any] = []
         self._actor: Any = None
         self._question: Any = None
         self._address: str | None = None
+        engine.taken.add(worker)
 
     def poll(self) -> str | None:
         if self._actor is None and self._future.status != "pending":
             self._actor = self._future.result()  # raises what the constructor has raised
-            self._holds = _occupy(self._client, self._name, self._num_threads, **self._where)
+            self._holds = self._engine.occupy(self._name, self._num_threads, **self._where)
         if self._actor is not None:
             if self._question is None:
                 self._question = self._actor.address()
@@ -169,6 +158,6 @@ class _Node:
         return self._actor is not None
 
     def release(self) -> None:
-        self.is_released = True
-        self._client.cancel([self._future, *self._holds], force=True)
+        self._engine.taken.discard(self._worker)
+        self._engine.client.cancel([self._future, *self._holds], force=True)
         self._actor = self._question = None

@@ -15,14 +15,13 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from rpcdataloader.wire.credentials import Credentials
 
 # Seconds between two signs of life. Servers wait 60 s for one.
 HEARTBEAT = 10.0
 
-_READY = re.compile(r"rpcdataloader ready (\S+) num_workers=\d+ pid=\d+\n")
+_READY = re.compile(r"rpcdataloader ready (\S+) num_workers=\d+ pid=\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class NodeActor:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             bufsize=0,
             # What can be imported here can be imported there: engines bring packages along (runtime_env of Ray).
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -68,9 +67,9 @@ class NodeActor:
         self._ready: list[str] = []
         self._last_words: list[str] = []
         # Threads that hold no reference to this object.
-        _start_thread(_read, process, self._ready)
-        _start_thread(_beat, process, closing)
-        _start_thread(_wait, process, _start_thread(_relay, process, self._last_words), self.ended, closing)
+        follow = (process, self._ready, self._last_words, self.ended, closing)
+        for name, function, args in ("beat", _beat, (process, closing)), ("follow", _follow, follow):
+            threading.Thread(target=function, args=args, name=f"rpcdl-pool-{name}", daemon=True).start()
 
     def address(self) -> str | None:
         """Where clients connect to; None before it takes connections.
@@ -90,19 +89,6 @@ class NodeActor:
         self._close()
 
 
-def _start_thread(function: Callable[..., None], *args: Any) -> threading.Thread:
-    thread = threading.Thread(target=function, args=args, name=f"rpcdl-pool{function.__name__}", daemon=True)
-    thread.start()
-    return thread
-
-
-def _read(process: subprocess.Popen[bytes], ready: list[str]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if match := _READY.fullmatch(line.decode(errors="replace")):
-            ready.append(match[1])
-
-
 def _beat(process: subprocess.Popen[bytes], closing: threading.Event) -> None:
     """Tell the server that its actor is there, until it is to end."""
     assert process.stdin is not None
@@ -113,19 +99,24 @@ def _beat(process: subprocess.Popen[bytes], closing: threading.Event) -> None:
             return process.stdin.close()
 
 
-def _wait(
-    process: subprocess.Popen[bytes], relay: threading.Thread, ended: threading.Event, closing: threading.Event
+def _follow(
+    process: subprocess.Popen[bytes],
+    ready: list[str],
+    last_words: list[str],
+    ended: threading.Event,
+    closing: threading.Event,
 ) -> None:
+    """Look for the ready line, and pass on the log to where the engine collects it, until the server has ended."""
+    assert process.stdout is not None
+    with process.stdout as lines:
+        for line in lines:
+            text = line.decode(errors="replace").strip()
+            if match := _READY.fullmatch(text):
+                ready.append(match[1])
+            else:
+                last_words[:] = [text]
+                sys.stderr.write(f"{text}\n")
+                sys.stderr.flush()
     process.wait()
-    relay.join(1.0)  # what it has said before
     ended.set()
     closing.set()
-
-
-def _relay(process: subprocess.Popen[bytes], last_words: list[str]) -> None:
-    """Pass on what the server logs, to where the engine collects that, and keep the last line."""
-    assert process.stderr is not None
-    for line in process.stderr:
-        last_words[:] = [line.decode(errors="replace").strip()]
-        sys.stderr.write(last_words[0] + "\n")
-        sys.stderr.flush()

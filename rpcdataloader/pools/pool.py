@@ -183,9 +183,11 @@ class Pool:
             while (draining := [node for node in draining if _is_there(node)]) and time.monotonic() < deadline:
                 time.sleep(PAUSE)
         finally:
-            for node in self._nodes:
-                node.release()
-            self._engine.close()
+            for give_back in *(node.release for node in self._nodes), self._engine.close:
+                try:
+                    give_back()
+                except Exception as exc:  # when the cluster has gone, so has what it gave
+                    logger.warning("cannot give back what the engine gave: %s", exc)
 
     def _keep(self) -> None:
         while True:
@@ -207,6 +209,7 @@ class Pool:
                 self._lose(node, exc)
         while len(self._nodes) < self._most and time.monotonic() >= self._retry_at:
             if (started := self._engine.start(self._order)) is None:
+                self._retry_at = time.monotonic() + FIRST_DELAY
                 break
             self._nodes.append(started)
         if (addresses := list(self._known.values())) != self._addresses:
@@ -221,10 +224,11 @@ class Pool:
         address = self._known.pop(node, None)
         # Ray puts a traceback and advice around it, in twenty lines.
         problem: Exception = getattr(error, "cause", None) or error
-        with self._changed:
-            # Before the first ones are there, what is wrong with one is likely to be wrong with all.
-            self._problem = problem
-            self._changed.notify_all()
+        if address is None:
+            # What is wrong with one that did not start is likely to be wrong with all: the block does not begin.
+            with self._changed:
+                self._problem = problem
+                self._changed.notify_all()
         self._retry_at, self._delay = time.monotonic() + self._delay, min(2 * self._delay, LAST_DELAY)
         logger.warning(
             "another node server takes the place of %s: %s",

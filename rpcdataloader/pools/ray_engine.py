@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,30 +57,26 @@ class _Board:
         return self._addresses
 
 
-class _Reader:
-    """Asks the board, from any process of the cluster."""
-
-    def __init__(self, board: Any) -> None:
-        self._board = board
-
-    def __call__(self) -> Sequence[str]:
-        return import_engine("ray", "ray").get(self._board.read.remote(), timeout=10.0)  # type: ignore[no-any-return]
+def _read(board: Any) -> Sequence[str]:
+    """Ask the board, from any process of the cluster."""
+    return import_engine("ray", "ray").get(board.read.remote(), timeout=10.0)  # type: ignore[no-any-return]
 
 
 class _Ray:
     """The engine."""
 
+    advice = "see ray status: do machines have as many CPUs free?"
+
     def __init__(self, options: dict[str, Any]) -> None:
         self._ray = ray = import_engine("ray", "ray")
         if not ray.is_initialized():
             raise ValueError("Ray is not connected: call ray.init() before ray_pool()")
-        self._options = {"scheduling_strategy": "SPREAD", "name": None, **options}
+        self._options = {"scheduling_strategy": "SPREAD", **options}
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
         # Where the trainer is: it is lost with the trainer alone.
         self._board = ray.remote(_Board).options(num_cpus=0, scheduling_strategy=here).remote()
-        self.advice = "see ray status: do machines have as many CPUs free?"
 
     def start(self, order: Order) -> _Node:
         actor = self._ray.remote(NodeActor).options(num_cpus=order.num_workers, **self._options)
@@ -89,7 +86,7 @@ class _Ray:
         self._board.write.remote(addresses)
 
     def reader(self) -> Callable[[], Sequence[str]]:
-        return _Reader(self._board)
+        return functools.partial(_read, self._board)
 
     def close(self) -> None:
         self._ray.kill(self._board)

@@ -205,7 +205,7 @@ def fail(engine: Connected) -> Any:
 
 
 def load_share(workers: Any, rank: int, partition: Any = "auto") -> dict[str, Any]:
-    sampler = DistributedSampler(range(400), 2, rank, shuffle=False)
+    sampler: Any = DistributedSampler(Noisy(400), 2, rank, shuffle=False)
     loader = loader_of(workers, 400, 0.005, sampler=sampler, partition=partition)
     batches = list(loader)
     return {

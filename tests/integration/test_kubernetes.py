@@ -18,6 +18,8 @@ import pytest
 import yaml
 
 from rpcdataloader import launch, rpc_async
+from rpcdataloader.client.discovery import Resolved, find_workers
+from rpcdataloader.wire.address import Address
 from tests.conftest import READY_LINE, TIMEOUT_SCALE
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +36,8 @@ def documents(name):
 SERVICE, STATEFUL_SET, BUDGET = documents("workers.yaml")
 (POLICY,) = documents("network-policy.yaml")
 (JOB,) = documents("trainer.yaml")
-POD, TRAINER = (document["spec"]["template"]["spec"] for document in (STATEFUL_SET, JOB))
+AUTOSCALER, METRICS, EXPORTER = documents("autoscaler.yaml")
+POD, TRAINER, WATCHER = (document["spec"]["template"]["spec"] for document in (STATEFUL_SET, JOB, EXPORTER))
 (SERVER,) = POD["containers"]
 
 
@@ -44,7 +47,7 @@ POD, TRAINER = (document["spec"]["template"]["spec"] for document in (STATEFUL_S
 @pytest.mark.parametrize("version", ["1.29", "1.37"])
 def test_manifests_are_valid(version):
     validator = pytest.importorskip("kubernetes_validate")
-    for manifest in SERVICE, STATEFUL_SET, BUDGET, POLICY, JOB:
+    for manifest in SERVICE, STATEFUL_SET, BUDGET, POLICY, JOB, AUTOSCALER, METRICS, EXPORTER:
         validator.validate(manifest, version, strict=True)
     wrong = {**SERVICE, "spec": {**SERVICE["spec"], "clusterIPP": "None"}}
     with pytest.raises(validator.ValidationError, match="clusterIPP"):
@@ -58,14 +61,17 @@ def test_manifests_agree_with_each_other():
     assert BUDGET["spec"]["selector"]["matchLabels"] == labels
     assert POLICY["spec"]["podSelector"]["matchLabels"] == labels
     (rule,) = POLICY["spec"]["ingress"]
-    assert rule["from"] == [{"podSelector": {"matchLabels": JOB["spec"]["template"]["metadata"]["labels"]}}]
+    assert rule["from"] == [
+        {"podSelector": {"matchLabels": document["spec"]["template"]["metadata"]["labels"]}}
+        for document in (JOB, EXPORTER)
+    ]
     assert STATEFUL_SET["spec"]["serviceName"] == SERVICE["metadata"]["name"]
     ports = {rule["ports"][0]["port"], SERVICE["spec"]["ports"][0]["port"], SERVER["ports"][0]["containerPort"]}
     assert ports == {settings().port} == {6543}
     (kustomization,) = documents("kustomization.yaml")
     assert all((FOLDER / name).exists() for name in kustomization["resources"])
     (secret,) = kustomization["secretGenerator"]
-    for pod in POD, TRAINER:
+    for pod in POD, TRAINER, WATCHER:
         assert pod["volumes"][0]["secret"]["secretName"] == secret["name"]
         assert {part["image"] for part in pod["initContainers"] + pod["containers"]} == {"your-image"}
         for part in pod["initContainers"] + pod["containers"]:
@@ -77,10 +83,23 @@ def test_manifests_agree_with_each_other():
             assert {mount["name"] for mount in part["volumeMounts"]} <= {volume["name"] for volume in pod["volumes"]}
 
 
-def test_trainer_names_every_pod():
+def test_trainer_and_exporter_name_the_service_whose_name_stands_for_pods_that_are_ready():
     env = {variable["name"]: variable["value"] for variable in TRAINER["containers"][0]["env"]}
-    replicas = range(STATEFUL_SET["spec"]["replicas"])
-    assert env["RPCDATALOADER_WORKERS"] == ",".join(f"workers-{number}.workers:6543" for number in replicas)
+    assert env["RPCDATALOADER_WORKERS"] == "dns://workers:6543" == WATCHER["containers"][0]["command"][-1]
+    assert find_workers(env["RPCDATALOADER_WORKERS"]) == Resolved(Address(SERVICE["metadata"]["name"], 6543))
+    assert SERVICE["spec"]["clusterIP"] == "None"
+    assert "publishNotReadyAddresses" not in SERVICE["spec"]
+
+
+def test_autoscaler_follows_a_metric_of_the_exporter():
+    target = AUTOSCALER["spec"]["scaleTargetRef"]
+    assert target == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": STATEFUL_SET["metadata"]["name"]}
+    (metric,) = (metric["external"] for metric in AUTOSCALER["spec"]["metrics"])
+    assert metric["target"]["averageValue"] == SERVER["resources"]["limits"]["cpu"], "workers of a pod"
+    labels = EXPORTER["spec"]["template"]["metadata"]["labels"]
+    assert METRICS["spec"]["selector"] == labels == EXPORTER["spec"]["selector"]["matchLabels"]
+    metrics = pytest.importorskip("rpcdataloader.status.metrics")
+    assert metric["metric"]["name"] in Path(metrics.__file__).read_text()
 
 
 def settings():

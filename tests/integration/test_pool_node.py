@@ -1,0 +1,117 @@
+"""The node server beside an actor of an engine, which is an object of this process here."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.pools.node import NodeActor, Order
+from rpcdataloader.pools.pool import Pool
+from rpcdataloader.wire.credentials import Credentials
+from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
+
+SECRET = Credentials(b"a secret that the environment does not have", "a test")
+
+pytestmark = pytest.mark.usefixtures("clean_client")
+
+
+def here():
+    return "127.0.0.1"
+
+
+@pytest.fixture
+def start():
+    actors = []
+
+    def start(*launch):
+        actors.append(NodeActor(Order(SECRET, 1, launch, here)))
+        return actors[-1]
+
+    yield start
+    for actor in actors:
+        actor.stop()
+        assert actor.ended.wait(10 * TIMEOUT_SCALE)
+
+
+class Node:
+    def __init__(self, actor):
+        self._actor = actor
+
+    def poll(self):
+        return self._actor.address()
+
+    def stop(self):
+        self._actor.stop()
+        return True
+
+    def release(self):
+        self._actor = None
+
+
+class Engine:
+    """Starts node servers in this process."""
+
+    advice = ""
+
+    def __init__(self):
+        self.pids = []
+
+    def start(self, order):
+        actor = NodeActor(order)
+        self.pids.append(actor._process.pid)
+        return Node(actor)
+
+    def publish(self, addresses):
+        pass
+
+    def reader(self):
+        return tuple
+
+    def close(self):
+        pass
+
+
+def test_loader_follows_a_pool_with_a_secret_of_its_own():
+    engine = Engine()
+    with Pool(engine, 1, Order(SECRET, 1, (), here), 30 * TIMEOUT_SCALE) as workers:
+        loader = RPCDataloader(RPCDataset(workers, TensorDataset, torch.arange(4000)), batch_size=4)
+        batches = iter(loader)
+        received = [next(batches)[0]]
+        os.kill(engine.pids[0], signal.SIGKILL)
+        received += [batch for (batch,) in batches]  # waits for the one that takes its place
+        assert torch.equal(torch.cat(received), torch.arange(4000))
+        for pid in engine.pids[1:]:
+            assert SECRET.secret not in Path(f"/proc/{pid}/cmdline").read_bytes()
+            assert SECRET.secret not in Path(f"/proc/{pid}/environ").read_bytes()
+    assert len(engine.pids) == 2
+    assert not any(map(is_running, engine.pids)), "the block has waited for them"
+
+
+def test_server_drains_when_its_actor_is_dropped():
+    actor = NodeActor(Order(SECRET, 1, (), here))
+    wait_until(actor.address, 30)
+    process, ended = actor._process, actor.ended
+    del actor
+    assert ended.wait(10 * TIMEOUT_SCALE)
+    assert process.returncode == 0
+
+
+def test_server_that_is_stopped_while_it_starts_ends_at_once(start):
+    actor = start()
+    actor.stop()
+    assert actor.ended.wait(10 * TIMEOUT_SCALE)
+    with pytest.raises(RuntimeError, match="a node server has ended with status -9"):
+        actor.address()
+
+
+def test_server_that_does_not_start_says_why(start):
+    actor = start("--num-workers", "-1")
+    assert actor.ended.wait(30 * TIMEOUT_SCALE)
+    with pytest.raises(RuntimeError, match=r"with status 2: .*num_workers must not be negative"):
+        actor.address()

@@ -1,0 +1,189 @@
+"""What a pool does with an engine, which is a stand-in here."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+import sys
+
+import pytest
+
+from rpcdataloader.client.discovery import find_workers
+from rpcdataloader.errors import ConnectError
+from rpcdataloader.pools import dask_pool, pool, ray_pool
+from rpcdataloader.pools.node import Order
+from rpcdataloader.pools.pool import Pool, PoolWorkers, make_order
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.credentials import Credentials, client_credentials
+from tests.conftest import TIMEOUT_SCALE, wait_until
+
+SECRET = Credentials(b"the secret of a pool 0123456789", "a test")
+ORDER = Order(SECRET, 2, (), str)
+LIMIT = 10.0 * TIMEOUT_SCALE
+
+
+class Node:
+    def __init__(self, number):
+        self.number = number
+        self.answer = None
+        self.calls = []
+
+    def poll(self):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def come(self):
+        self.answer = f"10.0.0.{self.number}:6543"
+
+    def stop(self):
+        self.calls.append("stop")
+        if self.answer is not None:
+            self.answer = RuntimeError("it has drained")
+        return self.answer is not None
+
+    def release(self):
+        self.calls.append("release")
+
+
+class Engine:
+    advice = "what to look at"
+
+    def __init__(self, room=8, come=True):
+        self.nodes = []
+        self.room = room
+        self.comes = come
+        self.published = []
+        self.closed = 0
+
+    def start(self, order):
+        assert order is ORDER
+        if sum("release" not in node.calls for node in self.nodes) >= self.room:
+            return None
+        self.nodes.append(Node(len(self.nodes)))
+        if self.comes:
+            self.nodes[-1].come()
+        return self.nodes[-1]
+
+    def publish(self, addresses):
+        self.published.append(list(addresses))
+
+    def reader(self):
+        return read
+
+    def close(self):
+        self.closed += 1
+
+
+def read():
+    return ["10.0.0.1:6543", "10.0.0.2:6543"]
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch):
+    for name, value in ("PAUSE", 0.005), ("FIRST_DELAY", 0.005):
+        monkeypatch.setattr(pool, name, value)
+
+
+def test_block_begins_when_the_least_is_there_and_takes_more_while_there_is_room():
+    engine = Engine(room=3)
+    with Pool(engine, (2, 8), ORDER, LIMIT) as workers:
+        wait_until(lambda: len(list(workers)) == 3)
+        assert list(workers) == [f"10.0.0.{number}:6543" for number in range(3)]
+        engine.room = 20
+        wait_until(lambda: len(list(workers)) == 8)
+        assert len(engine.nodes) == 8
+    assert all(node.calls == ["stop", "release"] for node in engine.nodes)
+    assert engine.closed == 1
+
+
+def test_node_that_is_lost_is_replaced():
+    engine = Engine()
+    with Pool(engine, 2, ORDER, LIMIT) as workers:
+        engine.nodes[0].answer = OSError("its machine has gone")
+        wait_until(lambda: list(workers) == ["10.0.0.1:6543", "10.0.0.2:6543"])
+        assert engine.nodes[0].calls == ["release"]
+    assert engine.published[-1] == ["10.0.0.1:6543", "10.0.0.2:6543"]
+
+
+def test_node_servers_that_never_come_are_not_waited_for():
+    engine = Engine(come=False)
+    error = "0 of 2 node servers of the pool are there: no more came within 0.01 s; what to look at"
+    with pytest.raises(ConnectError, match=error), Pool(engine, 2, ORDER, 0.01):
+        pass
+    assert [node.calls for node in engine.nodes] == [["stop", "release"]] * 2
+    assert engine.closed == 1
+
+
+def test_node_server_that_cannot_start_is_an_error_at_once():
+    engine = Engine(come=False)
+    start = engine.start
+
+    def fail(order):
+        node = start(order)
+        node.answer = RuntimeError("no module named torch")
+        return node
+
+    engine.start = fail
+    with pytest.raises(ConnectError, match=r"0 of 2 .* no module named torch"), Pool(engine, 2, ORDER, LIMIT):
+        pass
+    assert all("release" in node.calls for node in engine.nodes)
+
+
+def test_second_ctrl_c_does_not_wait_for_those_that_drain(monkeypatch):
+    engine = Engine()
+    found = Pool(engine, 2, ORDER, LIMIT)
+
+    def interrupt(_seconds):
+        raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt), found:
+        for node in engine.nodes:
+            node.stop = lambda: True  # they go on answering
+        monkeypatch.setattr(pool.time, "sleep", interrupt)
+    assert all(node.calls == ["release"] for node in engine.nodes)
+    assert engine.closed == 1
+
+
+def test_workers_can_be_sent_to_other_processes_of_the_engine():
+    with Pool(Engine(), 2, ORDER, LIMIT) as workers:
+        assert list(workers) == ["10.0.0.0:6543", "10.0.0.1:6543"]
+        assert find_workers(workers) is workers
+        for elsewhere in pickle.loads(pickle.dumps(workers)), copy.deepcopy(workers):
+            assert list(elsewhere) == read()
+    assert client_credentials(Address("10.0.0.2", 6543)) == SECRET
+
+
+def test_engine_that_does_not_answer_takes_nothing_away():
+    answers = [["10.0.0.1:6543"]]
+    workers = PoolWorkers(lambda: answers.pop(), SECRET)
+    assert list(workers) == ["10.0.0.1:6543"]
+    assert list(workers) == ["10.0.0.1:6543"]
+    assert workers.problems == {"the pool": "pop from empty list"}
+
+
+@pytest.mark.parametrize("num_nodes", [0, (0, 2), (3, 2)])
+def test_wrong_numbers_of_nodes_are_refused(num_nodes):
+    with pytest.raises(ValueError, match="num_nodes must be a number of 1 or more, or two such as"):
+        Pool(Engine(), num_nodes, ORDER, LIMIT)
+
+
+def test_wrong_orders_are_refused():
+    with pytest.raises(ValueError, match="cpus_per_node must be at least 1, but is 0"):
+        make_order(0, (), str)
+    with pytest.raises(ValueError, match=r"launch must be a list of options, .* but is '--preload numpy'"):
+        make_order(1, "--preload numpy", str)
+
+
+def test_missing_engine_names_the_extra(monkeypatch):
+    for package in "ray", "distributed":
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=r"ray_pool needs ray: pip install 'rpcdataloader\[ray\]'"):
+        ray_pool(2)
+    with pytest.raises(ImportError, match=r"dask_pool needs distributed: pip install 'rpcdataloader\[dask\]'"):
+        dask_pool(None, 2)
+
+
+def test_secret_of_an_order_is_not_shown():
+    assert "secret of a pool" not in repr(ORDER)
