@@ -347,7 +347,7 @@ MISTAKES = [
     Mistake("state of torchdata", lambda p: p.go_on(p.loader(), {"_index_sampler_state": None}), ValueError,
             "this is no state of an RPCDataloader of this version"),
     Mistake("no state", lambda p: p.go_on(p.loader(), None), TypeError,
-            "must be what state_dict.. returned, but is a NoneType"),
+            r"must be what state_dict\(\) returned, .*but is a NoneType"),
 ]
 
 # Those that are found before anything is started.
