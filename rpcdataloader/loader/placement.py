@@ -83,7 +83,8 @@ def place(
         offered = [node.num_workers() for node in nodes]
         return share_of(offered, partition, by_node=isinstance(where, Elastic))[: num_workers or None]
 
-    nodes, missing = _find_nodes(where, lambda nodes: len(choose(nodes)), min_workers)
+    least = min(min_workers, num_workers or min_workers)  # streams that go on may be fewer
+    nodes, missing = _find_nodes(where, lambda nodes: len(choose(nodes)), least)
     _let_follow([session for session in (node.session() for node in nodes) if session.is_ready])
     offered = [node.num_workers() for node in nodes]
     if isinstance(where, Local):
