@@ -16,9 +16,11 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
 from rpcdataloader.diagnosis.recorder import Recorder
+from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCTimeoutError
 from rpcdataloader.fetch.bad_samples import Reduced
+from rpcdataloader.loader.copying import Copies
 from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.passes import undone_afterwards, warn_if_longer
 from rpcdataloader.loader.placement import Placement
@@ -78,6 +80,7 @@ class RemoteIterator:
         self._drawn: Task | None = None  # from the sampler, and not in the engine yet
         self._blocked = self._ready = 0.0  # seconds asleep for the next batch, and of these with a later one here
         self._is_told = False  # why the loop has waited in this pass
+        self._timed: tuple[Probe, Copies] | None = None  # the last probe
         self._is_shown = False  # to a profiler, what is done now
         with undone_afterwards(saved):
             self._driver = Driver(settings, dataset, placement, saved, recorder)
@@ -179,6 +182,10 @@ class RemoteIterator:
         if answer.probe is None:
             driver.recorder.deliveries.append(note)
         else:
+            # The copies of this batch are not done yet, and those of the probe before are.
+            if (timed := self._timed) is not None and (times := timed[1].times()) is not None:
+                timed[0].copy, timed[0].stalled = times
+            self._timed = None if answer.copies is None else (answer.probe, answer.copies)
             driver.note_setup()
             driver.recorder.probed(answer.probe, note)
 
