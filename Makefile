@@ -8,11 +8,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Thousands of processes need not compile the package where the environment forbids to keep what was compiled.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test test-first test-rest test-engines simulate simulate-bugs chaos slurm study bench bench-check lint docs dist clean
+.PHONY: help demo test test-first test-rest test-pythons test-engines simulate simulate-bugs chaos slurm study bench bench-check lint docs dist clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
 	@echo "make test   run the tests, without the slow ones and the benchmarks"
+	@echo "make test-pythons  run unit tests, and some others, on each Python that is here"
 	@echo "make test-engines  run the tests on Ray and Dask, which are installed into an environment of their own"
 	@echo "make simulate  try to break the decisions of a pass, in simulated clusters: make simulate SECONDS=600"
 	@echo "make simulate-bugs  plant bugs into these decisions, and see that the simulation finds each"
@@ -42,6 +43,12 @@ test-first: .venv/ready
 
 test-rest: .venv/ready
 	$(PYTEST) $(FAST) $(addprefix --ignore=,$(FIRST)) tests
+
+# Others than that of .venv run what needs no torch: make test-pythons PYTHONS="3.12 --torch newest"
+PYTHONS :=
+
+test-pythons: .venv/ready
+	$(BIN)/python -m tests.pythons $(PYTHONS)
 
 # Ray, Dask and what they bring along come on top of .venv, which stays as it is.
 test-engines: .venv-engines/ready

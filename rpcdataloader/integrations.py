@@ -4,16 +4,19 @@ Both replace a loader by one of torch's, made from its attributes, which would l
 What is here lets the library do so, for all that it adds (shards, devices, the end of an epoch), and then puts an
 :class:`~rpcdataloader.RPCDataloader` with the same sampler in the place of the loader inside. A library is imported
 when something is called that needs it. Lightning keeps the class of a loader, and needs nothing of this.
+
+With torch.distributed itself, :func:`gather_states` puts the states of all ranks into one checkpoint.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from rpcdataloader.loader.dataloader import RPCDataloader
@@ -22,6 +25,25 @@ from rpcdataloader.loader.dataset import RPCDataset
 # Which samples a batch has is up to the loader that the library makes.
 _SAMPLING = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 _OPTIONS = [name for name in inspect.signature(RPCDataloader).parameters if name not in _SAMPLING]
+
+
+def gather_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The states of all ranks' loaders, in the order of the ranks, on every rank.
+
+    A collective call of the default process group. What it returns goes into the checkpoint that one rank writes, and
+    from there into ``load_state_dict`` on every rank of a job, however many these are then.
+
+    Args:
+        state: What ``state_dict()`` of this rank's loader returned.
+
+    Returns:
+        ``state`` alone, if torch.distributed is not initialised.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [state]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, state)
+    return found
 
 
 def prepare(accelerator: Any, *objects: Any) -> Any:

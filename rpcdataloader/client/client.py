@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import multiprocessing
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 
@@ -41,7 +43,6 @@ class Client:
     Attributes:
         allocator: Pageable receive buffers, shared by all connections.
         alarm: Watches the deadlines of calls.
-        janitor: Closes what finalizers leave.
         additions: What all sessions get.
         reporter: Tells node servers how the loops of this process do.
 
@@ -58,24 +59,31 @@ class Client:
             self._credentials, connect_timeout(), _rank(), self.allocator, self.alarm, client_tls()
         )
         self.additions = self._settings.additions
-        self.janitor = Janitor()
         self.reporter = Reporter(self.alarm, self._listeners)
         self._lock = threading.Lock()
         # Guarded by the lock:
+        self._janitor: Janitor | None = None
         self._nodes: dict[Address, Node] = {}
         self._watchers: dict[Elastic, RegisterWatcher] = {}
         self._local: LocalServer | None = None
         self._threads: dict[threading.Thread, threading.Event] = {}
         self._closed = False
 
+    @property
+    def janitor(self) -> Janitor:
+        """Closes what finalizers leave."""
+        with self._lock:
+            self._janitor = self._janitor or Janitor()
+            return self._janitor
+
     def nodes(self, where: Local | Remote | Elastic) -> list[Node]:
-        """The nodes that ``where`` names; starts the embedded server if need be, and connects to nobody yet.
+        """The nodes that ``where`` names; begins the embedded server if need be, and connects to nobody yet.
 
         Raises:
             ConnectError: None has come before the connect timeout, of those that come and go.
         """
         if isinstance(where, Local):
-            return [self.node(self._local_address())]
+            return [self.node(self.begin_local())]
         if isinstance(where, Elastic):
             found = self._watcher(where).find(self._settings.connect_timeout)
             return [self.node(server.address, is_registered=True) for server in found]
@@ -118,7 +126,8 @@ class Client:
             watcher.close()
         return watcher
 
-    def _local_address(self) -> Address:
+    def begin_local(self) -> Address:
+        """Begin the embedded server, if there is none; it is waited for when a node is asked for its session."""
         with self._lock:
             if self._local is None:
                 self._local = LocalServer()
@@ -152,7 +161,8 @@ class Client:
         for watcher in watchers:
             watcher.close()
         self.alarm.close()
-        self.janitor.close()
+        if self._janitor is not None:
+            self._janitor.close()
         connections = [connection for node in nodes for connection in node.connections()]
         for node in nodes:
             node.close()
@@ -224,6 +234,16 @@ def get_client() -> Client:
             # Daemon threads inside torch abort an interpreter that finalises; this joins them before.
             atexit.register(_client.close)
         return _client
+
+
+def begin_local_early() -> None:
+    """Begin the embedded server beside what the script does next; no thread starts, as a pass may never come.
+
+    Not where a session, or a child of multiprocessing, imports a module that makes a loader in passing.
+    """
+    is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if not is_importing and "rpcdataloader.server.node" not in sys.modules:
+        get_client().begin_local()
 
 
 def close_client() -> None:

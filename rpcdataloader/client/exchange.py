@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpcdataloader.client.additions import SharedAdditions
 from rpcdataloader.client.alarm import Alarm
 from rpcdataloader.client.printer import Printer
 from rpcdataloader.client.refs import DatasetRef
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError, RPCTimeoutError
+from rpcdataloader.host.additions import SharedAdditions
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.certificates import TlsCredentials
 from rpcdataloader.wire.channel import Channel

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from typing import Any
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
@@ -35,14 +36,14 @@ STOP_TIMEOUT = 5.0
 
 
 class LocalServer:
-    """A node server subprocess; the constructor returns when it takes connections.
+    """A node server subprocess, begun by the constructor: its imports run beside what the caller does next.
 
     Attributes:
         address: Of its Unix socket.
         credentials: Its secret, made for it alone.
 
     Raises:
-        ConnectError: It did not start; its standard error tells why.
+        ConnectError: This system has no fork.
     """
 
     def __init__(self) -> None:
@@ -52,52 +53,56 @@ class LocalServer:
         self._folder = tempfile.mkdtemp(prefix="rpcdataloader-")
         self.address = Address(path=os.path.join(self._folder, "socket"))
         self._lock = threading.Lock()
-        self._stopped = False
+        # Guarded by the lock:
+        self._stopped = self._is_ready = False
+        self._process: Any = None  # a Popen
         self._start()
 
     def ensure_running(self) -> None:
-        """Start it again, at the same address, if it has ended; does nothing after :meth:`stop`.
+        """Wait until it takes connections; start it again, at the same address, if it has ended, but for :meth:`stop`.
 
         Raises:
-            ConnectError: It did not start.
+            ConnectError: It did not start; its standard error tells why.
         """
         with self._lock:
-            if not self._stopped and self._process.poll() is not None:
-                logger.warning(
-                    "the embedded pool has ended (exit status %d), and is started again", self._process.returncode
-                )
-                self._close_pipes()
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(self.address.path)
+            if self._stopped:
+                return
+            if self._is_ready and (status := self._process.poll()) is not None:
+                logger.warning("the embedded pool has ended (exit status %d), and is started again", status)
+                self._end()
+            elif not self._is_ready and self._environment != dict(os.environ):
+                self._end()  # its workers inherit what the script has set since
+            if self._process is None:
+                os.mkdir(self._folder, 0o700)
                 self._start()
+            if not self._is_ready:
+                self._wait()
 
     def _start(self) -> None:
         settings = {"path": self.address.path, "token": self.credentials.secret.decode()}
+        self._environment = dict(os.environ)
         try:
-            # Interrupted in here, it closes the pipe, which ends the server.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, _PACKAGE_FOLDER],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
             )
-        except BaseException:
-            self._remove_folder()
-            raise
-        try:
-            assert self._process.stdin is not None
-            assert self._process.stdout is not None
             with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.write(json.dumps(settings).encode() + b"\n")
-                self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BaseException:  # Ctrl-C, while it imports torch
+                os.write(self._process.stdin.fileno(), json.dumps(settings).encode() + b"\n")
+        except BaseException:
             self._end()
             raise
-        if not line:
-            status = self._process.wait()
+
+    def _wait(self) -> None:
+        try:
+            self._is_ready = bool(self._process.stdout.readline())
+            if not self._is_ready:
+                status = self._process.wait()
+                raise ConnectError(f"the embedded pool did not start (exit status {status}); see its messages above")
+        except BaseException:  # also Ctrl-C, while it imports torch
             self._end()
-            raise ConnectError(f"the embedded pool did not start (exit status {status}); see its messages above")
+            raise
 
     def stop(self) -> None:
         """End it, and everything it runs; idempotent."""
@@ -106,27 +111,28 @@ class LocalServer:
             self._end()
 
     def _end(self) -> None:
-        self._close_pipes()
-        try:
-            self._process.wait(STOP_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._remove_folder()
-
-    def _remove_folder(self) -> None:
+        if self._process is not None:
+            self._close_pipes()
+            process, self._process = self._process, None
+            try:
+                # While it imports, it hears nothing, and has nothing to end.
+                process.wait(STOP_TIMEOUT if self._is_ready else 0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._is_ready = False
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def forget_in_child(self) -> None:
         """After a fork, in the child: do not keep the server alive when the parent dies."""
         self._lock = threading.Lock()
         self._stopped = True
-        self._close_pipes()
-        # It is not ours: nothing to wait for, nothing to warn of.
-        self._process.returncode = 0
+        if self._process is not None:
+            self._close_pipes()
+            # It is not ours: nothing to wait for, nothing to warn of.
+            self._process.returncode = 0
 
     def _close_pipes(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+            with contextlib.suppress(OSError):
+                pipe.close()

@@ -10,7 +10,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from rpcdataloader.client.alarm import Alarm
 from rpcdataloader.client.node import Node
@@ -20,13 +19,6 @@ logger = logging.getLogger("rpcdataloader.client")
 
 # Seconds between two reports.
 PERIOD = 5.0
-
-
-class Loop(Protocol):
-    """A training loop."""
-
-    def report(self) -> LoopStatus | None:
-        """How it does; None if it is over, or pauses."""
 
 
 class Reporter:
@@ -44,46 +36,41 @@ class Reporter:
         self.num_failures = 0
         self._alarm = alarm
         self._find_nodes = find_nodes
+        self._has_told = False  # of a loop, with the last report; of the alarm's thread alone
         self._lock = threading.Lock()
-        # Guarded by the lock. A loop that is dropped ends its workers, so it is not kept here.
-        self._loops: list[weakref.ref[Loop]] = []
+        # Guarded by the lock:
+        self._loops: list[weakref.WeakMethod[Callable[[], LoopStatus | None]]] = []
         self._is_running = False
-        # Of the alarm's thread alone:
-        self._has_told = False  # of a loop, with the last report
 
-    def add(self, loop: Loop) -> None:
-        """A loop begins; it is reported if there is a node to tell."""
+    def add(self, describe: Callable[[], LoopStatus | None]) -> None:
+        """A loop begins; it is reported if there is a node to tell.
+
+        Args:
+            describe: A method of the loop, which is not kept alive. Gives None while there is nothing to report.
+        """
         with self._lock:
             if self._find_nodes():
-                self._loops.append(weakref.ref(loop))
+                self._loops.append(weakref.WeakMethod(describe))
                 if not self._is_running:
                     self._is_running = True
                     self._alarm.call_after(PERIOD, self._report)
 
     def _report(self) -> None:
         try:
-            self._tell()
+            found = [describe() for loop in list(self._loops) if (describe := loop()) is not None]
+            told = [status for status in found if status is not None]
+            if told or self._has_told:  # the last report is of no loop
+                payload = Report.of(told)
+                for node in self._find_nodes():
+                    node.report(payload)
+            self._has_told = bool(told)
         except Exception:
             self.num_failures += 1
             level = logging.WARNING if self.num_failures == 1 else logging.DEBUG
             logger.log(level, "cannot report how the training loops do; they go on", exc_info=True)
+        describe = None  # or it would keep the loop
         with self._lock:
             self._loops = [loop for loop in self._loops if loop() is not None]
             self._is_running = bool(self._loops)
             if self._is_running:
                 self._alarm.call_after(PERIOD, self._report)
-
-    def _tell(self) -> None:
-        with self._lock:
-            loops = list(self._loops)
-        told = [status for loop in loops if (status := _report_of(loop)) is not None]
-        if told or self._has_told:  # the last report is of no loop
-            payload = Report.of(told)
-            for node in self._find_nodes():
-                node.report(payload)
-        self._has_told = bool(told)
-
-
-def _report_of(reference: weakref.ref[Loop]) -> LoopStatus | None:
-    loop = reference()
-    return None if loop is None else loop.report()

@@ -81,7 +81,7 @@ def measure(records: Records) -> Figures | None:
     waited, blocked = (until - since + records.waiting for since, until in zip(begin[1:3], end[1:3], strict=True))
     drawn = end.drawn - begin.drawn
     size_bytes = (end.size_bytes - begin.size_bytes) / batches
-    allowed = min(setup.window, max(1.0, ratio(setup.max_in_flight_bytes, size_bytes, math.inf)))
+    allowed = min(setup.window, max(1, ratio(setup.max_in_flight_bytes, size_bytes, setup.window) // 1))
     known = [(probe, probe.stages) for probe in probes if probe.stages is not None]
     # Only measured replies tell how long they took to pickle.
     encode = _mean(_usual([stages.encode for _, stages in known]))

@@ -184,14 +184,14 @@ def _node(slow: SlowNode) -> tuple[str, dict[str, Value]]:
 def _setting(figures: Figures, setup: Setup) -> dict[str, Value]:
     """The setting that keeps too little in flight, and the value that is enough."""
     evidence = figures.evidence
-    in_flight = _LARGER_WINDOW * evidence["needed_rate"] * evidence["latency_seconds"]
+    in_flight = math.ceil(_LARGER_WINDOW * evidence["needed_rate"] * evidence["latency_seconds"])
     if evidence["allowed"] < setup.window:
-        setting = f"max_in_flight_bytes={math.ceil(in_flight * evidence['batch_bytes'])}"
+        setting = f"max_in_flight_bytes={in_flight * math.ceil(evidence['batch_bytes'])}"
         current = setup.max_in_flight_bytes
     else:
         setting = f"prefetch_factor={math.ceil(in_flight / max(1, len(setup.workers)))}"
         current = setup.prefetch_factor
-    return {"in_flight": in_flight, "setting": setting, "current": f"{current}"}
+    return {"in_flight": float(in_flight), "setting": setting, "current": f"{current}"}
 
 
 def _more_workers(figures: Figures, setup: Setup) -> tuple[tuple[int, int, int] | None, str]:

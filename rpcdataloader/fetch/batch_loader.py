@@ -58,6 +58,7 @@ class LoaderSpec:
         stream: Where an iterable-style dataset goes on; None for its beginning.
         skips: Samples whose dataset raises an exception are left out.
         retry_on: But not for these, except in the last try.
+        job: RANK and WORLD_SIZE that a stream of another rank has to see; None for those of the session.
     """
 
     collate_fn: Callable[[Any], Any] | None
@@ -76,6 +77,7 @@ class LoaderSpec:
     stream: StreamState | None = None
     skips: bool = False
     retry_on: tuple[type[BaseException], ...] = ()
+    job: tuple[int, int] | None = None
 
 
 # How long a worker was at work on a batch: seconds to fetch, and to collate. A plain tuple: a class costs a microsecond
@@ -134,6 +136,9 @@ class BatchLoader:
                     spec.worker_init_fn(spec.worker_id)
                 except StopIteration as stop:
                     raise stopped("worker_init_fn") from stop
+                except BaseException as error:
+                    self._name(error, f"worker_init_fn({spec.worker_id})")
+                    raise
                 self._initial_seed = seeding.users_torch_seed()
 
     def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:

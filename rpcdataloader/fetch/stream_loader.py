@@ -145,6 +145,7 @@ class StreamLoader(BatchLoader):
         the dataset's; without one, what was delivered is taken again and thrown away.
         """
         saved = self._spec.stream or StreamState()
+        _check_split(self._dataset, self._spec)
         self._begin_sample(-1)
         _shuffle_pipe(self._dataset, self._spec)
         load_dataset_state(self._dataset, saved)
@@ -166,6 +167,17 @@ class StreamLoader(BatchLoader):
     def _begin_sample(self, position: int) -> None:
         # -1 stands for what comes before the first sample.
         super()._begin_sample((position + 1) * self._spec.num_workers + self._spec.worker_id)
+
+
+def _check_split(dataset: Any, spec: LoaderSpec) -> None:
+    """Refuse a dataset of Hugging Face that was split for the rank of the session, where the stream is of another."""
+    split = getattr(dataset, "_distributed", None)
+    if spec.job is not None and split is not None and (split.rank, split.world_size) != spec.job:
+        raise ValueError(
+            f"this stream began on rank {spec.job[0]} of {spec.job[1]}, but its dataset is that of rank {split.rank} "
+            f"of {split.world_size}: let an RPCDataset with build='worker' call split_dataset_by_node with RANK and "
+            "WORLD_SIZE of the environment"
+        )
 
 
 def _shuffle_pipe(dataset: Any, spec: LoaderSpec) -> None:

@@ -7,6 +7,7 @@ for all of them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -72,6 +73,27 @@ class Additions:
             {name: module for name, module in self.modules.items() if name not in before.modules},
             self.forward_output,
         )
+
+
+class SharedAdditions:
+    """What all sessions of a client get; thread-safe.
+
+    Attributes:
+        current: All that was added; another object after each change.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.current = Additions()
+
+    def add(self, more: Additions) -> None:
+        """Have these, too.
+
+        Raises:
+            ValueError: They contradict what was added before.
+        """
+        with self._lock:
+            self.current = self.current.plus(more)
 
 
 def become_session(folder: str, forward_output: Callable[[], object]) -> None:

@@ -7,14 +7,14 @@ import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
-from rpcdataloader.client.client import get_client
+from rpcdataloader.client.client import begin_local_early, get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Elastic, Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.sharing import Partition
@@ -27,8 +27,8 @@ from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.measured import MeasuredLoader, nobody
 from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
 from rpcdataloader.loader.ranks import errors_of_rank
-from rpcdataloader.loader.settings import PassSettings, make_partition
-from rpcdataloader.loader.states import VERSION, check_state, end_pass, to_state
+from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
+from rpcdataloader.loader.states import VERSION, end_pass, state_of_rank, to_state
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.wire.slabs import PageablePool
 
@@ -133,6 +133,9 @@ class RPCDataloader(MeasuredLoader[_T_co]):
         min_workers: int = 0,
     ) -> None:
         arguments = locals()
+        if isinstance(dataset, type):
+            raise TypeError(f"dataset is a class: give one of it, or RPCDataset(workers, {dataset.__qualname__}, ...)")
+        check_numbers(num_workers=num_workers, min_workers=min_workers)
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
         where = _where(dataset, workers, num_workers)
@@ -195,6 +198,8 @@ class RPCDataloader(MeasuredLoader[_T_co]):
             self.py_modules = settings.py_modules
         if type(self) in (RPCDataloader, _LoaderWithoutState):
             self.__class__ = RPCDataloader if own else _LoaderWithoutState
+        if isinstance(where, Local):
+            begin_local_early()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
         if self._where is None:
@@ -242,24 +247,30 @@ class RPCDataloader(MeasuredLoader[_T_co]):
             return dict(self._saved or {"version": VERSION})
         return to_state(*self._progress)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Let the next iterator go on where the saved one was: the remaining batches, bit for bit.
 
-        The number of workers may be another one for map-style datasets; iterable-style ones get as many as before.
-        What was delivered is not loaded again, and the global generators of this process stay as they are. A state of
-        the end of an epoch lets the next one begin.
+        The number of workers may be another one for map-style datasets; iterable-style ones get as many as before. With
+        the states of all ranks, they go on with another number of ranks, each with its share of the streams. What was
+        delivered is not loaded again, and the global generators of this process stay as they are. A state of the end of
+        an epoch lets the next one begin.
+
+        Args:
+            state_dict: What :meth:`state_dict` has returned here; or a list of what it has returned on all ranks, as
+                :func:`~rpcdataloader.integrations.gather_states` makes it.
 
         Raises:
             LocalProtocolError: The loader has no workers (``num_workers=0``).
-            TypeError: ``state_dict`` is no mapping.
-            ValueError: It belongs to another kind of loader. When iterating: or the sampler is too short for it.
+            TypeError: ``state_dict`` is neither a mapping nor a list of mappings.
+            ValueError: It belongs to another kind of loader, or the states of all ranks do not fit together. When
+                iterating: or the sampler is too short for it.
         """
         self._check_can_resume()
         settings = PassSettings.of(self)
-        check_state(settings, state_dict)
-        if state_dict.get("finished"):
-            end_pass(settings, state_dict)
-        self._saved = copy.deepcopy(state_dict)
+        state = state_of_rank(settings, state_dict)
+        if state.get("finished"):
+            end_pass(settings, state)
+        self._saved = copy.deepcopy(state)
         self._progress = None
 
     def _check_can_resume(self) -> None:

@@ -151,7 +151,8 @@ class Driver:
         if os.getpid() != self.pid:
             return False
         with self.condition:
-            return self.engine.failure is None and not self.closed.is_set()
+            # The workers of streams from other ranks have taken on the ranks of these.
+            return self.engine.failure is None and not self.closed.is_set() and not self.progress.identities
 
     def _begin_streams(self) -> None:
         if self.settings.iterable and not self.progress.streams:

@@ -28,6 +28,7 @@ from rpcdataloader.errors import (
     RPCError,
 )
 from rpcdataloader.fetch import remote
+from rpcdataloader.host.environment import set_rank
 from rpcdataloader.loader.passes import Pass, loader_spec
 from rpcdataloader.loader.seat import Answer, Seat
 from rpcdataloader.loader.settings import PassSettings
@@ -47,11 +48,16 @@ logger = logging.getLogger("rpcdataloader.loader")
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """The first request to a worker, and the epoch that it was made for."""
+    """The first request to a worker, and the epoch that it was made for.
+
+    Attributes:
+        job: RANK and WORLD_SIZE that the worker has to see before, if they are those of another rank's stream.
+    """
 
     payload: bytes
     buffers: Sequence[BlockBytes]
     begun: Pass
+    job: tuple[int, int] | None = None
 
 
 class Executor:
@@ -198,6 +204,9 @@ class Executor:
         self.seats[action.worker] = seat
         # Fails where it is lost already, which is about to be reported.
         with contextlib.suppress(RPCError):
+            if opening.job is not None:  # first, as the dataset may be built with the other request
+                call = dumps(Call(set_rank, opening.job, {}, ordered=True).fields())
+                seat.worker.submit(call.payload, call.buffers, lambda _reply: None)
             seat.worker.submit(opening.payload, opening.buffers, seat.started)
         return None
 
@@ -210,7 +219,7 @@ class Executor:
         call = Call(remote.open_loader, (self._dataset.ref, spec), {}, ordered=True)
         parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
         encoded = dumps_named(call.fields(), parts, persistent_id=self._reference_of)
-        return _Opening(encoded.payload, encoded.buffers, begun)
+        return _Opening(encoded.payload, encoded.buffers, begun, spec.job)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:
         """The persistent id of the dataset, also where a function of the user holds it, as a bound method does."""

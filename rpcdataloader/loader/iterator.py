@@ -7,7 +7,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,13 @@ _RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
 _PAUSE = 60.0
 
 _is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
+def _shown(stage: str, call: Callable[..., Any], *args: Any) -> Any:
+    """Call something that the profiler shows as a range."""
+    with torch.profiler.record_function(f"RPCDataloader.{stage}"):
+        return call(*args)
+
 
 # A loop that waits for a larger share of its time is told why when the pass ends.
 _TOLD_SHARE = 0.05
@@ -71,12 +78,13 @@ class RemoteIterator:
         self._drawn: Task | None = None  # from the sampler, and not in the engine yet
         self._blocked = self._ready = 0.0  # seconds asleep for the next batch, and of these with a later one here
         self._is_told = False  # why the loop has waited in this pass
+        self._is_shown = False  # to a profiler, what is done now
         with undone_afterwards(saved):
             self._driver = Driver(settings, dataset, placement, saved, recorder)
             self._advance(wants_input=True)
         self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
         self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # of the last report, and when it came
-        get_client().reporter.add(self)
+        get_client().reporter.add(self.report)
         weakref.finalize(self, get_client().janitor.leave, self._driver.close).atexit = False
         try:
             self._driver.start(placement)
@@ -113,8 +121,12 @@ class RemoteIterator:
         return batch
 
     def _profiled_next(self) -> Any:
-        with torch.profiler.record_function(_RANGE):
-            return self._next()
+        self._is_shown = True
+        try:
+            with torch.profiler.record_function(_RANGE):
+                return self._next()
+        finally:
+            self._is_shown = False
 
     def _next(self) -> Any:
         driver, engine = self._driver, self._driver.engine
@@ -146,7 +158,7 @@ class RemoteIterator:
         drawn += self._advance(wants_input)
         self._note(began, drawn, answer)
         if answer.copies is not None:
-            answer.copies.wait()
+            _shown("copy", answer.copies.wait) if self._is_shown else answer.copies.wait()
         if type(answer.result) is Failure:
             driver.recorder.add_up()  # where every batch fails, no probe does
             try:
@@ -202,11 +214,13 @@ class RemoteIterator:
         )
         sleep.since = now
         sleep.later_since = now if engine.holds_answers else math.inf
-        driver.condition.wait(None if sleep.until == math.inf else sleep.until - now)
+        seconds = None if sleep.until == math.inf else sleep.until - now
+        _shown("wait", driver.condition.wait, seconds) if self._is_shown else driver.condition.wait(seconds)
         sleep.until = -math.inf
         now = time.monotonic()
         self._blocked += now - sleep.since
-        self._ready += max(0.0, now - sleep.later_since)
+        if sleep.later_since < now:
+            self._ready += now - sleep.later_since
         sleep.since = None
         if due is not None and due <= now:
             engine.tick(now)
@@ -221,7 +235,8 @@ class RemoteIterator:
         while True:
             if wants_input and self._drawn is None:
                 began = time.monotonic()
-                self._drawn = next(driver.begun.source, None)
+                source = driver.begun.source
+                self._drawn = _shown("draw", next, source, None) if self._is_shown else next(source, None)
                 ended = time.monotonic()
                 seconds += ended - began
                 if ended >= driver.recorder.next_probe and self._drawn is not None:

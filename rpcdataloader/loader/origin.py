@@ -162,6 +162,8 @@ def _remedy(saved: Origin, here: Origin, what: str) -> str:
     if saved.num_ranks != here.num_ranks:
         same = f"go on with as many ranks as before, {saved.num_ranks[0]}"
     if not saved.samplers:
+        if saved.num_ranks != here.num_ranks:
+            same += f", load a list of the states of all {saved.num_ranks[0]} ranks (gather_states)"
         return f"each rank has streams of its own, so {same}, or begin the epoch anew"
     if saved.one_order:
         return f"{same}, or with a {RESUMABLE}, which takes up this state with any number of ranks and batch size"

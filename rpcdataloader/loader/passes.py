@@ -14,6 +14,7 @@ from torch.utils.data import IterDataPipe
 from rpcdataloader.fetch.batch_loader import LoaderSpec
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.fetch.stream_state import StreamState
+from rpcdataloader.loader.elastic import Identity
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import capture_start, progress_of, restore_start, sampler_state, skip_delivered
 from rpcdataloader.loader.tasks import Progress, TaskSource
@@ -151,21 +152,26 @@ def loader_spec(
     settings: PassSettings, begun: Pass, worker_id: int, num_workers: int, stream: StreamState | None
 ) -> LoaderSpec:
     """What a worker has to know to load for a pass."""
+    progress, ranks = begun.progress, (begun.order.rank, begun.order.world_size)
+    own = Identity(None, ranks, worker_id, num_workers, progress.base_seed)
+    if progress.identities:
+        own = progress.identities[worker_id]
     return LoaderSpec(
         collate_fn=settings.collate_fn,
         worker_init_fn=settings.worker_init_fn,
         auto_collation=settings.auto_collation,
         iterable=settings.iterable,
         drop_last=settings.drop_last,
-        base_seed=begun.progress.base_seed,
-        epoch=begun.progress.epoch,
-        rank=begun.order.rank,
-        world_size=begun.order.world_size,
-        worker_id=worker_id,
-        num_workers=num_workers,
+        base_seed=own.base_seed,
+        epoch=progress.epoch,
+        rank=own.partition[0],
+        world_size=own.partition[1],
+        worker_id=own.worker_id,
+        num_workers=own.num_workers,
         first_place=begun.order.first,
         pipe_seed=begun.order.pipe_seed,
         stream=stream,
         skips=settings.skips,
         retry_on=settings.retry_on if settings.skips else (),
+        job=own.job,
     )

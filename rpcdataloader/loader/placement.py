@@ -159,16 +159,9 @@ def _wait_for_one(sessions: Sequence[RemoteSession]) -> RemoteSession:
 def _find_nodes(
     where: Local | Remote | Elastic, count: Callable[[Sequence[Node]], int], min_workers: int
 ) -> tuple[list[Node], list[Node]]:
-    """The nodes that are there, or were before, and those that never were.
+    """The nodes that are there, or were before, and those that never were; ``count`` is this process's share of them.
 
-    The first one is waited for, and all others for :data:`PATIENCE` after it, once; for longer if there are too few
-    workers.
-
-    Args:
-        count: This process's share of the workers of nodes.
-
-    Raises:
-        RPCError: None came, or too few; or one refuses this client.
+    The first one is waited for, and all others for :data:`PATIENCE` after it, once; for longer if it is too little.
     """
     limit = connect_timeout()
     deadline, patient_until = time.monotonic() + limit, math.inf

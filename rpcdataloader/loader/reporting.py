@@ -8,25 +8,17 @@ from collections.abc import Mapping
 from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.wire.status import LoopStatus, Value
 
-_MAX_TEXT = 500
-_MAX_NAME = 80
-
 
 def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None) -> LoopStatus:
-    """A diagnosis as a report.
-
-    Args:
-        dataset: Name of its class.
-        rank: None outside of a distributed job.
-    """
+    """A diagnosis as a report; ``dataset`` is the name of a class."""
     evidence = diagnosis.evidence
     delivered = evidence.get("delivered_rate", 0.0)
     return LoopStatus(
-        dataset=dataset[:_MAX_NAME],
+        dataset=dataset[:80],
         rank=rank,
         wait_share=_round(diagnosis.wait_share),
         bound=diagnosis.bound,
-        text=diagnosis.text[:_MAX_TEXT],
+        text=diagnosis.text[:500],
         demand_per_second=None if math.isinf(diagnosis.demand) else _round(diagnosis.demand),
         delivered_per_second=_round(delivered) if isinstance(delivered, float) else 0.0,
         more_workers=None if diagnosis.more_workers is None else diagnosis.more_workers[1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -89,6 +90,8 @@ class PassSettings:
             for name, value in values.items():
                 object.__setattr__(self, name, value)
 
+        names = "prefetch_factor", "max_retries", "reconnect_timeout", "task_timeout", "max_skipped"
+        check_numbers(**{name: getattr(self, name) or 0 for name in names})
         if self.prefetch_factor < 0:
             raise ValueError("prefetch_factor option should be non-negative")
         if self.prefetch_factor == 0:
@@ -168,6 +171,13 @@ class PassSettings:
         """Generators that belong to loader and samplers, each once; who has none draws from the global ones."""
         found = [getattr(owner, "generator", None) for owner in (self, *self.chain)]
         return list(dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator)))
+
+
+def check_numbers(**values: Any) -> None:
+    """Raise a ``TypeError`` if one of the values is no number."""
+    for name, value in values.items():
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} must be a number, but is {value!r}")
 
 
 def make_partition(partition: Any) -> Partition | None:

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
+    IterDataPipe,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -27,6 +28,7 @@ from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.host.generators import get_states, set_states, states_from_plain, states_to_plain
+from rpcdataloader.loader.elastic import deal, identities_of
 from rpcdataloader.loader.origin import Origin, check_order, check_rank, describe_samplers
 from rpcdataloader.loader.sampler import ResumableDistributedSampler, order_of
 from rpcdataloader.loader.settings import PassSettings
@@ -65,6 +67,7 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         "num_samples": progress.num_samples,
         "ahead": {str(number): num_samples for number, (num_samples, _state) in progress.ahead.items()},
         "streams": [list(stream) for stream in progress.streams],
+        **({"identities": [list(identity) for identity in progress.identities]} if progress.identities else {}),
         "turn": progress.turn,
         "num_skipped": progress.num_skipped,
         "in_step": progress.in_step and settings.in_order,
@@ -81,15 +84,21 @@ def _is_whole(progress: Progress) -> bool:
     return progress.in_step and not progress.ahead and progress.num_batches == progress.start["num_batches"]
 
 
-def check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
+def check_state(settings: PassSettings, state: Any, *, is_of_any_rank: bool = False) -> None:
     """Check that this loader can go on from a state.
+
+    Args:
+        is_of_any_rank: The state is one of those of all ranks.
 
     Raises:
         TypeError: It is no mapping.
         ValueError: It is from something else.
     """
     if not isinstance(state, Mapping):
-        raise TypeError(f"state_dict must be what state_dict() returned, but is a {type(state).__name__}")
+        raise TypeError(
+            f"state_dict must be what state_dict() returned, or a list of what it returned on all ranks, but is a "
+            f"{type(state).__name__}"
+        )
     if state.get("version") != VERSION:
         raise ValueError(
             f"this is no state of an RPCDataloader of this version: its version is {state.get('version')!r}, not "
@@ -102,7 +111,7 @@ def check_state(settings: PassSettings, state: Mapping[str, Any]) -> None:
         raise ValueError(f"this state of an RPCDataloader is not whole: {', '.join(sorted(missing))} is missing")
     kinds = ("a map-style dataset", "an iterable-style dataset")
     _check_same("dataset", kinds[bool(state["streams"])], kinds[settings.iterable])
-    if _is_midway(state):
+    if _is_midway(state) and not is_of_any_rank:
         check_order(_origin(state["start"]), _origin(new["start"]), epochs=False)
     if state["sampler"] is not None and "sampler" in state["sampler"]["state"]:
         kinds = ("one without load_state_dict", "one with a state of its own")
@@ -143,12 +152,36 @@ def _check_same(what: str, saved: str, here: str) -> None:
         raise ValueError(f"the state is of a loader with {saved}, but the {what} here is {here}")
 
 
+def state_of_rank(settings: PassSettings, states: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What this rank goes on from: its own state, or what the states of all ranks say for it.
+
+    Raises:
+        TypeError: One is no mapping.
+        ValueError: There is none, one is from something else, or they do not fit together.
+    """
+    if isinstance(states, Mapping) or not isinstance(states, Sequence):
+        check_state(settings, states)
+        return states
+    if not states:
+        raise ValueError("state_dict is an empty list: give the states of all ranks")
+    for state in states:
+        check_state(settings, state, is_of_any_rank=True)
+    if len(states) != settings.partition.world_size and isinstance(settings.dataset, IterDataPipe):
+        raise ValueError("pipes of torch divide themselves among the ranks, and go on with as many as they began with")
+    origin = _capture_samplers(settings)["origin"]
+    dealt = deal(states, settings.partition, origin, is_iterable=settings.iterable)
+    check_state(settings, dealt)
+    return dealt
+
+
 def check_one_stream(saved: Mapping[str, Any]) -> None:
     """Check that a single iterator over the dataset can go on from a state.
 
     Raises:
         ValueError: It is of several.
     """
+    if saved.get("identities") and not saved["finished"]:
+        raise ValueError("streams of other ranks cannot go on in the training process: give workers")
     if len(saved["streams"]) > 1 and not saved["finished"]:
         raise ValueError(
             f"the state is of {len(saved['streams'])} workers, and an iterable-style dataset goes on with as many as "
@@ -232,6 +265,7 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
         num_batches=saved["num_batches"],
         ahead={int(number): (num_samples, None) for number, num_samples in saved["ahead"].items()},
         streams=[StreamState(*stream) for stream in saved["streams"]],
+        identities=identities_of(saved) if saved.get("identities") else [],
         turn=saved["turn"],
         num_skipped=saved["num_skipped"],
         in_step=saved["in_step"],

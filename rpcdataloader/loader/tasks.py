@@ -15,6 +15,7 @@ from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.indices import describe_indices
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.fetch.whereabouts import ALL, DONE
+from rpcdataloader.loader.elastic import Identity
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import NO_TENSORS, dumps
 
@@ -182,6 +183,7 @@ class Progress:
         ahead: Later ones that were delivered too, by number: how many samples they have, and the state of the sampler
             after them (``in_order=False``).
         streams: Of an iterable-style dataset, each after the last batch of it that was delivered.
+        identities: Of the streams, if they began on other ranks; empty otherwise.
         turn: The stream whose batch comes next.
         num_yielded: Batches delivered in this process, without empty ones.
         num_skipped: Samples that were missing in what was delivered.
@@ -197,6 +199,7 @@ class Progress:
     num_samples: int = 0
     ahead: dict[int, tuple[int, Any]] = field(default_factory=dict)
     streams: list[StreamState] = field(default_factory=list)
+    identities: list[Identity] = field(default_factory=list)
     turn: int = 0
     num_yielded: int = 0
     num_skipped: int = 0

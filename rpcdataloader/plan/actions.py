@@ -9,11 +9,9 @@ N = TypeVar("N", bound=Hashable)
 
 
 class Load(NamedTuple):
-    """Send a task to a worker: what was added under its number.
+    """Send a task to a worker: what was added under its number; ``is_last`` asks for the request of the last try.
 
-    Attributes:
-        is_last: The request is that of the last try.
-        left_out: Places in the task whose samples are not loaded, each with the reason; None for no such place.
+    The samples at the places ``left_out`` are not to be loaded, each for a reason.
     """
 
     worker: int

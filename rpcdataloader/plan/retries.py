@@ -57,19 +57,10 @@ class Retries:
         self._get(number).num_retries += 1
 
     def died(self, number: int, how: str, place: int | None = None) -> bool:
-        """A worker died at a task.
+        """A worker died at a task, at the sample of ``place`` if that is known; returns whether that was one too many.
 
         A sample at which too many have died is left out, and all deaths before are forgiven. What condemns a task are
-        deaths elsewhere than at the sample that is most suspect: one worker that is killed by chance, while another one
-        was about to die there once more, does not.
-
-        Args:
-            number: The task.
-            how: In words.
-            place: Of the sample in it; None if that is not known.
-
-        Returns:
-            Whether that was one too many.
+        deaths elsewhere than at the most suspect sample: one by chance, between two of these, does not.
         """
         trouble = self._get(number)
         place = place if self._leaves_out else None

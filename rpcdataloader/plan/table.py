@@ -124,21 +124,15 @@ class Table(ABC, Generic[T]):
     def running(self, worker: int, said: int | None = None) -> int | None:
         """The task to be blamed for a worker's death; None if it is at none that is still waited for.
 
-        Args:
-            worker: Which one.
-            said: What it was at in its own words: an answer before may be lost with it.
+        ``said`` is what it was at in its own words, as an answer before may be lost with it.
         """
 
     @abstractmethod
     def blame(self, number: int, *, is_too_many: bool) -> bool:
-        """A worker died at work on this task, and has left.
-
-        Args:
-            number: The task.
-            is_too_many: No other worker should have to do with it.
+        """A worker died at work on this task, and has left; ``is_too_many`` for another one to try.
 
         Returns:
-            Whether it is condemned: the task counts as answered, and what is delivered for it is an error.
+            Whether the task is condemned: it counts as answered, and what is delivered for it is an error.
         """
 
     @abstractmethod

@@ -29,9 +29,6 @@ NUM_ROWS = 8192
 
 FREE, NODE, GATE, SESSION, WORKER = range(5)
 
-# Room for the last report of a session's client, beside its row.
-REPORT_BYTES = MAX_REPORT_BYTES
-
 # What moves to the row above when a process has ended.
 TOTALS = ("tasks", "calls", "errors", "traffic", "ended_workers")
 
@@ -104,7 +101,7 @@ class CounterTable:
 
     def __init__(self, num_rows: int = NUM_ROWS, is_gone: Callable[[int], bool] = _is_gone) -> None:
         self._rows: Any = np.frombuffer(mmap.mmap(-1, num_rows * ROW.itemsize), ROW)
-        self._reports = mmap.mmap(-1, num_rows * REPORT_BYTES)
+        self._reports = mmap.mmap(-1, num_rows * MAX_REPORT_BYTES)
         self._is_gone = is_gone
         self._free = list(range(num_rows - 1, 0, -1))
         self._head = self._rows[0]
@@ -180,13 +177,9 @@ class CounterTable:
         return Row(place=place, **fields)
 
     def report(self, place: int, payload: bytes | bytearray | memoryview, now: int) -> None:
-        """Keep the last report of a client, for its session at ``place``; one that is too long is left out.
-
-        Args:
-            now: CLOCK_MONOTONIC in nanoseconds.
-        """
-        size, start = len(payload), place * REPORT_BYTES
-        if size <= REPORT_BYTES:
+        """Keep the last report of a client, for its session at ``place``, unless it is too long."""
+        size, start = len(payload), place * MAX_REPORT_BYTES
+        if size <= MAX_REPORT_BYTES:
             row = self._rows[place]
             row["reported"] = 0
             self._reports[start : start + size] = bytes(payload)
@@ -215,7 +208,7 @@ class CounterTable:
         return looked
 
     def _report_of(self, row: Row) -> bytes:
-        start = row.place * REPORT_BYTES
+        start = row.place * MAX_REPORT_BYTES
         report = self._reports[start : start + row.report_bytes] if row.reported else b""
         # Otherwise, another one is being written.
         return report if report and self._rows[row.place]["reported"] == row.reported else b""

@@ -50,6 +50,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="look again every SECONDS (default: %(const)g), until Ctrl-C; on a terminal's alternate screen",
     )
+    parser.add_argument(
+        "--serve",
+        metavar="[HOST:]PORT",
+        help="serve a live page, and metrics for Prometheus at /metrics, until Ctrl-C; look every 2 s, or as --watch "
+        "says (default of HOST: 127.0.0.1; others need RPCDATALOADER_STATUS_TOKEN_FILE)",
+    )
     parser.add_argument("--workers", action="store_true", help="show each client and each worker, too")
     parser.add_argument("--why", action="store_true", help="show the numbers that tell what training loops wait for")
     parser.add_argument("--json", action="store_true", help="print a JSON document per look (default: text)")
@@ -82,6 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         asker = Asker(client_tls(), options.timeout)
     except (ValueError, AuthenticationError) as exc:
         parser.error(str(exc))
+    if options.serve is not None:
+        try:
+            return _serve(parser, options, places, asker)
+        finally:
+            asker.close()
     document: Tree | None = None
     redraw = options.watch is not None and not options.json and sys.stdout.isatty()
     try:
@@ -111,6 +122,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         asker.close()
     return 1 if document is None else int(document["exit_status"])
+
+
+def _serve(parser: argparse.ArgumentParser, options: argparse.Namespace, places: Places, asker: Asker) -> int:
+    # Not imported for a probe.
+    from rpcdataloader.status import serving
+
+    if options.workers or options.json or options.why or options.stacks:
+        parser.error("--serve shows all but stacks: leave --workers, --json, --why and --stacks out")
+    try:
+        server = serving.StatusServer(serving.parse_place(options.serve), serving.find_token())
+    except (ValueError, AuthenticationError) as exc:
+        parser.error(f"--serve: {exc}")
+    before: list[Tree] = []
+
+    def look() -> Tree:
+        addresses, ignored = places.look()
+        before[:] = [make_document(time.time(), asker.ask(addresses, stacks=False), ignored, *before)]
+        return before[0]
+
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        sys.stdout.write(f"rpcdataloader status {server.url} pid={os.getpid()}\n")
+        sys.stdout.flush()
+        server.serve(look, options.watch or 2.0)
+    return 0
 
 
 @contextlib.contextmanager

@@ -15,6 +15,9 @@ from rpcdataloader.wire.status import NodeStatus
 #: Version of the document; it changes when a key is renamed or goes.
 SCHEMA = 1
 
+#: What a node server may be in.
+STATES = ("ready", "draining", "unreachable", "refused")
+
 # A JSON object.
 Tree = dict[str, Any]
 
@@ -36,7 +39,7 @@ class Answer:
 
     @property
     def state(self) -> str:
-        """``"ready"``, ``"draining"``, ``"unreachable"`` or ``"refused"``."""
+        """One of :data:`STATES`."""
         if self.status is None:
             return "refused" if self.is_refused else "unreachable"
         return "draining" if self.status.draining else "ready"

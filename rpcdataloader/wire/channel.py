@@ -217,6 +217,9 @@ def open_channel(
     except TlsError as exc:
         stream.close()
         raise AuthenticationError(f"{address}: {exc}") from exc
+    except ConnectionLostError as exc:
+        stream.close()
+        raise ConnectionLostError(f"{exc} (in the handshake: perhaps it is no node server, or one that ends)") from exc
     except AuthenticationError as exc:
         stream.close()
         raise AuthenticationError(

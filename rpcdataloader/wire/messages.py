@@ -46,14 +46,9 @@ class Busy(Json):
 
 @dataclass(frozen=True, slots=True)
 class Exited(Json):
-    """A worker of this session ended.
+    """A worker of this session ended: its number, process id, and how it ended, in words.
 
-    Attributes:
-        worker: Its number.
-        pid: Its process id.
-        reason: How it ended, in words.
-        batch: Number of the last batch of a loader that it has begun; -1 for none.
-        sample: Position of the last sample of it, or another number of ``fetch/whereabouts.py``.
+    It has last begun a ``batch`` of a loader, -1 for none; ``sample`` is a number of ``fetch/whereabouts.py``.
     """
 
     worker: int

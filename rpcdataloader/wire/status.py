@@ -17,22 +17,16 @@ MAX_REPORT_BYTES = 8192
 # What is computed with a larger number may overflow. NaN is refused with these.
 _MAX_NUMBER = 1e18
 
-_MAX_NAME = 32
-
 
 @dataclass(frozen=True, slots=True)
 class Value(Json):
-    """A number and its name, which ends with its unit as those of ``Diagnosis.evidence`` do.
-
-    Raises:
-        ValueError: The name is no identifier, or the number is out of range.
-    """
+    """A number and its name, which ends with its unit as those of ``Diagnosis.evidence`` do."""
 
     name: str
     value: float
 
     def __post_init__(self) -> None:
-        if not self.name.isidentifier() or len(self.name) > _MAX_NAME:
+        if not self.name.isidentifier() or len(self.name) > 32:
             raise ValueError("the name of a value is no identifier")
         if not abs(self.value) < _MAX_NUMBER:
             raise ValueError(f"{self.name} is out of range")
@@ -40,11 +34,7 @@ class Value(Json):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopStatus(Json):
-    """Why a training loop waits, as its process reports it: the diagnosis of a pass that is under way.
-
-    Raises:
-        ValueError: A value is out of range.
-    """
+    """Why a training loop waits, as its process reports it: the diagnosis of a pass that is under way."""
 
     dataset: str  # name of its class
     rank: int | None  # in a distributed job; None outside of one
@@ -58,12 +48,9 @@ class LoopStatus(Json):
     stages: list[Value]  # mean seconds per batch
 
     def __post_init__(self) -> None:
-        numbers = self.wait_share, self.demand_per_second or 0.0, self.delivered_per_second, self.more_workers or 0
-        for value in map(Value, ("wait_share", "demand_per_second", "delivered_per_second", "more_workers"), numbers):
-            if value.value < 0:
-                raise ValueError(f"{value.name} is below 0")
-        Value("rank", self.rank or 0)
-        Value(self.bound, 0.0)
+        for name in "rank", "wait_share", "demand_per_second", "delivered_per_second", "more_workers":
+            Value(name, getattr(self, name) or 0)
+        Value(self.bound, 0)
 
 
 @dataclass(frozen=True, slots=True)

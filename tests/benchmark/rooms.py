@@ -36,7 +36,7 @@ def measure(num_batches: int, batch_size: int | None) -> dict[str, Rooms]:
     """The rooms of the trainer and of its worker; a batch size of None is the integer itself."""
     profile = Profile()
     # The profile makes a batch take many times as long, and so more than one in twenty would be timed all the way.
-    recorder.PROBE_INTERVAL = 1.0
+    recorder.PROBE_INTERVAL = recorder.MAX_PROBE_INTERVAL = 1.0
     with tempfile.TemporaryDirectory(prefix="rpcdl-rooms-") as folder:
         path = Path(folder) / "worker"
         per_batch = batch_size or 1

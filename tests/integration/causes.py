@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
@@ -50,6 +51,40 @@ def collate_slowly(samples: list[torch.Tensor]) -> torch.Tensor:
     """Take forty milliseconds."""
     time.sleep(0.04)
     return torch.stack(samples)
+
+
+class Parcel:
+    """Takes CPU time to unpickle, and none to pickle."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return unpack, (self.seconds,)
+
+
+def unpack(seconds: float) -> Parcel:
+    """Rebuild a parcel."""
+    burn(seconds)
+    return Parcel(seconds)
+
+
+class Parcels(Dataset):
+    """Samples that take the trainer some time to rebuild."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> tuple[int, Parcel]:
+        return index, Parcel(self.seconds)
+
+
+def init_slowly(_worker_id: int) -> None:
+    """Take one second."""
+    time.sleep(1.0)
 
 
 class SlowSampler(Sampler[int]):

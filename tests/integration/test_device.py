@@ -324,3 +324,10 @@ def test_batches_that_are_replayed_stay_there(device, workers, where):
     batches = RPCDataloader(Images(), batch_size=4, device=NAME, **where_of(where, workers)).replay(2)
     for turn in range(4):
         check(next(batches), [0, 1, 2, 3] if turn % 2 == 0 else [4, 5, 6, 7], device)
+
+
+@pytest.mark.usefixtures("device")
+def test_profiler_shows_the_wait_for_copies(workers):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert len(list(RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers))) == 5
+    assert [row.count for row in profile.key_averages() if row.key == "RPCDataloader.copy"] == [5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 
@@ -182,6 +183,26 @@ def uneven_stream():
 
 def split_here(make):
     return hf_distributed.split_dataset_by_node(make(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
+def test_stream_that_is_split_on_workers_goes_on_with_another_number_of_ranks(server, monkeypatch):
+    def run(build, num_ranks, states=None, num_batches=None):
+        numbers, after = [], []
+        for rank in range(num_ranks):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+            dataset = RPCDataset(server.address, split_here, stream, build=build)
+            loader = RPCDataloader(dataset, 4, collate_fn=trace, num_workers=1)
+            if states is not None:
+                loader.load_state_dict(states)
+            numbers += numbers_of(itertools.islice(loader, num_batches), [server.pid])
+            after.append(loader.state_dict())
+        return numbers, after
+
+    begun, states = run("worker", 2, num_batches=2)
+    assert sorted(begun + run("worker", 1, states)[0]) == NUMBERS
+    with pytest.raises(ValueError, match=r"on rank 0 of 2, but its dataset is that of rank 0 of 1: .* build="):
+        run("node", 1, states)
 
 
 def load_shares(address, pid):

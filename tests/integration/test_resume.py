@@ -623,7 +623,11 @@ def test_subclass_without_workers_refuses_states_as_well():
 @pytest.mark.parametrize(
     ("state", "options", "message"),
     [
-        (lambda: [1], {}, "TypeError: state_dict must be what state_dict() returned, but is a list"),
+        (
+            lambda: 1,
+            {},
+            "or a list of what it returned on all ranks, but is a int",
+        ),
         (dict, {}, "ValueError: this is no state of an RPCDataloader of this version: its version is None"),
         (lambda: without(saved_by(Numbers()), "turn", "start"), {}, "is not whole: start, turn is missing"),
         (lambda: saved_by(Parts([9])), {}, "ValueError: the state is of a loader with an iterable-style dataset"),

@@ -801,7 +801,7 @@ def test_embedded_pool_that_does_not_start_is_an_error_and_leaves_nothing(monkey
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(local, "_BOOT", "import sys; sys.exit(3)")
     with pytest.raises(ConnectError, match=r"the embedded pool did not start \(exit status 3\)"):
-        local.LocalServer()
+        local.LocalServer().ensure_running()
     assert os.listdir(long_tmpdir) == []
 
 
@@ -812,7 +812,7 @@ def test_ctrl_c_while_the_embedded_pool_starts_leaves_nothing(monkeypatch, long_
     boot = f"import os, signal; input(); os.kill({os.getpid()}, signal.SIGINT); signal.pause()"
     monkeypatch.setattr(local, "_BOOT", boot)
     with pytest.raises(KeyboardInterrupt):
-        local.LocalServer()
+        local.LocalServer().ensure_running()
     assert os.listdir(long_tmpdir) == []
 
 
@@ -821,5 +821,5 @@ def test_ctrl_c_before_the_embedded_pool_starts_leaves_nothing(monkeypatch, long
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setattr(local.subprocess, "Popen", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        local.LocalServer()
+        local.LocalServer().ensure_running()
     assert os.listdir(long_tmpdir) == []

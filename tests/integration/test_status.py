@@ -434,6 +434,42 @@ def test_server_that_does_not_know_reports_serves_and_tells_of_no_loop(serve, lo
     assert "report" not in server.log.lower()
 
 
+def test_session_that_builds_gets_no_report_that_would_wait_there(serve, fifo):
+    class Slow(Samples):
+        def __init__(self, path):
+            read_text(path)
+
+    server = serve()
+    session = session_on(server)
+    session.wait()
+    told = []
+    session._connection.tell = lambda *message: told.append(message)
+    build = threading.Thread(target=RPCDataset, args=([server.address], Slow, fifo))
+    build.start()
+    wait_until(lambda: session.is_busy)
+    session.report(b"{}")
+    assert told == []
+    with open(fifo, "w"):
+        pass
+    build.join()
+    wait_until(lambda: not session.is_busy)
+    session.report(b"{}")
+    assert len(told) == 1
+
+
+def test_pass_that_is_over_is_not_reported(server):
+    loader = RPCDataloader(
+        RPCDataset([server.address], Samples), batch_size=BATCH_SIZE, on_error="skip", persistent_workers=True
+    )
+    for _epoch in range(2):
+        batches = iter(loader)
+        next(batches)
+        assert batches.report().dataset == "Samples"
+        for _ in batches:
+            pass
+        assert batches.report() is None
+
+
 def test_loops_on_an_embedded_pool_are_told_to_nobody():
     loader = RPCDataloader(RPCDataset("local:1", Samples), batch_size=BATCH_SIZE, on_error="skip")
     assert sum(len(batch) for batch in loader) == NUM_SAMPLES - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -92,6 +93,24 @@ def test_shuffled_records_are_the_same_again_and_for_a_saved_pass(shards, server
     resumed = load(indexed(shards, shuffle_queue_size=8), server)
     resumed.load_state_dict(loader.state_dict())
     assert begun + numbers_of(resumed, [server.pid], 2) == whole
+
+
+def test_records_go_on_with_another_number_of_ranks(shards, server, monkeypatch):
+    def run(num_ranks, states=None, num_batches=None):
+        numbers, after = [], []
+        for rank in range(num_ranks):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
+            loader = RPCDataloader(Shards(shards), 8, collate_fn=trace, num_workers=1, workers=server.address)
+            if states is not None:
+                loader.load_state_dict(states)
+            numbers += numbers_of(itertools.islice(loader, num_batches), [server.pid])
+            after.append(loader.state_dict())
+        return numbers, after
+
+    begun, states = run(2, num_batches=1)
+    assert len(begun) == 16
+    assert sorted(begun + run(1, states)[0]) == NUMBERS
 
 
 def load_share(address, folder, pid):

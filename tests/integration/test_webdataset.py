@@ -93,7 +93,7 @@ def test_saved_pass_goes_on_where_it_was(shards, server):
     assert begun + numbers_of(resumed, [server.pid], 2) == whole
 
 
-def test_saved_pass_goes_on_on_as_many_ranks_only(shards, server, monkeypatch):
+def test_saved_pass_goes_on_on_as_many_ranks_or_with_the_states_of_all(shards, server, monkeypatch):
     def begin(rank, world_size, state=None):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
@@ -108,11 +108,13 @@ def test_saved_pass_goes_on_on_as_many_ranks_only(shards, server, monkeypatch):
         numbers += [number for batch in itertools.islice(loader, 2) for number in batch.numbers]
         states.append(loader.state_dict())
     for other in (1, 4):
-        with pytest.raises(ValueError, match=rf"rank 0 of 2, and here is .* of {other}: .* go on with as many ranks"):
+        with pytest.raises(ValueError, match=rf"rank 0 of 2, and here is .* of {other}: .* states of all 2 ranks"):
             begin(0, other, states[0])
+    other = [number for batch in begin(0, 1, states) for number in batch.numbers]
     for rank in range(2):
         numbers += [number for batch in begin(rank, 2, states[rank]) for number in batch.numbers]
     assert sorted(numbers) == NUMBERS
+    assert sorted(other) == sorted(numbers[-len(other) :])
 
 
 def load_share(address, shards, pid):

@@ -52,6 +52,8 @@ PURE = {
     "rpcdataloader.wire.registration",
     "rpcdataloader.wire.stages",
     "rpcdataloader.wire.status",
+    "rpcdataloader.status.history",
+    "rpcdataloader.status.metrics",
     "rpcdataloader.status.report",
     "rpcdataloader.status.text",
     "rpcdataloader.client.slurm",

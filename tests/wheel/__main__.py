@@ -88,6 +88,7 @@ def main() -> None:
         python = str(programs / "python")
         found = run([python, "-c", "import rpcdataloader; print(rpcdataloader.__file__)"], folder)
         assert found.startswith(str(environment)), f"the package comes from {found}"
+        run([python, "-c", "from rpcdataloader.status.serving import make_page; make_page()"], folder)
         match = SCRIPT.search((ROOT / "docs" / "quickstart.md").read_text())
         assert match
         (folder / "train.py").write_text(match[1])

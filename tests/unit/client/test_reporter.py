@@ -64,7 +64,7 @@ def test_every_node_is_told_every_few_seconds_as_long_as_there_is_a_loop(alarm):
     reporter = Reporter(alarm, lambda: nodes)
     loops = [FakeLoop(), FakeLoop()]
     for loop in loops:
-        reporter.add(loop)
+        reporter.add(loop.report)
     del loop
     alarm.ring()
     loops.pop()
@@ -75,14 +75,14 @@ def test_every_node_is_told_every_few_seconds_as_long_as_there_is_a_loop(alarm):
     alarm.ring()
     assert [node.told for node in nodes] == [[[LOOP, LOOP], [LOOP], []]] * 2
     assert not alarm.waiting
-    reporter.add(another := FakeLoop())
+    reporter.add((another := FakeLoop()).report)
     alarm.ring()
     assert nodes[0].told[-1] == [LOOP]
     assert another is not None
 
 
 def test_loop_that_pauses_is_told_once_as_gone(alarm, node, reporter):
-    reporter.add(loop := FakeLoop())
+    reporter.add((loop := FakeLoop()).report)
     for loop.status in LOOP, None, None, LOOP:
         alarm.ring()
     assert node.told == [[LOOP], [], [LOOP]]
@@ -90,12 +90,12 @@ def test_loop_that_pauses_is_told_once_as_gone(alarm, node, reporter):
 
 def test_nothing_is_done_where_nobody_can_ask(alarm):
     reporter = Reporter(alarm, list)
-    reporter.add(FakeLoop())
+    reporter.add(FakeLoop().report)
     assert not alarm.waiting
 
 
 def test_failure_is_logged_once_and_counted_and_the_next_report_comes(alarm, node, reporter, caplog):
-    reporter.add(loop := FakeLoop(ZeroDivisionError("a bug")))
+    reporter.add((loop := FakeLoop(ZeroDivisionError("a bug"))).report)
     for _ in range(3):
         alarm.ring()
     assert [record.levelno for record in caplog.records if record.levelno > logging.DEBUG] == [logging.WARNING]

@@ -114,7 +114,7 @@ SENTENCES = {
     "window": (
         {"consumer": 0.01, "blocked": 0.01, "prefetch_factor": 1, "latency": 0.06, "stages": ALONE},
         "The loop waits 50 % of its time for batches that were asked for too late: each takes 80 ms, 4 may be in "
-        "flight, and 11 are needed: set prefetch_factor=3 (now 1).",
+        "flight, and 12 are needed: set prefetch_factor=3 (now 1).",
     ),
     "window, of bytes": (
         {
@@ -125,7 +125,7 @@ SENTENCES = {
             "stages": ALONE,
         },
         "The loop waits 38 % of its time for batches that were asked for too late: each takes 32 ms, 2 may be in "
-        "flight, and 4 are needed: set max_in_flight_bytes=4480000 (now 2000000).",
+        "flight, and 5 are needed: set max_in_flight_bytes=5000000 (now 2000000).",
     ),
     "straggler": (
         {"consumer": 0.01, "blocked": 0.01, "ready": 0.009},

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcdataloader.server.counters import GATE, NODE, REPORT_BYTES, ROW, SESSION, WORKER, CounterTable
+from rpcdataloader.server.counters import GATE, NODE, ROW, SESSION, WORKER, CounterTable
+from rpcdataloader.wire.status import MAX_REPORT_BYTES
 
 SECOND = 10**9
 
@@ -291,19 +292,58 @@ def test_last_report_of_a_client_is_kept_until_its_session_ends():
     for payload in b"a longer one", b"short":
         table.report(first, payload, 5)
         assert [row.report for row in rows_of(table, SESSION)] == [payload, b""]
-    table.report(first, bytes(REPORT_BYTES + 1), 6)
+    table.report(first, bytes(MAX_REPORT_BYTES + 1), 6)
     assert rows_of(table, SESSION)[0].report == b"short"
-    table.report(second, bytes(range(256)) * (REPORT_BYTES // 256), 7)
+    table.report(second, bytes(range(256)) * (MAX_REPORT_BYTES // 256), 7)
     assert [row.reported for row in rows_of(table, SESSION)] == [5, 7]
-    assert [len(row.report) for row in rows_of(table, SESSION)] == [5, REPORT_BYTES]
+    assert [len(row.report) for row in rows_of(table, SESSION)] == [5, MAX_REPORT_BYTES]
     table.close(first)
     assert open_session(table, pid=4) == first
     assert rows_of(table, SESSION)[0].report == b""
+
+
+class WatchedReports:
+    """Memory of reports, whose users are disturbed."""
+
+    def __init__(self, reports, disturb):
+        self.reports, self.disturb = reports, disturb
+
+    def __getitem__(self, key):
+        found = self.reports[key]
+        self.disturb()
+        return found
+
+    def __setitem__(self, key, value):
+        self.disturb()
+        self.reports[key] = value
 
 
 def test_report_that_is_being_written_is_none():
     table = make_table()
     place = open_session(table)
     table.report(place, b"old", 5)
-    table._rows[place]["reported"] = 0
+    real, seen = table._reports, []
+
+    def read():
+        table._reports = real
+        seen.extend(row.report for row in rows_of(table, SESSION))
+
+    table._reports = WatchedReports(real, read)
+    table.report(place, b"new", 6)
+    assert seen == [b""]
+    assert rows_of(table, SESSION)[0].report == b"new"
+
+
+def test_report_that_another_one_replaces_while_it_is_read_is_none():
+    table = make_table()
+    place = open_session(table)
+    table.report(place, b"old", 5)
+    real = table._reports
+
+    def write():
+        table._reports = real
+        table.report(place, b"new", 6)
+
+    table._reports = WatchedReports(real, write)
     assert rows_of(table, SESSION)[0].report == b""
+    assert rows_of(table, SESSION)[0].report == b"new"

@@ -400,7 +400,7 @@ def hello_with(**identity):
         (b"", "not JSON"),
         (b"{", "not JSON"),
         (b"\xff\xfe", "not JSON"),
-        (b"[" * 4096, "nested too deeply"),
+        (b"[" * 4096, "(nested too deeply|is not JSON)"),  # from Python 3.12 on, it is not too deep
         (b"9" * 4096, "not a JSON object"),
         (b"[]", "not a JSON object"),
         (b"null", "not a JSON object"),

@@ -56,7 +56,7 @@ def test_fields_of_later_versions_are_left_alone():
         (b"\0" * 100, "is not JSON"),
         (b"\xff\xfe", "is not JSON"),
         (b"[]", "is not a JSON object"),
-        (b"[" * 4096, "is nested too deeply"),
+        (b"[" * 4096, "is n"),  # "is nested too deeply", or from Python 3.12 on "is not JSON"
         (CONTENT + b" " * 4096, "it has more than 4096 bytes"),
         (b"{}", "started is missing"),
         (changed(address=None), "address is missing or of another type"),

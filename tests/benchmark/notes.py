@@ -1,0 +1,198 @@
+"""What does the diagnosis cost? Loads batches of one integer with everything that it measures, and without, in turns.
+
+``python -m tests.benchmark.notes`` takes two minutes and prints a Markdown table. Two passes over the same dataset,
+each with a worker of its own, are there at a time; one of them takes some batches, then the other. After some turns,
+others begin: where the memory of a process lies makes more of a difference than a note. The second pass is made of the
+same modules, from whose text all lines that measure are taken out: no clock is read for them, nothing is noted, and no
+request asks its worker for anything. So the comparison is with code that knows nothing of a diagnosis. Where that is
+allowed, all of it comes before other programs of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest import mock
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.loader import dataloader, driver, executor, iterator, seat
+from tests.benchmark.datasets import Integers
+from tests.integration.waits import hurrying
+
+# When its turn begins, the worker of a pass has loaded what the window allows.
+_NUM_LEFT_OUT = 100
+
+# Text of the modules, each of which occurs once, and what it would be without a diagnosis.
+_SEAT = {
+    """        if task.probe is not None:
+            sent.probe = dataclasses.replace(task.probe, assigned=time.monotonic())
+""": "",
+    """                if (probe := sent.probe) is not None:
+                    request.flags, probe.sent = Flag.MEASURED, time.monotonic()
+""": "",
+    """                if probe is not None:
+                    probe.sent = time.monotonic()
+""": "",
+    """            if reply.flags:
+                note_reply(sent.probe, reply)
+""": "",
+    """            answer.worker = worker
+            driver.recorder.answers.append((worker, seconds, answer.size_bytes, answer.arrived, answer.received))
+            if sent.probe is not None:
+                note_answer(sent.probe, timings, now)
+                answer.probe = sent.probe
+""": "",
+    """    if reply.arrival is not None and not reply.arrival.was_here:
+        answer.arrived, answer.received = reply.arrival.at, time.monotonic()
+""": "",
+}
+_DRIVER = {
+    """        elif self.sleep.later_since == math.inf:
+            self.sleep.later_since = time.monotonic()
+""": "",
+}
+_ITERATOR = {
+    """        began = time.monotonic()
+        timeout = self._settings.timeout or None
+        deadline = None if timeout is None else began + timeout
+        drawn = 0.0
+""": """        timeout = self._settings.timeout or None
+        deadline = None if timeout is None else time.monotonic() + timeout
+""",
+    """            drawn += self._advance(wants_input)
+        task,""": """            self._advance(wants_input)
+        task,""",
+    """        drawn += self._advance(wants_input)
+        self._note(began, drawn, answer)
+""": """        self._advance(wants_input)
+""",
+    """        sleep.since = now
+        sleep.later_since = now if engine.holds_answers else math.inf
+""": "",
+    """        now = time.monotonic()
+        self._blocked += now - sleep.since
+        if sleep.later_since < now:
+            self._ready += now - sleep.later_since
+        sleep.since = None
+        if due is not None and due <= now:
+            engine.tick(now)
+""": """        if due is not None and due <= (now := time.monotonic()):
+            engine.tick(now)
+""",
+    """                began = time.monotonic()
+                source = driver.begun.source
+                self._drawn = _shown("draw", next, source, None) if self._is_shown else next(source, None)
+                ended = time.monotonic()
+                seconds += ended - began
+                if ended >= driver.recorder.next_probe and self._drawn is not None:
+                    self._drawn.probe = driver.recorder.probe(ended, ended - began, self._drawn.number)
+""": """                self._drawn = next(driver.begun.source, None)
+""",
+    "self._profiled_next() if _is_profiled() else self._next()": "self._next()",
+    '_shown("wait", driver.condition.wait, seconds) if self._is_shown else driver': "driver",
+}
+
+
+class Cost(NamedTuple):
+    """Microseconds per batch: passed, and of CPU time in the trainer and in its worker."""
+
+    wall: float
+    trainer: float
+    worker: float
+
+
+def without(module: ModuleType, texts: dict[str, str], **names: Any) -> Any:
+    """The module with other text and other names, beside the one that is imported.
+
+    Raises:
+        ValueError: The module has changed.
+    """
+    source = Path(str(module.__file__)).read_text()
+    for old, new in texts.items():
+        if source.count(old) != 1:
+            raise ValueError(f"{source.count(old)} times and not once in {module.__name__}:\n{old}")
+        source = source.replace(old, new)
+    name = f"{module.__name__}_without_notes"
+    spec = importlib.util.spec_from_loader(name, None)
+    assert spec is not None
+    made = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look there
+    exec(compile(source, name, "exec"), made.__dict__)
+    vars(made).update(names)
+    return made
+
+
+def make_iterator_without_notes() -> Any:
+    """The class of passes without notes."""
+    off = without(seat, _SEAT)
+    names = {name: getattr(off, name) for name in ("Answer", "Failure", "Seat", "decode")}
+    names["Executor"] = without(executor, {}, **names).Executor
+    names["Driver"] = without(driver, _DRIVER, **names).Driver
+    return without(iterator, _ITERATOR, **names).RemoteIterator
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time of all threads of a process."""
+    return time.clock_gettime(~pid << 3 | 2)  # as clock_getcpuclockid(3) has it
+
+
+def take_turn(batches: Iterator[Any], pid: int, num_batches: int) -> Cost:
+    for _ in islice(batches, _NUM_LEFT_OUT):
+        pass
+    before = time.perf_counter(), time.process_time(), cpu_seconds(pid)
+    for _ in islice(batches, num_batches):
+        pass
+    after = time.perf_counter(), time.process_time(), cpu_seconds(pid)
+    return Cost(*(1e6 * (until - since) / num_batches for since, until in zip(before, after, strict=True)))
+
+
+@hurrying()
+def measure(num_sets: int, num_rounds: int, num_batches: int) -> dict[bool, list[Cost]]:
+    """The costs of each round, with notes and without."""
+    loader = RPCDataloader(RPCDataset("local:2", Integers), num_workers=1)
+    classes = {True: dataloader.RemoteIterator, False: make_iterator_without_notes()}
+    found: dict[bool, list[Cost]] = {True: [], False: []}
+    for number in range(num_sets):
+        passes: dict[bool, Any] = {}
+        for kind in (True, False) if number % 2 else (False, True):
+            with mock.patch.object(dataloader, "RemoteIterator", classes[kind]):
+                passes[kind] = iter(loader)
+            next(passes[kind])
+        for _ in range(num_rounds):
+            for kind, batches in passes.items():
+                found[kind].append(take_turn(batches, batches._driver.workers[0].pid, num_batches))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmark.notes", description=__doc__)
+    parser.add_argument("--sets", type=int, default=20, help="pairs of passes (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of each pass (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=1000, help="batches of a turn (default: %(default)s)")
+    args = parser.parse_args()
+    if min(args.sets, args.rounds, args.batches) < 1:
+        parser.error("--sets, --rounds and --batches must be positive")
+    found = measure(args.sets, args.rounds, args.batches)
+    print("| µs per batch | without | with the diagnosis | more, per round: median (quartiles) |")
+    print("| --- | ---: | ---: | ---: |")
+    titles = {"wall": "time", "trainer": "CPU time of the trainer", "worker": "CPU time of the worker"}
+    for name, title in titles.items():
+        on, off = ([getattr(cost, name) for cost in costs] for costs in (found[True], found[False]))
+        more = [100 * (a / b - 1) for a, b in zip(on, off, strict=True)]
+        low, middle, high = statistics.quantiles(more, n=4) if len(more) > 1 else more * 3
+        print(
+            f"| {title} | {statistics.median(off):.2f} | {statistics.median(on):.2f} "
+            f"| {middle:+.2f} % ({low:+.2f} to {high:+.2f}) |"
+        )
+    print(f"\n{args.sets} pairs of passes, {args.rounds} turns of {args.batches:,} batches of each.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Passes that wait for a known reason, with real workers and a consumer of known speed: the causes by their names."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from rpcdataloader import Diagnosis, RPCDataloader
+from tests.benchmark.link import shape
+from tests.integration.causes import (
+    SLOW_NODE,
+    Causes,
+    Parcels,
+    SlowSampler,
+    StreamOfCauses,
+    collate_slowly,
+    init_slowly,
+)
+from tests.integration.crew import wait_for_crew, workers_of
+from tests.integration.network import Network
+from tests.integration.quick import quick_server
+from tests.integration.tampering import Proxy
+from tests.integration.zygote import Zygote
+
+Pool = Callable[[Zygote], contextlib.AbstractContextManager[list[str]]]
+
+
+# Other programs of the machine are further causes. Where that is allowed, consumers and the workers that are to burn
+# CPU time come before them.
+
+
+def hurry() -> None:
+    """Let the calling thread, and what it starts, come before other programs."""
+    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+
+
+@functools.cache
+def may_hurry() -> bool:
+    with ThreadPoolExecutor(1) as pool:  # a thread that ends with it
+        return pool.submit(hurry).exception() is None
+
+
+@contextlib.contextmanager
+def hurrying() -> Iterator[None]:
+    """Hurry for a while, where that is allowed."""
+    if may_hurry():
+        hurry()
+    try:
+        yield
+    finally:
+        if may_hurry():
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+# --- pools: node servers, and what is between them and the trainer
+
+
+@contextlib.contextmanager
+def one_node(zygote: Zygote) -> Iterator[list[str]]:
+    with quick_server(zygote, "--num-workers", "32", "--max-connections", "64") as server:
+        yield [server.address]
+
+
+@contextlib.contextmanager
+def a_hurried_node(zygote: Zygote) -> Iterator[list[str]]:
+    """A node whose few workers get a CPU whatever else this machine has to do, where that is allowed."""
+    before = "os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))" if may_hurry() else ""
+    with quick_server(zygote, "--num-workers", "1", before=before) as server:
+        yield [server.address]
+
+
+@contextlib.contextmanager
+def a_slow_node(zygote: Zygote) -> Iterator[list[str]]:
+    slow = f"os.environ[{SLOW_NODE!r}] = '1'"
+    options = ("--num-workers", "4", "--max-connections", "64")
+    with quick_server(zygote, *options, before=slow) as first, quick_server(zygote, *options) as second:
+        yield [first.address, second.address]
+
+
+def behind(make_rule: Callable[[], Any]) -> Pool:
+    """A node behind a proxy."""
+
+    @contextlib.contextmanager
+    def pool(zygote: Zygote) -> Iterator[list[str]]:
+        with one_node(zygote) as (address,), Proxy(address, make_rule()) as proxy:
+            yield [proxy.address]
+
+    return pool
+
+
+def delayed(direction: str, _connection: int, number: int, frame: Any) -> list[Any]:
+    """A link with latency, for one request at a time."""
+    if direction == "down" and number > 2:
+        time.sleep(0.06)
+    return [frame]
+
+
+class NarrowLink:
+    """A link of 20 MB per second, which all connections share."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __call__(self, direction: str, _connection: int, _number: int, frame: Any) -> Any:
+        return self._in_parts(frame.encode()) if direction == "down" and frame.blocks else [frame]
+
+    def _in_parts(self, data: bytes) -> Iterator[bytes]:
+        for start in range(0, len(data), 50_000):
+            with self._lock:
+                time.sleep(0.0025)
+            yield data[start : start + 50_000]
+
+
+@contextlib.contextmanager
+def over_a_gigabit(zygote: Zygote) -> Iterator[list[str]]:
+    """A node in another network namespace, at a link of 1 Gb/s; the calling thread is at the other end. Needs root."""
+    with contextlib.closing(Network()) as network:
+        host, cable = network.add()
+        shape((network.trainer, host), cable, 1.0, delays=False)
+        options = ("--host", cable.address, "--port", "0", "--num-workers", "4")
+        # Its ready line is all that is read of it here; only this thread is in the other network.
+        with quick_server(zygote, *options, before=host.move_in) as server, network.trainer.entered():
+            yield [server.address]
+
+
+# --- what is done during a pass
+
+
+@contextlib.contextmanager
+def stopped_in_turns(iterator: Any) -> Iterator[None]:
+    """Each worker is stopped for a while, one after the other."""
+    wait_for_crew(iterator, 8)
+    pids = [worker.pid for worker in workers_of(iterator)]
+    assert min(pids) > 1
+    is_over = threading.Event()
+
+    def stop() -> None:
+        while not is_over.is_set():
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+                is_over.wait(0.5)
+                os.kill(pid, signal.SIGCONT)
+                if is_over.wait(0.05):
+                    break
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+# --- consumers
+
+
+def hold_the_lock(seconds: float) -> None:
+    """Compute in one call that never lets another thread run, as some extensions do."""
+    sum(range(int(seconds * _count_per_second())))
+
+
+@functools.cache
+def _count_per_second() -> float:
+    begin = time.perf_counter()
+    sum(range(1_000_000))
+    return 1e6 / (time.perf_counter() - begin)
+
+
+class Cause(NamedTuple):
+    """A pass that waits for a known reason.
+
+    Attributes:
+        dataset: What is loaded, without automatic collation if there is no batch size.
+        consumer: Seconds that the loop takes for a batch.
+        num_batches: Batches that it takes.
+        bounds: What may be named.
+        options: More arguments of the loader.
+        pool: Where the workers are.
+        around: What is done to the pool during the pass: a context manager that is given the iterator.
+        consume: What the loop does for so many seconds.
+        is_first: The pass is the first of its workers; for others, one is made before for their imports.
+    """
+
+    dataset: Any
+    consumer: float
+    num_batches: int
+    bounds: set[str]
+    options: dict[str, Any]
+    pool: Pool = one_node
+    around: Callable[[Any], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    consume: Callable[[float], None] = time.sleep
+    is_first: bool = False
+
+
+# Where workers cannot be preferred, they may wait for a CPU, too, and are told so.
+WORKERS = {"workers"} if may_hurry() else {"workers", "oversubscribed"}
+
+CAUSES = {
+    "none": Cause(Causes(stall=0.002), 0.1, 25, {"none"}, {"prefetch_factor": 4}),
+    "start": Cause(
+        Causes(stall=0.001), 0.01, 60, {"start"}, {"prefetch_factor": 4, "worker_init_fn": init_slowly}, is_first=True
+    ),
+    "workers": Cause(Causes(cpu=0.01), 0.002, 60, WORKERS, {"num_workers": 1}, a_hurried_node),
+    "workers, streams": Cause(StreamOfCauses(cpu=0.01), 0.002, 60, WORKERS, {"num_workers": 1}, a_hurried_node),
+    "storage": Cause(Causes(stall=0.04), 0.002, 80, {"storage"}, {}),
+    "storage, streams": Cause(StreamOfCauses(stall=0.04), 0.002, 80, {"storage"}, {}),
+    "collate": Cause(
+        Causes(stall=0.001), 0.001, 40, {"collate"}, {"batch_size": 2, "collate_fn": collate_slowly, "num_workers": 1}
+    ),
+    "oversubscribed": Cause(Causes(cpu=0.02), 0.001, 80, {"oversubscribed"}, {"num_workers": 8}),
+    "sampler": Cause(Causes(), 0.005, 60, {"sampler"}, {"sampler": SlowSampler(0.02)}),
+    "trainer: receiving": Cause(Parcels(0.01), 0.002, 60, {"trainer"}, {}),
+    "trainer: lock": Cause(Parcels(0.012), 0.02, 60, {"trainer"}, {}, consume=hold_the_lock),
+    "window": Cause(Causes(stall=0.004), 0.004, 50, {"window"}, {"prefetch_factor": 1}, behind(lambda: delayed)),
+    "window, bytes": Cause(
+        Causes(stall=0.03, size=250_000), 0.008, 60, {"window"}, {"num_workers": 8, "max_in_flight_bytes": 2_000_000}
+    ),
+    "straggler": Cause(
+        Causes(stall=0.03), 0.01, 150, {"straggler"}, {"num_workers": 8, "prefetch_factor": 2}, around=stopped_in_turns
+    ),
+    "network": Cause(Causes(size=500_000), 0.01, 25, {"network"}, {}, behind(NarrowLink)),
+    "network, 1 Gb/s": Cause(Causes(size=800_000), 0.008, 50, {"network"}, {}, over_a_gigabit),
+    "node": Cause(Causes(stall=0.03), 0.003, 150, {"node"}, {"num_workers": 8}, a_slow_node),
+}
+
+
+@hurrying()
+def run(cause: Cause, addresses: list[str], speed: float = 1.0) -> tuple[Diagnosis, RPCDataloader]:
+    """Take the batches of a pass.
+
+    Args:
+        cause: Why it waits.
+        addresses: Of its pool.
+        speed: The consumer's, as a multiple.
+    """
+    options: dict[str, Any] = {"batch_size": None, "num_workers": 2, **cause.options}
+    loader = RPCDataloader(cause.dataset, workers=addresses, persistent_workers=True, **options)
+    if not cause.is_first:
+        batches = iter(loader)
+        for _ in range(2 * options["num_workers"]):
+            next(batches)
+    batches = iter(loader)
+    with cause.around(batches):
+        for _ in range(cause.num_batches):
+            next(batches)
+            cause.consume(cause.consumer / speed)
+        return loader.diagnosis(), loader
+
+
+# Pools of which more workers are needed. They wait for storage: a small machine has no CPUs for
+# more workers that compute.
+POOLS = [
+    Cause(Causes(stall=0.06), 0.006, 150, {"storage"}, {"num_workers": 4}),
+    Cause(Causes(stall=0.04), 0.004, 150, {"storage"}, {"num_workers": 4}),
+    Cause(Causes(stall=0.02), 0.004, 150, {"storage"}, {"num_workers": 2}),
+]

@@ -1,0 +1,87 @@
+"""The files for Prometheus and Grafana, and the page about them, name the metrics that there are."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rpcdataloader.status.metrics import METRICS
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "monitoring"
+NAMES = {metric.name for metric in METRICS}
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus"
+)
+
+
+def names_in(text):
+    return set(re.findall(r"rpcdataloader_\w+", text))
+
+
+def labels_in(expression):
+    """Names of labels in braces, in ``by (...)`` and in ``on (...)``."""
+    chosen = re.findall(r"[{,]\s*(\w+)\s*=~?\s*\"", expression)
+    grouped = [name for names in re.findall(r"\b(?:by|on)\s*\(([^)]*)\)", expression) for name in names.split(",")]
+    return {name.strip() for name in chosen + grouped}
+
+
+def expressions():
+    """Every question to Prometheus, and how its answers are called."""
+    for panel in json.loads((FOLDER / "dashboard.json").read_text())["panels"]:
+        for target in panel["targets"]:
+            yield target["expr"], target["legendFormat"]
+    for group in yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["expr"], " ".join(rule["annotations"].values()).replace("$labels.", "")
+
+
+def test_page_has_every_metric_as_it_is():
+    table = "".join(
+        f"| `{metric.name}` | {metric.kind} | {', '.join(metric.labels)} | {metric.help} |\n" for metric in METRICS
+    )
+    assert f"| --- | --- | --- | --- |\n{table}\n" in (ROOT / "docs" / "monitoring.md").read_text()
+    assert names_in((ROOT / "docs" / "monitoring.md").read_text()) == NAMES
+
+
+@pytest.mark.parametrize(("expression", "shown"), list(expressions()))
+def test_questions_are_about_metrics_and_labels_that_there_are(expression, shown):
+    asked = [metric for metric in METRICS if metric.name in names_in(expression)]
+    assert {metric.name for metric in asked} == names_in(expression)
+    known = {label for metric in asked for label in metric.labels} | {"job", "instance"}
+    assert labels_in(expression) <= known
+    assert set(re.findall(r"\{\{\s*(\w+)", shown)) - {"$value"} <= known
+    for name in names_in(expression):
+        is_counter = name.endswith("_total")
+        assert bool(re.search(rf"\b(?:rate|increase)\({name}\b", expression)) == is_counter
+
+
+def test_dashboard_has_room_for_each_panel():
+    taken = set()
+    panels = json.loads((FOLDER / "dashboard.json").read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+        assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "arguments",
+    [["check", "config", "prometheus.yml"], ["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]],
+    ids=" ".join,
+)
+def test_prometheus_accepts_its_files(arguments):
+    checked = subprocess.run(["promtool", *arguments], cwd=FOLDER, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr

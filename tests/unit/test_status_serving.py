@@ -1,0 +1,208 @@
+"""What the exporter answers, and to whom. It listens at ports of the kernel's choice, on the loopback address."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import socket
+import threading
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from rpcdataloader.errors import AuthenticationError
+from rpcdataloader.status import serving
+from rpcdataloader.status.report import Answer, make_document
+from rpcdataloader.status.serving import PATHS, StatusServer, find_token, make_page, parse_place
+from rpcdataloader.wire.credentials import load_credentials
+from tests.conftest import wait_until
+from tests.unit.wire.test_status import NODE
+
+TOKEN = b"a-token-for-the-page-of-the-test"
+ANYWHERE = parse_place("0")
+
+
+class Looks:
+    """Gives documents, an exception in place of one, and ends when told to."""
+
+    def __init__(self):
+        self.error = None
+        self.is_over = False
+        self.count = 0
+
+    def __call__(self):
+        if self.is_over:
+            raise KeyboardInterrupt
+        self.count += 1
+        if self.error is not None:
+            raise self.error
+        return make_document(1000.0 + self.count, [Answer("node01:6543", NODE)], {})
+
+
+@contextlib.contextmanager
+def running(place=ANYWHERE, token=None):
+    looks, server = Looks(), StatusServer(place, token)
+
+    def serve():
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve(looks, 0.02)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        wait_until(lambda: looks.count > 1)
+        yield server, looks
+    finally:
+        looks.is_over = True
+        thread.join()
+        assert not [thread for thread in threading.enumerate() if thread.name == "rpcdl-serve"]
+
+
+def get(server, path, host=None, method="GET", **headers):
+    """Status, headers and body."""
+    address, port = server.server_address[:2]
+    with contextlib.closing(http.client.HTTPConnection(address, port, timeout=10)) as connection:
+        connection.putrequest(method, path, skip_host=True)
+        for name, value in {"Host": host or f"localhost:{port}", **headers}.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        reply = connection.getresponse()
+        return reply.status, reply.headers, reply.read()
+
+
+def test_answers():
+    with running() as (server, looks):
+        assert urllib.request.urlopen(server.url, timeout=10).status == 200
+        status, headers, body = get(server, "/metrics")
+        assert (status, headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+        assert b'rpcdataloader_batches_total{node="node01:6543"} 8\n' in body
+        document = json.loads(get(server, "/json?x=1")[2])
+        assert (document["schema"], document["nodes"][0]["tasks"]) == (1, 8)
+        assert len(json.loads(get(server, "/history")[2])["time"]) >= 2
+        count = looks.count
+        wait_until(lambda: looks.count > count + 1)
+        assert json.loads(get(server, "/json")[2])["time_unix_seconds"] > document["time_unix_seconds"]
+        for path in "/nothing", "/page.html", "/../page.html", "/%2e%2e/page.html":
+            assert get(server, path)[0] == 404
+        assert get(server, "/metrics", method="HEAD")[::2] == (200, b"")
+        assert get(server, "/json", method="POST")[0] == 501
+
+
+def test_page_has_all_that_it_needs_and_may_do_nothing_else():
+    with running() as (server, _looks):
+        _status, headers, body = get(server, "/")
+    text = body.decode()
+    assert "var uPlot=" in text
+    assert "Leon Sorokin" in Path(serving.__file__).with_name("page").joinpath("uPlot.LICENSE").read_text()
+    assert not re.findall(r'(?:src|href)="(?!data:,)', text)
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(| on\w+=", text)
+    policy = headers["Content-Security-Policy"]
+    assert policy == make_page()[1]
+    assert policy.startswith("default-src 'none'; style-src 'sha256-")
+    assert "unsafe" not in policy
+    assert policy.count("'sha256-") == text.count("<style>") + text.count("<script>") == 4
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "localhost.evil.example", "10.0.0.1", "", "[", "[::1"]
+)
+def test_name_that_was_made_to_point_here_gets_nothing(host):
+    with running() as (server, _looks):
+        for path in PATHS:
+            status, _headers, body = get(server, path, host=host or " ")
+            assert (status, b"node01" in body, b"<script" in body) == (403, False, False)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9", "[::1]:9100", "127.1.2.3"])
+def test_loopback_by_any_of_its_names_is_answered(host):
+    with running() as (server, _looks):
+        assert get(server, "/json", host=host)[0] == 200
+
+
+def test_token_opens_all_but_the_page_which_tells_nothing():
+    with running(token=TOKEN) as (server, _looks):
+        assert get(server, "/", host="gpu01.cluster")[0] == 200
+        for path in PATHS[1:]:
+            for shown in {}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN.decode()}, {"Cookie": "token"}:
+                status, headers, body = get(server, path, **shown)
+                assert (status, headers["WWW-Authenticate"], b"node01" in body) == (401, "Bearer", False)
+            assert get(server, path, Authorization="Bearer \xff")[0] == 401
+            right = {"Authorization": f"Bearer {TOKEN.decode()}"}
+            assert get(server, path, host="gpu01.cluster", **right)[0] == 200
+        assert get(server, f"/json?token={TOKEN.decode()}")[0] == 401
+
+
+def test_look_that_fails_is_said_once_and_counted_and_its_answers_are_not_the_old_ones(capsys):
+    with running() as (server, looks):
+        looks.error = OSError("a broken exporter")
+        wait_until(lambda: get(server, "/metrics")[0] == 503)
+        count = looks.count
+        wait_until(lambda: looks.count > count + 2)
+        assert get(server, "/")[0] == 200
+        looks.error = None
+        wait_until(lambda: get(server, "/metrics")[0] == 200)
+        failures = re.search(
+            rb"^rpcdataloader_exporter_failures_total (\d+)$", get(server, "/metrics")[2], re.MULTILINE
+        )
+        assert failures
+        assert int(failures[1]) >= 3
+    assert capsys.readouterr().err.count("a broken exporter") == 1
+
+
+def test_client_that_says_nothing_or_goes_keeps_nobody_waiting(capsys):
+    with running() as (server, _looks), socket.create_connection(server.server_address[:2]):
+        with socket.create_connection(server.server_address[:2]) as gone:
+            gone.sendall(b"GET /json HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        assert get(server, "/json")[0] == 200
+    assert capsys.readouterr().err == ""
+
+
+def test_port_in_use_is_said():
+    with running() as (server, _looks):
+        port = server.server_address[1]
+        with pytest.raises(ValueError, match=f"cannot serve at 127.0.0.1:{port}: .* perhaps a second --serve"):
+            StatusServer(parse_place(str(port)), None)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
+def test_address_that_others_reach_needs_a_token(host):
+    with pytest.raises(ValueError, match="can be reached from other machines: set RPCDATALOADER_STATUS_TOKEN_FILE"):
+        StatusServer(parse_place(f"{host}:0"), None)
+
+
+def test_address_that_others_reach_with_a_token():
+    with running(parse_place("0.0.0.0:0"), TOKEN) as (server, _looks):
+        assert get(server, "/metrics")[0] == 401
+
+
+def test_place():
+    assert str(parse_place("9100")) == "127.0.0.1:9100"
+    assert (parse_place("[::1]:0").host, parse_place("[::1]:0").port) == ("::1", 0)
+    for text in "", "node01", "unix:/socket", "a:b:1", "127.0.0.1:70000", "-1":
+        with pytest.raises(ValueError, match="cannot read the address"):
+            parse_place(text)
+
+
+def test_token_comes_from_a_file_of_ones_own_or_a_variable(tmp_path):
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_bytes(TOKEN + b"\n")
+    assert find_token({}) is None
+    assert find_token({"RPCDATALOADER_STATUS_TOKEN_FILE": str(file)}) == TOKEN
+    assert find_token({"RPCDATALOADER_STATUS_TOKEN": TOKEN.decode()}) == TOKEN
+    file.chmod(0o644)
+    with pytest.raises(AuthenticationError, match=r"RPCDATALOADER_STATUS_TOKEN_FILE: .* is open to other users"):
+        find_token({"RPCDATALOADER_STATUS_TOKEN_FILE": str(file)})
+    with pytest.raises(AuthenticationError, match=r"RPCDATALOADER_STATUS_TOKEN: .* is shorter than 16"):
+        find_token({"RPCDATALOADER_STATUS_TOKEN": "short"})
+
+
+def test_token_is_not_the_secret_of_the_node_servers():
+    secret = load_credentials().secret.decode()
+    with pytest.raises(AuthenticationError, match="is the secret of the node servers"):
+        find_token({"RPCDATALOADER_STATUS_TOKEN": secret})
