@@ -146,7 +146,7 @@ class RemoteIterator:
                     delivery = engine.deliver() if driver.ahead is None else driver.ahead.take()
                 if delivery is None:
                     self._wait(deadline)
-                wants_input = engine.wants_input
+                wants_input = engine.table.wants_input
             if delivery is not None:
                 break
             drawn += self._advance(wants_input)
@@ -201,12 +201,12 @@ class RemoteIterator:
         if engine.failure is not None:
             driver.close()
             raise of_rank(engine.failure.with_traceback(None), self._settings.partition)
-        if engine.is_finished:
+        if engine.table.finished:
             self.progress.finished = True
             if not self._settings.persistent_workers:
                 driver.close()
             raise StopIteration
-        if engine.wants_input:
+        if engine.table.wants_input:
             return  # a stream has ended, and left its place to the others
         now = time.monotonic()
         if deadline is not None and deadline <= now:
@@ -220,7 +220,7 @@ class RemoteIterator:
             math.inf if deadline is None else deadline,
         )
         sleep.since = now
-        sleep.later_since = now if engine.holds_answers else math.inf
+        sleep.later_since = now if engine.table.holds_answers else math.inf
         seconds = None if sleep.until == math.inf else sleep.until - now
         _shown("wait", driver.condition.wait, seconds) if self._is_shown else driver.condition.wait(seconds)
         sleep.until = -math.inf
@@ -251,11 +251,11 @@ class RemoteIterator:
             with driver.condition:
                 if wants_input:
                     if self._drawn is None:
-                        engine.end_of_input()
-                    elif engine.add_task(self._drawn) is not None:
+                        engine.table.end_of_input()
+                    elif engine.table.add_task(self._drawn) is not None:
                         self._drawn = None
                     # Otherwise a stream that has ended meanwhile has left less room.
-                    wants_input = engine.wants_input
+                    wants_input = engine.table.wants_input
                 todo = driver.act()
             if todo is not None:
                 driver.carry_out(todo)

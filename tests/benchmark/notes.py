@@ -75,7 +75,7 @@ _ITERATOR = {
 """: """        self._advance(wants_input)
 """,
     """        sleep.since = now
-        sleep.later_since = now if engine.holds_answers else math.inf
+        sleep.later_since = now if engine.table.holds_answers else math.inf
 """: "",
     """        now = time.monotonic()
         self._blocked += now - sleep.since

@@ -85,7 +85,7 @@ def check(batch, indices, device):
 
 def num_answered(run):
     """Batches that have arrived, and are not on their way to the device."""
-    return sum(task.answer is not None for task in list(run.engine._table.tasks.values()))
+    return sum(task.answer is not None for task in list(run.engine.table.tasks.values()))
 
 
 def where_of(request, workers):
