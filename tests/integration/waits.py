@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import signal
 import threading
@@ -23,7 +24,7 @@ from tests.integration.causes import (
     collate_slowly,
     init_slowly,
 )
-from tests.integration.crew import wait_for_crew, workers_of
+from tests.integration.crew import wait_for_crew
 from tests.integration.network import Network
 from tests.integration.quick import quick_server
 from tests.integration.tampering import Proxy
@@ -131,18 +132,21 @@ def over_a_gigabit(zygote: Zygote) -> Iterator[list[str]]:
 def stopped_in_turns(iterator: Any) -> Iterator[None]:
     """Each worker is stopped for a while, one after the other."""
     wait_for_crew(iterator, 8)
-    pids = [worker.pid for worker in workers_of(iterator)]
-    assert min(pids) > 1
+    seats = list(iterator._driver._executor.seats.values())
     is_over = threading.Event()
 
     def stop() -> None:
+        turn = itertools.cycle(seats)
         while not is_over.is_set():
-            for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
-                is_over.wait(0.3)
-                os.kill(pid, signal.SIGCONT)
-                if is_over.wait(0.05):
-                    break
+            # One that is at work: nothing is given to a worker that has not answered for long.
+            seat = next(turn)
+            if not seat.sent:
+                is_over.wait(0.001)
+                continue
+            os.kill(seat.worker.pid, signal.SIGSTOP)
+            is_over.wait(0.3)
+            os.kill(seat.worker.pid, signal.SIGCONT)
+            is_over.wait(0.05)
 
     thread = threading.Thread(target=stop)
     thread.start()
