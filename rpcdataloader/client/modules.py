@@ -68,8 +68,6 @@ def _locate(each: object) -> tuple[str, str]:
             f"py_modules: {name} is a namespace package, whose parts may be in many places: add an __init__.py, or "
             "name the paths of packages in it"
         )
-    if origin.endswith(_BINARY):
-        raise _is_binary(name, origin)
     if not origin.endswith(".py") or not os.path.isfile(origin):
         raise ValueError(f"py_modules: {name} is not a Python file, but {origin}: install it on the nodes instead")
     return name, os.path.dirname(origin) if os.path.basename(origin) == "__init__.py" else origin
@@ -90,19 +88,15 @@ def _find(name: str) -> str | None:
     return spec.origin
 
 
-def _is_binary(name: str, path: str) -> ValueError:
-    return ValueError(
-        f"py_modules: {name} has {path}, which is built for one kind of machine: install the package on the nodes"
-    )
-
-
 def _pack(name: str, path: str) -> Module:
     if os.path.isdir(path):
         found = {f"{name}/{os.path.relpath(file, path)}": file for file in _files(path)}
     else:
         found = {f"{name}.py": path}
     if binary := next(filter(lambda file: file.endswith(_BINARY), found.values()), None):
-        raise _is_binary(name, binary)
+        raise ValueError(
+            f"py_modules: {name} has {binary}, which is built for one kind of machine: install it on the nodes instead"
+        )
     try:
         sizes = {file: os.path.getsize(file) for file in found.values()}
         if (size_bytes := sum(sizes.values())) > MAX_BYTES:

@@ -110,6 +110,8 @@ def install_modules(modules: Iterable[Module]) -> None:
                 f"without --preload {module.name}, or leave it out of py_modules",
                 name=module.name,
             )
+    if new and not _folder:
+        raise FileNotFoundError(f"py_modules: {socket.gethostname()} has no folder for temporary files: set its TMPDIR")
     if new and _folder not in sys.path:
         os.mkdir(_folder, 0o700)
         sys.path.insert(0, _folder)

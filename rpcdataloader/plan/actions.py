@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 N = TypeVar("N", bound=Hashable)
@@ -28,7 +29,8 @@ class Cancel(NamedTuple):
     number: int
 
 
-class Open(NamedTuple, Generic[N]):
+@dataclass(frozen=True, slots=True)
+class Open(Generic[N]):
     """Ask a node for a worker. ``is_promised``: there will be room for it, so a busy node is waited for."""
 
     worker: int
@@ -56,7 +58,8 @@ class Restart(NamedTuple):
     worker: int
 
 
-class Seek(NamedTuple, Generic[N]):
+@dataclass(frozen=True, slots=True)
+class Seek(Generic[N]):
     """Try to reach a node after ``delay`` seconds, and say what came of it."""
 
     node: N

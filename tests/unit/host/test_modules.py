@@ -112,3 +112,9 @@ def test_folder_of_somebody_else_is_not_used(folder):
     folder.mkdir()
     with pytest.raises(FileExistsError):
         install_modules([pack("squares", {"squares.py": b"side = 2"})])
+
+
+def test_without_a_folder_the_error_says_what_to_set(folder):  # noqa: ARG001
+    unpack_into("")
+    with pytest.raises(FileNotFoundError, match="has no folder for temporary files: set its TMPDIR"):
+        install_modules([pack("squares", {"squares.py": b"side = 2"})])
