@@ -165,7 +165,7 @@ class Pass:
         self.cluster.at(action.delay, self.seek, action.node, token)
 
     def open(self, action: Open[str]) -> None:
-        number, place, name, is_promised = action
+        number, place, name, is_promised = action.worker, action.place, action.node, action.is_promised
         cluster = self.cluster
         node = cluster.nodes[name]
         if number in self.unwanted or self.rank.sessions.get(name) != node.incarnation or not node.answers:
