@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-N = TypeVar("N", bound=Hashable)
+# The type of nodes is the driver's business. Python 3.10 has no generic named tuples.
+Node = Any
 
 
 class Load(NamedTuple):
@@ -29,13 +29,12 @@ class Cancel(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Open(Generic[N]):
+class Open(NamedTuple):
     """Ask a node for a worker. ``is_promised``: there will be room for it, so a busy node is waited for."""
 
     worker: int
     place: int
-    node: N
+    node: Node
     is_promised: bool
 
 
@@ -58,11 +57,10 @@ class Restart(NamedTuple):
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class Seek(Generic[N]):
+class Seek(NamedTuple):
     """Try to reach a node after ``delay`` seconds, and say what came of it."""
 
-    node: N
+    node: Node
     delay: float
 
 
@@ -81,4 +79,4 @@ class Say(NamedTuple):
     is_warning: bool = True
 
 
-Action = Load | Cancel | Open[Any] | Close | End | Restart | Seek[Any] | ReportWait | Say
+Action = Load | Cancel | Open | Close | End | Restart | Seek | ReportWait | Say
