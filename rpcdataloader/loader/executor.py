@@ -167,7 +167,7 @@ class Executor:
         # The consumer draws for this epoch when all workers know of it.
         seat.restart(dumps(Call(remote.start_epoch, args, {}, ordered=True).fields()))
 
-    def _open(self, action: Open, opening: _Opening | None) -> None:
+    def _open(self, action: Open[Node], opening: _Opening | None) -> None:
         """Ask for a worker, if its node is still there."""
         while True:
             if opening is None:
@@ -186,7 +186,7 @@ class Executor:
         if error is not None:
             self._driver.feed(lambda engine, _now: engine.open_failed(action.worker, error))
 
-    def _ask(self, action: Open, opening: _Opening) -> RPCError | None:
+    def _ask(self, action: Open[Node], opening: _Opening) -> RPCError | None:
         """Ask for a worker; returns why it cannot be had.
 
         With the condition, so that it is ready only after its first request is on the way.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
-# The type of nodes is the driver's business. Python 3.10 has no generic named tuples.
-Node = Any
+N = TypeVar("N", bound=Hashable)
 
 
 class Load(NamedTuple):
@@ -29,12 +29,13 @@ class Cancel(NamedTuple):
     number: int
 
 
-class Open(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Open(Generic[N]):
     """Ask a node for a worker. ``is_promised``: there will be room for it, so a busy node is waited for."""
 
     worker: int
     place: int
-    node: Node
+    node: N
     is_promised: bool
 
 
@@ -57,10 +58,11 @@ class Restart(NamedTuple):
     worker: int
 
 
-class Seek(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Seek(Generic[N]):
     """Try to reach a node after ``delay`` seconds, and say what came of it."""
 
-    node: Node
+    node: N
     delay: float
 
 
@@ -79,4 +81,4 @@ class Say(NamedTuple):
     is_warning: bool = True
 
 
-Action = Load | Cancel | Open | Close | End | Restart | Seek | ReportWait | Say
+Action = Load | Cancel | Open[Any] | Close | End | Restart | Seek[Any] | ReportWait | Say

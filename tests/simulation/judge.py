@@ -602,7 +602,7 @@ class Judge:
             self.fail(f"{action}: it is waited for, or was cancelled before")
         self.to_cancel.discard((action.worker, action.number))
 
-    def _see_open(self, action: Open, now: float) -> None:
+    def _see_open(self, action: Open[str], now: float) -> None:
         number, place_number, node, is_promised = action
         self.num_opened += 1
         if number != self.num_opened:
@@ -656,7 +656,7 @@ class Judge:
         if action.worker not in self.members:
             self.fail(f"{action}: it is gone")
 
-    def _see_seek(self, action: Seek, now: float) -> None:
+    def _see_seek(self, action: Seek[str], now: float) -> None:
         node, delay = action
         if node in self.hopeless:
             self.fail(f"{action}: the node is not to be used")

@@ -160,11 +160,11 @@ class Pass:
         if worker is not None:
             self.cluster.die(worker, LATE)
 
-    def look_for(self, action: Seek) -> None:
+    def look_for(self, action: Seek[str]) -> None:
         token = self.seeks[action.node] = self.seeks.get(action.node, 0) + 1
         self.cluster.at(action.delay, self.seek, action.node, token)
 
-    def open(self, action: Open) -> None:
+    def open(self, action: Open[str]) -> None:
         number, place, name, is_promised = action
         cluster = self.cluster
         node = cluster.nodes[name]
