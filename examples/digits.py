@@ -46,6 +46,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from tqdm import tqdm
 
 from rpcdataloader import RPCDataloader, RPCDataset
+from rpcdataloader.errors import LocalProtocolError
 
 
 class Digits(Dataset[tuple[Tensor, int]]):
@@ -137,6 +138,15 @@ def evaluate(network: nn.Module, loader: RPCDataloader, device: torch.device) ->
     return num_correct / num_images
 
 
+def describe_waiting(loader: RPCDataloader) -> tuple[float, str]:
+    """Return the share of its time that the loop waits for the loader, and a text for the progress bar."""
+    try:
+        diagnosis = loader.diagnosis()
+    except LocalProtocolError:  # it has no workers
+        return math.nan, "loading here"
+    return diagnosis.wait_share, f"waiting {diagnosis.wait_share:.0%} ({diagnosis.bound})"
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training images (default: 20)")
@@ -199,12 +209,11 @@ def main() -> None:
         sampler.set_epoch(epoch)
         model.train()
         sums = torch.zeros(4, device=device)
-        waited = 0.0
-        start = asked = time.perf_counter()
-        for images, labels in tqdm(
-            train_loader, f"epoch {epoch + 1}", leave=False, disable=None if rank == 0 else True
-        ):
-            waited += time.perf_counter() - asked
+        start = time.perf_counter()
+        bar = tqdm(train_loader, f"epoch {epoch + 1}", leave=False, disable=None if rank == 0 else True)
+        for number, (images, labels) in enumerate(bar):
+            if number % 10 == 0 and not bar.disable:
+                bar.set_postfix_str(describe_waiting(train_loader)[1], refresh=False)
             if args.digest:
                 digest = hashlib.sha256(
                     digest.encode() + images.cpu().numpy().tobytes() + labels.cpu().numpy().tobytes()
@@ -222,14 +231,13 @@ def main() -> None:
                 if rank == 0:
                     save_checkpoint(args.checkpoint, parts, epoch=epoch, digest=digest)
                 sys.exit(os.EX_TEMPFAIL)
-            asked = time.perf_counter()
-        sums[3] += waited
+        sums[3] += describe_waiting(train_loader)[0]
         loss_sum, num_correct, num_images, waited = sum_over_ranks(sums)
         seconds = time.perf_counter() - start
         if rank == 0:
             print(
                 f"epoch {epoch + 1:2}  loss {loss_sum / num_images:.4f}  accuracy {num_correct / num_images:.4f}  "
-                f"{num_images / seconds:6.0f} samples/s  waiting for data {waited / world_size / seconds:4.0%}",
+                f"{num_images / seconds:6.0f} samples/s  waiting for data {waited / world_size:4.0%}",
                 flush=True,
             )
             if args.checkpoint:

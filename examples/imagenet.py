@@ -37,6 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
+from rpcdataloader.errors import LocalProtocolError
 
 # Of the pixels 0 to 255 of ImageNet, per channel.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
@@ -67,6 +68,15 @@ def read_environment(*names: str, default: int) -> int:
 def normalise(images: Tensor) -> Tensor:
     mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (MEAN, STD))
     return ((images - mean) / std).contiguous(memory_format=torch.channels_last)
+
+
+def describe_waiting(loader: RPCDataloader) -> tuple[float, str]:
+    """Return the share of its time that the loop waits for the loader, and a text for the progress bar."""
+    try:
+        diagnosis = loader.diagnosis()
+    except LocalProtocolError:  # it has no workers
+        return math.nan, "loading here"
+    return diagnosis.wait_share, f"waiting {diagnosis.wait_share:.0%} ({diagnosis.bound})"
 
 
 def find_learning_rate(num_epochs: float, world_size: int, args: argparse.Namespace) -> float:
@@ -204,12 +214,11 @@ def main() -> None:
         sampler.set_epoch(epoch)
         model.train()
         sums = torch.zeros(3, device=device, dtype=torch.float64)
-        waited = 0.0
-        start = asked = time.perf_counter()
-        for images, labels in tqdm(
-            train_loader, f"epoch {epoch + 1}", leave=False, disable=None if rank == 0 else True
-        ):
-            waited += time.perf_counter() - asked
+        start = time.perf_counter()
+        bar = tqdm(train_loader, f"epoch {epoch + 1}", leave=False, disable=None if rank == 0 else True)
+        for number, (images, labels) in enumerate(bar):
+            if number % 10 == 0 and not bar.disable:
+                bar.set_postfix_str(describe_waiting(train_loader)[1], refresh=False)
             num_seen += len(labels) * world_size
             for group in optimizer.param_groups:
                 group["lr"] = find_learning_rate(epoch + num_seen / len(train_set), world_size, args)
@@ -224,16 +233,15 @@ def main() -> None:
             if stop.is_known_to_a_rank():
                 save_checkpoint(args.checkpoint, rank, parts, epoch=epoch, num_seen=num_seen)
                 sys.exit(os.EX_TEMPFAIL)
-            asked = time.perf_counter()
         num_seen = 0
-        sums[2] += waited
+        sums[2] += describe_waiting(train_loader)[0]
         loss_sum, num_images, waited = sum_over_ranks(sums)
         seconds = time.perf_counter() - start
         accuracy, accuracy_of_five = evaluate(network, val_loader, precision, device)
         if rank == 0:
             print(
                 f"epoch {epoch + 1:2}  loss {loss_sum / max(1, num_images):.4f}  {num_images / seconds:6.0f} images/s  "
-                f"waiting for data {waited / world_size / seconds:4.0%}  "
+                f"waiting for data {waited / world_size:4.0%}  "
                 f"validation accuracy {accuracy:.4f}, within five guesses {accuracy_of_five:.4f}",
                 flush=True,
             )

@@ -34,6 +34,7 @@ class FakeDevice:
         device: What its tensors say.
         pinned: Where batches are received.
         copied: For each copy, the blocks.
+        timed: For each copy, whether it was to be timed.
         waits: For each wait, the number of the copy and the thread.
         error: Raised by the copies with these numbers.
         computes: Whether it has work left, whenever that is asked.
@@ -45,13 +46,15 @@ class FakeDevice:
         self.pinned = FakePinned()
         self.carrier = Carrier(self, self.pinned)
         self.copied: list[list[torch.Tensor]] = []
+        self.timed: list[bool] = []
         self.waits: list[tuple[int, threading.Thread]] = []
         self.errors: dict[int, Exception] = {}
         self.computes = False
         self._memory: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
-    def copy(self, blocks: Sequence[torch.Tensor]) -> _LateCopies:
+    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> _LateCopies:
+        self.timed.append(is_timed)
         with self._lock:
             number = len(self.copied)
             self.copied.append(list(blocks))
@@ -80,3 +83,6 @@ class _LateCopies:
         self._device.waits.append((self._number, threading.current_thread()))
         for copy, block in zip(self.memory, self._device.copied[self._number], strict=True):
             copy.copy_(block)
+
+    def times(self) -> None:
+        """Not known."""

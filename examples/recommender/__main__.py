@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -41,6 +42,7 @@ from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
+from rpcdataloader.errors import LocalProtocolError
 
 from . import data
 from .loading import ParquetRows, as_combined, as_dict
@@ -148,6 +150,15 @@ def evaluate(trainer: Trainer, loader: RPCDataloader, num_rows: int) -> float:
     return area_under_curve(scores, clicks)
 
 
+def describe_waiting(loader: RPCDataloader) -> tuple[float, str]:
+    """Return the share of its time that the loop waits for the loader, and a text for the progress bar."""
+    try:
+        diagnosis = loader.diagnosis()
+    except LocalProtocolError:  # it has no workers
+        return math.nan, "loading here"
+    return diagnosis.wait_share, f"waiting {diagnosis.wait_share:.0%} ({diagnosis.bound})"
+
+
 def train(args: argparse.Namespace, ranks: Ranks, path: str) -> None:
     workers = f"local:{args.num_workers}" if args.num_workers else args.workers
     train_set = RPCDataset(workers, ParquetRows, path)
@@ -169,25 +180,24 @@ def train(args: argparse.Namespace, ranks: Ranks, path: str) -> None:
     for epoch in range(first_epoch, args.epochs):
         sampler.set_epoch(epoch)
         trainer.model.train()
-        loss, num_rows, waited = torch.zeros((), device=ranks.device), 0, 0.0
-        start = asked = time.perf_counter()
+        loss, num_rows = torch.zeros((), device=ranks.device), 0
+        start = time.perf_counter()
         with tqdm(loader, f"epoch {epoch + 1}", leave=False, disable=None if ranks.rank == 0 else True) as bar:
-            for batch in bar:
-                waited += time.perf_counter() - asked
+            for number, batch in enumerate(bar):
+                if number % 10 == 0 and not bar.disable:
+                    bar.set_postfix_str(describe_waiting(loader)[1], refresh=False)
                 loss += trainer.step(batch) * len(batch["clicks"])
                 num_rows += len(batch["clicks"])
                 if stop:
                     trainer.save(args.checkpoint, epoch=epoch, loader=loader.state_dict())
                     sys.exit(os.EX_TEMPFAIL)
-                asked = time.perf_counter()
-                bar.set_postfix_str(f"waiting {waited / (asked - start):.0%}", refresh=False)
         seconds = time.perf_counter() - start
-        losses, all_rows, all_waited = ranks.sum(loss.item(), num_rows, waited)
+        losses, all_rows, all_waited = ranks.sum(loss.item(), num_rows, describe_waiting(loader)[0])
         area = evaluate(trainer, test_loader, len(test_set))
         if ranks.rank == 0:
             print(
                 f"epoch {epoch + 1:2}  loss {losses / all_rows:.4f}  test AUC {area:.4f}  "
-                f"{all_rows / seconds:6.0f} rows/s  waiting for data {all_waited / ranks.number / seconds:4.0%}",
+                f"{all_rows / seconds:6.0f} rows/s  waiting for data {all_waited / ranks.number:4.0%}",
                 flush=True,
             )
         if args.checkpoint:

@@ -79,6 +79,9 @@ def measure(records: Records) -> Figures | None:
     # The wait that is going on counts, too.
     elapsed = records.last - first.delivered + records.waiting
     waited, blocked = (until - since + records.waiting for since, until in zip(begin[1:3], end[1:3], strict=True))
+    # A device that stands still for a copy is a loop that waits, though not in next.
+    stalled = batches * _mean([probe.stalled for probe in probes])
+    waited, blocked = waited + stalled, blocked + stalled
     drawn = end.drawn - begin.drawn
     size_bytes = (end.size_bytes - begin.size_bytes) / batches
     allowed = min(setup.window, max(1, ratio(setup.max_in_flight_bytes, size_bytes, setup.window) // 1))

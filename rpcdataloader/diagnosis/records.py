@@ -80,6 +80,7 @@ class Probe:
         lock: Seconds that the receiver thread did not run though the bytes were there: wall time less CPU time of
             decoding, and of those receive calls that found all they asked for.
         copy: Seconds that the copy to the device took there.
+        stalled: Seconds that the device stood still for the copy, after ``next``.
         reorder: Seconds that it was here, and the batch before it not delivered.
         wait: Seconds that the consumer was in ``next`` for it.
         stages: The worker's durations; None if it has sent none.
@@ -99,6 +100,7 @@ class Probe:
     decode_cpu: float = 0.0
     lock: float = 0.0
     copy: float = 0.0
+    stalled: float = 0.0
     reorder: float = 0.0
     wait: float = 0.0
     stages: Stages | None = None

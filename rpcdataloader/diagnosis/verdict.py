@@ -119,6 +119,8 @@ def _find_bound(figures: Figures, records: Records) -> tuple[str, dict[str, Valu
     evidence, capacities = figures.evidence, figures.capacities
     own, drawn, blocked = (evidence[f"{part}_seconds"] for part in ("own", "draw", "blocked"))
     if max(own, drawn) > blocked:
+        if own > drawn and evidence["copy_seconds"] >= own / 2:
+            return "device_copy", {}  # by a device that copies in the thread of the loop
         return ("sampler", {}) if drawn > own else ("trainer", {"part": "own"})
     limit = _HEADROOM * evidence["needed_rate"]
     lowest = min((name for name in capacities if name != "window"), key=capacities.__getitem__, default="")

@@ -32,7 +32,7 @@ class Ahead:
         answer = delivery.answer
         if answer is not None and answer.movable is not None:
             try:
-                answer.copies = self._carrier.carry(answer.movable)
+                answer.copies = self._carrier.carry(answer.movable, answer.probe is not None)
             except BaseException as exc:
                 # What the frames refer to is a batch.
                 answer.result = Failure(exc.with_traceback(None))

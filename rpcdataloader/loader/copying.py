@@ -7,6 +7,7 @@ meanwhile is known to torch's allocator, see :class:`~rpcdataloader.wire.slabs.B
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -28,6 +29,12 @@ class Copies(Protocol):
     def wait(self) -> None:
         """Let what the calling thread does next on the device wait for the copies, and the memory for that."""
 
+    def times(self) -> tuple[float, float] | None:
+        """Seconds that the copies took, and that the stream of the one who waited stood still for them.
+
+        None if that is not known, or not yet.
+        """
+
 
 class Copier(Protocol):
     """What copies to one device. Thread-safe.
@@ -38,7 +45,7 @@ class Copier(Protocol):
 
     device: torch.device
 
-    def copy(self, blocks: Sequence[torch.Tensor]) -> Copies:
+    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> Copies:
         """Begin to copy ``uint8`` tensors; they may be dropped at once."""
 
     def is_busy(self) -> bool:
@@ -58,35 +65,54 @@ class StreamCopier:
         self._module = module
         self._stream = module.Stream(device=device)
 
-    def copy(self, blocks: Sequence[torch.Tensor]) -> Copies:
+    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> Copies:
         """Begin to copy, from any thread."""
         module = self._module
         # The device first: a stream of another one than the current would make a context on both.
         with module.device(self.device), module.stream(self._stream):
             memory = [torch.empty(block.numel(), dtype=torch.uint8, device=self.device) for block in blocks]
+            start = _recorded(module, self._stream) if is_timed else None
             for copy, block in zip(memory, blocks, strict=True):
                 copy.copy_(block, non_blocking=True)
-            event = module.Event()
-            event.record(self._stream)
-        return _StreamCopies(self.device, module, memory, event)
+            event = _recorded(module, self._stream, is_timed)
+        return _StreamCopies(self.device, module, memory, event, start)
 
     def is_busy(self) -> bool:
         """See :class:`Copier`; to ask takes some microseconds."""
         return not self._module.current_stream(self.device).query()
 
 
+def _recorded(module: Any, stream: Any, is_timed: bool = True) -> Any:
+    event = module.Event(enable_timing=is_timed)
+    event.record(stream)
+    return event
+
+
 class _StreamCopies:
-    def __init__(self, device: torch.device, module: Any, memory: list[torch.Tensor], event: Any) -> None:
+    def __init__(self, device: torch.device, module: Any, memory: list[torch.Tensor], event: Any, start: Any) -> None:
         self.memory = memory
         self._device = device
         self._module = module
         self._event = event
+        self._start = start  # of copies that are timed
+        self._waits: list[Any] = []  # events around the wait of the stream
 
     def wait(self) -> None:
         stream = self._module.current_stream(self._device)
-        stream.wait_event(self._event)
+        if self._start is None:
+            stream.wait_event(self._event)
+        else:
+            before = _recorded(self._module, stream)
+            stream.wait_event(self._event)
+            self._waits = [before, _recorded(self._module, stream)]
         for copy in self.memory:
             copy.record_stream(stream)
+
+    def times(self) -> tuple[float, float] | None:
+        if not self._waits or not self._waits[1].query():
+            return None
+        before, after = self._waits
+        return self._start.elapsed_time(self._event) / 1e3, before.elapsed_time(after) / 1e3
 
 
 class PlainCopier:
@@ -95,9 +121,11 @@ class PlainCopier:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def copy(self, blocks: Sequence[torch.Tensor]) -> Copies:
+    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> Copies:  # noqa: ARG002
         """Copy, from any thread."""
-        return _Done([block.to(self.device) for block in blocks])
+        began = time.monotonic()
+        memory = [block.to(self.device) for block in blocks]
+        return _Done(memory, time.monotonic() - began)
 
     def is_busy(self) -> bool:
         """It does not tell."""
@@ -105,11 +133,15 @@ class PlainCopier:
 
 
 class _Done:
-    def __init__(self, memory: list[torch.Tensor]) -> None:
+    def __init__(self, memory: list[torch.Tensor], seconds: float) -> None:
         self.memory = memory
+        self._seconds = seconds
 
     def wait(self) -> None:
         """There is nothing to wait for."""
+
+    def times(self) -> tuple[float, float]:
+        return self._seconds, 0.0
 
 
 class Carrier:
@@ -128,7 +160,7 @@ class Carrier:
         self.is_device_busy = copier.is_busy
         self._copier = copier
 
-    def carry(self, movable: Movable) -> Copies:
+    def carry(self, movable: Movable, is_timed: bool = False) -> Copies:
         """Begin to copy the tensors of a message.
 
         Raises:
@@ -136,7 +168,7 @@ class Carrier:
         """
         # In the trainer's thread, too, in which what is made for a validation would be of no use for training.
         with torch.inference_mode(False), torch.no_grad():
-            copies = self._copier.copy(movable.blocks)
+            copies = self._copier.copy(movable.blocks, is_timed)
             movable.move(copies.memory, self._copier.device)
         return copies
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Literal, TypeVar
 
@@ -24,11 +23,11 @@ from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
-from rpcdataloader.loader.measured import MeasuredLoader, nobody
+from rpcdataloader.loader.measured import nobody
 from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
 from rpcdataloader.loader.ranks import errors_of_rank
+from rpcdataloader.loader.resumable import ResumableLoader
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
-from rpcdataloader.loader.states import VERSION, end_pass, state_of_rank, to_state
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.wire.slabs import PageablePool
 
@@ -38,7 +37,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 _TORCHS = {"prefetch_factor", "persistent_workers", "pin_memory_device"}
 
 
-class RPCDataloader(MeasuredLoader[_T_co]):
+class RPCDataloader(ResumableLoader[_T_co]):
     """A ``torch.utils.data.DataLoader`` that loads and collates its batches in workers on any machine.
 
     Arguments, batches, their order, and exceptions are torch's; see its documentation. What differs:
@@ -232,54 +231,6 @@ class RPCDataloader(MeasuredLoader[_T_co]):
         """How many samples were skipped (``on_error="skip"``) in what was delivered of the current or the last pass."""
         return self._progress[1].num_skipped if self._progress is not None else 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the last iterator of this loader is, for :meth:`load_state_dict`; that of torchdata's loaders.
-
-        It counts what was delivered, not what is being prefetched, and takes some 25 KB as JSON, mostly the states of
-        the global generators when the epoch began, from which samplers draw. The states of samplers and of
-        iterable-style datasets that have a ``state_dict()`` of their own are part of it.
-
-        Raises:
-            LocalProtocolError: The loader has no workers (``num_workers=0``).
-        """
-        self._check_can_resume()
-        if self._progress is None:
-            return dict(self._saved or {"version": VERSION})
-        return to_state(*self._progress)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Let the next iterator go on where the saved one was: the remaining batches, bit for bit.
-
-        The number of workers may be another one for map-style datasets; iterable-style ones get as many as before. With
-        the states of all ranks, they go on with another number of ranks, each with its share of the streams. What was
-        delivered is not loaded again, and the global generators of this process stay as they are. A state of the end of
-        an epoch lets the next one begin.
-
-        Args:
-            state_dict: What :meth:`state_dict` has returned here; or a list of what it has returned on all ranks, as
-                :func:`~rpcdataloader.integrations.gather_states` makes it.
-
-        Raises:
-            LocalProtocolError: The loader has no workers (``num_workers=0``).
-            TypeError: ``state_dict`` is neither a mapping nor a list of mappings.
-            ValueError: It belongs to another kind of loader, or the states of all ranks do not fit together. When
-                iterating: or the sampler is too short for it.
-        """
-        self._check_can_resume()
-        settings = PassSettings.of(self)
-        state = state_of_rank(settings, state_dict)
-        if state.get("finished"):
-            end_pass(settings, state)
-        self._saved = copy.deepcopy(state)
-        self._progress = None
-
-    def _check_can_resume(self) -> None:
-        if self._where is None:
-            raise _NoStateError(
-                "this loader has no workers, so it is torch's own, which cannot resume: give num_workers=1 or more, or "
-                "workers='inline' to load in this process"
-            )
-
     @property
     def _is_accelerate_prepared(self) -> bool:
         # Accelerate asks this before it replaces a loader by one of torch's, which knows nothing of our workers.
@@ -386,10 +337,6 @@ class RPCDataloader(MeasuredLoader[_T_co]):
         iterator = RemoteIterator(settings, dataset, placement, recorder, saved, self._reported_length)
         self._current, self._recorder = weakref.ref(iterator), recorder
         return iterator
-
-
-class _NoStateError(LocalProtocolError, AttributeError):
-    """Also what ``hasattr`` expects."""
 
 
 class _LoaderWithoutState(RPCDataloader[_T_co]):

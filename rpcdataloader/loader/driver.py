@@ -203,7 +203,7 @@ class Driver:
         with self.condition:
             self._note_setup()
             self.closed.set()
-            self.engine.forget_tasks()
+            self.engine.table.forget()
             if self.ahead is not None:
                 self.ahead.delivery = None
             self.condition.notify_all()
@@ -291,7 +291,7 @@ class Driver:
 
     def _has_news(self) -> bool:
         engine = self.engine
-        if engine.has_deliverable or engine.is_finished or engine.wants_input:
+        if engine.table.has_deliverable or engine.table.finished or engine.table.wants_input:
             return True
         if self.ahead is not None and self.ahead.delivery is not None:
             return True
@@ -342,5 +342,5 @@ class Driver:
         if workers:
             names = {number: seats[number].worker.name for number in workers if number in seats}
             self.recorder.setup = Setup(
-                workers, self.engine.window, settings.prefetch_factor, settings.max_in_flight_bytes, names
+                workers, self.engine.table.window, settings.prefetch_factor, settings.max_in_flight_bytes, names
             )

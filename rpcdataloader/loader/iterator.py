@@ -16,9 +16,11 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
 from rpcdataloader.diagnosis.recorder import Recorder
+from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCTimeoutError
 from rpcdataloader.fetch.bad_samples import Reduced
+from rpcdataloader.loader.copying import Copies
 from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.passes import undone_afterwards, warn_if_longer
 from rpcdataloader.loader.placement import Placement
@@ -78,6 +80,7 @@ class RemoteIterator:
         self._drawn: Task | None = None  # from the sampler, and not in the engine yet
         self._blocked = self._ready = 0.0  # seconds asleep for the next batch, and of these with a later one here
         self._is_told = False  # why the loop has waited in this pass
+        self._timed: tuple[Probe, Copies] | None = None  # the last probe
         self._is_shown = False  # to a profiler, what is done now
         with undone_afterwards(saved):
             self._driver = Driver(settings, dataset, placement, saved, recorder)
@@ -143,7 +146,7 @@ class RemoteIterator:
                     delivery = engine.deliver() if driver.ahead is None else driver.ahead.take()
                 if delivery is None:
                     self._wait(deadline)
-                wants_input = engine.wants_input
+                wants_input = engine.table.wants_input
             if delivery is not None:
                 break
             drawn += self._advance(wants_input)
@@ -179,6 +182,10 @@ class RemoteIterator:
         if answer.probe is None:
             driver.recorder.deliveries.append(note)
         else:
+            # The copies of this batch are not done yet, and those of the probe before are.
+            if (timed := self._timed) is not None and (times := timed[1].times()) is not None:
+                timed[0].copy, timed[0].stalled = times
+            self._timed = None if answer.copies is None else (answer.probe, answer.copies)
             driver.note_setup()
             driver.recorder.probed(answer.probe, note)
 
@@ -194,12 +201,12 @@ class RemoteIterator:
         if engine.failure is not None:
             driver.close()
             raise of_rank(engine.failure.with_traceback(None), self._settings.partition)
-        if engine.is_finished:
+        if engine.table.finished:
             self.progress.finished = True
             if not self._settings.persistent_workers:
                 driver.close()
             raise StopIteration
-        if engine.wants_input:
+        if engine.table.wants_input:
             return  # a stream has ended, and left its place to the others
         now = time.monotonic()
         if deadline is not None and deadline <= now:
@@ -213,7 +220,7 @@ class RemoteIterator:
             math.inf if deadline is None else deadline,
         )
         sleep.since = now
-        sleep.later_since = now if engine.holds_answers else math.inf
+        sleep.later_since = now if engine.table.holds_answers else math.inf
         seconds = None if sleep.until == math.inf else sleep.until - now
         _shown("wait", driver.condition.wait, seconds) if self._is_shown else driver.condition.wait(seconds)
         sleep.until = -math.inf
@@ -244,11 +251,11 @@ class RemoteIterator:
             with driver.condition:
                 if wants_input:
                     if self._drawn is None:
-                        engine.end_of_input()
-                    elif engine.add_task(self._drawn) is not None:
+                        engine.table.end_of_input()
+                    elif engine.table.add_task(self._drawn) is not None:
                         self._drawn = None
                     # Otherwise a stream that has ended meanwhile has left less room.
-                    wants_input = engine.wants_input
+                    wants_input = engine.table.wants_input
                 todo = driver.act()
             if todo is not None:
                 driver.carry_out(todo)

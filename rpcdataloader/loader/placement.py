@@ -25,7 +25,10 @@ logger = logging.getLogger("rpcdataloader.loader")
 # Seconds that named nodes are waited for when another one is there. Jobs start node servers at the same time, but these
 # import torch on machines of different speed; and shares of ranks fit together where all see the same nodes.
 PATIENCE = 10.0
-_PAUSE = 0.02
+
+# Seconds between two looks at what has come, at most: a part of the time that has passed, so that nearby servers lose
+# milliseconds, and a directory is not read all the time.
+_MAX_PAUSE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +83,8 @@ def place(
         offered = [node.num_workers() for node in nodes]
         return share_of(offered, partition, by_node=isinstance(where, Elastic))[: num_workers or None]
 
-    nodes, missing = _find_nodes(where, lambda nodes: len(choose(nodes)), min_workers)
+    least = min(min_workers, num_workers or min_workers)  # streams that go on may be fewer
+    nodes, missing = _find_nodes(where, lambda nodes: len(choose(nodes)), least)
     _let_follow([session for session in (node.session() for node in nodes) if session.is_ready])
     offered = [node.num_workers() for node in nodes]
     if isinstance(where, Local):
@@ -163,8 +167,7 @@ def _find_nodes(
 
     The first one is waited for, and all others for :data:`PATIENCE` after it, once; for longer if it is too little.
     """
-    limit = connect_timeout()
-    deadline, patient_until = time.monotonic() + limit, math.inf
+    limit, began, patient_until = connect_timeout(), time.monotonic(), math.inf
     sessions: dict[Node, RemoteSession] = {}
     while True:
         nodes = get_client().nodes(where)
@@ -179,9 +182,9 @@ def _find_nodes(
             patient_until = min(patient_until, now + PATIENCE)
             if now >= patient_until or all(node.is_missed for node in connecting):
                 break
-        elif now >= deadline or not (connecting or (there and isinstance(where, Elastic))):
+        elif now >= began + limit or not (connecting or (there and isinstance(where, Elastic))):
             break
-        time.sleep(_PAUSE)
+        time.sleep(min(_MAX_PAUSE, 0.001 + (now - began) / 20))
     if not there:
         sessions[nodes[0]].wait()  # raises its error, at the latest when it has connected for as long
     for node in missing:

@@ -249,7 +249,7 @@ class Seat:
         elif settings.iterable and answer.stream is None:
             engine.stream_ended(worker, number, now)
             return
-        stream = engine.stream_of(number) if settings.iterable else None
+        stream = engine.table.stream_of(number) if settings.iterable else None
         counts = engine.answered(
             worker, number, size_bytes=answer.size_bytes, task_seconds=seconds, now=now, answer=answer
         )

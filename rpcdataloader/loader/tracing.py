@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import functools
 import logging
 import os
 import threading
@@ -53,8 +54,7 @@ class Trace:
         self._tracks = Tracks(f"{partition.label}trainer (pid {os.getpid()})", time.monotonic())
         self._descriptor: int | None = None
         self._buffer = bytearray()
-        self._size_bytes = 0  # that were written
-        self._write_at = 0.0
+        self._size_bytes, self._write_at = 0, 0.0  # of the file, and when the buffer goes there
         try:
             self._begin_file()
             self._before.unlink(missing_ok=True)
@@ -108,8 +108,7 @@ class Trace:
             if isinstance(error, BlockingIOError):
                 raise BlockingIOError(error.errno, "another process writes it") from None
             raise
-        self._size_bytes = 0
-        self._write_at = 0.0
+        self._size_bytes, self._write_at = 0, 0.0
         self._buffer = bytearray(b"[\n" + ",\n".join(self._tracks.names).encode())
 
     def _write_buffer(self, descriptor: int) -> None:
@@ -148,23 +147,22 @@ def _of_rank(path: str, partition: Partition) -> Path:
     return Path(path.replace("{rank}", str(partition.rank)))
 
 
-_lock = threading.Lock()
-_of_process: tuple[int, Trace | None] | None = None  # process, and what its environment asks for
+_opening = threading.Lock()
 
 
 def trace_of_process() -> Trace | None:
     """The trace that the environment asks for, the same for all loaders; None if it asks for none, or it fails."""
-    global _of_process
     path = os.environ.get(VARIABLE)
-    if not path:
+    with _opening:
+        return _open(path, os.getpid()) if path else None
+
+
+@functools.cache
+def _open(path: str, _pid: int) -> Trace | None:
+    try:
+        trace = Trace(path)
+    except (OSError, ValueError) as error:
+        logger.warning("no trace, though %s=%s asks for one: %s", VARIABLE, path, error)
         return None
-    with _lock:
-        if _of_process is None or _of_process[0] != os.getpid():
-            trace = None
-            try:
-                trace = Trace(path)
-                atexit.register(trace.close)
-            except (OSError, ValueError) as error:
-                logger.warning("no trace, though %s=%s asks for one: %s", VARIABLE, path, error)
-            _of_process = os.getpid(), trace
-        return _of_process[1]
+    atexit.register(trace.close)
+    return trace

@@ -5,9 +5,9 @@ every call, and carries the actions out after it has let the lock go, in the ord
 therefore carry out the actions of two events in any order, so an action never relies on an earlier one having been
 carried out; what comes too late is answered by an event (:meth:`Engine.open_failed`, :meth:`Engine.worker_lost`).
 
-Three parts are joined here. A *table* knows where each task is (:mod:`~rpcdataloader.plan.table`), the *crew* knows the
-workers and their nodes, and *retries* what has gone wrong with which task. The engine decides what the end of a worker
-means for the task that it was at, and what is tried again.
+Three parts are joined here. The *table* knows where each task is (:mod:`~rpcdataloader.plan.table`): the consumer adds
+tasks to it, and asks it what there is. The *crew* knows the workers and their nodes, and *retries* what has gone wrong
+with which task. The engine decides what the end of a worker means for the task that it was at, and what is tried again.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Engine(Generic[N]):
 
     Attributes:
         failure: Why the pass cannot go on; None while it can.
+        table: Where each task is; another object in the next epoch.
     """
 
     def __init__(
@@ -89,70 +90,28 @@ class Engine(Generic[N]):
         self._retries = Retries(
             options.max_retries, marks_last_try=options.marks_last_try, leaves_out=options.leaves_out
         )
-        self._condemned: dict[int, str] = {}
-        self._table: Table[Any]
+        self.table: Table[Any]
         if options.is_iterable:
-            self._table = StreamTable(options, batch_size_bytes, turn)
+            self.table = StreamTable(options, batch_size_bytes, turn)
         else:
             options = replace(options, num_workers=max(1, self._crew.num_wanted))
-            self._table = BatchTable(options, batch_size_bytes)
+            self.table = BatchTable(options, batch_size_bytes)
 
-    # The input and the consumer
-
-    @property
-    def wants_input(self) -> bool:
-        """Whether :meth:`add_task` takes a task. Stays true until one is added or delivered, or a stream ends."""
-        return self._table.wants_input
-
-    def add_task(self, payload: Any) -> int | None:
-        """Add what the sampler has given; returns its number, or None if there is no room for it now."""
-        return self._table.add_task(payload)
-
-    def end_of_input(self) -> None:
-        """The sampler has no more."""
-        self._table.end_of_input()
-
-    def stream_of(self, number: int) -> int | None:
-        """The stream that a task belongs to, until it is delivered; None where there are no streams."""
-        task = self._table.tasks.get(number)
-        return None if task is None else task.stream
-
-    @property
-    def has_deliverable(self) -> bool:
-        """Whether :meth:`deliver` gives something now."""
-        return self._table.has_deliverable
+    # The consumer
 
     def deliver(self) -> Delivery | None:
         """Hand the next answer to the consumer; None while it is not there."""
-        task = self._table.pop_deliverable()
+        task = self.table.pop_deliverable()
         if task is None:
             return None
         self._waiting_since = None
-        number, condemned = task.number, None
-        if self._retries.is_needed:
-            self._retries.delivered(number)
-            condemned = self._condemned.pop(number, None)
-        return Delivery(number, task.payload, task.answer, task.stream, condemned)
+        condemned = self._retries.delivered(task.number) if self._retries.is_needed else None
+        return Delivery(task.number, task.payload, task.answer, task.stream, condemned)
 
     def consumer_waits(self, now: float) -> None:
         """The consumer has found nothing to deliver; it may say so again."""
         if self._waiting_since is None:
             self._waiting_since, self._report_at = now, now + REPORT_AFTER
-
-    @property
-    def holds_answers(self) -> bool:
-        """Whether something is answered and not delivered, be it next or not."""
-        return self._table.answered_bytes > 0
-
-    @property
-    def window(self) -> int:
-        """Tasks that may be undelivered."""
-        return self._table.window
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the input has ended and everything is delivered."""
-        return self._table.finished
 
     @property
     def num_workers(self) -> int:
@@ -164,13 +123,9 @@ class Engine(Generic[N]):
         """The node of each worker that takes tasks."""
         return {one.number: one.node for one in self._crew if one.has_joined and not one.is_draining}
 
-    def forget_tasks(self) -> None:
-        """Nothing is delivered any more; what was answered is let go."""
-        self._table.forget()
-
     def begin_epoch(self, now: float, turn: int = 0) -> None:
         """Another epoch begins, with the same workers; what was not delivered of the last one is dropped."""
-        self._begin(self._table.batch_size_bytes, turn)
+        self._begin(self.table.batch_size_bytes, turn)
         self._waiting_since = None
         self._crew.reopen()
         for worker in self._crew:
@@ -181,7 +136,7 @@ class Engine(Generic[N]):
             if worker.is_sent_away:
                 self._close_idle(worker)
             elif worker.has_joined:
-                self._table.worker_joined(worker.number, now, worker.node, worker.place)
+                self.table.worker_joined(worker.number, now, worker.node, worker.place)
 
     # Answers
 
@@ -193,7 +148,7 @@ class Engine(Generic[N]):
         Returns:
             Whether ``answer`` is what will be delivered; otherwise it is to be forgotten.
         """
-        table = self._table
+        table = self.table
         is_doubled = table.num_doubled > 0  # perhaps this one
         counts = table.replied(worker, number, size_bytes=size_bytes, task_seconds=task_seconds, now=now, answer=answer)
         if counts and is_doubled:
@@ -209,19 +164,19 @@ class Engine(Generic[N]):
             Whether the task is tried again, or was answered by another worker; if not, :meth:`answered` comes next.
         """
         delay = self._retries.delay(worker, number)
-        tried_again = None if delay is None else self._table.retry(worker, number, delay=delay, now=now)
+        tried_again = None if delay is None else self.table.retry(worker, number, delay=delay, now=now)
         if tried_again is None:
             return False
         if tried_again:
             self._retries.tried_again(number)
-            task = self._describe(self._table.tasks[number].payload)
+            task = self._describe(self.table.tasks[number].payload)
             self._crew.say(f"{task} is tried again in {delay:g} s: {type(error).__name__}: {error}")
         self._copy_ended(worker, number)
         return True
 
     def stream_ended(self, worker: int, number: int, now: float) -> None:
         """A worker answered that its stream was at its end before this task."""
-        self._table.ended(worker, number, now)
+        self.table.ended(worker, number, now)
         self._copy_ended(worker, number)
 
     def _copy_ended(self, number: int, task: int) -> None:
@@ -242,7 +197,7 @@ class Engine(Generic[N]):
         for other in self._crew.ready(worker):
             self._send_away(other, now)
         worker.has_joined = True
-        self._table.worker_joined(number, now, worker.node, worker.place)
+        self.table.worker_joined(number, now, worker.node, worker.place)
 
     def worker_at_work(self, number: int) -> None:
         """A worker has answered the first request of this epoch."""
@@ -261,7 +216,7 @@ class Engine(Generic[N]):
     def _drain(self, worker: Member[N]) -> None:
         if worker.has_joined and not worker.is_draining:
             worker.is_draining = True
-            self._table.worker_draining(worker.number)
+            self.table.worker_draining(worker.number)
 
     def _send_away(self, worker: Member[N], now: float) -> None:
         worker.is_sent_away = True
@@ -275,7 +230,7 @@ class Engine(Generic[N]):
 
     def _close_idle(self, worker: Member[N]) -> None:
         """End a worker that was sent away, when it has answered what it had."""
-        is_busy = worker.has_joined and (not worker.is_at_work or self._table.in_flight(worker.number))
+        is_busy = worker.has_joined and (not worker.is_at_work or self.table.in_flight(worker.number))
         if not is_busy and not worker.is_closed:
             worker.is_closed = True
             self._out.append(Close(worker.number))
@@ -295,21 +250,21 @@ class Engine(Generic[N]):
         died = loss.node_is_up and loss.came and not worker.is_draining
         # One that was still starting has not loaded anything.
         is_blamed = worker.has_joined and self._leave(number, now, loss if died and worker.is_at_work else None)
-        is_needed = self._table.needs(worker.place)
+        is_needed = self.table.needs(worker.place)
         self._crew.lost(worker, loss, is_needed=is_needed, is_blamed=is_blamed, died=died)
 
     def _leave(self, worker: int, now: float, death: Loss | None = None) -> bool:
         """What a worker that took tasks had goes to others; returns whether the one that it was at is to blame."""
-        number = self._table.running(worker, None if death is None else death.task)
-        self._interrupted = "" if number is None else self._describe(self._table.tasks[number].payload)
-        for lost in self._table.in_flight(worker):
+        number = self.table.running(worker, None if death is None else death.task)
+        self._interrupted = "" if number is None else self._describe(self.table.tasks[number].payload)
+        for lost in self.table.in_flight(worker):
             self._retries.copy_ended(worker, lost)
-        self._table.worker_left(worker, now)
+        self.table.worker_left(worker, now)
         if number is None or death is None:
             return False
         place = death.place if number == death.task else None
-        if self._table.blame(number, is_too_many=self._retries.died(number, str(death.error), place)):
-            self._condemned[number] = f"{self._interrupted} {self._retries.deaths_of(number)}"
+        if self.table.blame(number, is_too_many=self._retries.died(number, str(death.error), place)):
+            self._retries.condemn(number, self._interrupted)
         return True
 
     # Nodes
@@ -327,7 +282,7 @@ class Engine(Generic[N]):
             num_offered: Workers that it offers; asked of nodes that are new to the pass.
         """
         self._crew.node_up(node, incarnation, num_offered)
-        self._table.resize(max(1, self._crew.num_wanted))
+        self.table.resize(max(1, self._crew.num_wanted))
 
     def node_missing(self, node: N, error: BaseException) -> None:
         """A node that the pass begins with is not there."""
@@ -351,13 +306,13 @@ class Engine(Generic[N]):
     def add_nodes(self, nodes: Iterable[N]) -> None:
         """More nodes are there for this pass."""
         self._crew.add_nodes(nodes)
-        self._table.resize(max(1, self._crew.num_wanted))
+        self.table.resize(max(1, self._crew.num_wanted))
 
     def remove_nodes(self, nodes: Iterable[N], now: float) -> None:
         """Nodes are not for this pass any more: their workers answer what they have, and end."""
         for worker in self._crew.remove_nodes(nodes):
             self._send_away(worker, now)
-        self._table.resize(max(1, self._crew.num_wanted))
+        self.table.resize(max(1, self._crew.num_wanted))
 
     # Time, and what is to be done
 
@@ -365,7 +320,7 @@ class Engine(Generic[N]):
         """What is to be done after the last events, each thing once."""
         if self._crew.is_changed:
             self._crew.fill_places()
-        table, out = self._table, self._out
+        table, out = self.table, self._out
         while (assigned := table.assign(now)) is not None:
             worker, number = assigned
             is_last, left_out = False, None
@@ -378,19 +333,19 @@ class Engine(Generic[N]):
 
     def tick(self, now: float) -> None:
         """Time has passed: end what is late, and give up when waiting is of no use any more."""
-        self._out += [End(worker, number) for worker, number in self._table.timed_out(now)]
+        self._out += [End(worker, number) for worker, number in self.table.timed_out(now)]
         if self.failure is None and (deadline := self._crew.stuck_until(now)) is not None and deadline <= now:
             error = self._crew.verdict()
             if self._interrupted and isinstance(error, ConnectionLostError):
                 error = type(error)(f"{error}; it was loading {self._interrupted}")
             self.failure = error
-        if self._waiting_since is not None and self._report_at <= now and (task := self._table.awaited()) is not None:
-            self._out.append(ReportWait(self._table.holder(task), task.payload, now - self._waiting_since))
+        if self._waiting_since is not None and self._report_at <= now and (task := self.table.awaited()) is not None:
+            self._out.append(ReportWait(self.table.holder(task), task.payload, now - self._waiting_since))
             self._report_at = now + REPORT_AGAIN
 
     def due(self, now: float) -> float | None:
         """When to call :meth:`tick` and :meth:`act` again if nothing happens before; None for never."""
-        due = self._table.due(now)
+        due = self.table.due(now)
         stuck_until = self._crew.stuck_until(now) if self._crew.is_stuck else None
-        report_at = None if self._waiting_since is None or not self._table.tasks else self._report_at
+        report_at = None if self._waiting_since is None or not self.table.tasks else self._report_at
         return min((time for time in (due, stuck_until, report_at) if time is not None), default=None)

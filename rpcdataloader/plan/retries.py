@@ -20,6 +20,7 @@ class _Trouble:
     places: Counter[int | None] = field(default_factory=Counter)
     left_out: dict[int, str] = field(default_factory=dict)
     num_retries: int = 0  # exceptions after which it was tried again
+    error: str | None = None  # to be raised in its place
 
 
 class Retries:
@@ -74,9 +75,10 @@ class Retries:
         suspected = max((num for place, num in trouble.places.items() if place is not None), default=0)
         return len(trouble.killed) - suspected >= self._max_retries
 
-    def deaths_of(self, number: int) -> str:
-        """How the workers of a task have ended, in words."""
-        return _describe(self._get(number).killed)
+    def condemn(self, number: int, task: str) -> None:
+        """A task, which is named ``task`` in the error, is not tried again after the deaths of its workers."""
+        trouble = self._get(number)
+        trouble.error = f"{task} {_describe(trouble.killed)}"
 
     def left_out(self, number: int) -> Mapping[int, str] | None:
         """The places whose samples are to be left out, each with the reason."""
@@ -95,9 +97,10 @@ class Retries:
         """A copy of a task was answered, or is lost with its worker."""
         self._last_copies.discard((worker, number))
 
-    def delivered(self, number: int) -> None:
-        """A task is done."""
-        self._troubles.pop(number, None)
+    def delivered(self, number: int) -> str | None:
+        """A task is done; returns the text of its error if it was condemned."""
+        trouble = self._troubles.pop(number, None)
+        return None if trouble is None else trouble.error
 
     def _get(self, number: int) -> _Trouble:
         self.is_needed = True

@@ -63,7 +63,7 @@ class Table(ABC, Generic[T]):
         tasks: Those that are not delivered, by number, in the order of the numbers.
         batch_size_bytes: Estimated size of a batch, 0 before the first answer.
         num_doubled: Tasks in flight at two workers.
-        answered_bytes: Of what is answered and not delivered.
+        answered_bytes: Bytes of what is answered and not delivered.
 
     Raises:
         ValueError: An option is out of its range.
@@ -271,6 +271,16 @@ class Table(ABC, Generic[T]):
         self._window = self._wanted_window
         self.answered_bytes -= task.size_bytes or 0
         return task
+
+    def stream_of(self, number: int) -> int | None:
+        """The stream that a task belongs to, until it is delivered; None where there are no streams."""
+        task = self.tasks.get(number)
+        return None if task is None else task.stream
+
+    @property
+    def holds_answers(self) -> bool:
+        """Whether something is answered and not delivered, be it next or not."""
+        return self.answered_bytes > 0
 
     def forget(self) -> None:
         """Let all tasks go."""

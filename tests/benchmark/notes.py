@@ -75,7 +75,7 @@ _ITERATOR = {
 """: """        self._advance(wants_input)
 """,
     """        sleep.since = now
-        sleep.later_since = now if engine.holds_answers else math.inf
+        sleep.later_since = now if engine.table.holds_answers else math.inf
 """: "",
     """        now = time.monotonic()
         self._blocked += now - sleep.since
@@ -157,7 +157,7 @@ def take_turn(batches: Iterator[Any], pid: int, num_batches: int) -> Cost:
 def measure(num_sets: int, num_rounds: int, num_batches: int) -> dict[bool, list[Cost]]:
     """The costs of each round, with notes and without."""
     loader = RPCDataloader(RPCDataset("local:2", Integers), num_workers=1)
-    classes = {True: dataloader.RemoteIterator, False: make_iterator_without_notes()}
+    classes = {True: iterator.RemoteIterator, False: make_iterator_without_notes()}
     found: dict[bool, list[Cost]] = {True: [], False: []}
     for number in range(num_sets):
         passes: dict[bool, Any] = {}

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -40,14 +41,17 @@ class Cluster:
                 pytest.skip(problem)
             self.network = Network()
             self.network.add()  # an address that is not the loopback's
-            _near, near = self.network.others[0], self.network
-            near.trainer.run("ip", "route", "add", "default", "via", "10.0.1.2")
+            self.network.trainer.run("ip", "route", "add", "default", "via", "10.0.1.2")
+        # Where the engines write; short, for Ray has sockets there.
+        self._temporary = tempfile.TemporaryDirectory(prefix="rpcdl-")
         self._environment = {
             **os.environ,
             "HOME": str(folder),  # Ray writes a secret of its own there
             "PYTHONPATH": str(ROOT),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_TRAIN_V2_ENABLED": "1",
+            "RAY_TMPDIR": self._temporary.name,
+            "DASK_TEMPORARY_DIRECTORY": self._temporary.name,
             "DASK_DISTRIBUTED__LOGGING__DISTRIBUTED": "error",
         }
         del self._environment["RPCDATALOADER_TOKEN_FILE"]
@@ -101,6 +105,7 @@ class Cluster:
     def close(self):
         self.process.communicate(timeout=60 * TIMEOUT_SCALE)
         self._log.close()
+        self._temporary.cleanup()
         if self.network is not None:
             self.network.close()
 

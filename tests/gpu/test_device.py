@@ -1,6 +1,7 @@
 """Batches that are delivered on a real device."""
 
 import json
+import time
 
 import pytest
 import torch
@@ -147,3 +148,10 @@ def test_another_device_than_the_current_one_is_all_that_is_used():
     for number, batch in enumerate(RPCDataloader(Samples(), batch_size=8, workers="local:2", device="cuda:1")):
         assert batch["large"].device == torch.device("cuda", 1)
         assert batch["index"].tolist() == list(range(8 * number, 8 * number + 8))
+
+
+def test_copies_are_timed():
+    loader = RPCDataloader(Samples(), batch_size=8, workers="local:2", device="cuda")
+    for _ in loader:
+        time.sleep(0.03)  # each batch is followed
+    assert 0 < loader.diagnosis().stages["copy"].mean < 0.03

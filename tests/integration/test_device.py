@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ from rpcdataloader.loader import dataloader as dataloader_module
 from rpcdataloader.loader import driver as driver_module
 from rpcdataloader.loader import inline as inline_module
 from rpcdataloader.loader import settings as settings_module
+from rpcdataloader.loader.copying import Carrier, PlainCopier, _Done
+from rpcdataloader.wire.slabs import PageablePool
 from tests.conftest import wait_until
 from tests.devices import FakeDevice
 from tests.integration import kinds
@@ -81,7 +85,7 @@ def check(batch, indices, device):
 
 def num_answered(run):
     """Batches that have arrived, and are not on their way to the device."""
-    return sum(task.answer is not None for task in list(run.engine._table.tasks.values()))
+    return sum(task.answer is not None for task in list(run.engine.table.tasks.values()))
 
 
 def where_of(request, workers):
@@ -324,6 +328,29 @@ def test_batches_that_are_replayed_stay_there(device, workers, where):
     batches = RPCDataloader(Images(), batch_size=4, device=NAME, **where_of(where, workers)).replay(2)
     for turn in range(4):
         check(next(batches), [0, 1, 2, 3] if turn % 2 == 0 else [4, 5, 6, 7], device)
+
+
+class SlowCopier(PlainCopier):
+    """A device with one stream, to which a copy takes ten milliseconds."""
+
+    def copy(self, blocks, is_timed=False):
+        time.sleep(0.01)
+        copies = super().copy(blocks, is_timed)
+        return _Done(copies.memory, 0.01)
+
+
+@pytest.mark.parametrize("consumer", [0.001, 0.002, 0.004])
+def test_diagnosis_names_copies_that_are_too_slow(monkeypatch, wide_servers, consumer):
+    monkeypatch.setattr(settings_module, "find_device", lambda name: name and torch.device(name))
+    monkeypatch.setattr(dataloader_module, "find_device", lambda name: name and torch.device(name))
+    carrier = Carrier(SlowCopier(torch.device("cpu")), PageablePool())
+    monkeypatch.setattr(driver_module, "make_carrier", lambda _device, _pageable: carrier)
+    loader = RPCDataloader(Causes(stall=0.002), None, num_workers=2, device=NAME, workers=[wide_servers[0].address])
+    for _ in itertools.islice(loader, 80):
+        time.sleep(consumer)
+    diagnosis = loader.diagnosis()
+    assert diagnosis.bound == "device_copy", diagnosis
+    assert diagnosis.capacities["device_copy"] == pytest.approx(100, rel=0.05)
 
 
 @pytest.mark.usefixtures("device")

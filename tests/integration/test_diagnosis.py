@@ -37,6 +37,7 @@ def test_diagnosis_names_the_cause(name, zygote):
     }  # fmt: skip
 
 
+# Copies to a device are test_device's.
 def test_most_bounds_have_a_cause():
     assert WORDS.keys() - {bound for cause in CAUSES.values() for bound in cause.bounds} == {"device_copy", "unclear"}
 

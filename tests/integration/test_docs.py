@@ -69,6 +69,7 @@ NOT_RUN = {
         "$ export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...",
         "$ python -m examples.storage_formats --cost",
     ],
+    "monitoring.md": ["$ python -m rpcdataloader.status --serve 9100 @pool", "$ cd examples/monitoring"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
     "debugging.md": [
@@ -93,6 +94,7 @@ NOT_RUN = {
     "status.md": [
         "$ python -m rpcdataloader.status node01:6543 node02:6543 node03:6543",
         "$ python -m rpcdataloader.status node01:6543 --workers",
+        "$ python -m rpcdataloader.status --serve 9100 node01:6543 node02:6543",
         "$ until python -m rpcdataloader.status @pool > /dev/null; do [ $? -eq 1 ] || break; sleep 2; done",
     ],
     "slurm.md": ["$ sbatch train.sbatch", "$ export POOL=$PWD/pool"],

@@ -158,7 +158,7 @@ def test_late_answer_of_a_second_copy_keeps_no_memory(server, monkeypatch, fifo,
     wait_until(lambda: is_idle(iterator), what="the late answer")
     assert int(next(iterator)[0]) == 7
     wait_until(lambda: get_client().allocator.stats().leased_bytes == 0)
-    wait_until(lambda: iterator._driver.engine._table._num_in_flight == 0)
+    wait_until(lambda: iterator._driver.engine.table._num_in_flight == 0)
 
 
 # --- asked for more than is read

@@ -142,7 +142,6 @@ def test_too_few_workers_are_an_error_with_numbers(first, absent, monkeypatch, u
 
 
 def test_workers_of_a_register_are_waited_for_too(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr("rpcdataloader.client.watcher.PAUSE", 0.05)
     where, begun = f"{tmp_path}/register", []
     options = "--num-workers", "2", "--register", where
     begun.append(serve(*options))

@@ -263,18 +263,6 @@ MISTAKES = [
             r"cannot connect to nosuchhost\.invalid:6543: the host name does not resolve"),
     Mistake("port of another program", lambda p: p.load(workers=p.other), (ConnectionLostError, RemoteProtocolError),
             "perhaps it is no node server|the peer sent no message"),
-    Mistake("port missing", lambda p: p.load(workers="node07"), ValueError,
-            "cannot read the address 'node07': the port is missing; write host:port"),
-    Mistake("port is a word", lambda p: p.load(workers="node07:port"), ValueError, "the port 'port' is not a number"),
-    Mistake("address with a scheme", lambda p: p.load(workers="tcp://node07:6543"), ValueError,
-            "it has a scheme; write node07:6543"),
-    Mistake("a number of workers for addresses", lambda p: p.load(workers=4), TypeError,
-            "workers must be a string or a list of strings, but is 4"),
-    Mistake("no address", lambda p: p.load(workers=[]), ValueError, "workers names no worker; write host:port"),
-    Mistake("one address twice", lambda p: p.load(workers=[p.address] * 2), ValueError, "more than once"),
-    Mistake("no local worker", lambda _: RPCDataloader(Items(), workers="local:0"), ValueError, "asks for no worker"),
-    Mistake("two numbers of workers", lambda _: RPCDataloader(Items(), workers="local:2", num_workers=3), ValueError,
-            "workers='local:2' and num_workers=3 contradict each other"),
     Mistake("workers of an RPCDataset", lambda p: RPCDataloader(p.dataset(), workers=p.address), ValueError,
             "workers contradicts the RPCDataset, which has its own: leave it out"),
     Mistake("more workers than there are", lambda p: p.in_vain(min_workers=3), ConnectError,
@@ -301,16 +289,11 @@ MISTAKES = [
             "No module named 'only_here' on .*; it must be importable there too: send it with py_modules="),
     Mistake("module missing for the dataset", lambda p: p.dataset(only_here.Images), SerializationError,
             "No module named 'only_here'"),
+    Mistake("env too late", lambda p: RPCDataloader(p.dataset(), env=["X"]), ValueError,
+            "env is too late for an RPCDataset"),
     Mistake("RPCDataset in a dataset", lambda p: p.load(Subset(p.dataset(), [1])), LocalProtocolError,
             r"an RPCDataset belongs to this process and cannot be sent: to use a part of it, .*Subset"),
     # The dataset
-    Mistake("a class for an instance", lambda p: p.load(Items), TypeError,
-            r"dataset is a class: give one of it, or RPCDataset\(workers, Items, \.\.\.\)"),
-    Mistake("an instance for a class", lambda p: p.dataset(Items()), TypeError,
-            "must be a callable that makes the dataset, but is a Items; an instance is given to RPCDataloader"),
-    Mistake("workers and class swapped", lambda p: RPCDataset(*[Items, p.address]), TypeError, "workers come first"),
-    Mistake("no dataset", lambda p: p.load(5), TypeError, "dataset of type int has no __getitem__"),
-    Mistake("iterator for a dataset", lambda p: p.load(iter([1])), TypeError, "list_iterator has no __getitem__"),
     Mistake("what is made is no dataset", lambda p: p.dataset(NoDataset), TypeError,
             "NoDataset made no dataset: it has no __getitem__, and is no IterableDataset"),
     Mistake("argument too many", lambda p: p.dataset(Items, 8, 9), TypeError, r"__init__\(\) takes from 1 to 2"),
@@ -349,6 +332,46 @@ MISTAKES = [
     Mistake("None as a sample", lambda p: p.load(WithNone(), batch_size=4), Exception, "NoneType.*collating batch 0"),
     Mistake("init function that fails", lambda p: p.load(worker_init_fn=no_scratch), OSError,
             r"no scratch disk.*worker_init_fn\(\d\), worker"),
+    # Passes and states
+    Mistake("iterator in a fork", go_on_in_a_fork, LocalProtocolError,
+            r"this iterator belongs to process \d+, of which"),
+    Mistake("state without workers", lambda _: RPCDataloader(Items()).state_dict(), LocalProtocolError,
+            "this loader has no workers, so it is torch's own, which cannot resume: give num_workers=1 or more"),
+    Mistake("state of another kind", lambda p: p.go_on(p.loader(Stream()), p.state_after(1, p.loader())), ValueError,
+            "the state is of a loader with a map-style dataset, but the dataset here is an iterable-style dataset"),
+    Mistake("state of another dataset", lambda p: p.go_on(p.loader(Items(3)), p.state_after(6, p.loader())), ValueError,
+            r"SequentialSampler\(length=8\), and here is SequentialSampler\(length=3\): go on with the same length"),
+    Mistake("state of another batch size", lambda p: p.go_on(p.loader(batch_size=4),
+            p.state_after(1, p.loader(batch_size=2))),
+            ValueError, r"batch_size=2\), and here is BatchSampler\(batch_size=4\): go on with the same batch size"),
+    Mistake("state of torchdata", lambda p: p.go_on(p.loader(), {"_index_sampler_state": None}), ValueError,
+            "this is no state of an RPCDataloader of this version"),
+    Mistake("no state", lambda p: p.go_on(p.loader(), None), TypeError,
+            r"must be what state_dict\(\) returned, .*but is a NoneType"),
+]
+
+# Those that are found before anything is started.
+ARGUMENTS = [
+    # Where the workers are, and what they load
+    Mistake("port missing", lambda p: p.load(workers="node07"), ValueError,
+            "cannot read the address 'node07': the port is missing; write host:port"),
+    Mistake("port is a word", lambda p: p.load(workers="node07:port"), ValueError, "the port 'port' is not a number"),
+    Mistake("address with a scheme", lambda p: p.load(workers="tcp://node07:6543"), ValueError,
+            "it has a scheme; write node07:6543"),
+    Mistake("a number of workers for addresses", lambda p: p.load(workers=4), TypeError,
+            "workers must be a string or a list of strings, but is 4"),
+    Mistake("no address", lambda p: p.load(workers=[]), ValueError, "workers names no worker; write host:port"),
+    Mistake("one address twice", lambda p: p.load(workers=[p.address] * 2), ValueError, "more than once"),
+    Mistake("no local worker", lambda _: RPCDataloader(Items(), workers="local:0"), ValueError, "asks for no worker"),
+    Mistake("two numbers of workers", lambda _: RPCDataloader(Items(), workers="local:2", num_workers=3), ValueError,
+            "workers='local:2' and num_workers=3 contradict each other"),
+    Mistake("a class for an instance", lambda p: p.load(Items), TypeError,
+            r"dataset is a class: give one of it, or RPCDataset\(workers, Items, \.\.\.\)"),
+    Mistake("an instance for a class", lambda p: p.dataset(Items()), TypeError,
+            "must be a callable that makes the dataset, but is a Items; an instance is given to RPCDataloader"),
+    Mistake("workers and class swapped", lambda p: RPCDataset(*[Items, p.address]), TypeError, "workers come first"),
+    Mistake("no dataset", lambda p: p.load(5), TypeError, "dataset of type int has no __getitem__"),
+    Mistake("iterator for a dataset", lambda p: p.load(iter([1])), TypeError, "list_iterator has no __getitem__"),
     # Arguments of torch's loader
     Mistake("batch of none", lambda p: p.load(batch_size=0), ValueError, "batch_size should be a positive integer"),
     Mistake("sampler and shuffle", lambda p: p.load(sampler=[1], shuffle=True), ValueError,
@@ -384,24 +407,6 @@ MISTAKES = [
     Mistake("card without a driver", lambda p: p.load(device="cuda"), ValueError,
             "device='cuda' is not available: torch"),
     Mistake("card misspelt", lambda p: p.load(device="gpu"), ValueError, "device='gpu' is not available"),
-    Mistake("env too late", lambda p: RPCDataloader(p.dataset(), env=["X"]), ValueError,
-            "env is too late for an RPCDataset"),
-    # Passes and states
-    Mistake("iterator in a fork", go_on_in_a_fork, LocalProtocolError,
-            r"this iterator belongs to process \d+, of which"),
-    Mistake("state without workers", lambda _: RPCDataloader(Items()).state_dict(), LocalProtocolError,
-            "this loader has no workers, so it is torch's own, which cannot resume: give num_workers=1 or more"),
-    Mistake("state of another kind", lambda p: p.go_on(p.loader(Stream()), p.state_after(1, p.loader())), ValueError,
-            "the state is of a loader with a map-style dataset, but the dataset here is an iterable-style dataset"),
-    Mistake("state of another dataset", lambda p: p.go_on(p.loader(Items(3)), p.state_after(6, p.loader())), ValueError,
-            r"SequentialSampler\(length=8\), and here is SequentialSampler\(length=3\): go on with the same length"),
-    Mistake("state of another batch size", lambda p: p.go_on(p.loader(batch_size=4),
-            p.state_after(1, p.loader(batch_size=2))),
-            ValueError, r"batch_size=2\), and here is BatchSampler\(batch_size=4\): go on with the same batch size"),
-    Mistake("state of torchdata", lambda p: p.go_on(p.loader(), {"_index_sampler_state": None}), ValueError,
-            "this is no state of an RPCDataloader of this version"),
-    Mistake("no state", lambda p: p.go_on(p.loader(), None), TypeError,
-            "must be what state_dict.. returned, but is a NoneType"),
 ]
 # fmt: on
 
@@ -472,6 +477,16 @@ def place(server, other_program, tmp_path, monkeypatch, zygote):
     assert [int(index) for index in RPCDataloader(Items(), workers=server.address, num_workers=1)] == [*range(8)]
     gc.collect()
     wait_until(lambda: "rpcdl-worker" not in map(process_name, server.processes()), what="workers of a mistake")
+
+
+@pytest.mark.parametrize("mistake", ARGUMENTS, ids=lambda mistake: mistake.name)
+def test_mistake_in_the_arguments_is_named_before_anything_is_started(tmp_path, monkeypatch, mistake):
+    threads, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    place = Place("127.0.0.1:1", "127.0.0.1:1", "127.0.0.1:1", tmp_path, monkeypatch, None)
+    with pytest.raises(mistake.error, match=mistake.words):
+        mistake.do(place)
+    assert set(threading.enumerate()) == threads
+    assert set(os.listdir("/proc/self/fd")) == descriptors
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")

@@ -32,8 +32,7 @@ from tests.integration.zygote import Zygote
 Pool = Callable[[Zygote], contextlib.AbstractContextManager[list[str]]]
 
 
-# Other programs of the machine are further causes. Where that is allowed, consumers and the workers that are to burn
-# CPU time come before them.
+# Other programs of the machine are further causes. Where that is allowed, consumers and workers come before them.
 
 
 def hurry() -> None:
@@ -62,25 +61,20 @@ def hurrying() -> Iterator[None]:
 # --- pools: node servers, and what is between them and the trainer
 
 
-@contextlib.contextmanager
-def one_node(zygote: Zygote) -> Iterator[list[str]]:
-    with quick_server(zygote, "--num-workers", "32", "--max-connections", "64") as server:
-        yield [server.address]
+HURRY = "os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))" if may_hurry() else ""
 
 
 @contextlib.contextmanager
-def a_hurried_node(zygote: Zygote) -> Iterator[list[str]]:
-    """A node whose few workers get a CPU whatever else this machine has to do, where that is allowed."""
-    before = "os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))" if may_hurry() else ""
-    with quick_server(zygote, "--num-workers", "1", before=before) as server:
+def one_node(zygote: Zygote, before: str = HURRY) -> Iterator[list[str]]:
+    with quick_server(zygote, "--num-workers", "32", "--max-connections", "64", before=before) as server:
         yield [server.address]
 
 
 @contextlib.contextmanager
 def a_slow_node(zygote: Zygote) -> Iterator[list[str]]:
-    slow = f"os.environ[{SLOW_NODE!r}] = '1'"
+    slow = f"{HURRY}\nos.environ[{SLOW_NODE!r}] = '1'"
     options = ("--num-workers", "4", "--max-connections", "64")
-    with quick_server(zygote, *options, before=slow) as first, quick_server(zygote, *options) as second:
+    with quick_server(zygote, *options, before=slow) as first, quick_server(zygote, *options, before=HURRY) as second:
         yield [first.address, second.address]
 
 
@@ -126,7 +120,7 @@ def over_a_gigabit(zygote: Zygote) -> Iterator[list[str]]:
         shape((network.trainer, host), cable, 1.0, delays=False)
         options = ("--host", cable.address, "--port", "0", "--num-workers", "4")
         # Its ready line is all that is read of it here; only this thread is in the other network.
-        with quick_server(zygote, *options, before=host.move_in) as server, network.trainer.entered():
+        with quick_server(zygote, *options, before=f"{HURRY}\n{host.move_in}") as server, network.trainer.entered():
             yield [server.address]
 
 
@@ -145,7 +139,7 @@ def stopped_in_turns(iterator: Any) -> Iterator[None]:
         while not is_over.is_set():
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
-                is_over.wait(0.5)
+                is_over.wait(0.8)
                 os.kill(pid, signal.SIGCONT)
                 if is_over.wait(0.05):
                     break
@@ -208,14 +202,16 @@ CAUSES = {
     "start": Cause(
         Causes(stall=0.001), 0.01, 60, {"start"}, {"prefetch_factor": 4, "worker_init_fn": init_slowly}, is_first=True
     ),
-    "workers": Cause(Causes(cpu=0.01), 0.002, 60, WORKERS, {"num_workers": 1}, a_hurried_node),
-    "workers, streams": Cause(StreamOfCauses(cpu=0.01), 0.002, 60, WORKERS, {"num_workers": 1}, a_hurried_node),
+    "workers": Cause(Causes(cpu=0.01), 0.002, 60, WORKERS, {"num_workers": 1}),
+    "workers, streams": Cause(StreamOfCauses(cpu=0.01), 0.002, 60, WORKERS, {"num_workers": 1}),
     "storage": Cause(Causes(stall=0.04), 0.002, 80, {"storage"}, {}),
     "storage, streams": Cause(StreamOfCauses(stall=0.04), 0.002, 80, {"storage"}, {}),
     "collate": Cause(
         Causes(stall=0.001), 0.001, 40, {"collate"}, {"batch_size": 2, "collate_fn": collate_slowly, "num_workers": 1}
     ),
-    "oversubscribed": Cause(Causes(cpu=0.02), 0.001, 80, {"oversubscribed"}, {"num_workers": 8}),
+    "oversubscribed": Cause(
+        Causes(cpu=0.02), 0.001, 40, {"oversubscribed"}, {"num_workers": 8}, functools.partial(one_node, before="")
+    ),
     "sampler": Cause(Causes(), 0.005, 60, {"sampler"}, {"sampler": SlowSampler(0.02)}),
     "trainer: receiving": Cause(Parcels(0.01), 0.002, 60, {"trainer"}, {}),
     "trainer: lock": Cause(Parcels(0.012), 0.02, 60, {"trainer"}, {}, consume=hold_the_lock),

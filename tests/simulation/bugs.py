@@ -399,8 +399,8 @@ BUGS = [
     Bug(
         "errors of one epoch are delivered in the next",
         "engine",
-        "        self._condemned: dict[int, str] = {}\n",
-        "        if not hasattr(self, '_condemned'):\n            self._condemned: dict[int, str] = {}\n",
+        "        self._retries = Retries(\n",
+        "        self._retries = getattr(self, '_retries', None) or Retries(\n",
     ),
     Bug(
         "a long wait is told again all the time",
@@ -412,8 +412,8 @@ BUGS = [
     Bug(
         "a wait that is over is told",
         "engine",
-        "        self._waiting_since = None\n        number, condemned",
-        "        number, condemned",
+        "        self._waiting_since = None\n        condemned =",
+        "        condemned =",
     ),
 ]
 

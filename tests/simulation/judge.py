@@ -603,7 +603,7 @@ class Judge:
         self.to_cancel.discard((action.worker, action.number))
 
     def _see_open(self, action: Open[str], now: float) -> None:
-        number, place_number, node, is_promised = action
+        number, place_number, node, is_promised = action.worker, action.place, action.node, action.is_promised
         self.num_opened += 1
         if number != self.num_opened:
             self.fail(f"{action}: its number was used before")
@@ -657,7 +657,7 @@ class Judge:
             self.fail(f"{action}: it is gone")
 
     def _see_seek(self, action: Seek[str], now: float) -> None:
-        node, delay = action
+        node, delay = action.node, action.delay
         if node in self.hopeless:
             self.fail(f"{action}: the node is not to be used")
         if self.seeking.get(node, -0.1) != -delay:

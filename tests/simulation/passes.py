@@ -165,7 +165,7 @@ class Pass:
         self.cluster.at(action.delay, self.seek, action.node, token)
 
     def open(self, action: Open[str]) -> None:
-        number, place, name, is_promised = action
+        number, place, name, is_promised = action.worker, action.place, action.node, action.is_promised
         cluster = self.cluster
         node = cluster.nodes[name]
         if number in self.unwanted or self.rank.sessions.get(name) != node.incarnation or not node.answers:
@@ -499,7 +499,7 @@ class Pass:
         """Fill the window."""
         engine, judge = self.engine, self.judge
         while True:
-            wants = engine.wants_input
+            wants = engine.table.wants_input
             if wants != judge.wants_input():
                 raise ViolationError(f"{len(judge.tasks)} tasks are not delivered, and more are wanted: {wants}")
             if not wants:
@@ -507,15 +507,15 @@ class Pass:
             if not self.lengths and (self.num_drawn == len(self.payloads) or self.cluster.has_ended):
                 self.undelivered.difference_update(self.payloads[self.num_drawn :])
                 judge.has_input_ended = True
-                engine.end_of_input()
+                engine.table.end_of_input()
                 continue
             payload = self.num_drawn if self.lengths else self.payloads[self.num_drawn]
             self.num_drawn += 1
-            number = engine.add_task(payload)
+            number = engine.table.add_task(payload)
             assert number is not None
             stream = judge.added(number, payload)
-            if engine.stream_of(number) != stream:
-                raise ViolationError(f"task {number} is given to stream {engine.stream_of(number)}, not {stream}")
+            if engine.table.stream_of(number) != stream:
+                raise ViolationError(f"task {number} is given to stream {engine.table.stream_of(number)}, not {stream}")
         self.acts()
 
     def take(self, delivery: Delivery) -> None:

@@ -189,7 +189,7 @@ class Rank:
             if engine.failure is not None:
                 self.next_pass()
                 return
-            has_deliverable = engine.has_deliverable
+            has_deliverable = engine.table.has_deliverable
             delivery = engine.deliver()
             if (delivery is not None) != has_deliverable:
                 raise ViolationError(f"there is something to deliver: {has_deliverable}, but {delivery}")
@@ -202,13 +202,13 @@ class Rank:
                 continue
             if judge.deliverable() is not None:
                 raise ViolationError(f"task {judge.deliverable()} is answered, and is not delivered")
-            if engine.is_finished:
+            if engine.table.finished:
                 crew.check_complete()
                 self.next_pass()
                 return
             if judge.is_finished:
                 raise ViolationError("all is delivered, and the pass does not end")
-            if engine.wants_input:
+            if engine.table.wants_input:
                 crew.draw()
                 continue
             engine.consumer_waits(now)
@@ -232,12 +232,12 @@ class Rank:
         """Something has happened while this waits."""
         crew = self.crew
         assert crew is not None
-        engine = crew.engine
-        if engine.has_deliverable or engine.is_finished or engine.wants_input or engine.failure is not None:
+        table, failure = crew.engine.table, crew.engine.failure
+        if table.has_deliverable or table.finished or table.wants_input or failure is not None:
             self.is_waiting = False
             self.consume()
             return
-        due = engine.due(self.cluster.now)
+        due = crew.engine.due(self.cluster.now)
         if due is not None and (due < self.wakes_at or self.wakes_at < 0):
             self.wakes_at = due
             self.cluster.at(max(0.0, due - self.cluster.now), self.wake_at, due)

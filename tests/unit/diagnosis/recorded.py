@@ -34,6 +34,7 @@ def record(
     own=0.0,
     ready=0.0,
     copy=0.0,
+    stalled=0.0,
     lock=0.0,
     receive=0.0,
     receive_cpu=0.0,
@@ -58,7 +59,7 @@ def record(
         now += waited + consumer
         probe = recorder.probe(now, drawn, number) if now >= recorder.next_probe else None
         if probe is not None:
-            probe.copy, probe.lock = copy, lock
+            probe.copy, probe.stalled, probe.lock = copy, stalled, lock
             probe.added = probe.assigned = probe.sent = now - task - latency
             probe.answered = now
             probe.received = now - decode_cpu - lock

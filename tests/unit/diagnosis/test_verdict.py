@@ -342,3 +342,17 @@ def test_more_workers_are_needed_if_they_work_less_of_the_time():
     assert few[0] == many[0]
     assert few[1] < many[1]
     assert few[2] < many[2]
+
+
+def test_device_that_stands_still_for_copies_is_a_wait_though_next_returns_at_once():
+    diagnosis = diagnose(records(consumer=0.03, copy=0.03, stalled=0.02))
+    assert diagnosis.bound == "device_copy"
+    assert diagnosis.wait_share == pytest.approx(2 / 3, abs=0.01)
+    assert diagnosis.demand == pytest.approx(100, rel=0.02)
+    hidden = diagnose(records(consumer=0.03, copy=0.03))
+    assert hidden.bound == "none"
+
+
+def test_copies_in_the_thread_of_the_loop_are_no_work_of_its_own():
+    assert diagnose(records(consumer=0.01, own=0.03, copy=0.028)).bound == "device_copy"
+    assert diagnose(records(consumer=0.01, own=0.03, copy=0.002)).bound == "trainer"

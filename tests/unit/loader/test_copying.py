@@ -26,6 +26,7 @@ class FakeModule:
         self.log = []
         self.current = "consumer's"
         self.num_streams = 0
+        self.events = []
 
     def Stream(self, device):
         assert device.index is not None or device == CPU
@@ -48,8 +49,9 @@ class FakeModule:
         assert device == CPU
         return FakeStream(self, self.current)
 
-    def Event(self):
-        return FakeEvent(self)
+    def Event(self, enable_timing=False):
+        self.events.append(FakeEvent(self, enable_timing))
+        return self.events[-1]
 
     def is_available(self):
         return True
@@ -71,9 +73,19 @@ class FakeStream:
 
 
 class FakeEvent:
-    def __init__(self, module):
+    def __init__(self, module, is_timed):
         self._module = module
+        self.is_timed = is_timed
         self.recorded = None
+        self.at = None  # milliseconds, when it is done
+
+    def query(self):
+        return self.at is not None
+
+    def elapsed_time(self, later):
+        assert self.is_timed
+        assert later.is_timed
+        return later.at - self.at
 
     def record(self, stream):
         self.recorded = f"event on {stream.name}"
@@ -122,6 +134,28 @@ def test_copies_are_asynchronous_on_a_stream_of_their_own_and_the_consumer_waits
     ]
 
 
+def test_copies_are_timed_by_events_and_nothing_waits_for_them(module):
+    copies = StreamCopier(CPU, module).copy(make_blocks(), is_timed=True)
+    assert copies.times() is None
+    module.log.clear()
+    copies.wait()
+    assert [entry[:2] for entry in module.log][:3] == [
+        ("record", "consumer's"), ("wait", "consumer's"), ("record", "consumer's"),
+    ]  # fmt: skip
+    assert copies.times() is None
+    # The copy begins, the stream of the consumer arrives, the copy ends, and that stream goes on.
+    start, end, before, after = module.events
+    start.at, before.at, end.at, after.at = 10.0, 13.0, 15.0, 15.5
+    assert copies.times() == pytest.approx((0.005, 0.0025))
+
+
+def test_copies_that_are_not_timed_take_one_event(module):
+    copies = StreamCopier(CPU, module).copy(make_blocks())
+    copies.wait()
+    assert [event.is_timed for event in module.events] == [False]
+    assert copies.times() is None
+
+
 def test_all_copies_of_a_loader_are_on_one_stream(module):
     copier = StreamCopier(CPU, module)
     for _ in range(3):
@@ -142,6 +176,9 @@ def test_device_with_one_stream_is_copied_to_in_order():
     copies = PlainCopier(torch.device("meta")).copy(make_blocks())
     copies.wait()
     assert [(memory.device.type, memory.nbytes) for memory in copies.memory] == [("meta", 3), ("meta", 5)]
+    seconds, stalled = copies.times()
+    assert 0 < seconds < 1
+    assert stalled == 0
 
 
 def transfer(carrier, batch):

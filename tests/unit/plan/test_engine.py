@@ -32,8 +32,8 @@ def begin(engine: Engine[str], *workers: int) -> None:
 
 def fill(engine: Engine[str]) -> None:
     """Fill the window."""
-    while engine.wants_input:
-        engine.add_task("task")
+    while engine.table.wants_input:
+        engine.table.add_task("task")
 
 
 def died() -> Loss:

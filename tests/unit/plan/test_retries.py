@@ -34,7 +34,8 @@ def test_sample_at_which_workers_died_is_left_out(places, limit, left_out, num_d
     assert died == [False] * (len(places) - 1) + [num_deaths is not None]
     assert (retries.left_out(7) or {}).keys() == left_out
     if num_deaths:
-        assert retries.deaths_of(7).startswith(f"has ended {num_deaths} workers in a row: ")
+        retries.condemn(7, "it")
+        assert retries.delivered(7).startswith(f"it has ended {num_deaths} workers in a row: ")
 
 
 def test_reason_names_the_deaths_since_the_last_sample_was_left_out():
