@@ -24,7 +24,7 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 OWN = "{}.{}".format(*sys.version_info)
 OLDEST_TORCH = (2, 4)
 
-PACKAGES = ["cloudpickle", "hypothesis", "numpy", "pillow", "pytest", "pytest-timeout"]
+PACKAGES = ["cloudpickle", "hypothesis", "numpy", "pillow", "pytest", "pytest-timeout", "pyyaml"]
 UNIT = ["tests/unit", "tests/simulation"]
 INTEGRATION = [
     f"tests/integration/test_{name}.py"
