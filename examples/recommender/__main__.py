@@ -207,12 +207,8 @@ def train(args: argparse.Namespace, ranks: Ranks, path: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     torch.set_num_threads(1)  # leave the other cores to the workers
-    ranks = Ranks()
-    try:
-        with rows_in_a_file(args, ranks.rank) as path:
-            train(args, ranks, path)
-    finally:
-        ranks.close()
+    with Ranks() as ranks, rows_in_a_file(args, ranks.rank) as path:
+        train(args, ranks, path)
 
 
 if __name__ == "__main__":

@@ -358,16 +358,15 @@ def main(argv: list[str] | None = None) -> None:
     # torch's workers send a descriptor for each tensor.
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-    ranks = Ranks(args.device)
-    for part in args.parts:
-        PARTS[part](args, ranks.device)
+    with Ranks(args.device) as ranks:
+        for part in args.parts:
+            PARTS[part](args, ranks.device)
     if ranks.rank == 0:
         where = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU"
         cores = len(os.sched_getaffinity(0))
         print(
             f"torch {torch.__version__}, {cores} CPU cores, {where}; load average at the end {os.getloadavg()[0]:.1f}."
         )
-    ranks.close()
 
 
 if __name__ == "__main__":

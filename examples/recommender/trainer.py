@@ -36,9 +36,13 @@ class Ranks:
         if self.number > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
 
-    def close(self) -> None:
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         if self.number > 1:
-            dist.barrier()
+            if kind is None:
+                dist.barrier()  # a rank that leaves while another one still closes its group may abort it
             dist.destroy_process_group()
 
     def sum(self, *values: float) -> list[float]:

@@ -183,10 +183,11 @@ def _find_nodes(
             if now >= patient_until or all(node.is_missed for node in connecting):
                 break
         elif now >= began + limit or not (connecting or (there and isinstance(where, Elastic))):
-            break
+            if there:
+                break
+            sessions[nodes[0]].wait()  # raises its error, at the latest when it has connected for as long
+            continue  # it has just come
         time.sleep(min(_MAX_PAUSE, 0.001 + (now - began) / 20))
-    if not there:
-        sessions[nodes[0]].wait()  # raises its error, at the latest when it has connected for as long
     for node in missing:
         try:
             sessions[node].wait(lambda: False)

@@ -72,6 +72,10 @@ NOT_RUN = {
     "monitoring.md": ["$ python -m rpcdataloader.status --serve 9100 @pool", "$ cd examples/monitoring"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
+    "waiting.md": [
+        "$ python -m tests.benchmark.causes --runs 4",
+        "$ python -m tests.benchmark.notes --sets 4 --rounds 40",
+    ],
     "debugging.md": [
         "$ python -m rpcdataloader.status node01:6543 --stacks",
         "$ kill -QUIT 4712",

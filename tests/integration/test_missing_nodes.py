@@ -179,3 +179,10 @@ def test_nothing_is_left_of_the_search_when_the_pass_is_over(first, absent):
     next(iterator)
     del iterator
     wait_until(lambda: len(first.processes()) == 1, what="the end of its workers")
+
+
+def test_only_server_may_come_when_the_time_is_over(monkeypatch):
+    # The session itself still has its own time to connect.
+    monkeypatch.setattr("rpcdataloader.loader.placement.connect_timeout", lambda: 0.0)
+    loader = RPCDataloader(RPCDataset("local:1", Hosted, 4))
+    assert len(list(loader)) == 4

@@ -139,7 +139,7 @@ def stopped_in_turns(iterator: Any) -> Iterator[None]:
         while not is_over.is_set():
             for pid in pids:
                 os.kill(pid, signal.SIGSTOP)
-                is_over.wait(0.8)
+                is_over.wait(0.3)
                 os.kill(pid, signal.SIGCONT)
                 if is_over.wait(0.05):
                     break
@@ -220,7 +220,7 @@ CAUSES = {
         Causes(stall=0.03, size=250_000), 0.008, 60, {"window"}, {"num_workers": 8, "max_in_flight_bytes": 2_000_000}
     ),
     "straggler": Cause(
-        Causes(stall=0.03), 0.01, 150, {"straggler"}, {"num_workers": 8, "prefetch_factor": 2}, around=stopped_in_turns
+        Causes(stall=0.01), 0.005, 300, {"straggler"}, {"num_workers": 8, "prefetch_factor": 2}, around=stopped_in_turns
     ),
     "network": Cause(Causes(size=500_000), 0.01, 25, {"network"}, {}, behind(NarrowLink)),
     "network, 1 Gb/s": Cause(Causes(size=800_000), 0.008, 50, {"network"}, {}, over_a_gigabit),
