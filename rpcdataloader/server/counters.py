@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,8 +63,7 @@ ROW = np.dtype(
         ("ended_workers", "i8"),
         ("failed", "i8"),  # time of the last error; 0 if there was none
         ("error", "S192"),
-        ("reported", "i8"),  # time of a client's last report; 0 if there is none, or while it is being written
-        ("report_bytes", "i8"),
+        ("num_reports", "i8"),  # of a client; the last one is in the half of its memory with this parity
         # Used in the first row only, which is the node server's:
         ("generation", "i8"),  # odd while rows are moved about
         ("num_used", "i8"),  # rows up to the last one that was ever used
@@ -78,6 +78,15 @@ _MAX_TRIES = 100
 # A row for its owner, with a view of each field under its name: ``row.tasks[0] += 1``. Or one in a reader's copy, with
 # plain values.
 Row = SimpleNamespace
+
+
+# Each client's memory for reports has two halves, one of which is whole at any time: time, size, and the report.
+_REPORT = struct.Struct("<qq")
+_SLOT_BYTES = _REPORT.size + MAX_REPORT_BYTES
+
+
+def _slot(place: int, number: int) -> int:
+    return (2 * place + int(number) % 2) * _SLOT_BYTES
 
 
 def _is_gone(pid: int) -> bool:
@@ -101,7 +110,7 @@ class CounterTable:
 
     def __init__(self, num_rows: int = NUM_ROWS, is_gone: Callable[[int], bool] = _is_gone) -> None:
         self._rows: Any = np.frombuffer(mmap.mmap(-1, num_rows * ROW.itemsize), ROW)
-        self._reports = mmap.mmap(-1, num_rows * MAX_REPORT_BYTES)
+        self._reports = mmap.mmap(-1, num_rows * 2 * _SLOT_BYTES)
         self._is_gone = is_gone
         self._free = list(range(num_rows - 1, 0, -1))
         self._head = self._rows[0]
@@ -178,12 +187,13 @@ class CounterTable:
 
     def report(self, place: int, payload: bytes | bytearray | memoryview, now: int) -> None:
         """Keep the last report of a client, for its session at ``place``, unless it is too long."""
-        size, start = len(payload), place * MAX_REPORT_BYTES
-        if size <= MAX_REPORT_BYTES:
+        if len(payload) <= MAX_REPORT_BYTES:
             row = self._rows[place]
-            row["reported"] = 0
-            self._reports[start : start + size] = bytes(payload)
-            row["report_bytes"], row["reported"] = size, now
+            # Readers go on with the one before until this one is whole.
+            number = row["num_reports"] + 1
+            start, content = _slot(place, number), _REPORT.pack(now, len(payload)) + payload
+            self._reports[start : start + len(content)] = content
+            row["num_reports"] = number
 
     def refused(self) -> None:
         """A connection was refused. Processes that refuse at the same instant may overlook one another."""
@@ -192,7 +202,7 @@ class CounterTable:
     def look(self) -> list[Row]:
         """The rows in use at this moment; the first one is that of the node server.
 
-        Each has its ``place``, and its ``report``, which is empty if there is none.
+        Each has its ``place``, and its ``report``, which is empty if there is none, from the time ``reported``.
         """
         for _ in range(_MAX_TRIES):
             generation = self._head["generation"]
@@ -204,14 +214,20 @@ class CounterTable:
         names = rows.dtype.names
         looked = [Row(place=place, **dict(zip(names, map(_plain, row), strict=True))) for place, row in found]
         for row in looked:
-            row.report = self._report_of(row)
+            row.reported, row.report = self._report_of(row.place) if row.num_reports else (0, b"")
         return looked
 
-    def _report_of(self, row: Row) -> bytes:
-        start = row.place * MAX_REPORT_BYTES
-        report = self._reports[start : start + row.report_bytes] if row.reported else b""
-        # Otherwise, another one is being written.
-        return report if report and self._rows[row.place]["reported"] == row.reported else b""
+    def _report_of(self, place: int) -> tuple[int, bytes]:
+        row = self._rows[place]
+        for _ in range(_MAX_TRIES):
+            if not (number := int(row["num_reports"])):
+                break
+            content = self._reports[(start := _slot(place, number)) : start + _SLOT_BYTES]
+            # Otherwise two more have come meanwhile, perhaps.
+            if row["num_reports"] == number:
+                reported, size = _REPORT.unpack_from(content)
+                return reported, content[_REPORT.size : _REPORT.size + size]
+        return 0, b""
 
 
 def _plain(value: Any) -> Any:

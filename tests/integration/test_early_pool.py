@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, is_running, wait_until
 
 BEGIN = """
-import copy, os, pickle, sys, threading, time
+import contextlib, copy, os, pickle, sys, threading, time
 from pathlib import Path
 import torch
 from torch.utils.data import Dataset
@@ -27,7 +27,8 @@ def pools():
     # The zygote's own child is no concern of this script.
     found = []
     for task in os.listdir("/proc/self/task"):
-        found += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
+        with contextlib.suppress(FileNotFoundError):  # a thread of a pass that has ended
+            found += map(int, Path(f"/proc/self/task/{task}/children").read_text().split())
     return found
 """
 
