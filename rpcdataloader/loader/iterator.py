@@ -18,7 +18,7 @@ from rpcdataloader.client.node import Node
 from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.diagnosis.verdict import Diagnosis
-from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RPCTimeoutError
+from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
 from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.loader.copying import Copies
 from rpcdataloader.loader.driver import Driver
@@ -266,6 +266,8 @@ class RemoteIterator:
         """The same error, naming the rank; with the last stack, if it is that of a task that took too long."""
         if task.stack and isinstance(error, ConnectionLostError):
             error = RPCTimeoutError(f"{error}\n{task.stack}")
+        if isinstance(error.__cause__, RemoteTraceback):
+            error = error.with_traceback(None)  # what matters was raised on the worker, and not where it was received
         return of_rank(error, self._settings.partition)
 
     def _tell(self) -> None:

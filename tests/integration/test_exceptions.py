@@ -92,6 +92,13 @@ def _leaves(exc):
     return [leaf for member in exc.exceptions for leaf in _leaves(member)] if hasattr(exc, "exceptions") else [exc]
 
 
+def test_traceback_here_does_not_show_the_way_through_the_package(shared_server):
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # whichever is the first
+        next(iter(RPCDataloader(Failures(), sampler=list(MAKERS), batch_size=None, workers=shared_server.address)))
+    files = [entry.path for entry in caught.traceback]
+    assert [file.name for file in files if file.parent.parent.name == "rpcdataloader"] == ["iterator.py"] * 2
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_cause_names_the_worker_and_shows_the_whole_traceback_there(raised, name):
     cause = raised[name].__cause__

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import os
 import signal
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from tests.integration.origins import numbers_of, run_ranks, trace
+from tests.integration.origins import JOBS, numbers_of, run_job, run_ranks, trace
 from tests.integration.quick import quick_server
 
 hf = pytest.importorskip("datasets")
@@ -185,24 +185,16 @@ def split_here(make):
     return hf_distributed.split_dataset_by_node(make(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
-def test_stream_that_is_split_on_workers_goes_on_with_another_number_of_ranks(server, monkeypatch):
-    def run(build, num_ranks, states=None, num_batches=None):
-        numbers, after = [], []
-        for rank in range(num_ranks):
-            monkeypatch.setenv("RANK", str(rank))
-            monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
-            dataset = RPCDataset(server.address, split_here, stream, build=build)
-            loader = RPCDataloader(dataset, 4, collate_fn=trace, num_workers=1)
-            if states is not None:
-                loader.load_state_dict(states)
-            numbers += numbers_of(itertools.islice(loader, num_batches), [server.pid])
-            after.append(loader.state_dict())
-        return numbers, after
+@pytest.mark.parametrize(("before", "after", "num_workers"), JOBS)
+def test_stream_that_is_split_on_workers_goes_on_with_other_ranks(server, monkeypatch, before, after, num_workers):
+    def make(build="worker"):
+        dataset = RPCDataset(server.address, split_here, stream, build=build)
+        return RPCDataloader(dataset, 4, collate_fn=trace, num_workers=num_workers)
 
-    begun, states = run("worker", 2, num_batches=2)
-    assert sorted(begun + run("worker", 1, states)[0]) == NUMBERS
-    with pytest.raises(ValueError, match=r"on rank 0 of 2, but its dataset is that of rank 0 of 1: .* build="):
-        run("node", 1, states)
+    begun, states = run_job(make, before, server.pid, monkeypatch, num_batches=1)
+    assert sorted(begun + run_job(make, after, server.pid, monkeypatch, states)[0]) == NUMBERS
+    with pytest.raises(ValueError, match=r"on rank 0 of \d, but its dataset is that of rank 0 of \d: .* build="):
+        run_job(functools.partial(make, "node"), after, server.pid, monkeypatch, states)
 
 
 def load_shares(address, pid):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from tests.integration.origins import numbers_of, run_ranks, trace
+from tests.integration.origins import JOBS, numbers_of, run_job, run_ranks, trace
 
 tfrecord = pytest.importorskip("tfrecord")
 tfrecord_tools = pytest.importorskip("tfrecord.tools")
@@ -95,22 +94,15 @@ def test_shuffled_records_are_the_same_again_and_for_a_saved_pass(shards, server
     assert begun + numbers_of(resumed, [server.pid], 2) == whole
 
 
-def test_records_go_on_with_another_number_of_ranks(shards, server, monkeypatch):
-    def run(num_ranks, states=None, num_batches=None):
-        numbers, after = [], []
-        for rank in range(num_ranks):
-            monkeypatch.setenv("RANK", str(rank))
-            monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
-            loader = RPCDataloader(Shards(shards), 8, collate_fn=trace, num_workers=1, workers=server.address)
-            if states is not None:
-                loader.load_state_dict(states)
-            numbers += numbers_of(itertools.islice(loader, num_batches), [server.pid])
-            after.append(loader.state_dict())
-        return numbers, after
+@pytest.mark.parametrize(("before", "after", "num_workers"), JOBS)
+def test_records_go_on_with_another_number_of_ranks(shards, server, monkeypatch, before, after, num_workers):
+    def make():
+        options = {"collate_fn": trace, "num_workers": num_workers, "workers": server.address}
+        return RPCDataloader(Shards(shards), 4, **options)
 
-    begun, states = run(2, num_batches=1)
-    assert len(begun) == 16
-    assert sorted(begun + run(1, states)[0]) == NUMBERS
+    begun, states = run_job(make, before, server.pid, monkeypatch, num_batches=1)
+    assert len(begun) == 4 * before
+    assert sorted(begun + run_job(make, after, server.pid, monkeypatch, states)[0]) == NUMBERS
 
 
 def load_share(address, folder, pid):

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from tests.integration.origins import numbers_of, run_ranks, trace
+from tests.integration.origins import JOBS, numbers_of, run_job, run_ranks, trace
 
 wds = pytest.importorskip("webdataset")
 
@@ -110,11 +110,18 @@ def test_saved_pass_goes_on_on_as_many_ranks_or_with_the_states_of_all(shards, s
     for other in (1, 4):
         with pytest.raises(ValueError, match=rf"rank 0 of 2, and here is .* of {other}: .* states of all 2 ranks"):
             begin(0, other, states[0])
-    other = [number for batch in begin(0, 1, states) for number in batch.numbers]
     for rank in range(2):
         numbers += [number for batch in begin(rank, 2, states[rank]) for number in batch.numbers]
     assert sorted(numbers) == NUMBERS
-    assert sorted(other) == sorted(numbers[-len(other) :])
+
+
+@pytest.mark.parametrize(("before", "after", "num_workers"), JOBS)
+def test_shards_go_on_with_another_number_of_ranks(shards, server, monkeypatch, before, after, num_workers):
+    def make():
+        return load(pipeline(shards), server, num_workers=num_workers)
+
+    begun, states = run_job(make, before, server.pid, monkeypatch, num_batches=1)
+    assert sorted(begun + run_job(make, after, server.pid, monkeypatch, states)[0]) == NUMBERS
 
 
 def load_share(address, shards, pid):
