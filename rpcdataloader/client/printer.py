@@ -32,8 +32,12 @@ class Printer:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def put(self, origin: str, text: str) -> None:
-        """Have a line printed, or left out; never blocks."""
+    def put(self, origin: str, text: str, *, is_note: bool = False) -> None:
+        """Have a line printed, or left out; never blocks.
+
+        Args:
+            is_note: A node server says how many lines it has left out itself, which it does once in a second.
+        """
         line = f"({escaped(origin[:MAX_CHARS])}) {escaped(text[:MAX_CHARS])}\n"
         with self._changed:
             if self._closed:
@@ -41,7 +45,7 @@ class Printer:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rpcdl-print", daemon=True)
                 self._thread.start()
-            if self._limit.admits(line, time.monotonic()):
+            if is_note or self._limit.admits(line, time.monotonic()):
                 if len(self._lines) < MAX_WAITING:
                     self._lines.append(line)
                 else:

@@ -53,6 +53,14 @@ def test_too_many_lines_are_left_out_and_counted(printer, capsys):
     assert len(lines) < 150  # of two seconds, at most
 
 
+def test_what_a_node_server_says_of_its_limit_is_not_left_out(printer, capsys):
+    for _ in range(200):
+        printer.put("node", "x" * 1000)
+    printer.put("node", "79000 lines left out", is_note=True)
+    printer.close()
+    assert "(node) 79000 lines left out" in capsys.readouterr().err.splitlines()
+
+
 def test_note_comes_by_itself(printer, capsys):
     for _ in range(100):
         printer.put("node", "x" * 1000)
