@@ -6,6 +6,7 @@ package finds its data by the same relative paths. Equal files make equal archiv
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib
 import io
@@ -114,6 +115,9 @@ def install_modules(modules: Iterable[Module]) -> None:
         raise FileNotFoundError(f"py_modules: {socket.gethostname()} has no folder for temporary files: set its TMPDIR")
     if new and _folder not in sys.path:
         os.mkdir(_folder, 0o700)
+        # Held until the last fork has ended. What cleans temporary folders by age leaves one alone that is locked
+        # (systemd, tmpfiles.d); else another user could make it anew, and Python would look for modules there.
+        fcntl.flock(os.open(_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)
         sys.path.insert(0, _folder)
     for module in new:
         unpack(module, _folder)

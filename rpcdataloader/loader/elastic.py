@@ -68,6 +68,8 @@ def deal(
         raise ValueError(f"give the states of all ranks, each once: these are of rank {found}")
     if partition.world_size == len(states):
         return by_rank[partition.rank]
+    if not is_iterable:
+        _check_in_step(states)
     if not is_iterable or all(state["finished"] for state in states):
         return by_rank[partition.rank % len(states)]
     if len(epochs := {state["epoch"] for state in states}) > 1:
@@ -92,9 +94,23 @@ def deal(
         "identities": [list(identity) for identity in identities[mine]],
         "turn": 0,
         "num_batches": sum(stream[1] for stream in streams[mine]),
-        # Counted once.
-        "num_skipped": 0 if partition.rank else sum(state["num_skipped"] for state in states),
+        # Each rank has a limit of its own.
+        "num_skipped": sum(state["num_skipped"] for state in states) // len(states),
         "whole": False,
         "finished": False,
         "start": {**own["start"], "origin": origin},
     }
+
+
+def _check_in_step(states: Sequence[Mapping[str, Any]]) -> None:
+    """Check that ranks that share one order have come as far in it as each other, so that any state is that of all."""
+    places = [
+        (state["num_batches"], state["whole"], state["finished"], (state["start"]["order"] or {}).get("start"))
+        for state in states
+    ]
+    if len(set(places)) > 1 or not all(state["in_step"] for state in states):
+        batches = ", ".join(str(state["num_batches"]) for state in states)
+        raise ValueError(
+            f"the ranks were not at the same batch when they were saved (after {batches} batches), or have left out "
+            "whole batches: go on with as many ranks as before"
+        )

@@ -220,7 +220,6 @@ class Pool:
 
     def _lose(self, node: Node, error: Exception) -> None:
         self._nodes.remove(node)
-        node.release()
         address = self._known.pop(node, None)
         # Ray puts a traceback and advice around it, in twenty lines.
         problem: Exception = getattr(error, "cause", None) or error
@@ -230,6 +229,10 @@ class Pool:
                 self._problem = problem
                 self._changed.notify_all()
         self._retry_at, self._delay = time.monotonic() + self._delay, min(2 * self._delay, LAST_DELAY)
+        try:
+            node.release()
+        except Exception as exc:  # whatever the engine raises, as its node may be gone
+            logger.debug("cannot give back a node server that was lost: %s", exc)
         logger.warning(
             "another node server takes the place of %s: %s",
             address or "one that did not start",

@@ -87,7 +87,7 @@ class Sessions:
             id=begun.id,
             client=begun.name,
             connection=AcceptedConnection(begun.peer, origin, traffic),
-            folder=self._folders.name(begun.id),
+            folder=self._folders.name(),
         )
         self._by_id[session.id] = session
         if session.sock.family != socket.AF_UNIX:
@@ -214,7 +214,7 @@ class Sessions:
     def close(self) -> None:
         """Every session has ended, and its end was not told."""
         for session in self:
-            self._folders.remove(session.folder)
+            self._folders.remove(session.folder, wait=True)
 
     def ended(self, session: ClientSession, reason: str) -> None:
         """A session has ended, and with it its workers; ``reason`` is how its process did."""

@@ -92,7 +92,7 @@ class Asker:
         Args:
             stacks: With the stacks of the workers.
         """
-        leaving = [address for address in self._channels if address not in addresses]
+        leaving = [address for address in list(self._channels) if address not in addresses]
         answers: dict[Address, Answer] = {}
 
         def ask(address: Address) -> None:

@@ -8,6 +8,7 @@ on the web whose name was made to point there (DNS rebinding) gets nothing.
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -25,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from rpcdataloader.errors import AuthenticationError
@@ -39,8 +41,10 @@ TOKEN_FILE_VARIABLE = "RPCDATALOADER_STATUS_TOKEN_FILE"
 
 PATHS = ("/", "/metrics", "/json", "/history")
 
-# Seconds that a client may take for the next bytes of its request.
+# Seconds that a client may take for its request and the answer, and how many requests are under way at most; others
+# find their connections closed. Whoever reaches the port could hold up all of them otherwise, without a token.
 _REQUEST_TIMEOUT = 10
+_MAX_REQUESTS = 64
 
 _PAGE = Path(__file__).with_name("page")
 
@@ -118,6 +122,7 @@ class StatusServer(socketserver.ThreadingTCPServer):
         page, self.policy = make_page()
         self.answers = {"/": (page, "text/html; charset=utf-8")}
         self._num_failures = 0
+        self._room = threading.Semaphore(_MAX_REQUESTS)
         try:
             found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
             self.address_family, *_, listen = found[0]
@@ -163,6 +168,24 @@ class StatusServer(socketserver.ThreadingTCPServer):
         finally:
             self.shutdown()
             self.server_close()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, if there is room for one more."""
+        if self._room.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, within the time that there is for it."""
+        timer = threading.Timer(_REQUEST_TIMEOUT, _cut_off, [request])
+        timer.daemon = True
+        timer.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            timer.cancel()
+            self._room.release()
 
     def _fail(self, what: str) -> None:
         self._num_failures += 1
@@ -221,6 +244,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Nothing: a scraper comes every few seconds."""
+
+
+def _cut_off(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 def _is_loopback(place: str) -> bool:

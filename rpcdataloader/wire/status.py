@@ -17,6 +17,10 @@ MAX_REPORT_BYTES = 8192
 # What is computed with a larger number may overflow. NaN is refused with these.
 _MAX_NUMBER = 1e18
 
+# More than any loop has; what scales a cluster may follow the first number.
+_MAX_WORKERS = 100_000
+_MAX_STAGES = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Value(Json):
@@ -49,7 +53,11 @@ class LoopStatus(Json):
 
     def __post_init__(self) -> None:
         for name in "rank", "wait_share", "demand_per_second", "delivered_per_second", "more_workers":
-            Value(name, getattr(self, name) or 0)
+            if (value := getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} is negative")
+            Value(name, value)
+        if (self.more_workers or 0) > _MAX_WORKERS or len(self.stages) > _MAX_STAGES:
+            raise ValueError("there are too many workers or stages")
         Value(self.bound, 0)
 
 

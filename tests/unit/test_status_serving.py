@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import re
+import select
 import socket
 import threading
 import urllib.request
@@ -206,3 +207,19 @@ def test_token_is_not_the_secret_of_the_node_servers():
     secret = load_credentials().secret.decode()
     with pytest.raises(AuthenticationError, match="is the secret of the node servers"):
         find_token({"RPCDATALOADER_STATUS_TOKEN": secret})
+
+
+def test_requests_that_are_slow_are_cut_off_and_take_no_more_than_their_room(monkeypatch):
+    monkeypatch.setattr(serving, "_MAX_REQUESTS", 1)
+    monkeypatch.setattr(serving, "_REQUEST_TIMEOUT", 0.5)
+    with running() as (server, _looks), socket.create_connection(server.server_address[:2]) as slow:
+        slow.sendall(b"G")
+        wait_until(lambda: not server._room._value, what="the request is under way")
+        with socket.create_connection(server.server_address[:2]) as other:
+            assert other.recv(1) == b""  # no room
+        # Bytes that come one by one win no time.
+        with contextlib.suppress(OSError):
+            while not (select.select([slow], [], [], 0.05)[0] and slow.recv(1) == b""):
+                slow.sendall(b"E")
+        wait_until(lambda: server._room._value, what="room again")
+        assert get(server, "/json")[0] == 200

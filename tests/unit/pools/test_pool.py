@@ -107,6 +107,17 @@ def test_node_that_is_lost_is_replaced():
     assert engine.published[-1] == ["10.0.0.1:6543", "10.0.0.2:6543"]
 
 
+def test_node_that_cannot_be_given_back_is_replaced_all_the_same():
+    def fail():
+        raise OSError("the scheduler has gone")
+
+    engine = Engine()
+    with Pool(engine, 2, ORDER, LIMIT) as workers:
+        lost = engine.nodes[0]
+        lost.release, lost.answer = fail, OSError("its machine has gone")
+        wait_until(lambda: list(workers) == ["10.0.0.1:6543", "10.0.0.2:6543"])
+
+
 def test_node_servers_that_never_come_are_not_waited_for():
     engine = Engine(come=False)
     error = "0 of 2 node servers of the pool are there: no more came within 0.01 s; what to look at"
