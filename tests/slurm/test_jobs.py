@@ -120,7 +120,7 @@ def has_pending(pid: int, number: signal.Signals) -> bool:
 def ending(bed: Testbed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     """Jobs that are about to end in different ways; they start together, which saves time."""
     folder = tmp_path_factory.mktemp("ending")
-    endless = edit("train.sbatch", TRAINING.replace("4", "1000"))
+    endless = edit("train.sbatch", TRAINING.replace("--epochs 4", "--epochs 1000"))
     scripts = {"late": edit("train.sbatch", IDLE, nodes=1), "killed": endless, "cancelled": endless}
     return {name: bed.submit(folder / name, script) for name, script in scripts.items()}
 
