@@ -77,7 +77,7 @@ class Client:
             return self._janitor
 
     def nodes(self, where: Local | Remote | Elastic) -> list[Node]:
-        """The nodes that ``where`` names; begins the embedded server if need be, and connects to nobody yet.
+        """The nodes that ``where`` names; begins the embedded server if need be, and opens no connection yet.
 
         Raises:
             ConnectError: None has come before the connect timeout, of those that come and go.

@@ -199,7 +199,7 @@ class RemoteSession:
 
         Returns at once. The worker takes no further requests from now on. Its connection ends with it, or is closed
         when the session has killed it, or has not answered for 2 s, and it is there half a second later: the kernel
-        may not let it go, and nobody waits for that.
+        may not let it go, and the client does not wait for that.
 
         Args:
             reason: For the error and for the node's log, such as ``"took longer than 5 s"``.

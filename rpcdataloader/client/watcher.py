@@ -131,7 +131,7 @@ class RegisterWatcher:
 
 
 class Watch:
-    """Somebody's interest in which servers come and go; see :meth:`RegisterWatcher.watch`."""
+    """A request to be told which servers come and go; see :meth:`RegisterWatcher.watch`."""
 
     def __init__(self, watcher: RegisterWatcher, known: Iterable[Address], changed: Changed) -> None:
         self._watcher = watcher

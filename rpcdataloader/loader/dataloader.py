@@ -23,7 +23,7 @@ from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
-from rpcdataloader.loader.measured import nobody
+from rpcdataloader.loader.measured import no_iterator
 from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
 from rpcdataloader.loader.ranks import errors_of_rank
 from rpcdataloader.loader.resumable import ResumableLoader
@@ -82,7 +82,7 @@ class RPCDataloader(ResumableLoader[_T_co]):
         py_modules: Modules and packages that the workers' sessions get, as for :class:`~rpcdataloader.RPCDataset`; they
             are read now. Not with an ``RPCDataset``, which has its own.
         forward_output: Print on the standard error of this process what workers print, each line with its origin.
-        min_workers: When a pass begins, wait until the node servers that are there have so many workers for this
+        min_workers: When a pass begins, wait until the node servers that are there have this many workers for this
             process, at most for the connect timeout; 0 to begin with those that are there.
 
     Raises:
@@ -298,7 +298,7 @@ class RPCDataloader(ResumableLoader[_T_co]):
             "_pass": None,
             "_shipped": None,
             "_progress": None,
-            "_current": nobody,
+            "_current": no_iterator,
             "_recorder": None,
             "_trace": None,
         }

@@ -52,7 +52,7 @@ class RPCDataset(Dataset[Any]):
             the folder of the script: module objects, names, or paths. Pure Python, with the data files of packages, at
             most 64 MiB altogether.
         forward_output: Print on the standard error of this process what workers print, each line with its origin.
-        min_workers: Wait until the node servers that are there have so many workers for this process; 0 to begin with
+        min_workers: Wait until the node servers that are there have this many workers for this process; 0 to begin with
             those that are there.
         **kwargs: Its keyword arguments.
 

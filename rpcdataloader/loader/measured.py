@@ -24,14 +24,14 @@ from rpcdataloader.loader.tracing import Trace, trace_of_process
 _T_co = TypeVar("_T_co", covariant=True)
 
 
-def nobody() -> None:
+def no_iterator() -> None:
     """In place of a reference to an iterator that there is not."""
 
 
 class MeasuredLoader(DataLoader[_T_co]):
     """The part of ``RPCDataloader`` that tells; see there."""
 
-    _current: Callable[[], RemoteIterator | None] = staticmethod(nobody)  # the last iterator, while it is in use
+    _current: Callable[[], RemoteIterator | None] = staticmethod(no_iterator)  # the last iterator, while it is in use
     _recorder: Recorder | None = None  # of the last iterator
     _trace: Trace | None = None  # of all passes, while it is written
     _where: Where | None

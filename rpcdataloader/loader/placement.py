@@ -69,7 +69,7 @@ def place(
             not shared.
         num_workers: How many to use; 0 for all of this process's share (of the embedded pool: as many as CPUs). Of a
             remote pool never more than the share.
-        min_workers: Wait until this process's share has so many.
+        min_workers: Wait until this process's share has this many.
 
     Raises:
         ConnectError: No node server can be reached, or too few.

@@ -29,7 +29,7 @@ class Retries:
     Args:
         max_retries: Tries after an exception that may pass, and workers that may die at a task.
         marks_last_try: The last try is another request than those before.
-        leaves_out: A sample at which so many have died is left out.
+        leaves_out: Leave out a sample at which ``max_retries`` workers have died.
 
     Attributes:
         is_needed: Something has failed in this epoch. Before, what is sent, answered and delivered need not be told.

@@ -42,7 +42,7 @@ TOKEN_FILE_VARIABLE = "RPCDATALOADER_STATUS_TOKEN_FILE"
 PATHS = ("/", "/metrics", "/json", "/history")
 
 # Seconds that a client may take for its request and the answer, and how many requests are under way at most; others
-# find their connections closed. Whoever reaches the port could hold up all of them otherwise, without a token.
+# find their connections closed. A peer without a token could hold up all of them otherwise.
 _REQUEST_TIMEOUT = 10
 _MAX_REQUESTS = 64
 

@@ -1,4 +1,4 @@
-"""A limit on lines that are passed on: so many bytes per second, and a count of the others. Pure."""
+"""A limit on lines that are passed on, in bytes per second, and a count of the others. Pure."""
 
 from __future__ import annotations
 

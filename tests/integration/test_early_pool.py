@@ -32,7 +32,7 @@ def pools():
     return found
 """
 
-# Never takes connections: whoever waits for it waits for ever.
+# Takes no connections: a script that waits for it does not end.
 DEAF = 'local_server._BOOT = "import signal; signal.pause()"\n'
 
 CLOCK = """
