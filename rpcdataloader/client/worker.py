@@ -183,7 +183,9 @@ class RemoteWorker:
             return error
         exited = self.exited = self.session.fate(self.number)
         if exited is None:
-            return ConnectionLostError(f"{self.name} is lost: {error}")
+            # Which connection of a node that is gone breaks first is chance; the news is the same.
+            what = f"{self.name} is lost" if self.session.is_ready else f"{self.session.name} is gone"
+            return ConnectionLostError(f"{what}: {error}")
         return ConnectionLostError(f"{self.name} {exited.reason}")
 
     def lost(self, error: RPCError) -> None:
