@@ -19,19 +19,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.server.admission import Admission
 from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.children import Child, ClientSession, OpenGate
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE
-from rpcdataloader.server.door import Door
 from rpcdataloader.server.events import Accepted, Event, IsForWorker, Refused, SessionBegun, TellsStatus, WantsStacks
-from rpcdataloader.server.lifeline import Lifeline
-from rpcdataloader.server.loop import Loop
+from rpcdataloader.server.gate import Gate, SpareGates, fork_gate
+from rpcdataloader.server.loop import Door, Lifeline, Loop
 from rpcdataloader.server.output import Outputs
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, reap_orphans
-from rpcdataloader.server.sessions import Sessions
-from rpcdataloader.server.spares import Gate, SpareGates, fork_gate
+from rpcdataloader.server.sessions import Admission, Sessions
 from rpcdataloader.wire.listening import accept, peer_name
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -65,8 +62,7 @@ class NodeServer:
         max_connections_per_client: Cap on the workers of one client; None for no cap.
         grace: Seconds that a drain may take before everything is ended.
         write_output: Takes the lines that sessions and workers print.
-        lifeline: A descriptor by which the owner of this server says that it lives (see ``lifeline.py``); None without
-            one.
+        lifeline: A descriptor by which the owner of this server says that it lives (see ``loop.py``); None without one.
         announcement: What lets clients find it, renewed here, and ended when the server drains; None without one.
     """
 

@@ -39,11 +39,10 @@ from rpcdataloader.server.events import (
     WorkerEnded,
     WorkerForked,
 )
-from rpcdataloader.server.life import Life
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.loop import Loop
 from rpcdataloader.server.output import redirect_output, tell_client, tell_nobody
-from rpcdataloader.server.processes import fork, name_process
+from rpcdataloader.server.processes import Life, fork, name_process
 from rpcdataloader.server.stack_desk import ForkedWorker, StackDesk
 from rpcdataloader.server.stacks import StackPipe, dump_stacks_on_signal
 from rpcdataloader.server.worker import run_worker_process

@@ -30,14 +30,11 @@ from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.events import Authenticated, Decided, Drain, GaveUp
-from rpcdataloader.server.handles import HandleTable
-from rpcdataloader.server.life import Life
 from rpcdataloader.server.link import Link
 from rpcdataloader.server.meter import Meter
-from rpcdataloader.server.outbox import Outbox
 from rpcdataloader.server.output import tell_client
-from rpcdataloader.server.processes import keep_freed_memory, name_process, prefer_for_oom
-from rpcdataloader.server.requests import MAX_WAITING_BYTES, Requests
+from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
+from rpcdataloader.server.requests import MAX_WAITING_BYTES, HandleTable, Outbox, Requests
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.identity import local_identity

@@ -48,7 +48,6 @@ PURE = {
     "rpcdataloader.wire.preamble",
     "rpcdataloader.wire.lines",
     "rpcdataloader.wire.printable",
-    "rpcdataloader.server.tracebacks",
     "rpcdataloader.wire.registration",
     "rpcdataloader.wire.stages",
     "rpcdataloader.wire.status",
