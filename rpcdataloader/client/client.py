@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import logging
 import multiprocessing
 import os
+import queue
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -17,7 +19,6 @@ from collections.abc import Callable, Iterable
 from rpcdataloader.client.alarm import Alarm
 from rpcdataloader.client.discovery import Elastic, Local, Remote
 from rpcdataloader.client.exchange import ClientSettings
-from rpcdataloader.client.janitor import Janitor
 from rpcdataloader.client.local_server import LocalServer
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.reporter import Reporter
@@ -267,3 +268,38 @@ def _forget_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
+
+
+logger = logging.getLogger("rpcdataloader.client")
+
+
+class Janitor:
+    """A thread that closes what nobody refers to any more; it starts at once, and runs one function after the other.
+
+    A finalizer may run in any thread and inside any lock, so it must not close a connection itself; it hands that over
+    here.
+    """
+
+    def __init__(self) -> None:
+        # Its put may be interrupted by another put of the same thread.
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="rpcdl-janitor", daemon=True)
+        self._thread.start()
+
+    def leave(self, function: Callable[[], None]) -> None:
+        """Have ``function`` called soon; never blocks and takes no lock."""
+        self._queue.put(function)
+
+    def close(self) -> None:
+        """Finish what was left, and end the thread."""
+        self._queue.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (function := self._queue.get()) is not None:
+            try:
+                function()
+            except Exception:
+                logger.exception("cleaning up failed")
+            del function

@@ -13,7 +13,7 @@ from rpcdataloader.client.register import Found, Lookup
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.printable import printable
+from rpcdataloader.wire.lines import printable
 from rpcdataloader.wire.registration import Registration
 
 logger = logging.getLogger("rpcdataloader.client")

@@ -22,10 +22,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.bad_samples import Reduced
-from rpcdataloader.fetch.collate import TensorCollator
-from rpcdataloader.fetch.gathering import find_stacks
-from rpcdataloader.fetch.indices import describe_indices
-from rpcdataloader.fetch.stopping import dataset_stopped, stopped
+from rpcdataloader.fetch.collate import TensorCollator, find_stacks
+from rpcdataloader.fetch.stopping import dataset_stopped, describe_indices, stopped
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.fetch.whereabouts import ALL, DONE, here
 from rpcdataloader.wire.exceptions import add_note, name_sample

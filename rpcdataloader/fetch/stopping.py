@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rpcdataloader.fetch.indices import describe_indices
-
 
 def stopped(what: str) -> RuntimeError:
     """The error to raise from a ``StopIteration`` that user code has raised."""
@@ -23,3 +21,14 @@ def dataset_stopped(dataset: Any, indices: Any, *, at_once: bool = False) -> Run
     """
     method = "__getitems__" if at_once else "__getitem__"
     return stopped(f"{type(dataset).__name__}.{method}({describe_indices(indices)})")
+
+
+# How many indices of a batch a message shows.
+MAX_SHOWN_INDICES = 16
+
+
+def describe_indices(indices: Any) -> str:
+    """An index, or the indices of a batch, of which the first are shown."""
+    if isinstance(indices, (list, tuple)) and len(indices) > MAX_SHOWN_INDICES:
+        return f"[{', '.join(map(str, indices[:MAX_SHOWN_INDICES]))}, ... {len(indices)} in all]"
+    return str(indices)

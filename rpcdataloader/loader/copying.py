@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from rpcdataloader.wire.buffers import pieces_of
-from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import dumps_reply, loads
+from rpcdataloader.wire.rebuild import Movable
 from rpcdataloader.wire.slabs import Allocator, Block, pinned_allocator_for
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from rpcdataloader.client.client import begin_local_early, get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Elastic, Inline, Local, Remote, Where, find_workers
-from rpcdataloader.client.sharing import Partition
+from rpcdataloader.client.sharing import Partition, errors_of_rank
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import set_variables
 from rpcdataloader.loader.copying import find_device, make_carrier
@@ -25,7 +25,6 @@ from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.measured import no_iterator
 from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
-from rpcdataloader.loader.ranks import errors_of_rank
 from rpcdataloader.loader.resumable import ResumableLoader
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
 from rpcdataloader.loader.tasks import Progress

@@ -18,7 +18,7 @@ from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.plan.options import PlanOptions
+from rpcdataloader.plan.actions import PlanOptions
 
 logger = logging.getLogger("rpcdataloader.loader")
 

@@ -24,19 +24,23 @@ from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.stopping import stopped
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.copying import Copies
-from rpcdataloader.loader.measuring import note_answer, note_reply
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.tasks import Task, describe_end, load_request, place_of
 from rpcdataloader.plan.actions import Load
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.messages import Exited
-from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import Encoded, result_of
+from rpcdataloader.wire.rebuild import Movable
 from rpcdataloader.wire.slabs import Allocator
 
 if TYPE_CHECKING:
     from rpcdataloader.loader.driver import Driver
+
+
+from rpcdataloader.errors import RemoteProtocolError
+from rpcdataloader.wire import stages
+from rpcdataloader.wire.stages import Stages
 
 
 class Failure:
@@ -281,3 +285,35 @@ class Seat:
     def _interrupted(self, exited: Exited) -> Sent | None:
         """What the worker was at when it ended, if that is not answered."""
         return next((sent for sent in list(self.sent.values()) if sent.task.number == exited.batch), None)
+
+
+def note_reply(probe: Probe | None, reply: Message) -> None:
+    """A reply has come that is measured, or should be; what it tells is taken off its payload.
+
+    Raises:
+        RemoteProtocolError: The worker has measured what it was not asked to measure, or says something else.
+    """
+    if not reply.flags & Flag.MEASURED:
+        return  # an exception
+    if probe is None:
+        raise RemoteProtocolError("the worker has measured a batch without being asked to")
+    start = len(reply.payload) - stages.SIZE_BYTES
+    probe.stages = Stages.unpack(reply.payload[max(0, start) :])
+    reply.payload = reply.payload[:start]
+    probe.received = probe.arrived = time.monotonic()
+    cpu = time.thread_time()
+    if (arrival := reply.arrival) is not None:
+        probe.arrived, probe.receive_cpu = arrival.at, cpu - arrival.cpu
+        if arrival.was_here:
+            probe.lock = max(0.0, probe.received - probe.arrived - probe.receive_cpu)
+    probe.decode_cpu = -cpu  # until it is decoded
+
+
+def note_answer(probe: Probe, timings: tuple[float, float], now: float) -> None:
+    """The batch of a measured reply is decoded, in the thread that has received it."""
+    if probe.stages is None:
+        return
+    probe.answered = now
+    probe.decode_cpu += time.thread_time()
+    probe.lock += max(0.0, now - probe.received - probe.decode_cpu)
+    probe.stages = probe.stages.with_timings(timings)

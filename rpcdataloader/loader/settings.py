@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
-from rpcdataloader.client.modules import choose_modules
+from rpcdataloader.client.modules import choose_modules, choose_variables
 from rpcdataloader.client.sharing import Partition, current_partition
-from rpcdataloader.client.variables import choose_variables
 from rpcdataloader.host.additions import Additions
-from rpcdataloader.host.memory import default_in_flight_bytes
 from rpcdataloader.host.modules import Module
+from rpcdataloader.host.resources import default_in_flight_bytes
 from rpcdataloader.loader.copying import find_device
 from rpcdataloader.loader.sampler import ResumableDistributedSampler
 

@@ -32,8 +32,7 @@ from rpcdataloader.loader.elastic import deal, identities_of
 from rpcdataloader.loader.origin import Origin, check_order, check_rank, describe_samplers
 from rpcdataloader.loader.sampler import ResumableDistributedSampler, order_of
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.skipping import skip
-from rpcdataloader.loader.tasks import Progress
+from rpcdataloader.loader.tasks import Progress, skip
 
 # 1 knew neither ranks nor samplers.
 VERSION = 2

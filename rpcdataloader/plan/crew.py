@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
-from rpcdataloader.plan.actions import Action, Open, Say, Seek
-from rpcdataloader.plan.options import PlanOptions
+from rpcdataloader.plan.actions import Action, Open, PlanOptions, Say, Seek
 from rpcdataloader.plan.roster import Roster
 
 N = TypeVar("N", bound=Hashable)

@@ -18,10 +18,9 @@ from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, ReportWait, Restart
+from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, PlanOptions, ReportWait, Restart
 from rpcdataloader.plan.batches import BatchTable
 from rpcdataloader.plan.crew import Crew, Loss, Member
-from rpcdataloader.plan.options import PlanOptions
 from rpcdataloader.plan.retries import Retries
 from rpcdataloader.plan.streams import StreamTable
 from rpcdataloader.plan.table import Table

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpcdataloader.host.cpus import available_cpus
+from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.wire.certificates import TlsFiles, name_files
 
 WILDCARDS = ("0.0.0.0", "::")

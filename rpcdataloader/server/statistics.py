@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rpcdataloader.errors import RemoteProtocolError
-from rpcdataloader.host.cpus import available_cpus
-from rpcdataloader.host.proc import memory_bytes, process_use, unread_bytes
+from rpcdataloader.host.resources import available_cpus, memory_bytes, process_use, unread_bytes
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import SESSION, WORKER, Row
 from rpcdataloader.server.events import TellsStatus, WantsStacks, WorkerStack

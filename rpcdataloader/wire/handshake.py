@@ -30,8 +30,8 @@ from typing import Any, ClassVar, Literal
 from rpcdataloader.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
 from rpcdataloader.wire import plain
 from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, Message, MessageType, Sealer, encode
+from rpcdataloader.wire.lines import printable
 from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
-from rpcdataloader.wire.printable import printable
 
 NONCE_SIZE = 32
 _PROOF_SIZE = hashlib.sha256().digest_size

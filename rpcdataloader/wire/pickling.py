@@ -25,9 +25,8 @@ from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.diagnose import USER_ERRORS, find_culprit
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.movable import Movable, MovableUnpickler
 from rpcdataloader.wire.picklers import PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler, UnresolvedError
-from rpcdataloader.wire.rebuild import inline_memory, rebuild, rebuild_inline
+from rpcdataloader.wire.rebuild import Movable, MovableUnpickler, inline_memory, rebuild, rebuild_inline
 from rpcdataloader.wire.slabs import Allocator, Block
 from rpcdataloader.wire.tensors import Index
 

@@ -6,8 +6,8 @@ from collections import deque
 import pytest
 
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.batches import BatchTable
-from rpcdataloader.plan.options import PlanOptions
 
 
 def start(workers="ab", batch_size_bytes=0, **options) -> BatchTable:
