@@ -41,12 +41,6 @@ CONNECTING_JOIN_TIMEOUT = 0.2
 class Client:
     """This process as a client; thread-safe.
 
-    Attributes:
-        allocator: Pageable receive buffers, shared by all connections.
-        alarm: Watches the deadlines of calls.
-        additions: What all sessions get.
-        reporter: Tells node servers how the loops of this process do.
-
     Raises:
         ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or not all of the three variables of TLS
             are set.

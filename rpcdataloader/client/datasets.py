@@ -51,7 +51,6 @@ class RemoteDataset:
     """One dataset; thread-safe.
 
     Args:
-        name: For messages.
         pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``.
         shared: Build once per session, or else in every worker.
         is_iterable: Whether it is iterable-style; None if that is to be found out.

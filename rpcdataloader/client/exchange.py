@@ -34,12 +34,8 @@ class ClientSettings:
         credentials: Finds the secret for an address.
         connect_timeout: Seconds to wait for a node server that is not there yet, or has no room.
         rank: Of a distributed trainer, for the server's log.
-        allocator: Pageable receive buffers.
-        alarm: Watches their deadlines.
         waits_for_servers: Whether one that refuses connections may be about to start.
         tls: For TCP connections; None to do without.
-        additions: What all sessions get.
-        printer: Takes the lines that workers print.
     """
 
     credentials: Callable[[Address], Credentials]
@@ -87,11 +83,7 @@ def reference_of(value: Any) -> tuple[str, int] | None:
 
 
 class PendingReply:
-    """The answer to a request, for a thread that waits for it.
-
-    Args:
-        allocator: Where the blocks of the reply were received.
-    """
+    """The answer to a request, for a thread that waits for it."""
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator

@@ -142,7 +142,6 @@ def choose_variables(
 
     Args:
         env: Values by name; or names and patterns of variables of this process. Names that are not set are left out.
-        environ: The environment of this process.
 
     Raises:
         TypeError: It is something else.

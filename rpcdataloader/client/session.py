@@ -47,7 +47,6 @@ class RemoteSession:
     """This client's session on one node: the control connection.
 
     Attributes:
-        name: Address of the node server.
         is_quiet: Nothing need be said while it is waited for.
     """
 

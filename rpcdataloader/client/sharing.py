@@ -21,7 +21,6 @@ class Partition:
 
     Attributes:
         rank: 0 to ``world_size - 1``.
-        world_size: Number of trainers.
     """
 
     rank: int = 0
@@ -88,7 +87,6 @@ def rank_of_step(environ: Mapping[str, str], is_terminal: bool) -> tuple[int, in
     run another program. A process that cannot tell them apart, in a job without script and ``salloc``, counts all.
 
     Args:
-        environ: Of the process.
         is_terminal: Whether somebody types into its standard input. The shell of ``srun --pty bash`` is a task, but
             what is tried in it is no rank. What a step from there starts is one; it inherits ``SLURM_PTY_PORT``.
 

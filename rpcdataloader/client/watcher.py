@@ -43,9 +43,6 @@ class RegisterWatcher:
     def find(self, timeout: float) -> Sequence[Found | Registration]:
         """The servers that are there now, or the first ones that come.
 
-        Args:
-            timeout: Seconds to wait for them.
-
         Raises:
             ConnectError: None came.
         """

@@ -43,9 +43,7 @@ class RemoteWorker:
 
     Attributes:
         name: For messages, such as ``worker 3 (pid 123) on node07:6543``.
-        was_refused: Whether the node had no room for it.
         retired: Whether it ends because it has done its share of work; its session goes on.
-        exited: What its session has said of its end.
     """
 
     def __init__(

@@ -132,10 +132,8 @@ class Records:
     """What is known of a pass at a moment.
 
     Attributes:
-        setup: Workers and limits.
         begun: Time at which the pass began.
         first_wait: Seconds until its first batch.
-        totals: Sums of the whole pass.
         probes: In the order of delivery.
         waits: In the order of delivery.
         tasks: Seconds of the last tasks of each worker, probes or not: one that is slow is hardly given any.

@@ -43,13 +43,10 @@ class LoaderSpec:
         collate_fn: None for torch's default.
         worker_init_fn: Called with ``worker_id`` before the first sample.
         auto_collation: Whether the sampler yields lists of indices, or single ones.
-        iterable: The dataset is iterable-style.
         drop_last: Of an iterable-style dataset, leave out a last batch that is not full.
         base_seed: From 0 to 2**63 - 1, the same on all workers.
         epoch: From 0; see :meth:`BatchLoader.start_epoch`.
         rank: Of the trainer; with ``world_size``, keeps the random numbers of ranks apart.
-        world_size: Number of trainers.
-        worker_id: From 0.
         num_workers: 0 means what it means to torch: no worker info and no init function.
         first_place: Place in the epoch, over all ranks, of the first sample, where the sampler began later.
         pipe_seed: Of an IterDataPipe in this pass, the same on all workers.
@@ -91,7 +88,6 @@ class BatchLoader:
 
     Args:
         dataset: Map-style.
-        spec: See there.
         allocator: Where to collate large tensors; None for fresh memory.
         sends: Batches are pickled to be sent, so that they need not be whole before (see ``gathering``).
         inline: This is the trainer's process: its generators, worker info and collate functions are as before

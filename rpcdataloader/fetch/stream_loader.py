@@ -49,10 +49,7 @@ class StreamLoader(BatchLoader):
 
         Args:
             indices: A list as long as the batch or, without automatic collation, anything.
-            position: Without meaning: the stream itself knows where it is.
             batch_number: Of this rank's loader in this epoch, from 0.
-            last_try: Without meaning, too: nothing is tried again.
-            left_out: Nor is anything left out because of deaths.
 
         Returns:
             Timings, and the batch with the :class:`StreamState` after it, or None in its place at the end. With samples

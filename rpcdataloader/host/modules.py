@@ -34,8 +34,6 @@ class Module:
     Attributes:
         name: Without a dot.
         digest: SHA-256 of the archive, in hexadecimal digits.
-        size_bytes: Of its files.
-        archive: A zip file with them.
     """
 
     name: str
@@ -48,7 +46,6 @@ def pack(name: str, files: Mapping[str, bytes]) -> Module:
     """Make an archive.
 
     Args:
-        name: Name of the module.
         files: Contents by path, which begins with ``name``, such as ``name/__init__.py``.
     """
     buffer = io.BytesIO()

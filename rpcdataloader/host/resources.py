@@ -49,7 +49,6 @@ def cgroup_folders(controller: str, root: str = "/sys/fs/cgroup") -> list[str]:
 
     Args:
         controller: The one whose limits are wanted, such as ``cpu``; version 1 has a hierarchy for each.
-        root: Mount point of the cgroup file system.
     """
     folders = []
     for line in read("/proc/self/cgroup").splitlines():

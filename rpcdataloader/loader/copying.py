@@ -56,7 +56,6 @@ class StreamCopier:
     """Copies on a stream of its own.
 
     Args:
-        device: With its index.
         module: ``torch.cuda``, or what has its functions for another type of device.
     """
 
@@ -148,11 +147,7 @@ class Carrier:
     """Brings batches to a device.
 
     Args:
-        copier: To it.
         allocator: Where batches are received, pinned if that is possible.
-
-    Attributes:
-        is_device_busy: See :meth:`Copier.is_busy`.
     """
 
     def __init__(self, copier: Copier, allocator: Allocator) -> None:

@@ -62,7 +62,6 @@ class ToDo(NamedTuple):
     Attributes:
         actions: All but those to send a task.
         seats: Workers that tasks are sent to. They come last: opening, restarting and cancelling are decided before.
-        begun: The pass of these tasks.
     """
 
     actions: list[Action]
@@ -75,21 +74,14 @@ class Driver:
 
     Args:
         placement: Of the workers; for an iterable-style dataset, of the streams.
-        saved: The state of the pass to go on with.
-        recorder: Takes notes of the pass.
 
     Attributes:
-        settings: The arguments of the loader.
         pid: The process that has begun the pass; its forks must not go on with it.
-        closed: Set when the pass is over.
         condition: Guards ``closed`` and the attributes that follow.
-        engine: Decides.
         ahead: The batch that is on its way to a device; None without a device.
         begun: The pass of this epoch; another object in the next one.
         streams: States of the streams, after the last answer of each.
-        sleep: The consumer's.
         num_streams: Workers that the pass has begun with.
-        recorder: As given.
         is_device_busy: Whether a wait is hidden by what the device has to do; None without one.
         has_changed: The workers are others than those in the notes.
     """

@@ -18,9 +18,6 @@ class Identity(NamedTuple):
     Attributes:
         job: RANK and WORLD_SIZE of the trainer that it began in; None for this one.
         partition: Rank and world size of its loader, which may be another one (``partition=``).
-        worker_id: From 0.
-        num_workers: Streams of its loader.
-        base_seed: Of its loader.
     """
 
     job: tuple[int, int] | None
@@ -48,9 +45,7 @@ def deal(
 
     Args:
         states: In any order; checked one by one.
-        partition: This rank among the new ones.
         origin: What ``state_dict`` says of this rank.
-        is_iterable: The dataset is iterable-style.
 
     Raises:
         ValueError: A rank is missing or there twice, ranks were in different epochs, or the streams cannot be dealt out

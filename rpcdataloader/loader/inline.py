@@ -25,7 +25,6 @@ class InlineIterator:
     """What ``iter(loader)`` returns then.
 
     Args:
-        saved: The state of the pass to go on with.
         reported_length: What ``len`` of the loader has said of an iterable-style dataset.
     """
 

@@ -108,8 +108,6 @@ def check_order(saved: Origin, here: Origin, *, epochs: bool = True) -> None:
     """Check that as many ranks as before draw the same samples here, in the same order.
 
     Args:
-        saved: Of the pass that was interrupted.
-        here: Of the loader that is to go on.
         epochs: Also compare the epochs that samplers count by themselves.
 
     Raises:

@@ -37,11 +37,7 @@ class Order:
 
 @dataclass(slots=True)
 class Pass:
-    """A pass that has begun.
-
-    Attributes:
-        order: Where the samples are in the order of all ranks.
-    """
+    """A pass that has begun."""
 
     source: TaskSource
     progress: Progress
@@ -60,7 +56,6 @@ def warn_if_longer(num_yielded: int, reported: int | None, name: str) -> None:
 
     Args:
         reported: What it said; None if nobody asked.
-        name: Of the dataset.
     """
     if reported is not None and num_yielded > reported:
         warnings.warn(

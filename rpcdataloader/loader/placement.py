@@ -39,8 +39,6 @@ class Placement:
         homes: The node of each worker; one that has several appears as often. Some may be away.
         others: More nodes, which help out while all of these are away; those that this rank should ask first come
             first.
-        partition: This process's place among those that share the nodes.
-        num_offered: Workers of all nodes together.
         max_workers: Of this process, however many nodes there come to be; 0 for no limit.
         register: Where nodes come and go; None if they are named.
         missing: Nodes that were never there; they join when they come.

@@ -61,9 +61,6 @@ class Answer:
         arrived: Time of the first bytes, and
         received: that of the last ones, if they were waited for; otherwise 0.
         stream: How far the worker's stream has come; None if there is none, or it has ended.
-        movable: What goes to a device.
-        copies: Its copies, on their way there.
-        worker: Number of the worker.
         probe: What was noted of its way, if that is timed.
     """
 
@@ -83,10 +80,8 @@ def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, 
     """Make the batch of a reply.
 
     Args:
-        allocator: Where its blocks were received.
         iterable: It comes with the state of its stream.
         pins: ``allocator`` is that of pinned memory.
-        moves: It goes to a device.
     """
     answer = Answer(None, len(reply.payload))
     for block in reply.blocks:
@@ -122,13 +117,9 @@ class Sent:
     """A copy of a task that was sent to a worker.
 
     Attributes:
-        task: What it is a copy of.
-        number: Of the task, in the epoch that ``begun`` is.
-        begun: The pass of that epoch.
         request: That of the task, or of its last try.
         left_out: Places whose samples are not loaded, for which the request is made when it is sent.
         request_id: Of its connection; 0 while it is being sent.
-        probe: What is noted of its way, if that is timed.
     """
 
     task: Task
@@ -142,12 +133,6 @@ class Sent:
 
 class Seat:
     """A worker of a pass. The worker's receiver thread tells it what happens.
-
-    Args:
-        driver: Told about it.
-        number: Of the worker, for the engine.
-        allocator: Where batches are received.
-        decode: Makes an answer of a reply.
 
     Attributes:
         sent: What it has not answered, by the number of the task.

@@ -55,9 +55,6 @@ class TaskSource:
     """Tasks from a sampler, numbered by batch and by the position of their first sample in the epoch.
 
     Args:
-        samples: Iterator over the sampler.
-        number: Of the first batch.
-        position: Of its first sample.
         leave_out: Numbers of batches that are not needed.
         get_state: Called after each batch, for the state of the sampler; None if it has none.
         makes_requests: The tasks go to workers.
@@ -192,7 +189,6 @@ class Progress:
         num_yielded: Batches delivered in this process, without empty ones.
         num_skipped: Samples that were missing in what was delivered.
         in_step: No batch was left out as a whole, so that other ranks have delivered batches of the same numbers.
-        finished: Everything was delivered.
         start: What the pass began with: states of the generators, and rank and samplers.
         sampler: The last state of a sampler that has one, and how many batches and samples it had given then.
     """
@@ -262,7 +258,6 @@ def skip(samples: Iterator[Any], sampler: Any, num_batches: int, *, auto_collati
 
     Args:
         samples: Iterator over the sampler, at its beginning or where its own state has taken it.
-        sampler: What it iterates over.
         num_batches: To leave out; without ``auto_collation``, samples.
 
     Raises:

@@ -93,9 +93,7 @@ class PlanOptions:
 
     Attributes:
         num_workers: Workers of this process when the pass begins; streams of an iterable-style dataset.
-        is_iterable: The dataset is iterable-style.
         prefetch_factor: Tasks per worker that are asked for in advance.
-        in_order: Batches are delivered in the order of the sampler.
         max_in_flight_bytes: Limit of what is answered and on its way, in bytes.
         max_retries: Tries of a task that kills its workers, or fails with an exception that may pass.
         task_timeout: Seconds that a task may take; None for any time.

@@ -29,9 +29,7 @@ class Member(Generic[N]):
     """A worker that was asked for, and is not lost.
 
     Attributes:
-        number: Its name here.
         place: Which of the places it fills; the stream of an iterable-style dataset.
-        node: Where it is.
         incarnation: Of its node.
         has_joined: It takes tasks.
         is_at_work: It has answered the first request of this epoch.
@@ -78,15 +76,11 @@ class Crew(Generic[N]):
     """Workers, places and nodes.
 
     Args:
-        options: What the user has chosen.
-        homes: The node of each place.
         others: More nodes, which help while all homes are gone.
         out: Where actions are appended.
 
     Attributes:
         num_wanted: Workers that there should be.
-        roster: Which node each place is at.
-        members: The workers, by number.
         num_deaths: Workers that have died since the last answer, for which no task is to blame.
         is_changed: Workers, places or nodes have changed since :meth:`fill_places`.
         is_stuck: There were too few workers to go on, and none could be opened, when :meth:`fill_places` was called.
@@ -150,9 +144,6 @@ class Crew(Generic[N]):
 
         Args:
             worker: Removed already.
-            loss: How it has ended.
-            is_needed: Its place needs a worker.
-            is_blamed: A task is to blame.
             died: It has ended of itself, and its node has not.
         """
         place, node = worker.place, worker.node

@@ -30,8 +30,6 @@ class Entry:
     """A batch to load.
 
     Attributes:
-        payload: What was added.
-        answer: What was answered.
         size_bytes: Of the answer; None until it is there.
         num_deaths: Workers that died while they were at work on it.
         stream: That it belongs to; None where there are no streams.
@@ -93,8 +91,6 @@ class Table(ABC, Generic[T]):
         """A worker takes tasks from now on. One that left may join again, with nothing remembered of it.
 
         Args:
-            worker: Names it.
-            now: Time of the event.
             host: Where it runs, for second copies and retries, which prefer another one; None if that is not known.
             place: Of the worker: the stream that it serves.
         """
@@ -196,11 +192,9 @@ class Table(ABC, Generic[T]):
 
         Args:
             worker: The one that answered; one that left is no error.
-            number: The task.
             size_bytes: What the answer occupies in this process.
             task_seconds: Working time, without the time that the task was queued or travelling; None if that says
                 nothing about the worker's speed, as for an exception or a task that was cancelled.
-            now: Time of the answer.
             answer: Kept until the task is delivered.
 
         Returns:
@@ -228,9 +222,7 @@ class Table(ABC, Generic[T]):
 
         Args:
             worker: The one that answered; one that left is no error.
-            number: The task.
             delay: Seconds until it may be given out again.
-            now: Time of the answer.
 
         Returns:
             False as :meth:`replied` does; None if nothing can be tried again.

@@ -119,9 +119,7 @@ class Pool:
     """Node servers of an engine; the value of its ``with`` block is where the workers are.
 
     Args:
-        engine: Where they run.
         num_nodes: How many: a number, or the least and the most.
-        order: What each is.
         timeout: Seconds to wait for the least.
 
     Raises:

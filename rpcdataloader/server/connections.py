@@ -50,7 +50,6 @@ class AcceptedConnection:
     """A connection that was accepted, from then on; writes the line when it is made.
 
     Args:
-        peer: Address at the other end.
         traffic: Bytes received and sent, in shared memory, so that they are known of a process that was killed, too.
         worker: Number of the worker in its session; 0 for a control connection.
     """

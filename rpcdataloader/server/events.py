@@ -15,12 +15,7 @@ from rpcdataloader.wire.plain import Json
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Node server to gate, with the connection: it is yours.
-
-    Attributes:
-        peer: Address at the other end.
-        row: Place of the gate among the counters.
-    """
+    """Node server to gate, with the connection: it is yours."""
 
     peer: str
     row: int

@@ -118,7 +118,6 @@ def fork_gate(forget: Callable[[], None], context: ServerContext) -> Gate:
 
     Args:
         forget: Closes, in the fork, what belongs to the node server.
-        context: What it is told.
 
     Raises:
         OSError: The system has no room for a process or a descriptor.
@@ -147,7 +146,6 @@ class SpareGates:
 
     Args:
         num_wanted: So many, at most :data:`MAX_SPARES`.
-        fork: Makes one.
     """
 
     def __init__(self, num_wanted: int, fork: Callable[[], Gate]) -> None:
@@ -163,9 +161,6 @@ class SpareGates:
 
     def take(self, now: float) -> Gate:
         """The one that has waited longest, or a new one.
-
-        Args:
-            now: In seconds.
 
         Raises:
             OSError: The system has no room for a process or a descriptor.

@@ -82,9 +82,6 @@ class Link:
     def recv(self, *, wait: bool = True) -> tuple[Event, list[int]] | None:
         """The next event and its descriptors, which the caller owns; None when the other end is closed.
 
-        Args:
-            wait: Wait for one, if there is none yet.
-
         Raises:
             BlockingIOError: There is none yet.
             OSError: This process has no room for the descriptors; the event is lost.

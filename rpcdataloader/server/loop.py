@@ -44,8 +44,6 @@ class Door:
 
     Args:
         listener: Owned by this object.
-        loop: Where it is watched.
-        on_connection: Called when there may be one.
 
     Attributes:
         due: When to :meth:`open` it again.

@@ -58,7 +58,6 @@ class NodeServer:
 
     Args:
         listener: Listening socket; closed when the server ends or drains.
-        context: What sessions and workers are told.
         max_connections_per_client: Cap on the workers of one client; None for no cap.
         grace: Seconds that a drain may take before everything is ended.
         write_output: Takes the lines that sessions and workers print.

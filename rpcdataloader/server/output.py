@@ -89,12 +89,7 @@ class OutputReader:
 
 
 class Outputs:
-    """The pipes of all sessions and workers of a node server.
-
-    Args:
-        loop: Where they are watched.
-        write: Takes each finished line.
-    """
+    """The pipes of all sessions and workers of a node server."""
 
     def __init__(self, loop: Loop, write: Callable[[str], None]) -> None:
         self._loop = loop

@@ -55,7 +55,6 @@ class Process:
     """A forked child.
 
     Attributes:
-        pid: Its process id.
         ended: How it ended, once :meth:`reap` has seen it.
     """
 

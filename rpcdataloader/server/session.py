@@ -65,12 +65,7 @@ MAX_UNAUTHENTICATED = 256
 
 
 def run_session(channel: Channel, node: Link, context: ServerContext, peer: str, row: Row) -> None:
-    """Serve an authenticated control connection until it ends.
-
-    Args:
-        peer: Address at the other end.
-        row: Counts what this process does.
-    """
+    """Serve an authenticated control connection until it ends."""
     # With --insecure, or in the embedded pool, nobody has read and removed it.
     os.environ.pop(TOKEN_VARIABLE, None)
     name_process("rpcdl-session")

@@ -48,14 +48,7 @@ _CLIENT_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 class Sessions:
-    """The sessions of a node server.
-
-    Args:
-        context: What they were told.
-        admission: Who gets a worker.
-        loop: Where their connections are watched.
-        outputs: Take the lines that they and their workers print.
-    """
+    """The sessions of a node server."""
 
     def __init__(self, context: ServerContext, admission: Admission, loop: Loop, outputs: Outputs) -> None:
         self._context = context

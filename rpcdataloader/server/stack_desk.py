@@ -19,10 +19,8 @@ class ForkedWorker:
     """A worker as its session sees it.
 
     Attributes:
-        peer: Address at the other end of its connection.
         deadline: When it must have authenticated its client; of one that is starting.
         failure: Why it gave up, in its own words.
-        row: Its place among the counters, once it has one.
     """
 
     number: int

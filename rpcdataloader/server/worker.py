@@ -59,7 +59,6 @@ def run_worker_process(
     Args:
         preamble: What the gate read from ``stream``.
         session: Link to the session, which asks the node server whether there is room.
-        datasets: What the session has built or knows how to build.
         number: Of this worker in its session, from 1.
     """
     name_process("rpcdl-worker")

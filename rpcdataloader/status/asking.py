@@ -74,7 +74,6 @@ class Asker:
     So one that drains, and takes no connections any more, can be watched until it ends.
 
     Args:
-        tls: For TCP; None to do without.
         timeout: Seconds that each answer may take.
     """
 
@@ -88,9 +87,6 @@ class Asker:
 
         One that was asked before and is not among them any more, because it drains and has left its register, is asked
         for as long as it answers.
-
-        Args:
-            stacks: With the stacks of the workers.
         """
         leaving = [address for address in list(self._channels) if address not in addresses]
         answers: dict[Address, Answer] = {}

@@ -102,7 +102,6 @@ class StatusServer(socketserver.ThreadingTCPServer):
     """Answers requests from what the last look has left.
 
     Args:
-        place: Where to listen.
         token: What requests must show; None for none.
 
     Attributes:

@@ -64,7 +64,6 @@ class Channel:
 
     Attributes:
         name: The peer, for messages: an address or ``"client host:pid"``.
-        peer: What the peer's HELLO said of it.
         differences: Versions that differ between the two sides without being refused.
         recv: Receives the next message; None when the peer has finished and closed between two messages. Raises
             RemoteProtocolError when the peer sent something forbidden, or somebody altered it on the way, and

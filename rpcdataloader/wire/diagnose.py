@@ -24,7 +24,6 @@ def find_culprit(obj: Any, path: str, error: BaseException, attempt: Attempt) ->
     Args:
         obj: What cannot be pickled as a whole.
         path: What the caller calls it.
-        error: What happened when it was pickled.
         attempt: Pickles its argument and returns the error, or None.
 
     Returns:

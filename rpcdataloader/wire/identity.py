@@ -16,12 +16,7 @@ _MAX_JOB_CHARS = 64
 
 
 def local_identity(role: str, rank: int | None = None) -> Identity:
-    """Describe this process.
-
-    Args:
-        role: ``"client"`` or ``"server"``.
-        rank: Rank of a distributed trainer.
-    """
+    """Describe this process."""
     return Identity(
         role=role,
         host=socket.gethostname(),

@@ -210,7 +210,6 @@ def result_of(reply: Message | RPCError, allocator: Allocator, movable: Movable 
 
     Args:
         reply: A REPLY or an ERROR, or why there is none.
-        allocator: Where its blocks were received.
 
     Raises:
         Exception: What the request raised, or why there is no reply.

@@ -28,7 +28,6 @@ def rebuild(index: Index, memory: Sequence[torch.Tensor], allocator: Allocator |
     """Make the tensors of a message.
 
     Args:
-        index: What :meth:`~rpcdataloader.wire.tensors.Packer.pack` returned.
         memory: Its blocks, as received, each as a ``uint8`` tensor of its own storage.
         allocator: Where the blocks came from. Memory for small tensors is taken from it too, so that pinned stays
             pinned. None for plain memory.
@@ -55,7 +54,6 @@ def rebuild_in_place(index: Index, memory: Sequence[torch.Tensor], device: torch
     """Make the tensors of a message on its blocks, small ones too, which then share their slab.
 
     Args:
-        index: As for :func:`rebuild`.
         memory: Its blocks, on any device.
         device: Of tensors without elements.
     """
@@ -179,7 +177,6 @@ class Movable:
         """Make the tensors of the message on the blocks themselves, the small ones on their slabs.
 
         Args:
-            index: Of the message.
             memory: Its blocks, as received, each as a ``uint8`` tensor of its own storage.
         """
         self._index, self._memory = index, list(memory)

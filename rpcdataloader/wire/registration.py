@@ -35,10 +35,7 @@ class Registration:
     """A node server that can be found.
 
     Attributes:
-        address: Where clients connect to.
-        num_workers: How many workers it offers.
         host: Name of its machine, for people.
-        pid: Of the server.
         machine: Tells machines apart (:func:`~rpcdataloader.wire.identity.machine_id`).
         started: When it registered, in seconds of the file system's clock.
     """

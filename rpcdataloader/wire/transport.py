@@ -74,7 +74,6 @@ class Stream:
     whose few bytes need a deadline and no speed.
 
     Args:
-        name: The peer, for messages.
         traffic: Two counters, to which the bytes received and sent are added.
 
     Attributes:
