@@ -14,7 +14,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from rpcdataloader.client.alarm import Alarm
 from rpcdataloader.client.discovery import Elastic, Local, Remote
@@ -22,6 +22,7 @@ from rpcdataloader.client.exchange import ClientSettings
 from rpcdataloader.client.local_server import LocalServer
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.reporter import Reporter
+from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.watcher import Changed, RegisterWatcher, Watch
 from rpcdataloader.wire.address import Address
@@ -98,6 +99,11 @@ class Client:
                     Node(address, settings, local.ensure_running) if local else Node(address, settings)
                 )
             return self._nodes[address]
+
+    def wait_for_any(self, sessions: Sequence[RemoteSession], timeout: float) -> None:
+        """Wait until one of ``sessions``, which all connect, is there or lost; at most ``timeout`` seconds."""
+        with self._settings.changed:
+            self._settings.changed.wait_for(lambda: not all(one.is_connecting for one in sessions), timeout)
 
     def start_thread(self, name: str, function: Callable[[], None], stop: threading.Event) -> None:
         """Run ``function`` in a thread that is waited for at the end, when sessions have ended and ``stop`` is set."""

@@ -429,14 +429,5 @@ class _SlowLine:
             logger.warning("dataset %s is being built on %s for %.0f s", self._name, ", ".join(nodes), seconds)
 
 
-class _QueryOwner:
+class _QueryOwner(WorkerOwner):
     """Nothing to do: each question is told when its worker is lost."""
-
-    def worker_ready(self, worker: RemoteWorker) -> None:
-        pass
-
-    def worker_draining(self, worker: RemoteWorker) -> None:
-        pass
-
-    def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
-        pass

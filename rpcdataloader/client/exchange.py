@@ -34,6 +34,7 @@ class ClientSettings:
         credentials: Finds the secret for an address.
         connect_timeout: Seconds to wait for a node server that is not there yet, or has no room.
         rank: Of a distributed trainer, for the server's log.
+        changed: Guards what sessions are told, and is notified when one of them is there, or lost, or its worker ends.
         waits_for_servers: Whether one that refuses connections may be about to start.
         tls: For TCP connections; None to do without.
     """
@@ -47,6 +48,7 @@ class ClientSettings:
     waits_for_servers: bool = True
     additions: SharedAdditions = field(default_factory=SharedAdditions)
     printer: Printer = field(default_factory=Printer)
+    changed: threading.Condition = field(default_factory=threading.Condition)
 
     def tls_for(self, address: Address) -> TlsCredentials | None:
         """What to speak TLS with to ``address``; None for a Unix socket, where nobody can listen."""

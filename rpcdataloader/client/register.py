@@ -14,7 +14,6 @@ import stat
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from rpcdataloader.host import safe_files
@@ -30,13 +29,6 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 # A file that is unusable this many times in a row is not merely being written: it is warned of, once.
 PATIENCE = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A node server of which no more is known than where it is."""
-
-    address: Address
 
 
 class Lookup(Protocol):
@@ -58,7 +50,7 @@ class Lookup(Protocol):
     @property
     def advice(self) -> str: ...
 
-    def look(self) -> Sequence[Found | Registration]:
+    def look(self) -> Sequence[Registration]:
         """The servers that are there now, in an order that is the same for everybody."""
 
 
@@ -211,9 +203,9 @@ class Names:
         self.place = f"behind the name {name.host}"
         self.advice = "does it exist, and are the node servers ready?"
         self.problems: dict[str, str] = {}
-        self._found: tuple[Found, ...] = ()
+        self._found: tuple[Registration, ...] = ()
 
-    def look(self) -> tuple[Found, ...]:
+    def look(self) -> tuple[Registration, ...]:
         """The servers that are there now, in the order of their addresses, which is the same for everybody."""
         try:
             infos = socket.getaddrinfo(self._name.host, self._name.port, type=socket.SOCK_STREAM)
@@ -227,6 +219,6 @@ class Names:
         hosts = {info[4][0] for info in infos if info[0] == infos[0][0]}
         self.problems = {}
         self._found = tuple(
-            Found(Address(str(host), self._name.port)) for host in sorted(hosts, key=ipaddress.ip_address)
+            Registration(Address(str(host), self._name.port)) for host in sorted(hosts, key=ipaddress.ip_address)
         )
         return self._found

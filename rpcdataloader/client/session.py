@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,7 +55,7 @@ class RemoteSession:
         self.welcome: Welcome | None = None
         self._welcome: Welcome | None = None  # until the session is ready
         self._settings = settings
-        self._condition = threading.Condition()
+        self._condition = settings.changed  # one for all, so that a thread can wait for any session
         # Guarded by the condition:
         self._exited: dict[int, Exited] = {}
         self._lost: RPCError | None = None
@@ -81,6 +80,11 @@ class RemoteSession:
     def is_ready(self) -> bool:
         """Whether it is there, and takes requests."""
         return self.welcome is not None and self.is_usable
+
+    @property
+    def is_connecting(self) -> bool:
+        """Whether it may still come."""
+        return self.welcome is None and self.is_usable
 
     @property
     def is_busy(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.exchange import BusyError, ClientSettings, log_from_server, read_welcome, reference_of
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rpcdataloader.client")
 
 
-class WorkerOwner(Protocol):
-    """Who asked for a worker; called from its receiver thread."""
+class WorkerOwner:
+    """Who asked for a worker; called from its receiver thread. Does nothing by itself."""
 
     def worker_ready(self, worker: RemoteWorker) -> None:
         """The worker takes requests (earlier ones have waited for this moment)."""

@@ -17,7 +17,7 @@ import torch
 import torch.utils.data._utils.pin_memory
 
 from rpcdataloader.client.connection import Request
-from rpcdataloader.client.worker import RemoteWorker
+from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from rpcdataloader.fetch.bad_samples import Reduced
@@ -131,7 +131,7 @@ class Sent:
     probe: Probe | None = None
 
 
-class Seat:
+class Seat(WorkerOwner):
     """A worker of a pass. The worker's receiver thread tells it what happens.
 
     Attributes:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from rpcdataloader.server.connections import AcceptedConnection
 from rpcdataloader.server.events import Event, IsForWorker
@@ -95,3 +96,11 @@ class ClientSession(Child):
     workers: dict[int, AdmittedWorker] = field(default_factory=dict)
     is_client_gone: bool = False
     is_asked: bool = False
+
+
+_Kind = TypeVar("_Kind", bound=Child)
+
+
+def become(gate: OpenGate, kind: type[_Kind], **more: Any) -> _Kind:
+    """The same process, as what its gate has become."""
+    return kind(**{each.name: getattr(gate, each.name) for each in fields(Child)}, **more)

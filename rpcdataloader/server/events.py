@@ -13,26 +13,31 @@ from rpcdataloader.wire import plain
 from rpcdataloader.wire.plain import Json
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+@dataclass(frozen=True)
+class Event:
+    """What one process tells another."""
+
+
+@dataclass(frozen=True)
+class Accepted(Event):
     """Node server to gate, with the connection: it is yours."""
 
     peer: str
     row: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+@dataclass(frozen=True)
+class Refused(Event):
     """Gate to node server: the connection was refused, and its other end is expected to close."""
 
 
-@dataclass(frozen=True, slots=True)
-class TellsStatus:
+@dataclass(frozen=True)
+class TellsStatus(Event):
     """Gate to node server: the connection asks for the status, and nothing waits for its end."""
 
 
-@dataclass(frozen=True, slots=True)
-class WantsStacks:
+@dataclass(frozen=True)
+class WantsStacks(Event):
     """Status gate to node server, and node server to session: write the stacks of all workers.
 
     With it come a file, for a line per worker, which is a :class:`WorkerStack`; and the end of a pipe, which the
@@ -48,31 +53,31 @@ class WorkerStack(Json):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class StacksBegun:
+@dataclass(frozen=True)
+class StacksBegun(Event):
     """Session to node server: it has looked at :class:`WantsStacks`, and can be asked again."""
 
 
-@dataclass(frozen=True, slots=True)
-class IsForWorker:
+@dataclass(frozen=True)
+class IsForWorker(Event):
     """Gate to node server: the connection belongs to a session. Its id and the preamble are hexadecimal."""
 
     session: str
     preamble: str
 
 
-@dataclass(frozen=True, slots=True)
-class HandedOver:
+@dataclass(frozen=True)
+class HandedOver(Event):
     """Node server to gate: the session has the connection."""
 
 
-@dataclass(frozen=True, slots=True)
-class UnknownSession:
+@dataclass(frozen=True)
+class UnknownSession(Event):
     """Node server to gate: there is no such session."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionBegun:
+@dataclass(frozen=True)
+class SessionBegun(Event):
     """Gate to node server, with the pipe of its output: it has become a session.
 
     Attributes:
@@ -86,8 +91,8 @@ class SessionBegun:
     origin: Origin
 
 
-@dataclass(frozen=True, slots=True)
-class SessionKnown:
+@dataclass(frozen=True)
+class SessionKnown(Event):
     """Node server to session: worker connections may come.
 
     Attributes:
@@ -97,43 +102,43 @@ class SessionKnown:
     folder: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConnection:
+@dataclass(frozen=True)
+class WorkerConnection(Event):
     """Node server to session, with the connection of a worker to be. ``peer`` is the address at its other end."""
 
     peer: str
     preamble: str
 
 
-@dataclass(frozen=True, slots=True)
-class WantsOutput:
+@dataclass(frozen=True)
+class WantsOutput(Event):
     """Session to node server: its client wants to see what it and its workers print."""
 
 
-@dataclass(frozen=True, slots=True)
-class Printed:
+@dataclass(frozen=True)
+class Printed(Event):
     """Node server to session: a line for its client; as :class:`~rpcdataloader.wire.messages.Log` says."""
 
     text: str
     printed_by: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerForked:
+@dataclass(frozen=True)
+class WorkerForked(Event):
     """Session to node server, with the pipe of its output."""
 
     worker: int
 
 
-@dataclass(frozen=True, slots=True)
-class Authenticated:
+@dataclass(frozen=True)
+class Authenticated(Event):
     """Worker to session: its client has proved that it knows the secret."""
 
     origin: Origin
 
 
-@dataclass(frozen=True, slots=True)
-class WantsRoom:
+@dataclass(frozen=True)
+class WantsRoom(Event):
     """Session to node server: may this worker serve?"""
 
     worker: int
@@ -142,8 +147,8 @@ class WantsRoom:
     origin: Origin
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
+@dataclass(frozen=True)
+class Decided(Event):
     """Node server to session, and session to worker.
 
     Attributes:
@@ -156,50 +161,27 @@ class Decided:
     row: int
 
 
-@dataclass(frozen=True, slots=True)
-class GaveUp:
+@dataclass(frozen=True)
+class GaveUp(Event):
     """Worker to session, as its last words."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerEnded:
+@dataclass(frozen=True)
+class WorkerEnded(Event):
     """Session to node server."""
 
     worker: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+@dataclass(frozen=True)
+class Drain(Event):
     """Node server to session, and session to worker: answer what you have, and end."""
 
 
-Event = (
-    Accepted
-    | Refused
-    | TellsStatus
-    | WantsStacks
-    | StacksBegun
-    | IsForWorker
-    | HandedOver
-    | UnknownSession
-    | SessionBegun
-    | SessionKnown
-    | WorkerConnection
-    | WantsOutput
-    | Printed
-    | WorkerForked
-    | Authenticated
-    | WantsRoom
-    | Decided
-    | GaveUp
-    | WorkerEnded
-    | Drain
-)
-
-_CLASSES: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__args__}
+_CLASSES = {kind.__name__: kind for kind in Event.__subclasses__()}
 
 
 def encode(event: Event) -> bytes:

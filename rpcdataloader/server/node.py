@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.server.announcement import Announcement
-from rpcdataloader.server.children import Child, ClientSession, OpenGate
+from rpcdataloader.server.children import Child, ClientSession, OpenGate, become
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE
 from rpcdataloader.server.events import Accepted, Event, IsForWorker, Refused, SessionBegun, TellsStatus, WantsStacks
@@ -240,14 +240,7 @@ class NodeServer:
                 case Refused():
                     child.is_refused = True
                 case TellsStatus():
-                    self._children[child.process.pid] = Child(
-                        process=child.process,
-                        link=child.link,
-                        sock=child.sock,
-                        source=child.source,
-                        peer=child.peer,
-                        row=child.row,
-                    )
+                    self._children[child.process.pid] = become(child, Child)
 
     def _on_end(self, pid: int) -> None:
         child = self._children[pid]

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
-from rpcdataloader.server.children import AdmittedWorker, ClientSession, OpenGate
+from rpcdataloader.server.children import AdmittedWorker, ClientSession, OpenGate, become
 from rpcdataloader.server.connections import AcceptedConnection
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import SESSION, WORKER
@@ -73,13 +73,9 @@ class Sessions:
         rank = -1 if origin.rank is None else origin.rank
         self._counters.describe(gate.row, kind=SESSION, client=origin.client, rank=rank, job=origin.job)
         traffic = self._counters.row(gate.row).control
-        session = ClientSession(
-            process=gate.process,
-            link=gate.link,
-            sock=gate.sock,
-            source=gate.source,
-            peer=gate.peer,
-            row=gate.row,
+        session = become(
+            gate,
+            ClientSession,
             id=begun.id,
             client=begun.name,
             connection=AcceptedConnection(begun.peer, origin, traffic),

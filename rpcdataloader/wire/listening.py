@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.connecting import look_up, short_path
-from rpcdataloader.wire.transport import peer_of, tune
+from rpcdataloader.wire.transport import peer_uid, tune
 
 LISTEN_BACKLOG = 1024
 
@@ -117,7 +117,7 @@ def accept(listener: socket.socket) -> tuple[socket.socket, str] | None:
         return None
     try:
         tune(sock)
-        return sock, f"uid {peer_of(sock).uid}" if sock.family == socket.AF_UNIX else str(peer[0])
+        return sock, f"uid {peer_uid(sock)}" if sock.family == socket.AF_UNIX else str(peer[0])
     except OSError:
         sock.close()
         return None
@@ -127,7 +127,7 @@ def peer_name(sock: socket.socket) -> str:
     """Who is at the other end of a connection, for a log: ``"10.0.0.7:51234"``, ``"[::1]:51234"``, ``"uid:1000"``."""
     try:
         if sock.family == socket.AF_UNIX:
-            return f"uid:{peer_of(sock).uid}"
+            return f"uid:{peer_uid(sock)}"
         host, port, *_ = sock.getpeername()
     except OSError:  # it has gone
         return ""

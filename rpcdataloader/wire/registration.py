@@ -32,7 +32,7 @@ MAX_SILENCE = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A node server that can be found.
+    """A node server that can be found; of one behind a name, no more is known than its address.
 
     Attributes:
         host: Name of its machine, for people.
@@ -41,11 +41,11 @@ class Registration:
     """
 
     address: Address
-    num_workers: int
-    host: str
-    pid: int
-    machine: str
-    started: float
+    num_workers: int = 1
+    host: str = ""
+    pid: int = 1
+    machine: str = ""
+    started: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.pid < 1:

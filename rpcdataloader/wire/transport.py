@@ -18,7 +18,6 @@ import sys
 import termios
 import weakref
 from collections.abc import MutableSequence, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RPCTimeoutError
@@ -56,14 +55,6 @@ _TCP_INFO = struct.Struct("=2xBB48xII")
 
 # tcpi_busy_time and tcpi_rwnd_limited there, in microseconds.
 _TCP_TIMES = struct.Struct("=168xQQ")
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Who is at the other end of a Unix socket, as the kernel knows it."""
-
-    pid: int
-    uid: int
 
 
 class Stream:
@@ -265,10 +256,10 @@ class Stream:
         """
         if self._sock.family != socket.AF_UNIX:
             return
-        peer = peer_of(self._sock)
-        if peer.uid not in (0, os.geteuid()):
+        uid = peer_uid(self._sock)
+        if uid not in (0, os.geteuid()):
             raise AuthenticationError(
-                f"{self.name} belongs to user id {peer.uid} and this process to {os.geteuid()}: "
+                f"{self.name} belongs to user id {uid} and this process to {os.geteuid()}: "
                 "without a secret only the same user may connect"
             )
 
@@ -310,10 +301,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-def peer_of(sock: socket.socket) -> Peer:
-    """Process and user at the other end of a connected Unix socket (``SO_PEERCRED``, unix(7))."""
-    pid, uid, _gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return Peer(pid, uid)
+def peer_uid(sock: socket.socket) -> int:
+    """The user at the other end of a connected Unix socket (``SO_PEERCRED``, unix(7))."""
+    _pid, uid, _gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)
 
 
 def shut_down(sock: socket.socket) -> None:

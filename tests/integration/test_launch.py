@@ -348,7 +348,7 @@ def test_server_drains_when_its_standard_input_ends(serve_with_stdin, fifo):
 
 
 def test_server_drains_when_its_standard_input_falls_silent(serve_with_stdin):
-    server, end = serve_with_stdin("--exit-with-stdin", before="lifeline.LIFELINE_SILENCE = 0.2")
+    server, end = serve_with_stdin("--exit-with-stdin", before="loop.LIFELINE_SILENCE = 0.2")
     assert call(server, os.getpid) > 0  # it waits for the first byte for ever
     end.send(b"\n")
     assert server.wait() == 0

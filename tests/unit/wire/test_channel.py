@@ -30,7 +30,7 @@ from rpcdataloader.wire.handshake import ClientHandshake
 from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.listening import accept, listen_unix
 from rpcdataloader.wire.preamble import Preamble
-from rpcdataloader.wire.transport import Peer, Stream
+from rpcdataloader.wire.transport import Stream
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
 FOREVER = 30 * TIMEOUT_SCALE
@@ -212,7 +212,7 @@ def test_without_secrets_the_user_is_checked_on_both_sides(listener, address, po
     accepting = pool.submit(serve, listener, INSECURE)
     dial(address, INSECURE).stream.close()
     accepting.result(FOREVER).stream.close()
-    monkeypatch.setattr("rpcdataloader.wire.transport.peer_of", lambda _sock: Peer(1, 12345))
+    monkeypatch.setattr("rpcdataloader.wire.transport.peer_uid", lambda _sock: 12345)
     with pytest.raises(AuthenticationError, match="belongs to user id 12345"):
         dial(address, INSECURE)
     # Nothing was sent to that other user.
