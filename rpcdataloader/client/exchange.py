@@ -17,11 +17,11 @@ from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.certificates import TlsCredentials
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import Credentials
-from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Busy, Log, Welcome
 from rpcdataloader.wire.pickling import result_of
 from rpcdataloader.wire.slabs import Allocator
+from rpcdataloader.wire.transport import Deadline
 
 worker_logger = logging.getLogger("rpcdataloader.worker")
 

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rpcdataloader.host import safe_files
+from rpcdataloader.host.resources import machine_id
 from rpcdataloader.host.safe_files import UnsafeFileError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.identity import machine_id
 from rpcdataloader.wire.lines import printable
 from rpcdataloader.wire.registration import MAX_FILE_BYTES, MAX_SILENCE, SUFFIX, Registration
 

@@ -20,12 +20,11 @@ from rpcdataloader.host.environment import collect, set_rank
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.buffers import BlockBytes
-from rpcdataloader.wire.channel import Channel, open_channel
-from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
 from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from rpcdataloader.client.register import Lookup
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.lines import printable
 from rpcdataloader.wire.registration import Registration
+from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
 

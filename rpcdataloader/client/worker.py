@@ -11,13 +11,12 @@ from rpcdataloader.client.exchange import BusyError, ClientSettings, log_from_se
 from rpcdataloader.client.refs import RRef
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError, SerializationError
 from rpcdataloader.wire.buffers import BlockBytes
-from rpcdataloader.wire.channel import Channel, open_channel
-from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call, Exited, Goaway
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.slabs import Allocator
+from rpcdataloader.wire.transport import Deadline
 
 if TYPE_CHECKING:
     from rpcdataloader.client.session import RemoteSession

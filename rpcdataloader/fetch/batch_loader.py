@@ -23,9 +23,8 @@ from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.collate import TensorCollator, find_stacks
-from rpcdataloader.fetch.stopping import dataset_stopped, describe_indices, stopped
 from rpcdataloader.fetch.stream_state import StreamState
-from rpcdataloader.fetch.whereabouts import ALL, DONE, here
+from rpcdataloader.fetch.whereabouts import ALL, DONE, dataset_stopped, describe_indices, here, stopped
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
 

@@ -5,8 +5,10 @@ Elsewhere, texts are empty, and what is not known is no limit.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -177,3 +179,13 @@ def _num_ranks_here(environ: Mapping[str, str]) -> int:
         if max(counts, default=0) > 0:
             return max(counts)
     return 1
+
+
+@functools.cache
+def machine_id() -> str:
+    """What tells this machine from others, whatever its containers are called; new with every boot."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:  # not Linux
+        return socket.gethostname()

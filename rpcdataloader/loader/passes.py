@@ -14,7 +14,7 @@ from torch.utils.data import IterDataPipe
 from rpcdataloader.fetch.batch_loader import LoaderSpec
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.fetch.stream_state import StreamState
-from rpcdataloader.loader.elastic import Identity
+from rpcdataloader.loader.origin import Identity
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import capture_start, progress_of, restore_start, sampler_state, skip_delivered
 from rpcdataloader.loader.tasks import Progress, TaskSource

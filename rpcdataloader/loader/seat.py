@@ -21,8 +21,8 @@ from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from rpcdataloader.fetch.bad_samples import Reduced
-from rpcdataloader.fetch.stopping import stopped
 from rpcdataloader.fetch.stream_state import StreamState
+from rpcdataloader.fetch.whereabouts import stopped
 from rpcdataloader.loader.copying import Copies
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.tasks import Task, describe_end, load_request, place_of

@@ -16,10 +16,9 @@ from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import BadSamplesError
 from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.bad_samples import Reduced
-from rpcdataloader.fetch.stopping import describe_indices
 from rpcdataloader.fetch.stream_state import StreamState
-from rpcdataloader.fetch.whereabouts import ALL, DONE
-from rpcdataloader.loader.elastic import Identity
+from rpcdataloader.fetch.whereabouts import ALL, DONE, describe_indices
+from rpcdataloader.loader.origin import Identity
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import NO_TENSORS, dumps
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from rpcdataloader.server.connections import AcceptedConnection
-from rpcdataloader.server.events import Event, IsForWorker
-from rpcdataloader.server.link import Link
+from rpcdataloader.server.events import Event, IsForWorker, Link
 from rpcdataloader.server.processes import Process
 from rpcdataloader.wire.lines import LineLimit
 

@@ -20,14 +20,12 @@ from dataclasses import dataclass
 from rpcdataloader.errors import RPCError
 from rpcdataloader.server.connections import Kind
 from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.events import Accepted, HandedOver, IsForWorker, Refused
-from rpcdataloader.server.link import Link
+from rpcdataloader.server.events import Accepted, HandedOver, IsForWorker, Link, Refused
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Process, fork, name_process
 from rpcdataloader.server.session import run_session
 from rpcdataloader.server.statistics import serve_status
-from rpcdataloader.wire.channel import Channel, accept_channel, recv_preamble
+from rpcdataloader.wire.channel import Channel, accept_channel, local_identity, recv_preamble
 from rpcdataloader.wire.frames import MessageType, encode
-from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.preamble import STATUS_ID, Preamble
 from rpcdataloader.wire.transport import Stream
 

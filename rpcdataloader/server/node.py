@@ -29,7 +29,7 @@ from rpcdataloader.server.loop import Door, Lifeline, Loop
 from rpcdataloader.server.output import Outputs
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, reap_orphans
 from rpcdataloader.server.sessions import Admission, Sessions
-from rpcdataloader.wire.listening import accept, peer_name
+from rpcdataloader.wire.connecting import accept, peer_name
 
 logger = logging.getLogger("rpcdataloader.server")
 

@@ -28,6 +28,7 @@ from rpcdataloader.server.events import (
     Decided,
     Drain,
     GaveUp,
+    Link,
     Printed,
     SessionBegun,
     SessionKnown,
@@ -39,7 +40,6 @@ from rpcdataloader.server.events import (
     WorkerEnded,
     WorkerForked,
 )
-from rpcdataloader.server.link import Link
 from rpcdataloader.server.loop import Loop
 from rpcdataloader.server.output import redirect_output, tell_client, tell_nobody
 from rpcdataloader.server.processes import Life, fork, name_process

@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rpcdataloader.server.events import WorkerStack
-from rpcdataloader.server.link import Link
+from rpcdataloader.server.events import Link, WorkerStack
 from rpcdataloader.server.processes import Life, Process
 from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackReader
 from rpcdataloader.wire.messages import StackRequest

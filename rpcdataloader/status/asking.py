@@ -13,13 +13,12 @@ from rpcdataloader.errors import AuthenticationError, ConnectionLostError, Remot
 from rpcdataloader.status.report import Answer
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.certificates import TlsCredentials
-from rpcdataloader.wire.channel import Channel, open_channel
+from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.credentials import client_credentials
-from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import MessageType
-from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.preamble import STATUS_ID
 from rpcdataloader.wire.status import NodeStatus, StatusRequest
+from rpcdataloader.wire.transport import Deadline
 
 
 class Places:

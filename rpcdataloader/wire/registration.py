@@ -36,7 +36,7 @@ class Registration:
 
     Attributes:
         host: Name of its machine, for people.
-        machine: Tells machines apart (:func:`~rpcdataloader.wire.identity.machine_id`).
+        machine: Tells machines apart (:func:`~rpcdataloader.host.resources.machine_id`).
         started: When it registered, in seconds of the file system's clock.
     """
 

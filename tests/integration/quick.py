@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.connecting import connect
-from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.transport import Deadline
 from tests.conftest import READY_LINE, TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
 from tests.integration.zygote import Ended, Script, Zygote
 

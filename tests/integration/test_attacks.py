@@ -28,15 +28,14 @@ from rpcdataloader.client import client as pool
 from rpcdataloader.client.exchange import read_welcome
 from rpcdataloader.errors import RPCError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.channel import open_channel
+from rpcdataloader.wire.channel import local_identity, open_channel
 from rpcdataloader.wire.credentials import load_credentials
-from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import HEADER_SIZE, Flag, MessageType, encode
 from rpcdataloader.wire.handshake import ClientHandshake
-from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call, Exited, pack_handles
 from rpcdataloader.wire.pickling import dumps, loads_exception
 from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
+from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, wait_until
 from tests.integration.quick import quick_server
 from tests.integration.tampering import recv_frame

@@ -22,7 +22,7 @@ from rpcdataloader import __main__ as commands
 from rpcdataloader import launch, rpc_async, run_worker
 from rpcdataloader.client import client as pool
 from rpcdataloader.errors import ConnectError, RPCTimeoutError
-from rpcdataloader.wire.listening import listen_tcp
+from rpcdataloader.wire.connecting import listen_tcp
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import signal
 
 import pytest
 
+from rpcdataloader.server.events import Link
 from rpcdataloader.server.gate import MAX_SPARES, QUIET_SECONDS, Gate, SpareGates
-from rpcdataloader.server.link import Link
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, fork
 
 

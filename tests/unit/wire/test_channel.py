@@ -22,15 +22,13 @@ from rpcdataloader.errors import (
 from rpcdataloader.wire import channel
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.buffers import HeapBlock
-from rpcdataloader.wire.channel import Channel, accept_channel, open_channel, recv_preamble
+from rpcdataloader.wire.channel import Channel, accept_channel, local_identity, open_channel, recv_preamble
+from rpcdataloader.wire.connecting import accept, listen_unix
 from rpcdataloader.wire.credentials import INSECURE, Credentials
-from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import Flag, Limits, MessageType, encode
 from rpcdataloader.wire.handshake import ClientHandshake
-from rpcdataloader.wire.identity import local_identity
-from rpcdataloader.wire.listening import accept, listen_unix
 from rpcdataloader.wire.preamble import Preamble
-from rpcdataloader.wire.transport import Stream
+from rpcdataloader.wire.transport import Deadline, Stream
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
 FOREVER = 30 * TIMEOUT_SCALE

@@ -21,10 +21,8 @@ import pytest
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.wire import connecting, transport
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.connecting import connect
-from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.listening import accept, listen_tcp, listen_unix
-from rpcdataloader.wire.transport import Stream
+from rpcdataloader.wire.connecting import accept, connect, listen_tcp, listen_unix
+from rpcdataloader.wire.transport import Deadline, Stream
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
 FOREVER = 30 * TIMEOUT_SCALE
