@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 from rpcdataloader.diagnosis.records import SPAN_SECONDS, Probe, Records, Setup, Totals, Wait
 
@@ -40,49 +39,11 @@ _WHOLE = 1e-5
 _NUM_INTERVALS = 64
 
 
-class Answered(NamedTuple):
-    """A reply has come.
-
-    Attributes:
-        worker: Number of the worker that answered.
-        task: Seconds that the worker was at work on it.
-        size_bytes: Bytes of the reply.
-        arrived: Time of the first bytes.
-        received: Time of the last bytes; the same if one receive call found all of them.
-    """
-
-    worker: int
-    task: float
-    size_bytes: int
-    arrived: float
-    received: float
-
-
-class Delivered(NamedTuple):
-    """``next`` has returned a batch.
-
-    Attributes:
-        at: Time.
-        waited: Seconds in ``next``, 0 if the device has been at work all the while.
-        blocked: Seconds of these that the consumer slept.
-        ready: Seconds of these in which a later batch was already here.
-        drawn: Seconds of ``waited`` in the sampler.
-        worker: Number of the worker that answered.
-    """
-
-    at: float
-    waited: float
-    blocked: float = 0.0
-    ready: float = 0.0
-    drawn: float = 0.0
-    worker: int = -1
-
-
 class Recorder:
     """Takes notes of one pass after the other.
 
     Args:
-        lock: Guards everything but the two queues, to which plain tuples with the same fields may be appended.
+        lock: Guards everything but the two queues.
         now: Time at which the first pass begins.
         before: What is known of the pass before.
         trace: Told of each probe that is delivered, with the workers and the number of the one that has answered.
@@ -91,7 +52,10 @@ class Recorder:
         setup: Workers and limits as they were last; replaced when they may have changed.
         trace: As given; while there is one, every batch is a probe.
         answers: Replies with batches, in the order of their ends: from the receiver threads, with the pass's condition.
-        deliveries: From the consumer's thread.
+            Number of the worker, its seconds at work, bytes, and times of the first and last ones; the two times are
+            the same if one receive call found all.
+        deliveries: From the consumer's thread, what ``next`` has returned: time; seconds in ``next``, 0 if the device
+            was at work all the while; of these, asleep, asleep while a later batch was here, in the sampler; worker.
         next_probe: Time from which on the next batch that is drawn is to be a probe.
     """
 
@@ -117,8 +81,8 @@ class Recorder:
             self._reset(now)
 
     def _reset(self, now: float) -> None:
-        self.answers: deque[Answered | tuple[int, float, int, float, float]] = deque()
-        self.deliveries: deque[Delivered | tuple[float, float, float, float, float, int]] = deque()
+        self.answers: deque[tuple[int, float, int, float, float]] = deque()
+        self.deliveries: deque[tuple[float, float, float, float, float, int]] = deque()
         self.next_probe = now
         self._tasks: defaultdict[int, deque[float]] = defaultdict(_recent)
         self._start = self._last = now
@@ -141,7 +105,7 @@ class Recorder:
             self.next_probe = now + min(max(PROBE_INTERVAL, share), MAX_PROBE_INTERVAL)
         return Probe(number, draw, now)
 
-    def probed(self, probe: Probe, delivered: Delivered | tuple[float, float, float, float, float, int]) -> None:
+    def probed(self, probe: Probe, delivered: tuple[float, float, float, float, float, int]) -> None:
         """A probe is delivered; instead of appending the delivery."""
         with self._lock:
             self._add_up()

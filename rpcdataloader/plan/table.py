@@ -292,14 +292,9 @@ class Timeouts:
 
     Args:
         task_timeout: Seconds that a task may run.
-
-    Raises:
-        ValueError: It is not positive.
     """
 
     def __init__(self, task_timeout: float) -> None:
-        if not task_timeout > 0:
-            raise ValueError(f"task_timeout must be positive, not {task_timeout}")
         self._task_timeout = task_timeout
         # When the limit ends for each worker that is at work: the limit is the same for all, so whoever began first
         # is over it first, and the order of the dictionary is that of the deadlines.

@@ -17,12 +17,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpcdataloader.diagnosis.recorder import Answered, Delivered, Recorder
+from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.records import Probe, Setup
 from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.batches import BatchTable
 from rpcdataloader.plan.streams import StreamTable
 from rpcdataloader.wire.stages import Stages
+from tests.unit.diagnosis.recorded import Answered, Delivered
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+from typing import NamedTuple
 
-from rpcdataloader.diagnosis.recorder import Answered, Delivered, Recorder
+from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.records import Records, Setup
 from rpcdataloader.wire.stages import Stages
 
 FOUR = dict.fromkeys(range(4), "node07")
 TASK = Stages(fetch=0.019, collate=0.001, cpu=0.02)
+
+
+class Answered(NamedTuple):
+    """A reply has come, as a :class:`Recorder` is told."""
+
+    worker: int
+    task: float
+    size_bytes: int
+    arrived: float
+    received: float
+
+
+class Delivered(NamedTuple):
+    """``next`` has returned a batch, as a :class:`Recorder` is told."""
+
+    at: float
+    waited: float
+    blocked: float = 0.0
+    ready: float = 0.0
+    drawn: float = 0.0
+    worker: int = -1
 
 
 def make_setup(workers=FOUR, prefetch_factor=2, max_in_flight_bytes=2**30, window=None) -> Setup:

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from rpcdataloader.diagnosis.recorder import MAX_PROBE_INTERVAL, PROBE_INTERVAL, Answered, Delivered
+from rpcdataloader.diagnosis.recorder import MAX_PROBE_INTERVAL, PROBE_INTERVAL
 from rpcdataloader.diagnosis.records import Totals
-from tests.unit.diagnosis.recorded import make_recorder, record
+from tests.unit.diagnosis.recorded import Answered, Delivered, make_recorder, record
 
 
 def test_slow_batches_are_all_probes_and_fast_ones_are_not():

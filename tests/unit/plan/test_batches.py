@@ -559,12 +559,6 @@ def test_batch_over_its_time_at_too_many_workers_is_an_error():
     assert deliver(scheduler) == [0]
 
 
-@pytest.mark.parametrize("task_timeout", [0, -1.0, math.nan])
-def test_task_timeout_is_checked(task_timeout):
-    with pytest.raises(ValueError, match="task_timeout must be positive"):
-        start("a", task_timeout=task_timeout)
-
-
 # Another attempt
 
 
