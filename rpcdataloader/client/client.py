@@ -103,7 +103,9 @@ class Client:
     def wait_for_any(self, sessions: Sequence[RemoteSession], timeout: float) -> None:
         """Wait until one of ``sessions``, which all connect, is there or lost; at most ``timeout`` seconds."""
         with self._settings.changed:
-            self._settings.changed.wait_for(lambda: not all(one.is_connecting for one in sessions), timeout)
+            self._settings.changed.wait_for(
+                lambda: any(one.welcome is not None or not one.is_usable for one in sessions), timeout
+            )
 
     def start_thread(self, name: str, function: Callable[[], None], stop: threading.Event) -> None:
         """Run ``function`` in a thread that is waited for at the end, when sessions have ended and ``stop`` is set."""

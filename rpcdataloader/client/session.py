@@ -81,11 +81,6 @@ class RemoteSession:
         return self.welcome is not None and self.is_usable
 
     @property
-    def is_connecting(self) -> bool:
-        """Whether it may still come."""
-        return self.welcome is None and self.is_usable
-
-    @property
     def is_busy(self) -> bool:
         """Whether it has been asked for something, such as to build a dataset, and has not answered."""
         return self._connection.num_pending > 0
