@@ -72,7 +72,6 @@ class Connection:
     Args:
         name: For messages and thread names; :meth:`rename` when more is known, such as ``node07:6543/2``.
         open_channel: Connects, authenticates, and reads the welcome; runs in the receiver thread.
-        allocator: Memory for blocks that belong to no request.
     """
 
     def __init__(

@@ -31,7 +31,6 @@ class ClientSettings:
     """What all connections of this client share.
 
     Attributes:
-        credentials: Finds the secret for an address.
         connect_timeout: Seconds to wait for a node server that is not there yet, or has no room.
         rank: Of a distributed trainer, for the server's log.
         changed: Guards what sessions are told, and is notified when one of them is there, or lost, or its worker ends.

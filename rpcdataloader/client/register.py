@@ -37,8 +37,6 @@ class Lookup(Protocol):
     Attributes:
         pause: Seconds between two looks.
         problems: Why something was not used at the last look, by its name.
-        place: Where a node server has to be, for messages.
-        advice: What to do when none is there.
     """
 
     pause: float

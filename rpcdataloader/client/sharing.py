@@ -64,7 +64,6 @@ def share_of(num_workers: Sequence[int], partition: Partition, *, by_node: bool 
     workers are on one node, which then builds that rank's dataset once. With more ranks than workers, ranks double up.
 
     Args:
-        num_workers: What each node offers.
         by_node: Put all workers of a node before those of the next one, so that another node at the end changes no
             share.
     """

@@ -26,7 +26,6 @@ class Totals(NamedTuple):
     """Sums since the pass began.
 
     Attributes:
-        batches: Number of batches that were delivered.
         waited: Seconds in ``next``.
         blocked: Seconds of these that the consumer slept until its batch came.
         drawn: Seconds of these in the sampler.
@@ -51,7 +50,6 @@ class Wait(NamedTuple):
         at: Time of its end.
         seconds: Its length.
         ready: Seconds of it while a later batch was already here.
-        worker: Number of the worker that sent the batch.
     """
 
     at: float
@@ -67,7 +65,6 @@ class Probe:
     A task that is sent twice keeps what belongs to the copy that was answered.
 
     Attributes:
-        number: Of the batch.
         draw: Seconds in the sampler.
         added: Time at which it was in the table.
         assigned: Time at which the engine gave it to a worker.

@@ -40,7 +40,6 @@ class LoaderSpec:
 
     Attributes:
         collate_fn: None for torch's default.
-        worker_init_fn: Called with ``worker_id`` before the first sample.
         auto_collation: Whether the sampler yields lists of indices, or single ones.
         drop_last: Of an iterable-style dataset, leave out a last batch that is not full.
         base_seed: From 0 to 2**63 - 1, the same on all workers.

@@ -90,9 +90,6 @@ def unpack_into(folder: str) -> None:
 def install_modules(modules: Iterable[Module]) -> None:
     """Let this process and its forks import modules of the client, before all others of the same name.
 
-    Args:
-        modules: Those that are there already are left as they are.
-
     Raises:
         ImportError: One was imported from elsewhere.
         ValueError: An archive is malformed.

@@ -144,11 +144,7 @@ class _Done:
 
 
 class Carrier:
-    """Brings batches to a device.
-
-    Args:
-        allocator: Where batches are received, pinned if that is possible.
-    """
+    """Brings batches to a device."""
 
     def __init__(self, copier: Copier, allocator: Allocator) -> None:
         self.allocator = allocator

@@ -79,8 +79,6 @@ class Driver:
         pid: The process that has begun the pass; its forks must not go on with it.
         condition: Guards ``closed`` and the attributes that follow.
         ahead: The batch that is on its way to a device; None without a device.
-        begun: The pass of this epoch; another object in the next one.
-        streams: States of the streams, after the last answer of each.
         num_streams: Workers that the pass has begun with.
         is_device_busy: Whether a wait is hidden by what the device has to do; None without one.
         has_changed: The workers are others than those in the notes.

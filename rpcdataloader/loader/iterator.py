@@ -59,7 +59,6 @@ class RemoteIterator:
 
     Args:
         placement: Of the workers; for an iterable-style dataset, of the streams.
-        reported_length: What ``len`` of the loader has said of an iterable-style dataset.
     """
 
     def __init__(

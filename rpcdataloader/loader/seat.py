@@ -56,12 +56,10 @@ class Answer:
 
     Attributes:
         result: The batch, or what stands for it: a :class:`Failure`, or a ``Reduced``.
-        size_bytes: What it occupies here.
         timings: Seconds that the worker took to fetch and to collate; None of an exception.
         arrived: Time of the first bytes, and
         received: that of the last ones, if they were waited for; otherwise 0.
         stream: How far the worker's stream has come; None if there is none, or it has ended.
-        probe: What was noted of its way, if that is timed.
     """
 
     result: Any
@@ -118,7 +116,6 @@ class Sent:
 
     Attributes:
         request: That of the task, or of its last try.
-        left_out: Places whose samples are not loaded, for which the request is made when it is sent.
         request_id: Of its connection; 0 while it is being sent.
     """
 

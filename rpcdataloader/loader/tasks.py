@@ -56,8 +56,6 @@ class TaskSource:
     Args:
         leave_out: Numbers of batches that are not needed.
         get_state: Called after each batch, for the state of the sampler; None if it has none.
-        makes_requests: The tasks go to workers.
-        marks_last_try: The last try of a task is another request.
     """
 
     def __init__(
@@ -179,7 +177,6 @@ class Progress:
         base_seed: Of the pass, or of all passes of persistent workers.
         epoch: From 0, grows with persistent workers.
         num_batches: Batches that were delivered without a gap.
-        num_samples: In them.
         ahead: Later ones that were delivered too, by number: how many samples they have, and the state of the sampler
             after them (``in_order=False``).
         streams: Of an iterable-style dataset, each after the last batch of it that was delivered.

@@ -30,10 +30,8 @@ class Member(Generic[N]):
 
     Attributes:
         place: Which of the places it fills; the stream of an iterable-style dataset.
-        incarnation: Of its node.
         has_joined: It takes tasks.
         is_at_work: It has answered the first request of this epoch.
-        is_draining: It answers what it has, and takes no more.
         is_sent_away: It ends as soon as it has answered what it has.
         is_closed: Its end was asked for.
     """
@@ -77,10 +75,8 @@ class Crew(Generic[N]):
 
     Args:
         others: More nodes, which help while all homes are gone.
-        out: Where actions are appended.
 
     Attributes:
-        num_wanted: Workers that there should be.
         num_deaths: Workers that have died since the last answer, for which no task is to blame.
         is_changed: Workers, places or nodes have changed since :meth:`fill_places`.
         is_stuck: There were too few workers to go on, and none could be opened, when :meth:`fill_places` was called.

@@ -53,7 +53,6 @@ class Engine(Generic[N]):
     """The decisions of one pass, or of several with the same workers.
 
     Args:
-        others: More nodes, which help while all homes are gone.
         describe: A task in an error message.
         turn: The stream whose batch comes first.
 

@@ -31,7 +31,6 @@ class Roster(Generic[N]):
     """Decide on which node a worker is opened, and which nodes are worth connecting to.
 
     Args:
-        others: More nodes, in the order in which they are tried when every home is gone.
         needs_all: No place can be missing (those of streams).
 
     Attributes:

@@ -191,7 +191,6 @@ class Table(ABC, Generic[T]):
         """A worker answered a task.
 
         Args:
-            worker: The one that answered; one that left is no error.
             size_bytes: What the answer occupies in this process.
             task_seconds: Working time, without the time that the task was queued or travelling; None if that says
                 nothing about the worker's speed, as for an exception or a task that was cancelled.
@@ -221,7 +220,6 @@ class Table(ABC, Generic[T]):
         that is the new attempt. The caller counts the attempts.
 
         Args:
-            worker: The one that answered; one that left is no error.
             delay: Seconds until it may be given out again.
 
         Returns:

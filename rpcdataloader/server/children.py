@@ -19,7 +19,6 @@ class Child:
 
     Attributes:
         sock: The connection. It is kept to see the other end go away while the process is busy.
-        source: Machine or user at the other end.
         has_unsent: Whether something was posted to it that had no room.
     """
 

@@ -85,12 +85,7 @@ class UnknownSession(Event):
 
 @dataclass(frozen=True)
 class SessionBegun(Event):
-    """Gate to node server, with the pipe of its output: it has become a session.
-
-    Attributes:
-        id: Hexadecimal.
-        name: Of the client, for messages.
-    """
+    """Gate to node server, with the pipe of its output: it has become a session."""
 
     id: str
     name: str

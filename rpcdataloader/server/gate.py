@@ -114,9 +114,6 @@ class Gate:
 def fork_gate(forget: Callable[[], None], context: ServerContext) -> Gate:
     """Fork a gate, which waits for its connection.
 
-    Args:
-        forget: Closes, in the fork, what belongs to the node server.
-
     Raises:
         OSError: The system has no room for a process or a descriptor.
     """

@@ -134,7 +134,6 @@ class SharedLimit:
     There is no lock: processes that count at the same instant may overlook one another, which a limit can bear.
 
     Args:
-        count: How often it may be done in a period.
         period: Seconds.
     """
 

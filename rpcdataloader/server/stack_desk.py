@@ -38,8 +38,6 @@ class _Look:
     """A status gate wants the stacks of all workers.
 
     Attributes:
-        file: Takes a line per worker.
-        pipe: Closed when all lines are there.
         waiting: Numbers of the workers whose line is not there yet.
     """
 
@@ -58,12 +56,7 @@ class _Look:
 
 
 class StackDesk:
-    """The requests for stacks that are under way.
-
-    Args:
-        workers: Of the session, by number; changes with it.
-        reply: Sends the answer to a request of the client.
-    """
+    """The requests for stacks that are under way."""
 
     def __init__(self, workers: Mapping[int, ForkedWorker], reply: Callable[[int, str], None]) -> None:
         self._workers = workers

@@ -55,7 +55,6 @@ def run_worker_process(
     """Serve one worker connection until its client has gone; the session limits the time of the handshake.
 
     Args:
-        preamble: What the gate read from ``stream``.
         session: Link to the session, which asks the node server whether there is room.
         number: Of this worker in its session, from 1.
     """

@@ -22,7 +22,6 @@ def find_culprit(obj: Any, path: str, error: BaseException, attempt: Attempt) ->
     """Find the innermost part that cannot be pickled.
 
     Args:
-        obj: What cannot be pickled as a whole.
         path: What the caller calls it.
         attempt: Pickles its argument and returns the error, or None.
 

@@ -54,12 +54,9 @@ class Identity:
     """What one side says about itself in HELLO.
 
     Attributes:
-        host: Name of the machine, for messages.
-        pid: Of the process that holds the connection.
         rank: In a distributed job; None outside of one.
         python_implementation: Such as ``"CPython"``.
         python_version: Such as ``"3.11.7"``.
-        machine: Such as ``"x86_64"``.
         job: Of Slurm, for the log; empty outside of one, or for a peer that says nothing of it.
     """
 
@@ -217,7 +214,6 @@ class ClientHandshake(_Handshake):
     """The side that connected; it has the preamble and its HELLO to send from the start.
 
     Args:
-        identity: Of this process, with the role ``"client"``.
         session_id: 16 bytes, zero to start a session.
         nonce: 32 bytes, fresh and random when left out, which only tests must not do.
         tls: Whether TLS begins after the preamble, see :meth:`preamble_to_send`.
@@ -248,7 +244,6 @@ class ServerHandshake(_Handshake):
     """The side that accepted the connection.
 
     Args:
-        identity: Of this process, with the role ``"server"``.
         preamble: What the client sent before its HELLO.
         nonce: 32 bytes, fresh and random when left out, which only tests must not do.
     """

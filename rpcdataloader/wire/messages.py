@@ -21,9 +21,7 @@ class Welcome(Json):
     """The server is ready for requests.
 
     Attributes:
-        pid: Process that serves this connection.
         session: Hexadecimal session id, for the worker connections that follow.
-        num_workers: What the node server advertises.
         worker: Number of this worker in its session; 0 for the session itself.
         takes_reports: Whether the session knows REPORT. An older one would wait for what comes after it.
     """

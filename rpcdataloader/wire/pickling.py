@@ -208,9 +208,6 @@ def loads(
 def result_of(reply: Message | RPCError, allocator: Allocator, movable: Movable | None = None) -> Any:
     """The result that a reply carries; ``movable`` as for :func:`loads`.
 
-    Args:
-        reply: A REPLY or an ERROR, or why there is none.
-
     Raises:
         Exception: What the request raised, or why there is no reply.
     """

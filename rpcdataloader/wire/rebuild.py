@@ -28,7 +28,6 @@ def rebuild(index: Index, memory: Sequence[torch.Tensor], allocator: Allocator |
     """Make the tensors of a message.
 
     Args:
-        memory: Its blocks, as received, each as a ``uint8`` tensor of its own storage.
         allocator: Where the blocks came from. Memory for small tensors is taken from it too, so that pinned stays
             pinned. None for plain memory.
     """
@@ -174,11 +173,7 @@ class Movable:
         self._fixed: set[int] = set()  # ids of those that stay
 
     def rebuild(self, index: Index, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Make the tensors of the message on the blocks themselves, the small ones on their slabs.
-
-        Args:
-            memory: Its blocks, as received, each as a ``uint8`` tensor of its own storage.
-        """
+        """Make the tensors of the message on the blocks themselves, the small ones on their slabs."""
         self._index, self._memory = index, list(memory)
         self._tensors = rebuild_in_place(index, self._memory, _CPU)
         return self._tensors

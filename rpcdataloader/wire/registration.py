@@ -35,7 +35,6 @@ class Registration:
     """A node server that can be found; of one behind a name, no more is known than its address.
 
     Attributes:
-        host: Name of its machine, for people.
         machine: Tells machines apart (:func:`~rpcdataloader.host.resources.machine_id`).
         started: When it registered, in seconds of the file system's clock.
     """
