@@ -10,12 +10,12 @@ import sys
 import pytest
 
 from rpcdataloader.client.discovery import find_workers
-from rpcdataloader.errors import ConnectError
+from rpcdataloader.errors import AuthenticationError, ConnectError
 from rpcdataloader.pools import dask_pool, pool, ray_pool
 from rpcdataloader.pools.node import Order
 from rpcdataloader.pools.pool import Pool, PoolWorkers, make_order
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.credentials import Credentials, client_credentials
+from rpcdataloader.wire.credentials import Credentials, client_credentials, load_credentials
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
 SECRET = Credentials(b"the secret of a pool 0123456789", "a test")
@@ -185,6 +185,15 @@ def test_wrong_orders_are_refused():
         make_order(0, (), str)
     with pytest.raises(ValueError, match=r"launch must be a list of options, .* but is '--preload numpy'"):
         make_order(1, "--preload numpy", str)
+
+
+def test_secret_of_a_pool_is_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_TOKEN_FILE", str(tmp_path / "missing"))
+    first, second = (make_order(1, (), str).credentials for _ in range(2))
+    assert first.secret != second.secret
+    with pytest.raises(AuthenticationError, match="missing does not exist"):
+        load_credentials()
+    assert PoolWorkers(tuple, first).token.encode() == first.secret
 
 
 def test_missing_engine_names_the_extra(monkeypatch):
