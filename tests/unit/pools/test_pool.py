@@ -6,12 +6,13 @@ import contextlib
 import copy
 import pickle
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from rpcdataloader.client.discovery import find_workers
 from rpcdataloader.errors import AuthenticationError, ConnectError
-from rpcdataloader.pools import dask_pool, pool, ray_pool
+from rpcdataloader.pools import dask_engine, dask_pool, pool, ray_pool
 from rpcdataloader.pools.node import Order
 from rpcdataloader.pools.pool import Pool, PoolWorkers, make_order
 from rpcdataloader.wire.address import Address
@@ -140,6 +141,19 @@ def test_node_server_that_cannot_start_is_an_error_at_once():
     with pytest.raises(ConnectError, match=r"0 of 2 .* no module named torch"), Pool(engine, 2, ORDER, LIMIT):
         pass
     assert all("release" in node.calls for node in engine.nodes)
+
+
+def test_dask_worker_that_has_gone_is_noticed_without_asking_it():
+    silent = SimpleNamespace(address=lambda: SimpleNamespace(done=lambda: False))
+    future = SimpleNamespace(status="finished", result=lambda: silent)
+    client = SimpleNamespace(submit=lambda *_args, **_options: future)
+    engine = SimpleNamespace(client=client, taken=set(), occupy=lambda *_args, **_options: [])
+    node = dask_engine._Node(engine, ORDER, "tcp://10.0.0.1:1")
+    assert node.poll() is None
+    assert node.poll() is None
+    future.status = "error"
+    with pytest.raises(RuntimeError, match=r"the Dask worker tcp:.* has gone"):
+        node.poll()
 
 
 def test_second_ctrl_c_does_not_wait_for_those_that_drain(monkeypatch):
