@@ -11,6 +11,7 @@ import resource
 import socket
 from collections.abc import Callable, Sequence
 
+from rpcdataloader.host.pages import collapse_pages
 from rpcdataloader.host.resources import machine_id
 from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.context import ServerContext
@@ -95,6 +96,7 @@ def run_server(
     # A collection that visits all that torch has made takes 0.1 s, and copies 50 MB in a fork.
     gc.collect()
     gc.freeze()
+    collapse_pages()
     try:
         context = ServerContext(
             node=socket.gethostname(),

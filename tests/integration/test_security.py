@@ -173,7 +173,7 @@ def test_altered_message_of_a_worker_connection_is_never_loaded(server, trace, d
         futures += [rpc_async(proxy.address, os.getpid) for _ in range(2)]
         with pytest.raises(RPCError) as raised:
             torch.futures.wait_all(futures)
-        assert attack.done
+        assert attack.done, raised.value
     assert time.monotonic() - start < PROMPTLY
     # What is replayed has arrived once, as it should; but a worker looks at all that has come before it begins.
     expected = int(attack.replayed_itself and type != MessageType.WELCOME)
