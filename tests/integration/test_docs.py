@@ -51,14 +51,18 @@ PAGES = {
 # What no test can run. A block that is added to these is a change here, too.
 NOT_RUN = {
     "README.md": ["$ pip install .", "$ make demo"],
-    "launchers.md": [
+    "ssh.md": [
         "$ python -m rpcdataloader.ssh hosts",
         "$ python -m rpcdataloader.ssh hosts -- --register pool --preload torchvision &",
+    ],
+    "containers.md": [
         "$ podman build --format docker --file examples/container/Containerfile --tag rpcdataloader .",
+    ],
+    "kubernetes.md": [
         '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > examples/kubernetes/token)',
         '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > status-token)',
-        "$ cp examples/systemd/rpcdataloader@.service /etc/systemd/system/",
     ],
+    "systemd.md": ["$ cp examples/systemd/rpcdataloader@.service /etc/systemd/system/"],
     "pools.md": [
         "import ray",
         "from distributed import Client",
@@ -76,10 +80,8 @@ NOT_RUN = {
     "monitoring.md": ["$ python -m rpcdataloader.status --serve 9100 @pool", "$ cd examples/monitoring"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
-    "waiting.md": [
-        "$ python -m tests.benchmark.causes --runs 4",
-        "$ python -m tests.benchmark.notes --sets 4 --rounds 40",
-    ],
+    "waiting-measured.md": ["$ python -m tests.benchmark.notes --sets 4 --rounds 40"],
+    "waiting-verdicts.md": ["$ python -m tests.benchmark.causes --runs 4"],
     "debugging.md": [
         "$ python -m rpcdataloader.status node01:6543 --stacks",
         "$ kill -QUIT 4712",
@@ -107,7 +109,8 @@ NOT_RUN = {
     "status-json.md": [
         "$ until python -m rpcdataloader.status @pool > /dev/null; do [ $? -eq 1 ] || break; sleep 2; done",
     ],
-    "slurm.md": ["$ sbatch train.sbatch", "$ export POOL=$PWD/pool"],
+    "slurm.md": ["$ sbatch train.sbatch"],
+    "slurm-pools.md": ["$ export POOL=$PWD/pool"],
 }
 
 
@@ -482,7 +485,7 @@ def test_help_has_all_options(command):
 
 
 def test_common_errors_are_exceptions_of_the_package_or_of_python():
-    for row in rows_of("debugging.md", "Common errors"):
+    for row in rows_of("errors.md", "Common errors"):
         if match := re.match(r"`(\w+): ", row[0]):
             assert hasattr(errors, match[1]) or match[1] in ("RuntimeError", "TypeError", "ValueError"), row[0]
 
