@@ -75,8 +75,8 @@ NOT_RUN = {
         "$ pip install '.[formats]'",
         "$ python -m examples.storage_formats --ranks 1 4 --loaders torch:8 rpc:32 --formats objects tfrecord-8",
         "$ export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...",
-        "$ python -m examples.storage_formats --cost",
     ],
+    "storage-formats-measured.md": ["$ python -m examples.storage_formats --cost"],
     "monitoring.md": ["$ python -m rpcdataloader.status --serve 9100 @pool", "$ cd examples/monitoring"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
@@ -97,6 +97,8 @@ NOT_RUN = {
         "$ python -m rpcdataloader.launch --host 0.0.0.0 --port 6543",
         "$ torchrun --nproc-per-node 2 -m examples.recommender --batch-size 256",
         "$ pip download --no-deps recbole",
+    ],
+    "recommender-passes.md": [
         "$ python -m examples.recommender.measure --device cuda",
         "$ python -m examples.recommender.measure",
     ],
