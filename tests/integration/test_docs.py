@@ -79,6 +79,7 @@ NOT_RUN = {
     "storage-formats-measured.md": ["$ python -m examples.storage_formats --cost"],
     "monitoring.md": ["$ python -m rpcdataloader.status --serve 9100 @pool", "$ cd examples/monitoring"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
+    "testing.md": ["$ python -m tests.benchmark --record"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
     "waiting-measured.md": ["$ python -m tests.benchmark.notes --sets 4 --rounds 40"],
     "waiting-verdicts.md": ["$ python -m tests.benchmark.causes --runs 4"],
@@ -405,7 +406,7 @@ def test_table_of_environment_variables_is_that_of_the_package():
 
 
 def test_table_of_message_types_is_that_of_the_package():
-    rows = rows_of("protocol.md", "Types")
+    rows = rows_of("protocol-messages.md", "Types")
     assert {row[0]: int(row[1]) for row in rows} == {member.name: member.value for member in MessageType}
 
 
@@ -416,7 +417,7 @@ def test_table_of_limits_is_that_of_the_package():
         value, _, unit = text.replace(",", "").partition(" ")
         return int(value) * units.get(unit, 1)
 
-    limits = [row for row in rows_of("protocol.md", "Message") if "limit" not in row[0] and len(row) == 3]
+    limits = [row for row in rows_of("protocol-messages.md", "Message") if "limit" not in row[0] and len(row) == 3]
     names = ["payload_size_bytes", "num_blocks", "block_size_bytes", "message_size_bytes"]
     shown = [[number(cell) for cell in row[1:]] for row in limits if not set("".join(row)) <= set("-: ")]
     assert shown == [[getattr(HANDSHAKE_LIMITS, name), getattr(DEFAULT_LIMITS, name)] for name in names]
