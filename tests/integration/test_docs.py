@@ -493,8 +493,28 @@ def test_common_errors_are_exceptions_of_the_package_or_of_python():
             assert hasattr(errors, match[1]) or match[1] in ("RuntimeError", "TypeError", "ValueError"), row[0]
 
 
+def anchors_of(text: str) -> set[str]:
+    """What a link into a page can name: its headings, as GitHub and myst spell them, and targets like ``(name)=``."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r"^\(([\w-]+)\)=$", prose, re.MULTILINE))
+
+
 def test_links_lead_somewhere():
-    for page, text in PAGES.items():
-        folder = ROOT if page == "README.md" else (ROOT / "docs" / page).parent
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-            assert "://" in target or (folder / target).exists(), f"{page} links to {target}"
+    texts = {ROOT / page if page == "README.md" else ROOT / "docs" / page: text for page, text in PAGES.items()}
+    texts[ROOT / "CONTRIBUTING.md"] = (ROOT / "CONTRIBUTING.md").read_text()
+    for path, text in texts.items():
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", re.sub(r"`[^`\n]*`", "", text)):
+            if "://" in target:
+                continue
+            found = (path.parent / target).resolve() if target else path
+            assert found.exists(), f"{path.name} links to {target}"
+            if anchor:
+                assert anchor in anchors_of(texts[found]), f"{path.name} links to {target}#{anchor}"
+
+
+def test_pages_are_short():
+    longer = {"api.md", "changelog.md", "benchmark.md", "performance.md"}
+    words = {page: len(text.split()) for page, text in PAGES.items() if page not in longer}
+    assert not {page: number for page, number in words.items() if number > 1200}
