@@ -83,7 +83,7 @@ def measure(records: Records) -> Figures | None:
     stalled = batches * _mean([probe.stalled for probe in probes])
     waited, blocked = waited + stalled, blocked + stalled
     drawn = end.drawn - begin.drawn
-    size_bytes = (end.size_bytes - begin.size_bytes) / batches
+    size_bytes = _mean([probe.size_bytes for probe in probes])
     allowed = min(setup.window, max(1, ratio(setup.max_in_flight_bytes, size_bytes, setup.window) // 1))
     known = [(probe, probe.stages) for probe in probes if probe.stages is not None]
     # Only measured replies tell how long they took to pickle.

@@ -32,7 +32,6 @@ class Totals(NamedTuple):
         drawn: Seconds of these in the sampler.
         ready: Seconds of ``blocked`` while a later batch was already here.
         link: Seconds in which at least one reply was being received: the union over all connections.
-        size_bytes: Bytes that were received.
     """
 
     batches: int = 0
@@ -41,7 +40,6 @@ class Totals(NamedTuple):
     drawn: float = 0.0
     ready: float = 0.0
     link: float = 0.0
-    size_bytes: int = 0
 
 
 class Wait(NamedTuple):
@@ -74,6 +72,7 @@ class Probe:
         sent: Time at which the send call had returned.
         arrived: Time of the first bytes of the reply.
         received: Time of the last bytes.
+        size_bytes: Bytes of the batch.
         answered: Time at which the decoded batch was among the results.
         receive_cpu: CPU seconds of the receiver thread from ``arrived`` to ``received``: mostly the kernel's copying.
         decode_cpu: CPU seconds of the receiver thread from ``received`` to ``answered``: mostly Python.
@@ -95,6 +94,7 @@ class Probe:
     sent: float = 0.0
     arrived: float = 0.0
     received: float = 0.0
+    size_bytes: int = 0
     answered: float = 0.0
     receive_cpu: float = 0.0
     decode_cpu: float = 0.0

@@ -36,8 +36,9 @@ def note_reply(probe: Probe | None, reply: Message) -> None:
     probe.decode_cpu = -cpu  # until it is decoded
 
 
-def note_answer(probe: Probe, timings: tuple[float, float], now: float) -> None:
+def note_answer(probe: Probe, timings: tuple[float, float], size_bytes: int, now: float) -> None:
     """The batch of a measured reply is decoded, in the thread that has received it."""
+    probe.size_bytes = size_bytes
     if probe.stages is None:
         return
     probe.answered = now

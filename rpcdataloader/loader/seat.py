@@ -238,9 +238,11 @@ class Seat:
         if (timings := answer.timings) is not None:
             seconds = sum(timings)
             answer.worker = worker
-            driver.recorder.answers.append((worker, seconds, answer.size_bytes, answer.arrived, answer.received))
+            driver.recorder.tasks[worker].append(seconds)
+            if answer.arrived:
+                driver.recorder.received(answer.arrived, answer.received)
             if sent.probe is not None:
-                note_answer(sent.probe, timings, now)
+                note_answer(sent.probe, timings, answer.size_bytes, now)
                 answer.probe = sent.probe
         if type(answer.result) is Failure:
             error = answer.result.error

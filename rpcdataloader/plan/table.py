@@ -277,11 +277,6 @@ class Table(ABC, Generic[T]):
         task = self.tasks.get(number)
         return None if task is None else task.stream
 
-    @property
-    def holds_answers(self) -> bool:
-        """Whether something is answered and not delivered, be it next or not."""
-        return self.answered_bytes > 0
-
     def forget(self) -> None:
         """Let all tasks go."""
         self.tasks.clear()
