@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -33,18 +34,21 @@ html_copy_source = False
 html_show_sphinx = False
 
 
-class LaunchHelp(Directive):
-    """What ``python -m rpcdataloader.launch --help`` prints, asked of the command line itself."""
+class CommandHelp(Directive):
+    """What ``rpcdataloader COMMAND --help`` prints, asked of the command line itself."""
+
+    required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        from rpcdataloader.launch import make_parser
+        from rpcdataloader.__main__ import COMMANDS
 
+        module, _purpose = COMMANDS[self.arguments[0]]
         os.environ["COLUMNS"] = "82"
         os.environ["NO_COLOR"] = "1"
-        text = make_parser().format_help()
+        text = importlib.import_module(module).make_parser().format_help()
         return [nodes.literal_block(text, text, language="text")]
 
 
 def setup(app: Any) -> dict[str, bool]:
-    app.add_directive("launch-help", LaunchHelp)
+    app.add_directive("command-help", CommandHelp)
     return {"parallel_read_safe": True}

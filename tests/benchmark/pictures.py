@@ -1,4 +1,4 @@
-"""Draws the pictures of ``docs/waiting.md`` from passes that wait for known reasons.
+"""Draws the pictures of ``docs/waiting-measured.md`` from passes that wait for known reasons.
 
 ``python -m tests.benchmark.pictures --record`` runs the passes and writes ``docs/figures/waiting.json``; without the
 option, the pictures are drawn from that file. Lines and letters have the colour of the page, light or dark.

@@ -162,6 +162,62 @@ def test_two_processes_of_a_distributed_job(zygote, shared_server, second_server
     assert {int(line) for line in notes(logs[1])} == {second_server.pid}
 
 
+GROUP_SCRIPT = """
+import json
+import random
+import sys
+
+import torch.distributed
+from torch.utils.data import DistributedSampler
+
+from rpcdataloader import RPCDataloader, RPCDataset
+from tests.integration import datasets
+
+rank, rendezvous, *workers = sys.argv[1:]
+rank, world_size, tp_size = int(rank), 4, 2
+torch.distributed.init_process_group("gloo", init_method="file://" + rendezvous, rank=rank, world_size=world_size)
+dp_rank, dp_size = rank // tp_size, world_size // tp_size
+# What a rank has drawn before must not matter.
+torch.manual_seed(rank)
+random.seed(rank)
+dataset = RPCDataset(workers, datasets.Augmented, 42)
+sampler = DistributedSampler(dataset, dp_size, dp_rank, seed=5)
+loader = RPCDataloader(
+    dataset,
+    4,
+    sampler=sampler,
+    partition=(dp_rank, dp_size),
+    generator=torch.Generator().manual_seed(1),
+    collate_fn=datasets.augment_batch,
+)
+batches = []
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    batches += [{name: value.tolist() for name, value in batch.items()} for batch in loader]
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+print(json.dumps(batches))
+"""
+
+
+def test_ranks_of_a_tensor_parallel_group_get_the_same_batches(zygote, shared_server, second_server, tmp_path):
+    addresses = [shared_server.address, second_server.address]
+    ranks = [
+        zygote.start(GROUP_SCRIPT, rank, tmp_path / "rendezvous", *addresses, ends_quickly=True) for rank in range(4)
+    ]
+    ended = [script.wait(60) for script in ranks]
+    for one in ended:
+        assert one.status == 0, one.errors
+    first, second, third, fourth = [json.loads(one.output) for one in ended]
+    assert first == second
+    assert third == fourth
+    assert len(first) == 12
+    assert Counter(index for batch in first[:6] + third[:6] for index in batch["index"]) == Counter(range(42))
+    draws = [{draw for batch in group for sample in batch["draws"] for draw in sample} for group in (first, third)]
+    assert len(draws[0]) == len(draws[1]) == 2 * 21 * 4
+    assert not draws[0] & draws[1]
+
+
 def test_one_dataset_is_covered_by_the_ranks_together(shared_server, as_rank):
     seen = []
     for rank in range(3):

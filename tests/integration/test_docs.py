@@ -9,7 +9,9 @@ line ``<!-- needs: MODULE -->`` is run where that module is installed.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import importlib
 import importlib.util
 import os
 import re
@@ -22,11 +24,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import rpcdataloader
-from rpcdataloader import errors
+from rpcdataloader import ResumableDistributedSampler, RPCDataset, errors, integrations, pools
+from rpcdataloader.__main__ import COMMANDS
 from rpcdataloader.client.sharing import Partition, share_of
 from rpcdataloader.loader.dataloader import RPCDataloader
 from rpcdataloader.wire.frames import DEFAULT_LIMITS, HANDSHAKE_LIMITS, MessageType
@@ -47,14 +51,18 @@ PAGES = {
 # What no test can run. A block that is added to these is a change here, too.
 NOT_RUN = {
     "README.md": ["$ pip install .", "$ make demo"],
-    "launchers.md": [
+    "ssh.md": [
         "$ python -m rpcdataloader.ssh hosts",
         "$ python -m rpcdataloader.ssh hosts -- --register pool --preload torchvision &",
+    ],
+    "containers.md": [
         "$ podman build --format docker --file examples/container/Containerfile --tag rpcdataloader .",
+    ],
+    "kubernetes.md": [
         '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > examples/kubernetes/token)',
         '$ (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > status-token)',
-        "$ cp examples/systemd/rpcdataloader@.service /etc/systemd/system/",
     ],
+    "systemd.md": ["$ cp examples/systemd/rpcdataloader@.service /etc/systemd/system/"],
     "pools.md": [
         "import ray",
         "from distributed import Client",
@@ -68,30 +76,31 @@ NOT_RUN = {
         "$ pip install '.[formats]'",
         "$ python -m examples.storage_formats --ranks 1 4 --loaders torch:8 rpc:32 --formats objects tfrecord-8",
         "$ export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...",
-        "$ python -m examples.storage_formats --cost",
     ],
+    "storage-formats-measured.md": ["$ python -m examples.storage_formats --cost"],
     "monitoring.md": ["$ python -m rpcdataloader.status --serve 9100 @pool", "$ cd examples/monitoring"],
     "index.md": ["from torchvision.datasets import ImageFolder"],
+    "testing.md": ["$ python -m tests.benchmark --record"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
-    "waiting.md": [
-        "$ python -m tests.benchmark.causes --runs 4",
-        "$ python -m tests.benchmark.notes --sets 4 --rounds 40",
-    ],
+    "waiting-measured.md": ["$ python -m tests.benchmark.notes --sets 4 --rounds 40"],
+    "waiting-verdicts.md": ["$ python -m tests.benchmark.causes --runs 4"],
     "debugging.md": [
         "$ python -m rpcdataloader.status node01:6543 --stacks",
         "$ kill -QUIT 4712",
         "$ py-spy dump --pid 4712",
     ],
-    "security.md": [
+    "tls.md": [
         "$ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 \\",
         '$ openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=rpcdataloader" \\',
-        "$ grep event=refused log",
     ],
+    "connection-log.md": ["$ grep event=refused log"],
     "recommender.md": [
         '$ pip install ".[recommender]"',
         "$ python -m rpcdataloader.launch --host 0.0.0.0 --port 6543",
         "$ torchrun --nproc-per-node 2 -m examples.recommender --batch-size 256",
         "$ pip download --no-deps recbole",
+    ],
+    "recommender-passes.md": [
         "$ python -m examples.recommender.measure --device cuda",
         "$ python -m examples.recommender.measure",
     ],
@@ -99,10 +108,13 @@ NOT_RUN = {
     "status.md": [
         "$ python -m rpcdataloader.status node01:6543 node02:6543 node03:6543",
         "$ python -m rpcdataloader.status node01:6543 --workers",
-        "$ python -m rpcdataloader.status --serve 9100 node01:6543 node02:6543",
+    ],
+    "live-page.md": ["$ python -m rpcdataloader.status --serve 9100 node01:6543 node02:6543"],
+    "status-json.md": [
         "$ until python -m rpcdataloader.status @pool > /dev/null; do [ $? -eq 1 ] || break; sleep 2; done",
     ],
-    "slurm.md": ["$ sbatch train.sbatch", "$ export POOL=$PWD/pool"],
+    "slurm.md": ["$ sbatch train.sbatch"],
+    "slurm-pools.md": ["$ export POOL=$PWD/pool"],
 }
 
 
@@ -388,12 +400,14 @@ def rows_of(page: str, heading: str) -> list[list[str]]:
 def test_table_of_environment_variables_is_that_of_the_package():
     package = "".join(path.read_text() for path in (ROOT / "rpcdataloader").rglob("*.py"))
     used = set(re.findall(r"RPCDATALOADER_[A-Z_]+", package))
-    described = set(re.findall(r"RPCDATALOADER_[A-Z_]+", str(rows_of("workers.md", "Environment variables"))))
+    used |= set(re.findall(r'"((?:SLURM|LOCAL|OMPI|XDG)_[A-Z_]+)"', package))
+    used |= set(re.findall(r'environ(?:\.get\(|\[)"(\w+)"', package)) - {"HOME"}
+    described = {name for row in rows_of("api.md", "Environment variables") for name in re.findall(r"`(\w+)`", row[0])}
     assert described == used
 
 
 def test_table_of_message_types_is_that_of_the_package():
-    rows = rows_of("protocol.md", "Types")
+    rows = rows_of("protocol-messages.md", "Types")
     assert {row[0]: int(row[1]) for row in rows} == {member.name: member.value for member in MessageType}
 
 
@@ -404,14 +418,14 @@ def test_table_of_limits_is_that_of_the_package():
         value, _, unit = text.replace(",", "").partition(" ")
         return int(value) * units.get(unit, 1)
 
-    limits = [row for row in rows_of("protocol.md", "Message") if "limit" not in row[0] and len(row) == 3]
+    limits = [row for row in rows_of("protocol-messages.md", "Message") if "limit" not in row[0] and len(row) == 3]
     names = ["payload_size_bytes", "num_blocks", "block_size_bytes", "message_size_bytes"]
     shown = [[number(cell) for cell in row[1:]] for row in limits if not set("".join(row)) <= set("-: ")]
     assert shown == [[getattr(HANDSHAKE_LIMITS, name), getattr(DEFAULT_LIMITS, name)] for name in names]
 
 
 def test_table_of_shares_is_what_ranks_compute():
-    (one, two, four, three, many) = rows_of("workers.md", "Sharing among ranks")
+    (one, two, four, three, many) = rows_of("ranks.md", "Sharing among ranks")
     assert one[:2] == ["2 nodes of 4", "1"]
     assert sorted(share_of([4, 4], Partition())) == [0] * 4 + [1] * 4
     assert two[:2] == ["2 nodes of 4", "2"]
@@ -430,20 +444,78 @@ def test_table_of_arguments_has_all_of_them():
     assert sorted(described) == sorted(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
 
 
+def members_in_reference(name: str) -> set[str]:
+    """The members of a class that the reference names."""
+    found = re.search(rf"autoclass:: rpcdataloader\.{name}\n((?:   :.*\n)*)", PAGES["api.md"])
+    assert found, f"the reference has no class {name}"
+    return set(re.findall(r"\w+", found[1].replace(":members:", "")))
+
+
 def test_reference_has_all_public_names():
-    documented = re.findall(r"rpcdataloader\.(\w+)", PAGES["api.md"])
-    assert set(rpcdataloader.__all__) <= set(documented)
+    documented = re.findall(
+        r"(?:class|function|module):: rpcdataloader\.([\w.]+)|`rpcdataloader\.(\w+)`", PAGES["api.md"]
+    )
+    public = {*rpcdataloader.__all__, *(f"pools.{name}" for name in pools.__all__), "errors"}
+    public |= {f"integrations.{name}" for name, value in vars(integrations).items() if is_of(value, integrations)}
+    assert {name for names in documented for name in names if name} == public
     assert ".. automodule:: rpcdataloader.errors\n   :members:" in PAGES["api.md"]
 
 
+def is_of(value: object, module: ModuleType) -> bool:
+    """Whether this is a public class or function of this module."""
+    name = getattr(value, "__name__", "_")
+    return getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")
+
+
+def test_reference_has_all_public_members():
+    for kind in (RPCDataset, RPCDataloader, ResumableDistributedSampler):
+        own = [base for base in kind.__mro__ if base.__module__.startswith("rpcdataloader.")]
+        members = {name for base in own for name in vars(base) if not name.startswith("_")}
+        assert members_in_reference(kind.__name__) == members, kind
+
+
+def test_reference_has_all_commands():
+    shown = re.findall(r"^```\{command-help\} (\w+)$", PAGES["api.md"], re.MULTILINE)
+    assert sorted(shown) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_all_options(command):
+    parser = importlib.import_module(COMMANDS[command][0]).make_parser()
+    shown = parser.format_help()
+    for action in parser._actions:
+        assert action.help not in (None, argparse.SUPPRESS), f"{command} hides {action.dest}"
+        assert all(option in shown for option in action.option_strings)
+
+
 def test_common_errors_are_exceptions_of_the_package_or_of_python():
-    for row in rows_of("debugging.md", "Common errors"):
+    for row in rows_of("errors.md", "Common errors"):
         if match := re.match(r"`(\w+): ", row[0]):
             assert hasattr(errors, match[1]) or match[1] in ("RuntimeError", "TypeError", "ValueError"), row[0]
 
 
+def anchors_of(text: str) -> set[str]:
+    """What a link into a page can name: its headings, as GitHub and myst spell them, and targets like ``(name)=``."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r"^\(([\w-]+)\)=$", prose, re.MULTILINE))
+
+
 def test_links_lead_somewhere():
-    for page, text in PAGES.items():
-        folder = ROOT if page == "README.md" else (ROOT / "docs" / page).parent
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-            assert "://" in target or (folder / target).exists(), f"{page} links to {target}"
+    texts = {ROOT / page if page == "README.md" else ROOT / "docs" / page: text for page, text in PAGES.items()}
+    texts[ROOT / "CONTRIBUTING.md"] = (ROOT / "CONTRIBUTING.md").read_text()
+    for path, text in texts.items():
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]*))?\)", re.sub(r"`[^`\n]*`", "", text)):
+            if "://" in target:
+                continue
+            found = (path.parent / target).resolve() if target else path
+            assert found.exists(), f"{path.name} links to {target}"
+            if anchor:
+                assert anchor in anchors_of(texts[found]), f"{path.name} links to {target}#{anchor}"
+
+
+def test_pages_are_short():
+    longer = {"api.md", "changelog.md", "benchmark.md", "performance.md"}
+    words = {page: len(text.split()) for page, text in PAGES.items() if page not in longer}
+    assert not {page: number for page, number in words.items() if number > 1200}
