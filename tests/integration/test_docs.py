@@ -49,8 +49,8 @@ NOT_RUN = {
     "README.md": [
         "from torch.utils.data import DataLoader",
         "from rpcdataloader import RPCDataloader, RPCDataset",
-        "$ make demo",
         "$ pip install .",
+        "$ make demo",
     ],
     "launchers.md": [
         "$ python -m rpcdataloader.ssh hosts",

@@ -97,7 +97,7 @@ def record_kill(start: Callable[..., contextlib.AbstractContextManager[Child]]) 
 
         def wait_for(server: Child) -> None:
             _address(server)
-            mark("started again")
+            mark("node started again")
 
         waiting: threading.Thread | None = None
         digests, seconds = [], []
@@ -106,7 +106,7 @@ def record_kill(start: Callable[..., contextlib.AbstractContextManager[Child]]) 
             digests.append(_digest(batch))
             if not marks and seconds[-1] > _KILL_SECONDS:
                 os.killpg(servers[-1].pid, signal.SIGKILL)
-                mark(f"a node with {_WORKERS_PER_NODE} of {_NUM_NODES * _WORKERS_PER_NODE} workers killed")
+                mark("node killed")
             if waiting is None and seconds[-1] > _RESTART_SECONDS:
                 # Not in that thread: a child of the harness ends with the thread that has started it.
                 again = stack.enter_context(start(_WORKERS_PER_NODE, addresses[-1].rpartition(":")[2]))

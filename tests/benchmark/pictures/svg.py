@@ -130,14 +130,15 @@ class Bars:
         picture.text(16, 28, title, more='font-weight="600"')
         scale = Scale(self.low, self.high, left, width - 110, is_log=True)
         for value in scale.powers():
-            look = "wire" if value == self.base else "grid"
-            picture.line([(scale.at(value), 44), (scale.at(value), bottom)], look)
             picture.text(scale.at(value), bottom + 20, format_tick(value), "middle", "soft")
         picture.text(16, bottom + 20, self.unit, look="soft")
         y = 44.0
         for group, bars in self.groups.items():
             picture.text(16, y + 22, group, look="soft", more='font-style="italic"')
             y += gap
+            for value in scale.powers():
+                look = "wire" if value == self.base else "grid"
+                picture.line([(scale.at(value), y - 4), (scale.at(value), y + row * len(bars))], look)
             for label, value, shown in bars:
                 start, end = sorted((scale.at(self.base), scale.at(value)))
                 picture.text(left - 8, y + 13, label, "end")
