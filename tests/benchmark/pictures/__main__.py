@@ -69,11 +69,12 @@ def main() -> None:
     if args.record:
         text = json.dumps(RECORDERS[args.record](), indent=1, ensure_ascii=False)
         (FOLDER / f"{args.record}.json").write_text(text + "\n")
-    different = [path for path, text in draw().items() if not path.exists() or path.read_text() != text]
+    drawn = draw()
+    different = [path for path, text in drawn.items() if not path.exists() or path.read_text() != text]
     for path in different:
         print(f"{path.relative_to(ROOT)} {'differs from its data: run make figures' if args.check else 'written'}")
         if not args.check:
-            path.write_text(draw()[path])
+            path.write_text(drawn[path])
     sys.exit(1 if args.check and different else 0)
 
 
