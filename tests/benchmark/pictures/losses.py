@@ -175,7 +175,7 @@ def draw_killed(found: dict[str, Any]) -> Picture:
     title = f"Batches per second while {found['killed']} of {found['workers']} workers are killed"
     text = f"{title}: the rate falls by about a quarter, and comes back when the node does. No batch is lost."
     x = Scale(0, len(rates) * width, 60, 680)
-    y = Scale(0, 1.3 * max(rates), 250, 56)
+    y = Scale(0, 1.1 * max(rates), 250, 66)
     picture = Picture(title, text, 700, 302)
     picture.text(16, 28, title, more='font-weight="600"')
     for value in ticks(y.high):
@@ -190,5 +190,5 @@ def draw_killed(found: dict[str, Any]) -> Picture:
     for number, mark in enumerate(found["marks"]):
         colour, at = (GREEN if number else RED), x.at(mark["seconds"])
         picture.line([(at, y.start), (at, y.end)], more=f'stroke="{colour}" stroke-width="2" stroke-dasharray="5 4"')
-        picture.text(at + 6, y.end + 12, mark["text"])
+        picture.text(at, y.end - 6, mark["text"], "middle")
     return picture

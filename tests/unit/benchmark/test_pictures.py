@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.benchmark.claims import CLAIMS
 from tests.benchmark.pictures import __main__ as pictures
 from tests.benchmark.pictures import losses, numbers, results, terminal
 from tests.benchmark.pictures.svg import Scale, ticks
+from tests.benchmark.recorded import load
 
 DRAWN = pictures.draw()
 
@@ -29,13 +31,27 @@ def test_picture_is_xml_with_a_description_and_of_moderate_size(path):
     assert len(DRAWN[path]) < 1_000_000
 
 
-def test_numbers_follow_the_recorded_data(monkeypatch):
+def test_numbers_follow_the_recorded_data():
     lost = json.loads((pictures.FOLDER / "losses.json").read_text())
     lost["killed"]["lost"] = 7
+    assert f"**7 of {lost['killed']['batches']:,}**" in numbers.make_numbers(lost)
+
+
+def test_numbers_of_another_run_are_refused(monkeypatch):
+    lost = json.loads((pictures.FOLDER / "losses.json").read_text())
     monkeypatch.setattr(numbers, "load", lambda: {"float32-tcp": 4.56, "busy": 1.0})
-    table = numbers.make_numbers(lost)
-    assert "**4.6 x**" in table
-    assert "**7 of 2,500**" in table
+    with pytest.raises(ValueError, match=r"4\.56 in recorded\.json"):
+        numbers.make_numbers(lost)
+
+
+def test_table_of_claims_is_that_of_the_recorded_ratios():
+    rows = {(row["work"], row["against"]): row for row in results.read_table("claims")}
+    recorded = load()
+    assert len(rows) == len(CLAIMS)
+    for name, claim in CLAIMS.items():
+        row = rows[claim.goal.work, claim.goal.against]
+        worst = max if claim.goal.at_most else min
+        assert recorded[name] == worst(float(row["ratio"]), float(row["on a slower machine"])), name
 
 
 def test_a_page_without_a_place_for_the_numbers_is_refused():
