@@ -4,7 +4,7 @@
 
     python -m tests.benchmark.pictures                    # draw everything; the same data give the same bytes
     python -m tests.benchmark.pictures --check            # fail if a file differs from what would be drawn
-    python -m tests.benchmark.pictures --record losses    # run it first: waiting, losses or terminal
+    python -m tests.benchmark.pictures --record losses    # run it first: waiting, losses, terminal; without a name all
 
 The data are the JSON files and tables in ``docs/figures``, and ``tests/benchmark/recorded.json``.
 """
@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.benchmark.processes import stop_by_signals
 
 from . import losses, numbers, overview, results, terminal, waiting
 
@@ -62,13 +64,21 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--check", action="store_true", help="write nothing, and fail if a file differs")
-    parser.add_argument("--record", choices=RECORDERS, help="record this first; about a minute on a quiet machine")
+    parser.add_argument(
+        "--record",
+        nargs="?",
+        choices=RECORDERS,
+        const="",
+        help="run and record this first, or all; about a minute each on a quiet machine; terminal takes root",
+    )
     args = parser.parse_args()
-    if args.check and args.record:
+    if args.check and args.record is not None:
         parser.error("--record writes what --check would compare")
-    if args.record:
-        text = json.dumps(RECORDERS[args.record](), indent=1, ensure_ascii=False)
-        (FOLDER / f"{args.record}.json").write_text(text + "\n")
+    if args.record is not None:
+        stop_by_signals()
+        for name in [args.record] if args.record else RECORDERS:
+            text = json.dumps(RECORDERS[name](), indent=1, ensure_ascii=False)
+            (FOLDER / f"{name}.json").write_text(text + "\n")
     drawn = draw()
     different = [path for path, text in drawn.items() if not path.exists() or path.read_text() != text]
     for path in different:

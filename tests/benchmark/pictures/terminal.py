@@ -30,7 +30,7 @@ from .svg import Picture
 ROOT = Path(__file__).resolve().parents[3]
 COLUMNS = 86
 # Name, and rows of the terminal.
-HOSTS = (("node01", 3), ("node02", 8), ("gpu01", 16))
+HOSTS = (("node01", 3), ("node02", 8), ("gpu01", 17))
 
 _LAUNCH = "python -m rpcdataloader.launch --host {} 2> log"
 _TRAIN = "python examples/digits.py --epochs 9 --workers node01:6543 node02:6543 2>&1 | tee log"
