@@ -174,9 +174,9 @@ def draw_killed(found: dict[str, Any]) -> Picture:
     rates = [count / width for count in found["counts"]]
     title = f"Batches per second while {found['killed']} of {found['workers']} workers are killed"
     text = f"{title}: the rate falls by about a quarter, and comes back when the node does. No batch is lost."
-    x = Scale(0, len(rates) * width, 60, 680)
+    x = Scale(0, len(rates) * width, 50, 544)
     y = Scale(0, 1.1 * max(rates), 250, 66)
-    picture = Picture(title, text, 700, 302)
+    picture = Picture(title, text, 560, 302)
     picture.text(16, 28, title, more='font-weight="600"')
     for value in ticks(y.high):
         picture.line([(x.start, y.at(value)), (x.end, y.at(value))], "grid")

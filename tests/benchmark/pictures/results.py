@@ -10,7 +10,7 @@ FOLDER = Path(__file__).resolve().parents[3] / "docs" / "figures"
 
 _COLOURS = {
     "ours, TCP": BLUE, "ours, Unix socket": VIOLET, "torch DataLoader": GREY, "original 0.2.1": RED,
-    "bare sockets": ORANGE, "bare, batches made": GREEN,
+    "bare sockets": ORANGE, "bare, made": GREEN,
     "ours, RPCDataset": BLUE, "ours": VIOLET, "torch, fork": GREY, "torch, spawn": ORANGE,
 }  # fmt: skip
 
@@ -32,12 +32,12 @@ def draw_loaders() -> Picture:
     for row in read_table("loaders"):
         ratio = number(row["x torch"])
         if ratio is not None:
-            label = row["loader"].replace("bare sockets, ", "bare, ")
+            label = row["loader"].replace("bare sockets, batches made", "bare, made")
             rate = row["batches/s"].partition(" (")[0]
             groups.setdefault(row["workload"], []).append((label, ratio, f"{ratio:.3g} x, {rate}/s"))
     bars = Bars(groups, _COLOURS, 0.3, 100, 1, "batches/s, torch = 1")
     text = "For each kind of batch, the batches per second of each loader, relative to torch's DataLoader."
-    return bars.draw("Batches per second, relative to torch's DataLoader with the same 2 workers", text)
+    return bars.draw("Batches per second, relative to torch's DataLoader", text)
 
 
 def draw_startup() -> Picture:
@@ -64,7 +64,7 @@ def _read_workers(batch_size: int, column: str) -> list[tuple[float, float]]:
     return [(float(row["workers"]), number(row[column]) or 0.0) for row in rows]
 
 
-_WORKERS = Scale(1, 256, 70, 670, is_log=True)
+_WORKERS = Scale(1, 256, 64, 576, is_log=True)
 _TICKS = [2.0**power for power in range(9)]
 
 
@@ -87,7 +87,7 @@ def draw_cost() -> Picture:
     series = [
         Series("batches of 8", ORANGE, _read_workers(8, "trainer CPU us/batch")),
         Series("single samples", BLUE, _read_workers(1, "trainer CPU us/batch")),
-        Series("its task table, in an epoch of 1,000,000 batches", GREEN, table),
+        Series("its task table, of 1,000,000 batches", GREEN, table),
     ]
     text = "Processor time of the training process for each batch, with 1 to 256 workers, and that of its task table."
     costs = Scale(3, 2000, 340, 90, is_log=True)

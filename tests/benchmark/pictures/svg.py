@@ -123,18 +123,18 @@ class Bars:
     unit: str
 
     def draw(self, title: str, text: str) -> Picture:
-        left, width, row, gap = 170, 700, 22, 34
+        left, width, row, gap = 150, 600, 22, 34
         num_rows = sum(map(len, self.groups.values()))
         bottom = 48 + gap * len(self.groups) + row * num_rows
         picture = Picture(title, text, width, bottom + 34)
-        picture.text(16, 28, title, more='font-weight="600"')
+        picture.text(12, 28, title, more='font-weight="600"')
         scale = Scale(self.low, self.high, left, width - 110, is_log=True)
         for value in scale.powers():
             picture.text(scale.at(value), bottom + 20, format_tick(value), "middle", "soft")
-        picture.text(16, bottom + 20, self.unit, look="soft")
+        picture.text(12, bottom + 20, self.unit, look="soft")
         y = 44.0
         for group, bars in self.groups.items():
-            picture.text(16, y + 22, group, look="soft", more='font-style="italic"')
+            picture.text(12, y + 22, group, look="soft", more='font-style="italic"')
             y += gap
             for value in scale.powers():
                 look = "wire" if value == self.base else "grid"
@@ -180,15 +180,15 @@ def draw_lines(
         title: Title of the chart.
         text: Description.
         series: Lines.
-        x: Scale from left to right, in pixels of a card of 700.
+        x: Scale from left to right, in pixels of a card of 600.
         y: Scale from the bottom to the top; the bottom is its ``start``.
         units: Units of x and y.
         x_ticks: Values of x that are named.
     """
-    picture = Picture(title, text, 700, int(y.start) + 52)
-    picture.text(16, 28, title, more='font-weight="600"')
-    picture.legend(16, 54, {one.label: one.colour for one in series})
-    picture.text(16, y.end - 8, units[1], look="soft")
+    picture = Picture(title, text, 600, int(y.start) + 52)
+    picture.text(12, 28, title, more='font-weight="600"')
+    picture.legend(12, 54, {one.label: one.colour for one in series})
+    picture.text(12, y.end - 8, units[1], look="soft")
     for value in y.powers() if y.is_log else ticks(y.high):
         picture.line([(x.start, y.at(value)), (x.end, y.at(value))], "grid")
         picture.text(x.start - 8, y.at(value) + 5, format_tick(value), "end", "soft")
