@@ -8,8 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rpcdataloader.client.names import Names
-from rpcdataloader.client.register import Lookup, Register
+from rpcdataloader.client.register import Lookup, Names, Register
 from rpcdataloader.wire.address import Address
 
 WORKERS_VARIABLE = "RPCDATALOADER_WORKERS"

@@ -37,8 +37,6 @@ class SlowNode:
     """A node whose tasks take far longer than those of the other nodes.
 
     Attributes:
-        name: Of the node.
-        factor: How many times as long.
         usual: Seconds of a task on the others.
         capacity: Batches per second of all workers, if this node were like the others.
     """
@@ -56,10 +54,8 @@ class Figures:
     Attributes:
         evidence: Numbers by their names, which end with their units: ``_seconds`` and ``_bytes`` per batch, ``_rate``
             in batches per second, ``_share`` from 0 to 1.
-        stages: Seconds per batch.
         capacities: Batches per second: ``workers``, ``network``, ``trainer``, ``device_copy`` and ``window``, as far as
             they were measured.
-        slow: A slow node, if there is one.
     """
 
     evidence: dict[str, float]
@@ -83,7 +79,7 @@ def measure(records: Records) -> Figures | None:
     stalled = batches * _mean([probe.stalled for probe in probes])
     waited, blocked = waited + stalled, blocked + stalled
     drawn = end.drawn - begin.drawn
-    size_bytes = (end.size_bytes - begin.size_bytes) / batches
+    size_bytes = _mean([probe.size_bytes for probe in probes])
     allowed = min(setup.window, max(1, ratio(setup.max_in_flight_bytes, size_bytes, setup.window) // 1))
     known = [(probe, probe.stages) for probe in probes if probe.stages is not None]
     # Only measured replies tell how long they took to pickle.

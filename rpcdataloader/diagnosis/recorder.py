@@ -1,7 +1,7 @@
-"""Takes the notes of a pass while it runs, at less than a microsecond per batch that is no probe. Pure.
+"""Takes the notes of a pass while it runs, at half a microsecond per batch that is no probe. Pure.
 
-The two threads that a batch passes append a tuple each, which is one operation. The tuples are added up when a probe is
-delivered, at most once per :data:`PROBE_INTERVAL`, or for :meth:`Recorder.snapshot`.
+The two threads that a batch passes add to sums of their own, which takes no lock. What is kept in lists comes with a
+probe, at most once per :data:`PROBE_INTERVAL`, or with a long wait.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 from rpcdataloader.diagnosis.records import SPAN_SECONDS, Probe, Records, Setup, Totals, Wait
 
-# Seconds between two probes: a short pass needs many, and a long one does without. 50 probes per second take 2
-# to 4 % of the rate of the cheapest batches, and 10 take a fifth of that.
+# Seconds between two probes: a short pass needs many, and a long one does without.
 PROBE_INTERVAL, MAX_PROBE_INTERVAL = 0.02, 0.1
 
 # The interval is this share of the pass until now.
@@ -40,58 +38,25 @@ _WHOLE = 1e-5
 _NUM_INTERVALS = 64
 
 
-class Answered(NamedTuple):
-    """A reply has come.
-
-    Attributes:
-        worker: Number of the worker that answered.
-        task: Seconds that the worker was at work on it.
-        size_bytes: Bytes of the reply.
-        arrived: Time of the first bytes.
-        received: Time of the last bytes; the same if one receive call found all of them.
-    """
-
-    worker: int
-    task: float
-    size_bytes: int
-    arrived: float
-    received: float
-
-
-class Delivered(NamedTuple):
-    """``next`` has returned a batch.
-
-    Attributes:
-        at: Time.
-        waited: Seconds in ``next``, 0 if the device has been at work all the while.
-        blocked: Seconds of these that the consumer slept.
-        ready: Seconds of these in which a later batch was already here.
-        drawn: Seconds of ``waited`` in the sampler.
-        worker: Number of the worker that answered.
-    """
-
-    at: float
-    waited: float
-    blocked: float = 0.0
-    ready: float = 0.0
-    drawn: float = 0.0
-    worker: int = -1
-
-
 class Recorder:
     """Takes notes of one pass after the other.
 
     Args:
-        lock: Guards everything but the two queues, to which plain tuples with the same fields may be appended.
+        lock: Held where lists change or are copied.
         now: Time at which the first pass begins.
-        before: What is known of the pass before.
-        trace: Told of each probe that is delivered, with the workers and the number of the one that has answered.
+        before: Records of the pass before.
+        trace: Function that is told of each probe that is delivered, with the workers and the number of the one that
+            has answered.
 
     Attributes:
         setup: Workers and limits as they were last; replaced when they may have changed.
         trace: As given; while there is one, every batch is a probe.
-        answers: Replies with batches, in the order of their ends: from the receiver threads, with the pass's condition.
-        deliveries: From the consumer's thread.
+        tasks: Seconds of the last tasks of each worker, by its number; its receiver thread appends to them.
+        batches: Number of batches that were delivered.
+        waited: Seconds in ``next``, without those in which the device has been at work.
+        drawn: Seconds of these in the sampler.
+        blocked: Seconds of these that the consumer slept.
+        last: Time of the last delivery.
         next_probe: Time from which on the next batch that is drawn is to be a probe.
     """
 
@@ -111,20 +76,17 @@ class Recorder:
     def begin(self, now: float) -> None:
         """Another pass begins; what is known of the last one is kept until this one has delivered enough."""
         with self._lock:
-            self._add_up()
-            if self._batches:
+            if self.batches:
                 self._before = self._take(0.0)
             self._reset(now)
 
     def _reset(self, now: float) -> None:
-        self.answers: deque[Answered | tuple[int, float, int, float, float]] = deque()
-        self.deliveries: deque[Delivered | tuple[float, float, float, float, float, int]] = deque()
         self.next_probe = now
-        self._tasks: defaultdict[int, deque[float]] = defaultdict(_recent)
-        self._start = self._last = now
+        self.tasks: defaultdict[int, deque[float]] = defaultdict(_recent)
+        self._start = self.last = now
         self._first_wait = 0.0
-        self._batches = self._size_bytes = 0
-        self._waited = self._blocked = self._drawn = self._ready = self._link = 0.0
+        self.batches = 0
+        self.waited = self.blocked = self.drawn = self._ready = self._link = 0.0
         self._intervals: list[tuple[float, float]] = []  # disjoint, in order, in which replies were received
         self._probes: deque[Probe] = deque(maxlen=_NUM_PROBES)
         self._waits: deque[Wait] = deque(maxlen=_NUM_WAITS)
@@ -141,45 +103,57 @@ class Recorder:
             self.next_probe = now + min(max(PROBE_INTERVAL, share), MAX_PROBE_INTERVAL)
         return Probe(number, draw, now)
 
-    def probed(self, probe: Probe, delivered: Delivered | tuple[float, float, float, float, float, int]) -> None:
-        """A probe is delivered; instead of appending the delivery."""
+    def delivered(self, now: float, waited: float, drawn: float = 0.0, blocked: float = 0.0) -> None:
+        """``next`` returns a batch; in the consumer's thread.
+
+        Args:
+            now: Time.
+            waited: Seconds in ``next``, 0 if the device has been at work all the while.
+            drawn: Seconds of these in the sampler.
+            blocked: Seconds of these that the consumer slept.
+        """
+        self.batches += 1
+        self.waited += waited
+        self.drawn += drawn
+        self.blocked += blocked
+        self.last = now
+
+    def slept(self, now: float, seconds: float, ready: float, worker: int) -> None:
+        """The consumer has slept for a batch that is not delivered yet; in its thread.
+
+        Args:
+            now: Time.
+            seconds: How long.
+            ready: Seconds of these in which a later batch was already here.
+            worker: Number of the worker that answered.
+        """
+        self._ready += ready
+        if seconds >= _NOTED_WAIT:
+            with self._lock:
+                self._waits.append(Wait(now, seconds, ready, worker))
+
+    def probed(self, probe: Probe, worker: int, now: float, waited: float, drawn: float, blocked: float = 0.0) -> None:
+        """A probe is delivered; instead of :meth:`delivered`."""
         with self._lock:
-            self._add_up()
-            probe.reorder = max(0.0, self._last - probe.answered)
-            self.deliveries.append(delivered)
-            self._add_up()
-            probe.delivered, probe.wait = delivered[:2]
+            if not self.batches:
+                self._first_wait = waited
+            probe.reorder = max(0.0, self.last - probe.answered)
+            self.delivered(now, waited, drawn, blocked)
+            probe.delivered, probe.wait = now, waited
             probe.totals = self._totals()
             self._probes.append(probe)
         if (trace := self.trace) is not None:
-            trace(probe, self.setup, delivered[5])
+            trace(probe, self.setup, worker)
 
-    def _add_up(self) -> None:
-        # What is appended meanwhile waits for the next time. Sums are local, for speed.
-        size_bytes, tasks, take = self._size_bytes, self._tasks, self.answers.popleft
-        for _ in range(len(self.answers)):
-            worker, task, size, arrived, received = take()
-            tasks[worker].append(task)
-            size_bytes += size
-            if received - arrived >= _WHOLE:
-                self._add_to_link(arrived, received)
-        self._size_bytes = size_bytes
-        total_waited, total_blocked, total_ready, total_drawn = self._waited, self._blocked, self._ready, self._drawn
-        for _ in range(len(self.deliveries)):
-            at, waited, blocked, ready, drawn, worker = self.deliveries.popleft()
-            if not self._batches:
-                self._first_wait = waited
-            self._batches += 1
-            total_waited += waited
-            total_blocked += blocked
-            total_ready += ready
-            total_drawn += drawn
-            self._last = at
-            if blocked >= _NOTED_WAIT:
-                self._waits.append(Wait(at, blocked, ready, worker))
-        self._waited, self._blocked, self._ready, self._drawn = total_waited, total_blocked, total_ready, total_drawn
+    def received(self, arrived: float, received: float) -> None:
+        """A reply has not come in one piece; never called in two threads at once.
 
-    def _add_to_link(self, arrived: float, received: float) -> None:
+        Args:
+            arrived: Time of the first bytes.
+            received: Time of the last bytes.
+        """
+        if received - arrived < _WHOLE:
+            return
         # Replies come in the order of their ends, nearly: whatever lies behind the beginning of this one is part of it.
         self._link += received - arrived
         intervals = self._intervals
@@ -191,11 +165,6 @@ class Recorder:
         if len(intervals) > _NUM_INTERVALS:
             del intervals[0]
 
-    def add_up(self) -> None:
-        """Add up what was noted; to be called where no probe may follow, as after an exception in place of a batch."""
-        with self._lock:
-            self._add_up()
-
     def snapshot(self, waiting: float = 0.0) -> Records:
         """What is known of this pass or, while it has delivered too little, of the one before.
 
@@ -203,7 +172,6 @@ class Recorder:
             waiting: Seconds that the consumer has been waiting by now.
         """
         with self._lock:
-            self._add_up()
             records = self._take(waiting)
         is_new = len(records.span) < 2 and waiting < _LONG_WAIT
         return self._before if is_new and self._before is not None else records
@@ -216,15 +184,14 @@ class Recorder:
             totals=self._totals(),
             probes=tuple(self._probes),
             waits=tuple(self._waits),
-            tasks={worker: tuple(recent) for worker, recent in self._tasks.items()},
-            last=self._last,
+            # These copies are one operation each, as receiver threads append meanwhile.
+            tasks={worker: tuple(recent.copy()) for worker, recent in self.tasks.copy().items()},
+            last=self.last,
             waiting=waiting,
         )
 
     def _totals(self) -> Totals:
-        return Totals(
-            self._batches, self._waited, self._blocked, self._drawn, self._ready, self._link, self._size_bytes
-        )
+        return Totals(self.batches, self.waited, self.blocked, self.drawn, self._ready, self._link)
 
 
 def _recent() -> deque[float]:

@@ -26,13 +26,11 @@ class Totals(NamedTuple):
     """Sums since the pass began.
 
     Attributes:
-        batches: Number of batches that were delivered.
         waited: Seconds in ``next``.
         blocked: Seconds of these that the consumer slept until its batch came.
         drawn: Seconds of these in the sampler.
         ready: Seconds of ``blocked`` while a later batch was already here.
         link: Seconds in which at least one reply was being received: the union over all connections.
-        size_bytes: Bytes that were received.
     """
 
     batches: int = 0
@@ -41,7 +39,6 @@ class Totals(NamedTuple):
     drawn: float = 0.0
     ready: float = 0.0
     link: float = 0.0
-    size_bytes: int = 0
 
 
 class Wait(NamedTuple):
@@ -51,7 +48,6 @@ class Wait(NamedTuple):
         at: Time of its end.
         seconds: Its length.
         ready: Seconds of it while a later batch was already here.
-        worker: Number of the worker that sent the batch.
     """
 
     at: float
@@ -67,13 +63,13 @@ class Probe:
     A task that is sent twice keeps what belongs to the copy that was answered.
 
     Attributes:
-        number: Of the batch.
         draw: Seconds in the sampler.
         added: Time at which it was in the table.
         assigned: Time at which the engine gave it to a worker.
         sent: Time at which the send call had returned.
         arrived: Time of the first bytes of the reply.
         received: Time of the last bytes.
+        size_bytes: Bytes of the batch.
         answered: Time at which the decoded batch was among the results.
         receive_cpu: CPU seconds of the receiver thread from ``arrived`` to ``received``: mostly the kernel's copying.
         decode_cpu: CPU seconds of the receiver thread from ``received`` to ``answered``: mostly Python.
@@ -95,6 +91,7 @@ class Probe:
     sent: float = 0.0
     arrived: float = 0.0
     received: float = 0.0
+    size_bytes: int = 0
     answered: float = 0.0
     receive_cpu: float = 0.0
     decode_cpu: float = 0.0
@@ -132,10 +129,8 @@ class Records:
     """What is known of a pass at a moment.
 
     Attributes:
-        setup: Workers and limits.
         begun: Time at which the pass began.
         first_wait: Seconds until its first batch.
-        totals: Sums of the whole pass.
         probes: In the order of delivery.
         waits: In the order of delivery.
         tasks: Seconds of the last tasks of each worker, probes or not: one that is slow is hardly given any.

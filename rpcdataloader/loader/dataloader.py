@@ -16,19 +16,17 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from rpcdataloader.client.client import begin_local_early, get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
 from rpcdataloader.client.discovery import Elastic, Inline, Local, Remote, Where, find_workers
-from rpcdataloader.client.sharing import Partition
+from rpcdataloader.client.sharing import Partition, errors_of_rank
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import set_variables
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
-from rpcdataloader.loader.measured import no_iterator
 from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
-from rpcdataloader.loader.ranks import errors_of_rank
-from rpcdataloader.loader.resumable import ResumableLoader
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
 from rpcdataloader.loader.tasks import Progress
+from rpcdataloader.loader.tools import LoaderTools, no_iterator
 from rpcdataloader.wire.slabs import PageablePool
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -37,7 +35,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 _TORCHS = {"prefetch_factor", "persistent_workers", "pin_memory_device"}
 
 
-class RPCDataloader(ResumableLoader[_T_co]):
+class RPCDataloader(LoaderTools[_T_co]):
     """A ``torch.utils.data.DataLoader`` that loads and collates its batches in workers on any machine.
 
     Arguments, batches, their order, and exceptions are torch's; see its documentation. What differs:

@@ -27,17 +27,16 @@ from rpcdataloader.diagnosis.records import Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.fetch.stream_state import StreamState
-from rpcdataloader.loader.ahead import Ahead
-from rpcdataloader.loader.copying import find_busy_gpu, make_carrier
+from rpcdataloader.loader.copying import Carrier, find_busy_gpu, make_carrier
 from rpcdataloader.loader.executor import Executor
 from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass
 from rpcdataloader.loader.placement import Placement, plan_options
-from rpcdataloader.loader.seat import Seat, decode
+from rpcdataloader.loader.seat import Failure, Seat, decode
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, describe
 from rpcdataloader.plan.actions import Action, Load, Open
 from rpcdataloader.plan.crew import Loss
-from rpcdataloader.plan.engine import Engine
+from rpcdataloader.plan.engine import Delivery, Engine
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.slabs import Allocator, pinned_allocator
 
@@ -63,7 +62,6 @@ class ToDo(NamedTuple):
     Attributes:
         actions: All but those to send a task.
         seats: Workers that tasks are sent to. They come last: opening, restarting and cancelling are decided before.
-        begun: The pass of these tasks.
     """
 
     actions: list[Action]
@@ -76,21 +74,12 @@ class Driver:
 
     Args:
         placement: Of the workers; for an iterable-style dataset, of the streams.
-        saved: The state of the pass to go on with.
-        recorder: Takes notes of the pass.
 
     Attributes:
-        settings: The arguments of the loader.
         pid: The process that has begun the pass; its forks must not go on with it.
-        closed: Set when the pass is over.
         condition: Guards ``closed`` and the attributes that follow.
-        engine: Decides.
         ahead: The batch that is on its way to a device; None without a device.
-        begun: The pass of this epoch; another object in the next one.
-        streams: States of the streams, after the last answer of each.
-        sleep: The consumer's.
         num_streams: Workers that the pass has begun with.
-        recorder: As given.
         is_device_busy: Whether a wait is hidden by what the device has to do; None without one.
         has_changed: The workers are others than those in the notes.
     """
@@ -344,3 +333,37 @@ class Driver:
             self.recorder.setup = Setup(
                 workers, self.engine.table.window, settings.prefetch_factor, settings.max_in_flight_bytes, names
             )
+
+
+class Ahead:
+    """The one batch that is on its way to a device, while the consumer has the one before.
+
+    Every method is called with the pass's condition, so they go in order.
+    """
+
+    def __init__(self, engine: Engine[Node], carrier: Carrier) -> None:
+        self._engine = engine
+        self._carrier = carrier
+        self.delivery: Delivery | None = None
+
+    def take(self) -> Delivery | None:
+        """What is delivered next; None if it is not there. What comes after it follows to the device."""
+        self.send()
+        delivery, self.delivery = self.delivery, None
+        if delivery is not None:
+            self.send()
+        return delivery
+
+    def send(self) -> None:
+        """Send the batch that is delivered next to the device, if it has come and none is on its way."""
+        if self.delivery is not None or (delivery := self._engine.deliver()) is None:
+            return
+        self.delivery = delivery
+        answer = delivery.answer
+        if answer is not None and answer.movable is not None:
+            try:
+                answer.copies = self._carrier.carry(answer.movable, answer.probe is not None)
+            except BaseException as exc:
+                # What the frames refer to is a batch.
+                answer.result = Failure(exc.with_traceback(None))
+            answer.movable = None

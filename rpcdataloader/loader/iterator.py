@@ -15,6 +15,7 @@ import torch
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
+from rpcdataloader.client.sharing import of_rank
 from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.diagnosis.verdict import Diagnosis
@@ -24,12 +25,10 @@ from rpcdataloader.loader.copying import Copies
 from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.passes import undone_afterwards, warn_if_longer
 from rpcdataloader.loader.placement import Placement
-from rpcdataloader.loader.ranks import of_rank
-from rpcdataloader.loader.reporting import to_status
 from rpcdataloader.loader.seat import Answer, Failure
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, Task
-from rpcdataloader.wire.status import LoopStatus
+from rpcdataloader.wire.status import LoopStatus, Value
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -60,9 +59,6 @@ class RemoteIterator:
 
     Args:
         placement: Of the workers; for an iterable-style dataset, of the streams.
-        recorder: Takes notes of the pass.
-        saved: The state of the pass to go on with.
-        reported_length: What ``len`` of the loader has said of an iterable-style dataset.
     """
 
     def __init__(
@@ -78,7 +74,7 @@ class RemoteIterator:
         self._name = dataset.name
         self._reported_length = reported_length
         self._drawn: Task | None = None  # from the sampler, and not in the engine yet
-        self._blocked = self._ready = 0.0  # seconds asleep for the next batch, and of these with a later one here
+        self._ready = 0.0  # seconds asleep for the next batch with a later one here
         self._is_told = False  # why the loop has waited in this pass
         self._timed: tuple[Probe, Copies] | None = None  # the last probe
         self._is_shown = False  # to a profiler, what is done now
@@ -138,14 +134,14 @@ class RemoteIterator:
         began = time.monotonic()
         timeout = self._settings.timeout or None
         deadline = None if timeout is None else began + timeout
-        drawn = 0.0
+        drawn = blocked = 0.0
         while True:
             with driver.condition:
                 delivery = None
                 if engine.failure is None:  # what has failed has brought errors that say less
                     delivery = engine.deliver() if driver.ahead is None else driver.ahead.take()
                 if delivery is None:
-                    self._wait(deadline)
+                    blocked += self._wait(deadline)
                 wants_input = engine.table.wants_input
             if delivery is not None:
                 break
@@ -159,38 +155,48 @@ class RemoteIterator:
         else:
             progress.stream_delivered(stream, answer.stream)
         drawn += self._advance(wants_input)
-        self._note(began, drawn, answer)
+        now = time.monotonic()
+        if answer.probe is not None or blocked >= _LEAST_HIDDEN:
+            self._note(answer, now, now - began, drawn, blocked)
+        else:
+            recorder = driver.recorder
+            recorder.batches += 1
+            recorder.waited += now - began
+            recorder.drawn += drawn
+            recorder.blocked += blocked
+            recorder.last = now
         if answer.copies is not None:
             _shown("copy", answer.copies.wait) if self._is_shown else answer.copies.wait()
         if type(answer.result) is Failure:
-            driver.recorder.add_up()  # where every batch fails, no probe does
             try:
                 raise self._explained(answer.result.error, task)
             finally:
                 del delivery, answer  # the traceback refers to this frame, which must not refer to the error
         return answer.result
 
-    def _note(self, began: float, drawn: float, answer: Answer) -> None:
-        """Note how long the loop has waited for a batch, before its stream waits for the copies."""
-        now, driver = time.monotonic(), self._driver
-        note = now, now - began, self._blocked, self._ready, drawn, answer.worker
-        if self._blocked:
-            is_busy = driver.is_device_busy
-            if is_busy is not None and self._blocked >= _LEAST_HIDDEN and is_busy():
-                note = now, 0.0, 0.0, 0.0, 0.0, answer.worker
-            self._blocked = self._ready = 0.0
-        if answer.probe is None:
-            driver.recorder.deliveries.append(note)
-        else:
-            # The copies of this batch are not done yet, and those of the probe before are.
-            if (timed := self._timed) is not None and (times := timed[1].times()) is not None:
-                timed[0].copy, timed[0].stalled = times
-            self._timed = None if answer.copies is None else (answer.probe, answer.copies)
-            driver.note_setup()
-            driver.recorder.probed(answer.probe, note)
+    def _note(self, answer: Answer, now: float, waited: float, drawn: float, blocked: float) -> None:
+        """Note a long sleep for a batch, before its stream waits for the copies, and the way of a probe."""
+        driver, recorder = self._driver, self._driver.recorder
+        if blocked >= _LEAST_HIDDEN and driver.is_device_busy is not None and driver.is_device_busy():
+            waited = drawn = blocked = 0.0  # hidden by what the device had to do
+        elif blocked:
+            recorder.slept(now, blocked, self._ready, answer.worker)
+        self._ready = 0.0
+        if (probe := answer.probe) is None:
+            recorder.delivered(now, waited, drawn, blocked)
+            return
+        # The copies of this batch are not done yet, and those of the probe before are.
+        if (timed := self._timed) is not None and (times := timed[1].times()) is not None:
+            timed[0].copy, timed[0].stalled = times
+        self._timed = None if answer.copies is None else (probe, answer.copies)
+        driver.note_setup()
+        recorder.probed(probe, answer.worker, now, waited, drawn, blocked)
 
-    def _wait(self, deadline: float | None) -> None:
+    def _wait(self, deadline: float | None) -> float:
         """Wait, with the condition, until the next batch may be there, or there is something else to do.
+
+        Returns:
+            Seconds asleep.
 
         Raises:
             StopIteration: Everything is delivered.
@@ -207,7 +213,7 @@ class RemoteIterator:
                 driver.close()
             raise StopIteration
         if engine.table.wants_input:
-            return  # a stream has ended, and left its place to the others
+            return 0.0  # a stream has ended, and left its place to the others
         now = time.monotonic()
         if deadline is not None and deadline <= now:
             # torch's exception and text, which scripts may look for.
@@ -220,17 +226,18 @@ class RemoteIterator:
             math.inf if deadline is None else deadline,
         )
         sleep.since = now
-        sleep.later_since = now if engine.table.holds_answers else math.inf
+        sleep.later_since = now if engine.table.answered_bytes else math.inf
         seconds = None if sleep.until == math.inf else sleep.until - now
         _shown("wait", driver.condition.wait, seconds) if self._is_shown else driver.condition.wait(seconds)
         sleep.until = -math.inf
         now = time.monotonic()
-        self._blocked += now - sleep.since
+        slept = now - sleep.since
         if sleep.later_since < now:
             self._ready += now - sleep.later_since
         sleep.since = None
         if due is not None and due <= now:
             engine.tick(now)
+        return slept
 
     def _advance(self, wants_input: bool) -> float:
         """Fill the window from the sampler, which is user code and so runs outside of the lock, and do what follows.
@@ -317,7 +324,33 @@ class RemoteIterator:
         """Begin another epoch with the same workers."""
         self._reported_length = reported_length
         self._drawn = None
-        self._blocked = self._ready = 0.0
+        self._ready = 0.0
         self._is_told = False
         self._driver.begin_epoch()
         self._advance(wants_input=True)
+
+
+def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None) -> LoopStatus:
+    """A diagnosis as a report; ``dataset`` is the name of a class."""
+    evidence = diagnosis.evidence
+    delivered = evidence.get("delivered_rate", 0.0)
+    return LoopStatus(
+        dataset=dataset[:80],
+        rank=rank,
+        wait_share=_round(diagnosis.wait_share),
+        bound=diagnosis.bound,
+        text=diagnosis.text[:500],
+        demand_per_second=None if math.isinf(diagnosis.demand) else _round(diagnosis.demand),
+        delivered_per_second=_round(delivered) if isinstance(delivered, float) else 0.0,
+        more_workers=None if diagnosis.more_workers is None else diagnosis.more_workers[1],
+        evidence=_values({name: value for name, value in evidence.items() if isinstance(value, float)}),
+        stages=_values({name: stage.mean for name, stage in diagnosis.stages.items()}),
+    )
+
+
+def _values(numbers: Mapping[str, float]) -> list[Value]:
+    return [Value(name, _round(number)) for name, number in numbers.items() if math.isfinite(number)]
+
+
+def _round(number: float) -> float:
+    return float(f"{number:.4g}")

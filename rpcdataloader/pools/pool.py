@@ -15,11 +15,11 @@ from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
 from rpcdataloader.client.discovery import Elastic
-from rpcdataloader.client.register import Found
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.pools.node import Order
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, load_credentials, remember_credentials
+from rpcdataloader.wire.registration import Registration
 
 logger = logging.getLogger("rpcdataloader.pools")
 
@@ -82,7 +82,7 @@ class PoolWorkers(Elastic, Iterable[str]):
         self._read = read
         self._credentials = credentials
         self._anywhere = anywhere or read
-        self._found: tuple[Found, ...] = ()
+        self._found: tuple[Registration, ...] = ()
         self.problems: dict[str, str] = {}
 
     pause = 1.0
@@ -92,7 +92,7 @@ class PoolWorkers(Elastic, Iterable[str]):
     def open(self) -> PoolWorkers:
         return self
 
-    def look(self) -> tuple[Found, ...]:
+    def look(self) -> tuple[Registration, ...]:
         """The node servers that are there now, in the order in which they came."""
         try:
             found = [Address.parse(text) for text in self._read()]
@@ -102,7 +102,7 @@ class PoolWorkers(Elastic, Iterable[str]):
         for address in found:
             remember_credentials(address, self._credentials)
         self.problems = {}
-        self._found = tuple(map(Found, found))
+        self._found = tuple(map(Registration, found))
         return self._found
 
     def __iter__(self) -> Iterator[str]:
@@ -119,9 +119,7 @@ class Pool:
     """Node servers of an engine; the value of its ``with`` block is where the workers are.
 
     Args:
-        engine: Where they run.
         num_nodes: How many: a number, or the least and the most.
-        order: What each is.
         timeout: Seconds to wait for the least.
 
     Raises:

@@ -45,9 +45,11 @@ _SEAT = {
                 note_reply(sent.probe, reply)
 """: "",
     """            answer.worker = worker
-            driver.recorder.answers.append((worker, seconds, answer.size_bytes, answer.arrived, answer.received))
+            driver.recorder.tasks[worker].append(seconds)
+            if answer.arrived:
+                driver.recorder.received(answer.arrived, answer.received)
             if sent.probe is not None:
-                note_answer(sent.probe, timings, now)
+                note_answer(sent.probe, timings, answer.size_bytes, now)
                 answer.probe = sent.probe
 """: "",
     """    if reply.arrival is not None and not reply.arrival.was_here:
@@ -63,7 +65,7 @@ _ITERATOR = {
     """        began = time.monotonic()
         timeout = self._settings.timeout or None
         deadline = None if timeout is None else began + timeout
-        drawn = 0.0
+        drawn = blocked = 0.0
 """: """        timeout = self._settings.timeout or None
         deadline = None if timeout is None else time.monotonic() + timeout
 """,
@@ -71,22 +73,34 @@ _ITERATOR = {
         task,""": """            self._advance(wants_input)
         task,""",
     """        drawn += self._advance(wants_input)
-        self._note(began, drawn, answer)
+        now = time.monotonic()
+        if answer.probe is not None or blocked >= _LEAST_HIDDEN:
+            self._note(answer, now, now - began, drawn, blocked)
+        else:
+            recorder = driver.recorder
+            recorder.batches += 1
+            recorder.waited += now - began
+            recorder.drawn += drawn
+            recorder.blocked += blocked
+            recorder.last = now
 """: """        self._advance(wants_input)
 """,
     """        sleep.since = now
-        sleep.later_since = now if engine.table.holds_answers else math.inf
+        sleep.later_since = now if engine.table.answered_bytes else math.inf
 """: "",
     """        now = time.monotonic()
-        self._blocked += now - sleep.since
+        slept = now - sleep.since
         if sleep.later_since < now:
             self._ready += now - sleep.later_since
         sleep.since = None
         if due is not None and due <= now:
             engine.tick(now)
+        return slept
 """: """        if due is not None and due <= (now := time.monotonic()):
             engine.tick(now)
 """,
+    "                    blocked += self._wait(deadline)": "                    self._wait(deadline)",
+    "            return 0.0  # a stream": "            return  # a stream",
     """                began = time.monotonic()
                 source = driver.begun.source
                 self._drawn = _shown("draw", next, source, None) if self._is_shown else next(source, None)

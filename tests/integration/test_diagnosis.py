@@ -6,7 +6,6 @@ import itertools
 import logging
 import threading
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -150,19 +149,3 @@ def test_diagnosis_names_the_cause_every_time(name, speed, zygote):
     with cause.pool(zygote) as addresses:
         found = [run(cause, addresses, speed)[0] for _ in range(20)]
     assert [diagnosis for diagnosis in found if diagnosis.bound not in cause.bounds] == []
-
-
-class Failing(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 300
-
-    def __getitem__(self, index: int) -> Any:
-        raise LookupError(index)
-
-
-def test_notes_do_not_grow_where_every_batch_is_an_exception(shared_server: Any) -> None:
-    iterator: Any = iter(RPCDataloader(Failing(), batch_size=None, workers=shared_server.address, num_workers=1))
-    for _ in range(300):
-        with pytest.raises(LookupError):
-            next(iterator)
-    assert len(iterator._driver.recorder.deliveries) < 10

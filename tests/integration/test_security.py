@@ -31,9 +31,9 @@ from rpcdataloader.errors import (
 )
 from rpcdataloader.wire import credentials
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.channel import local_identity
 from rpcdataloader.wire.frames import MessageType, encode
 from rpcdataloader.wire.handshake import ClientHandshake, ServerHandshake
-from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.preamble import Preamble
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration.quick import quick_server
@@ -597,8 +597,8 @@ from rpcdataloader.errors import RPCError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import open_channel
 from rpcdataloader.wire.credentials import load_credentials
-from rpcdataloader.wire.identity import local_identity
-from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.channel import local_identity
+from rpcdataloader.wire.transport import Deadline
 try:
     open_channel(Address.parse(sys.argv[1]), load_credentials(), local_identity("client"), bytes(16), Deadline(20))
 except RPCError as exc:

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpcdataloader.diagnosis.recorder import Answered, Delivered, Recorder
+from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.records import Probe, Setup
+from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.batches import BatchTable
-from rpcdataloader.plan.options import PlanOptions
 from rpcdataloader.plan.streams import StreamTable
 from rpcdataloader.wire.stages import Stages
 
@@ -272,11 +272,14 @@ class Pipeline:
         (number, blocked, ready, worker), self._taken = self._taken, None
         drawn, self._spent_drawing = self._spent_drawing, 0.0
         waited = self.now - self._asked
-        note = Delivered(self.now, waited, blocked, ready, drawn=min(drawn, waited), worker=worker.number)
+        drawn = min(drawn, waited)
+        if blocked:
+            self.recorder.slept(self.now, blocked, ready, worker.number)
         if (probe := self._probes.pop(number)) is not None:
-            self.recorder.probed(probe, note)
+            probe.size_bytes = self.scenario.size_bytes
+            self.recorder.probed(probe, worker.number, self.now, waited, drawn, blocked)
         else:
-            self.recorder.deliveries.append(note)
+            self.recorder.delivered(self.now, waited, drawn, blocked)
         self.num_delivered += 1
         seconds = self.vary(self.scenario.consumer)
         if self.scenario.holds_lock:
@@ -392,7 +395,8 @@ class Pipeline:
             return
         scenario, now = self.scenario, self.now
         seconds = stages.fetch + stages.collate
-        self.recorder.answers.append(Answered(worker.number, seconds, scenario.size_bytes, arrived, received))
+        self.recorder.tasks[worker.number].append(seconds)
+        self.recorder.received(arrived, received)
         counts = table.replied(worker.number, task, size_bytes=scenario.size_bytes, task_seconds=seconds, now=now)
         if counts:
             self._held[task] = now, worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from rpcdataloader.diagnosis.recorder import Answered, Delivered, Recorder
+from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.records import Records, Setup
 from rpcdataloader.wire.stages import Stages
 
@@ -66,12 +66,15 @@ def record(
             probe.arrived = probe.received - receive
             probe.receive_cpu, probe.decode_cpu = receive_cpu, decode_cpu
             probe.stages = of_worker
-        recorder.answers.append(Answered(worker, task, size_bytes, now - receive, now))
-        note = Delivered(now, waited, first + blocked, ready, drawn, worker)
+        recorder.tasks[worker].append(task)
+        recorder.received(now - receive, now)
+        if first + blocked:
+            recorder.slept(now, first + blocked, ready, worker)
         if probe is not None:
-            recorder.probed(probe, note)
+            probe.size_bytes = size_bytes
+            recorder.probed(probe, worker, now, waited, drawn, first + blocked)
         else:
-            recorder.deliveries.append(note)
+            recorder.delivered(now, waited, drawn, first + blocked)
     return recorder
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rpcdataloader.diagnosis.recorder import MAX_PROBE_INTERVAL, PROBE_INTERVAL, Answered, Delivered
+from rpcdataloader.diagnosis.recorder import MAX_PROBE_INTERVAL, PROBE_INTERVAL
 from rpcdataloader.diagnosis.records import Totals
 from tests.unit.diagnosis.recorded import make_recorder, record
 
@@ -34,7 +34,6 @@ def test_sums_between_two_probes_are_those_of_all_batches():
     assert last.blocked - first.blocked == pytest.approx(0.001 * batches)
     assert last.drawn - first.drawn == pytest.approx(0.0005 * batches)
     assert last.ready - first.ready == pytest.approx(0.0002 * batches)
-    assert last.size_bytes - first.size_bytes == 1_000_000 * batches
 
 
 def test_notes_of_a_long_pass_do_not_grow():
@@ -78,10 +77,10 @@ def test_pass_that_has_delivered_nothing_is_not_told_of():
 
 def test_time_since_the_batch_before_is_that_of_reordering():
     recorder = make_recorder()
-    recorder.deliveries.append(Delivered(5.0, 1.0))
+    recorder.delivered(5.0, 1.0)
     probe = recorder.probe(1.0, 0.0, 7)
     probe.answered = 3.5
-    recorder.probed(probe, Delivered(6.0, 0.0))
+    recorder.probed(probe, 0, 6.0, 0.0, 0.0)
     assert probe.reorder == 1.5
     assert probe.delivered == 6.0
     assert probe.totals == Totals(batches=2, waited=1.0)
@@ -104,13 +103,11 @@ def test_link_is_busy_while_any_reply_is_received(seed):
         intervals.append((begin, begin + rng.expovariate(2.0)))
     recorder = make_recorder()
     for begin, end in sorted(intervals, key=lambda interval: interval[1]):
-        recorder.answers.append(Answered(0, 0.0, 10, begin, end))
-    totals = recorder.snapshot().totals
-    assert totals.link == pytest.approx(union(intervals))
-    assert totals.size_bytes == 2000
+        recorder.received(begin, end)
+    assert recorder.snapshot().totals.link == pytest.approx(union(intervals))
 
 
 def test_reply_in_one_piece_says_nothing_about_the_link():
     recorder = make_recorder()
-    recorder.answers.append(Answered(0, 0.0, 10, 1.0, 1.0))
-    assert recorder.snapshot().totals == Totals(size_bytes=10)
+    recorder.received(1.0, 1.0)
+    assert recorder.snapshot().totals == Totals()

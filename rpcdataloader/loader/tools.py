@@ -1,13 +1,18 @@
-"""What a loader tells of its speed: why the loop waits for it, the way of each batch, and the loop without it."""
+"""What a loader has beside torch's methods: its state, to be saved and gone on from, and what it tells of its speed.
+
+The state is that of torchdata's protocol. Of its speed, it tells why the loop waits for it, the way of each batch, and
+how fast the loop is without it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
@@ -18,6 +23,7 @@ from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.states import VERSION, end_pass, state_of_rank, to_state
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.tracing import Trace, trace_of_process
 
@@ -28,8 +34,12 @@ def no_iterator() -> None:
     """In place of a reference to an iterator that there is not."""
 
 
-class MeasuredLoader(DataLoader[_T_co]):
-    """The part of ``RPCDataloader`` that tells; see there."""
+class _NoStateError(LocalProtocolError, AttributeError):
+    """Also what ``hasattr`` expects."""
+
+
+class LoaderTools(DataLoader[_T_co]):
+    """What ``RPCDataloader`` has beside torch's methods."""
 
     _current: Callable[[], RemoteIterator | None] = staticmethod(no_iterator)  # the last iterator, while it is in use
     _recorder: Recorder | None = None  # of the last iterator
@@ -121,3 +131,51 @@ class MeasuredLoader(DataLoader[_T_co]):
         """What takes notes of the next pass."""
         before = None if self._recorder is None else self._recorder.snapshot()
         return Recorder(threading.Lock(), time.monotonic(), before, self._trace or trace_of_process())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last iterator of this loader is, for :meth:`load_state_dict`; that of torchdata's loaders.
+
+        It counts what was delivered, not what is being prefetched, and takes some 25 KB as JSON, mostly the states of
+        the global generators when the epoch began, from which samplers draw. The states of samplers and of
+        iterable-style datasets that have a ``state_dict()`` of their own are part of it.
+
+        Raises:
+            LocalProtocolError: The loader has no workers (``num_workers=0``).
+        """
+        self._check_can_resume()
+        if self._progress is None:
+            return dict(self._saved or {"version": VERSION})
+        return to_state(*self._progress)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Let the next iterator go on where the saved one was: the remaining batches, bit for bit.
+
+        The number of workers may be another one for map-style datasets; iterable-style ones get as many as before. With
+        the states of all ranks, they go on with another number of ranks, each with its share of the streams. What was
+        delivered is not loaded again, and the global generators of this process stay as they are. A state of the end of
+        an epoch lets the next one begin.
+
+        Args:
+            state_dict: What :meth:`state_dict` has returned here; or a list of what it has returned on all ranks, as
+                :func:`~rpcdataloader.integrations.gather_states` makes it.
+
+        Raises:
+            LocalProtocolError: The loader has no workers (``num_workers=0``).
+            TypeError: ``state_dict`` is neither a mapping nor a list of mappings.
+            ValueError: It belongs to another kind of loader, or the states of all ranks do not fit together. When
+                iterating: or the sampler is too short for it.
+        """
+        self._check_can_resume()
+        settings = PassSettings.of(self)
+        state = state_of_rank(settings, state_dict)
+        if state.get("finished"):
+            end_pass(settings, state)
+        self._saved = copy.deepcopy(state)
+        self._progress = None
+
+    def _check_can_resume(self) -> None:
+        if self._where is None:
+            raise _NoStateError(
+                "this loader has no workers, so it is torch's own, which cannot resume: give num_workers=1 or more, or "
+                "workers='inline' to load in this process"
+            )
