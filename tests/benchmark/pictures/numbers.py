@@ -51,7 +51,8 @@ def make_numbers(losses: dict[str, Any]) -> str:
         ),
         (
             f"{first['ours, RPCDataset']:.2f} s",
-            f"to the first batch with a million files and 32 workers; torch: {first['torch, fork']:.2f} s with fork, "
+            f"to the first batch of an `RPCDataset` that lists a million paths, with 32 workers; torch: "
+            f"{first['torch, fork']:.2f} s with fork, "
             f"{first['torch, spawn']:.0f} s with spawn",
         ),
     ]
