@@ -54,7 +54,7 @@ test-pythons: .venv/ready
 
 # Ray, Dask and what they bring along come on top of .venv, which stays as it is.
 test-engines: .venv-engines/ready
-	PYTHONDONTWRITEBYTECODE= .venv-engines/bin/python -m pytest -m engines --timeout 300 -o faulthandler_timeout=300 tests/engines
+	PYTHONDONTWRITEBYTECODE= .venv-engines/bin/python -m pytest -m engines --timeout 600 -o faulthandler_timeout=500 tests/engines
 
 SECONDS := 60
 

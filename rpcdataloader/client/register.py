@@ -13,7 +13,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from rpcdataloader.host import safe_files
@@ -50,6 +50,26 @@ class Lookup(Protocol):
 
     def look(self) -> Sequence[Registration]:
         """The servers that are there now, in an order that is the same for everybody."""
+
+
+class Several:
+    """Node servers that are named, which are always there, and those of several lookups."""
+
+    def __init__(self, named: Iterable[Address], lookups: Sequence[Lookup]) -> None:
+        self._named = {address: Registration(address) for address in named}
+        self._lookups = lookups
+        self.pause = min((lookup.pause for lookup in lookups), default=1.0)
+        self.place = " or ".join(lookup.place for lookup in lookups)
+        self.advice = "; ".join(lookup.advice for lookup in lookups)
+        self.problems: dict[str, str] = {}
+
+    def look(self) -> tuple[Registration, ...]:
+        """The servers that are there now, those that are named first."""
+        found: dict[Address, Registration] = {**self._named}
+        for lookup in self._lookups:
+            found |= {server.address: server for server in lookup.look()}
+        self.problems = {name: reason for lookup in self._lookups for name, reason in lookup.problems.items()}
+        return tuple(found.values())
 
 
 class Silences:

@@ -145,7 +145,14 @@ class Watch:
         self._closed = True
         self._watcher._end(self)
 
+    @property
+    def known(self) -> list[Address]:
+        """What is there, as far as it was reported; after :meth:`close`, so that nothing is missed by who goes on."""
+        return list(self._known)
+
     def _tell(self, found: Sequence[Registration]) -> None:
+        if self._closed:
+            return
         known, self._known = self._known, {server.address: server for server in found}
         added = tuple(
             address
@@ -153,7 +160,7 @@ class Watch:
             if address not in known or known[address] not in (None, server)
         )
         removed = tuple(address for address in known if address not in self._known or address in added)
-        if self._closed or not (added or removed):
+        if not (added or removed):
             return
         try:
             self._changed(added, removed)

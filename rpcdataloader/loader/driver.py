@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
+from rpcdataloader.client.discovery import Joined
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.watcher import Watch
 from rpcdataloader.client.worker import RemoteWorker
@@ -113,6 +114,7 @@ class Driver:
         )
         self.closed = threading.Event()
         self._watch: Watch | None = None
+        self._named = [node.address for node in (*placement.homes, *placement.others, *placement.missing)]
         self.condition = threading.Condition()
         self._executor = Executor(self, settings, dataset, self._allocator, answering, self.condition, self.closed)
         self.begun = begin_pass(settings, saved, makes_requests=True)
@@ -170,8 +172,19 @@ class Driver:
             openings = {place: self._executor.opening(place) for place in places}
             self._executor.carry_out(todo.actions, todo.begun, openings)
         if placement.register is not None:
-            known = [node.address for node in (*placement.homes, *placement.others)]
-            self._watch = self._client.watch(placement.register, known, self._register_changed)
+            self._watch = self._client.watch(placement.register, self._named, self._register_changed)
+
+    def follow(self, where: Joined) -> None:
+        """Use the node servers that are there, from now on and as they come and go; returns at once."""
+        with self.condition:
+            if self.closed.is_set():
+                return
+            if where.places:
+                self.engine.expect_more()
+        if (before := self._watch) is not None:
+            before.close()
+        known = self._named if before is None else before.known
+        self._watch = self._client.watch(where, known, self._register_changed)
 
     def begin_epoch(self) -> None:
         """Begin another epoch with the same workers."""

@@ -7,14 +7,14 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
-from rpcdataloader.client.node import Node
+from rpcdataloader.client.discovery import Joined
 from rpcdataloader.client.sharing import of_rank
 from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.records import Probe
@@ -312,13 +312,9 @@ class RemoteIterator:
             self._news = news, now
         return to_status(diagnosis, self._name, self._rank) if now - self._news[1] < _PAUSE else None
 
-    def add_nodes(self, nodes: Sequence[Node]) -> None:
-        """Let more nodes help from now on."""
-        self._driver.add_nodes(nodes)
-
-    def remove_nodes(self, nodes: Sequence[Node]) -> None:
-        """Ask no more of these nodes."""
-        self._driver.remove_nodes(nodes)
+    def follow(self, where: Joined) -> None:
+        """Use the node servers that are there, from now on."""
+        self._driver.follow(where)
 
     def reset(self, reported_length: int | None = None) -> None:
         """Begin another epoch with the same workers."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from rpcdataloader.client.discovery import Elastic
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.pools.node import Order
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.credentials import Credentials, load_credentials, remember_credentials
+from rpcdataloader.wire.credentials import Credentials, remember_credentials
 from rpcdataloader.wire.registration import Registration
 
 logger = logging.getLogger("rpcdataloader.pools")
@@ -88,6 +89,11 @@ class PoolWorkers(Elastic, Iterable[str]):
     pause = 1.0
     place = "in the pool"
     advice = "is the block of the pool still under way?"
+
+    @property
+    def token(self) -> str:
+        """The secret of the pool, for ``RPCDATALOADER_TOKEN`` of other processes; it opens nothing else."""
+        return self._credentials.secret.decode()
 
     def open(self) -> PoolWorkers:
         return self
@@ -247,17 +253,17 @@ def _is_there(node: Node) -> bool:
 
 
 def make_order(cpus_per_node: int, launch: Sequence[str], find_host: Callable[[], str]) -> Order:
-    """What each node server is.
+    """What each node server is, with a secret that is made for them alone.
 
     Raises:
         ValueError: An option makes no sense.
-        AuthenticationError: There is no usable secret.
     """
     if cpus_per_node < 1:
         raise ValueError(f"cpus_per_node must be at least 1, but is {cpus_per_node}")
     if isinstance(launch, str):
         raise ValueError(f"launch must be a list of options, such as ['--preload', 'numpy'], but is {launch!r}")
-    return Order(load_credentials(), cpus_per_node, tuple(launch), find_host)
+    credentials = Credentials(secrets.token_urlsafe(32).encode(), "the pool")
+    return Order(credentials, cpus_per_node, tuple(launch), find_host)
 
 
 def import_engine(name: str, extra: str) -> ModuleType:

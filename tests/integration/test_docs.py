@@ -63,6 +63,7 @@ NOT_RUN = {
     "pools.md": [
         "import ray",
         "from distributed import Client",
+        'environment = {**os.environ, "RPCDATALOADER_WORKERS": str(workers), "RPCDATALOADER_TOKEN": workers.token}',
         "from ray.train import ScalingConfig",
         "def train(workers, rank, world_size):",
     ],
