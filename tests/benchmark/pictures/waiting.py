@@ -1,21 +1,16 @@
-"""Draws the pictures of ``docs/waiting-measured.md`` from passes that wait for known reasons.
+"""The pictures of ``docs/waiting-measured.md``, of passes that wait for known reasons.
 
-``python -m tests.benchmark.pictures --record`` runs the passes and writes ``docs/figures/waiting.json``; without the
-option, the pictures are drawn from that file. Lines and letters have the colour of the page, light or dark.
+They are part of the page, and lines and letters have its colour, light or dark.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 from tests.benchmark.causes import forking
 from tests.integration.waits import CAUSES, run
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
 NAMES = ("workers", "storage", "collate", "network", "window, bytes", "none")
 
 # Where a batch is, from the window to its turn, with colours that differ on white and on black.
@@ -45,14 +40,14 @@ def record() -> dict[str, Any]:
     return found
 
 
-def write(name: str, title: str, text: str, height: int, lines: list[str]) -> None:
+def write(name: str, title: str, text: str, height: int, lines: list[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
         f'aria-labelledby="{name}-title {name}-text"\n     style="max-width: {_WIDTH}px; width: 100%; height: auto" '
         'font-family="sans-serif" font-size="13" fill="currentColor">'
     )
     about = [f'<title id="{name}-title">{title}</title>', f'<desc id="{name}-text">{text}</desc>']
-    (FOLDER / f"{name}.svg").write_text("\n".join([head, *about, *lines, "</svg>\n"]))
+    return "\n".join([head, *about, *lines, "</svg>\n"])
 
 
 def label(x: float, y: float, text: str, anchor: str = "start") -> str:
@@ -70,7 +65,7 @@ def legend(colours: dict[str, str], y: float) -> list[str]:
     return lines
 
 
-def draw_stages(found: dict[str, Any]) -> None:
+def draw_stages(found: dict[str, Any]) -> str:
     """A bar for each pass: where its batches spend their time."""
     lines = legend(STAGES, 20)
     for row, (name, one) in enumerate(found.items()):
@@ -88,10 +83,10 @@ def draw_stages(found: dict[str, Any]) -> None:
             x += width
         lines.append(label(_RIGHT + 8, y + 16, f"{1e3 * total:.3g} ms"))
     text = "For each cause, the share of the time between sampler and delivery that a batch spends in each stage."
-    write("waiting-stages", "Where batches are", text, 38 + _ROW * len(found), lines)
+    return write("waiting-stages", "Where batches are", text, 38 + _ROW * len(found), lines)
 
 
-def draw_capacities(found: dict[str, Any]) -> None:
+def draw_capacities(found: dict[str, Any]) -> str:
     """A row for each pass: what each part could do, and what the loop would take."""
     rates = [rate for one in found.values() for rate in (one["demand"], *one["capacities"].values())]
     low, high = math.floor(math.log10(min(rates))), math.ceil(math.log10(max(rates)))
@@ -116,20 +111,4 @@ def draw_capacities(found: dict[str, Any]) -> None:
                 look = f'fill="none" stroke="{colour}" stroke-width="3"' if part == "window" else f'fill="{colour}"'
                 lines.append(f'<circle cx="{at(rate):.1f}" cy="{y:.1f}" r="6" {look}>{shown}</circle>')
     text = "For each cause, the capacity of each part in batches per second, and the demand of the loop."
-    write("waiting-capacities", "Capacities against demand", text, bottom + 24, lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmark.pictures", description=__doc__)
-    parser.add_argument("--record", action="store_true", help="run the passes first, for half a minute")
-    args = parser.parse_args()
-    path = FOLDER / "waiting.json"
-    if args.record:
-        path.write_text(json.dumps(record(), indent=1) + "\n")
-    found = json.loads(path.read_text())
-    draw_stages(found)
-    draw_capacities(found)
-
-
-if __name__ == "__main__":
-    main()
+    return write("waiting-capacities", "Capacities against demand", text, bottom + 24, lines)
