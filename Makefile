@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Thousands of processes need not compile the package where the environment forbids to keep what was compiled.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test test-first test-rest test-pythons test-engines simulate simulate-bugs chaos slurm study bench bench-check lint docs dist clean
+.PHONY: help demo test test-first test-rest test-pythons test-engines simulate simulate-bugs chaos slurm study bench bench-check figures lint prose docs dist clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
@@ -22,7 +22,9 @@ help:
 	@echo "make study  run the tests that train and measure examples as their pages say"
 	@echo "make bench  print the tables of benchmarks"
 	@echo "make bench-check  measure what is claimed, and fail below 80 % of what was recorded"
+	@echo "make figures  draw the pictures of the documents, and the numbers of the README, from recorded data"
 	@echo "make lint   check format, style and types"
+	@echo "make prose  find words that are mostly a sign of a sentence to read twice"
 	@echo "make docs   build the documentation in docs/_build"
 	@echo "make dist   build sdist and wheel in dist, and run the quickstart with the wheel"
 	@echo "make clean  remove all of the above, and .venv"
@@ -52,7 +54,7 @@ test-pythons: .venv/ready
 
 # Ray, Dask and what they bring along come on top of .venv, which stays as it is.
 test-engines: .venv-engines/ready
-	PYTHONDONTWRITEBYTECODE= .venv-engines/bin/python -m pytest -m engines --timeout 300 -o faulthandler_timeout=300 tests/engines
+	PYTHONDONTWRITEBYTECODE= .venv-engines/bin/python -m pytest -m engines --timeout 600 -o faulthandler_timeout=500 tests/engines
 
 SECONDS := 60
 
@@ -82,11 +84,17 @@ bench-check: .venv/ready
 	$(BIN)/python -m tests.benchmark --check
 	$(BIN)/python -m tests.benchmark.startup --check
 
+figures: .venv/ready
+	$(BIN)/python -m tests.benchmark.pictures
+
 lint: .venv/ready
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/hadolint examples/container/Containerfile
+
+prose: .venv/ready
+	$(BIN)/python -m tests.prose
 
 docs: .venv/ready
 	$(BIN)/sphinx-build -W --keep-going --quiet docs docs/_build

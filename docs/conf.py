@@ -21,8 +21,8 @@ project_copyright = author
 version = release = re.findall(r'^__version__ = "(.+)"$', (ROOT / "rpcdataloader/__init__.py").read_text(), re.M)[0]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-# benchmark.md is part of performance.md, and the tables in figures are parts of other pages.
-exclude_patterns = ["_build", "benchmark.md", "figures/*.md"]
+# The tables in figures are parts of other pages.
+exclude_patterns = ["_build", "figures/*.md"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -32,6 +32,8 @@ html_theme = "furo"
 html_title = f"rpcdataloader {version}"
 html_copy_source = False
 html_show_sphinx = False
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 
 
 class CommandHelp(Directive):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -124,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_server(
                 settings,
                 credentials,
-                ready=_print_ready_line,
+                ready=functools.partial(print, flush=True),
                 write_output=lambda line: _write(log, line),
                 # Sessions and workers have an empty standard input of their own in that place.
                 lifeline=os.dup(sys.stdin.fileno()) if exit_with_stdin else None,
@@ -151,10 +152,6 @@ def _logging_to(log: TextIO, level: str) -> Iterator[None]:
 def _write(log: TextIO, line: str) -> None:
     log.write(line)
     log.flush()
-
-
-def _print_ready_line(line: str) -> None:
-    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -90,9 +90,7 @@ def remote_command(python: str, folder: str, options: Sequence[str]) -> str:
     """The command line for the shell of a host, whichever that is.
 
     Args:
-        python: Interpreter there.
         folder: Where the server runs, if there is one of that path: relative paths mean the same as here.
-        options: Of ``launch``.
     """
     own = ["--exit-with-stdin"]
     if not _has(options, _PLACES):

@@ -57,7 +57,6 @@ def examine(target: str, workers: Where | None, rate: float | None, report: Repo
     """Ask everything.
 
     Args:
-        target: ``MODULE:FACTORY``.
         workers: Node servers to ask; None for a pool of its own.
         rate: Samples per second that the trainer wants; None if nobody knows.
 

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import logging
 import multiprocessing
 import os
+import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from rpcdataloader.client.alarm import Alarm
 from rpcdataloader.client.discovery import Elastic, Local, Remote
 from rpcdataloader.client.exchange import ClientSettings
-from rpcdataloader.client.janitor import Janitor
 from rpcdataloader.client.local_server import LocalServer
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.reporter import Reporter
+from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.watcher import Changed, RegisterWatcher, Watch
 from rpcdataloader.wire.address import Address
@@ -39,12 +41,6 @@ CONNECTING_JOIN_TIMEOUT = 0.2
 
 class Client:
     """This process as a client; thread-safe.
-
-    Attributes:
-        allocator: Pageable receive buffers, shared by all connections.
-        alarm: Watches the deadlines of calls.
-        additions: What all sessions get.
-        reporter: Tells node servers how the loops of this process do.
 
     Raises:
         ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or not all of the three variables of TLS
@@ -103,6 +99,13 @@ class Client:
                     Node(address, settings, local.ensure_running) if local else Node(address, settings)
                 )
             return self._nodes[address]
+
+    def wait_for_any(self, sessions: Sequence[RemoteSession], timeout: float) -> None:
+        """Wait until one of ``sessions``, which all connect, is there or lost; at most ``timeout`` seconds."""
+        with self._settings.changed:
+            self._settings.changed.wait_for(
+                lambda: any(one.welcome is not None or not one.is_usable for one in sessions), timeout
+            )
 
     def start_thread(self, name: str, function: Callable[[], None], stop: threading.Event) -> None:
         """Run ``function`` in a thread that is waited for at the end, when sessions have ended and ``stop`` is set."""
@@ -267,3 +270,38 @@ def _forget_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
+
+
+logger = logging.getLogger("rpcdataloader.client")
+
+
+class Janitor:
+    """A thread that closes what nobody refers to any more; it starts at once, and runs one function after the other.
+
+    A finalizer may run in any thread and inside any lock, so it must not close a connection itself; it hands that over
+    here.
+    """
+
+    def __init__(self) -> None:
+        # Its put may be interrupted by another put of the same thread.
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="rpcdl-janitor", daemon=True)
+        self._thread.start()
+
+    def leave(self, function: Callable[[], None]) -> None:
+        """Have ``function`` called soon; never blocks and takes no lock."""
+        self._queue.put(function)
+
+    def close(self) -> None:
+        """Finish what was left, and end the thread."""
+        self._queue.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (function := self._queue.get()) is not None:
+            try:
+                function()
+            except Exception:
+                logger.exception("cleaning up failed")
+            del function

@@ -56,7 +56,6 @@ class Request:
     Attributes:
         complete: Called once, from the receiver thread, with the REPLY or ERROR message or with what ended the
             connection; must neither block nor raise. Never called if the request was cancelled before it was sent.
-        allocator: Where the blocks of the reply are received.
         cancellable: Whether :meth:`Connection.cancel_all` means it, too.
         flags: Bits of :class:`~rpcdataloader.wire.frames.Flag` that it is sent with.
     """
@@ -73,8 +72,6 @@ class Connection:
     Args:
         name: For messages and thread names; :meth:`rename` when more is known, such as ``node07:6543/2``.
         open_channel: Connects, authenticates, and reads the welcome; runs in the receiver thread.
-        listener: Told what happens.
-        allocator: Memory for blocks that belong to no request.
     """
 
     def __init__(

@@ -51,7 +51,6 @@ class RemoteDataset:
     """One dataset; thread-safe.
 
     Args:
-        name: For messages.
         pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``.
         shared: Build once per session, or else in every worker.
         is_iterable: Whether it is iterable-style; None if that is to be found out.
@@ -430,14 +429,5 @@ class _SlowLine:
             logger.warning("dataset %s is being built on %s for %.0f s", self._name, ", ".join(nodes), seconds)
 
 
-class _QueryOwner:
+class _QueryOwner(WorkerOwner):
     """Nothing to do: each question is told when its worker is lost."""
-
-    def worker_ready(self, worker: RemoteWorker) -> None:
-        pass
-
-    def worker_draining(self, worker: RemoteWorker) -> None:
-        pass
-
-    def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
-        pass

@@ -8,8 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rpcdataloader.client.names import Names
-from rpcdataloader.client.register import Lookup, Register
+from rpcdataloader.client.register import Lookup, Names, Register, Several
 from rpcdataloader.wire.address import Address
 
 WORKERS_VARIABLE = "RPCDATALOADER_WORKERS"
@@ -95,6 +94,36 @@ class Resolved(Elastic):
 
     def __str__(self) -> str:
         return f"dns://{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Joined(Elastic):
+    """Node servers that are named, and all that come and go elsewhere.
+
+    Attributes:
+        named: Those that are named.
+        places: Where others come and go.
+    """
+
+    named: tuple[Address, ...]
+    places: tuple[Elastic, ...]
+
+    @classmethod
+    def of(cls, where: Remote | Elastic) -> Joined:
+        """The same node servers in this form."""
+        if isinstance(where, Joined):
+            return where
+        return cls(where.addresses, ()) if isinstance(where, Remote) else cls((), (where,))
+
+    @property
+    def parts(self) -> tuple[Address | Elastic, ...]:
+        return self.named + self.places
+
+    def open(self) -> Several:
+        return Several(self.named, [place.open() for place in self.places])
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.parts))
 
 
 Where = Inline | Local | Remote | Elastic

@@ -17,11 +17,11 @@ from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.certificates import TlsCredentials
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import Credentials
-from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Busy, Log, Welcome
 from rpcdataloader.wire.pickling import result_of
 from rpcdataloader.wire.slabs import Allocator
+from rpcdataloader.wire.transport import Deadline
 
 worker_logger = logging.getLogger("rpcdataloader.worker")
 
@@ -31,15 +31,11 @@ class ClientSettings:
     """What all connections of this client share.
 
     Attributes:
-        credentials: Finds the secret for an address.
         connect_timeout: Seconds to wait for a node server that is not there yet, or has no room.
         rank: Of a distributed trainer, for the server's log.
-        allocator: Pageable receive buffers.
-        alarm: Watches their deadlines.
+        changed: Guards what sessions are told, and is notified when one of them is there, or lost, or its worker ends.
         waits_for_servers: Whether one that refuses connections may be about to start.
         tls: For TCP connections; None to do without.
-        additions: What all sessions get.
-        printer: Takes the lines that workers print.
     """
 
     credentials: Callable[[Address], Credentials]
@@ -51,6 +47,7 @@ class ClientSettings:
     waits_for_servers: bool = True
     additions: SharedAdditions = field(default_factory=SharedAdditions)
     printer: Printer = field(default_factory=Printer)
+    changed: threading.Condition = field(default_factory=threading.Condition)
 
     def tls_for(self, address: Address) -> TlsCredentials | None:
         """What to speak TLS with to ``address``; None for a Unix socket, where nobody can listen."""
@@ -87,11 +84,7 @@ def reference_of(value: Any) -> tuple[str, int] | None:
 
 
 class PendingReply:
-    """The answer to a request, for a thread that waits for it.
-
-    Args:
-        allocator: Where the blocks of the reply were received.
-    """
+    """The answer to a request, for a thread that waits for it."""
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator

@@ -38,10 +38,6 @@ STOP_TIMEOUT = 5.0
 class LocalServer:
     """A node server subprocess, begun by the constructor: its imports run beside what the caller does next.
 
-    Attributes:
-        address: Of its Unix socket.
-        credentials: Its secret, made for it alone.
-
     Raises:
         ConnectError: This system has no fork.
     """

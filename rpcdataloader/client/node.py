@@ -12,8 +12,7 @@ from collections.abc import Callable
 from rpcdataloader.client.connection import Connection
 from rpcdataloader.client.exchange import ClientSettings
 from rpcdataloader.client.session import RemoteSession
-from rpcdataloader.client.worker import RemoteWorker
-from rpcdataloader.errors import RPCError
+from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
 from rpcdataloader.wire.address import Address
 
 
@@ -106,16 +105,10 @@ class Node:
         return [connection for session in self._sessions for connection in session.connections()]
 
 
-class _RpcOwner:
-    """Nothing to do: the requests themselves are told when their worker is lost."""
-
-    def worker_ready(self, worker: RemoteWorker) -> None:
-        pass
+class _RpcOwner(WorkerOwner):
+    """The requests themselves are told when their worker is lost."""
 
     def worker_draining(self, worker: RemoteWorker) -> None:
         # It answers what it has, and ends when we do; objects that it holds are lost then.
         if worker.connection.num_pending == 0:
             worker.close()
-
-    def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
-        pass

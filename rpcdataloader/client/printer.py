@@ -9,8 +9,7 @@ import threading
 import time
 from collections import deque
 
-from rpcdataloader.wire.lines import MAX_CHARS, LineLimit
-from rpcdataloader.wire.printable import escaped
+from rpcdataloader.wire.lines import MAX_CHARS, LineLimit, escaped
 
 # Lines that wait while standard error takes none, as a terminal that is stopped.
 MAX_WAITING = 1000

@@ -1,4 +1,4 @@
-"""Reading the directory in which node servers register: which of them are there now.
+"""Which node servers are there now: those that have registered in a directory, and those behind a DNS name.
 
 Nothing here depends on clocks of different machines agreeing, and nothing is written: that a server lives is seen from
 the time of its file changing.
@@ -6,20 +6,21 @@ the time of its file changing.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
+import socket
 import stat
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from rpcdataloader.host import safe_files
+from rpcdataloader.host.resources import machine_id
 from rpcdataloader.host.safe_files import UnsafeFileError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.identity import machine_id
-from rpcdataloader.wire.printable import printable
+from rpcdataloader.wire.lines import printable
 from rpcdataloader.wire.registration import MAX_FILE_BYTES, MAX_SILENCE, SUFFIX, Registration
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -30,21 +31,12 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 PATIENCE = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A node server of which no more is known than where it is."""
-
-    address: Address
-
-
 class Lookup(Protocol):
     """What tells which node servers are there, as this process has seen it so far. Thread-safe.
 
     Attributes:
         pause: Seconds between two looks.
         problems: Why something was not used at the last look, by its name.
-        place: Where a node server has to be, for messages.
-        advice: What to do when none is there.
     """
 
     pause: float
@@ -56,8 +48,28 @@ class Lookup(Protocol):
     @property
     def advice(self) -> str: ...
 
-    def look(self) -> Sequence[Found | Registration]:
+    def look(self) -> Sequence[Registration]:
         """The servers that are there now, in an order that is the same for everybody."""
+
+
+class Several:
+    """Node servers that are named, which are always there, and those of several lookups."""
+
+    def __init__(self, named: Iterable[Address], lookups: Sequence[Lookup]) -> None:
+        self._named = {address: Registration(address) for address in named}
+        self._lookups = lookups
+        self.pause = min((lookup.pause for lookup in lookups), default=1.0)
+        self.place = " or ".join(lookup.place for lookup in lookups)
+        self.advice = "; ".join(lookup.advice for lookup in lookups)
+        self.problems: dict[str, str] = {}
+
+    def look(self) -> tuple[Registration, ...]:
+        """The servers that are there now, those that are named first."""
+        found: dict[Address, Registration] = {**self._named}
+        for lookup in self._lookups:
+            found |= {server.address: server for server in lookup.look()}
+        self.problems = {name: reason for lookup in self._lookups for name, reason in lookup.problems.items()}
+        return tuple(found.values())
 
 
 class Silences:
@@ -190,3 +202,41 @@ class Register:
         level = logging.WARNING if count == PATIENCE else logging.DEBUG
         # Others may have named it, where they may write to the directory.
         logger.log(level, "%s", printable(f"{os.path.join(self.directory, name)} is not used: {problem}"))
+
+
+# There is no such name, or nothing behind it. All else says that the resolver has a problem.
+_NOTHING = (socket.EAI_NONAME, socket.EAI_NODATA)
+
+
+class Names:
+    """The addresses behind a name, such as a headless service of Kubernetes, as this process has seen them last.
+
+    Thread-safe.
+    """
+
+    pause = 2.0
+
+    def __init__(self, name: Address) -> None:
+        self._name = name
+        self.place = f"behind the name {name.host}"
+        self.advice = "does it exist, and are the node servers ready?"
+        self.problems: dict[str, str] = {}
+        self._found: tuple[Registration, ...] = ()
+
+    def look(self) -> tuple[Registration, ...]:
+        """The servers that are there now, in the order of their addresses, which is the same for everybody."""
+        try:
+            infos = socket.getaddrinfo(self._name.host, self._name.port, type=socket.SOCK_STREAM)
+        except OSError as exc:  # that it could not be asked says nothing about the servers
+            self.problems = {self._name.host: exc.strerror or str(exc)}
+            if exc.errno in _NOTHING:
+                self._found = ()
+            logger.debug("cannot resolve %s: %s", self._name.host, exc)
+            return self._found
+        # With addresses of both families, each server has one of each.
+        hosts = {info[4][0] for info in infos if info[0] == infos[0][0]}
+        self.problems = {}
+        self._found = tuple(
+            Registration(Address(str(host), self._name.port)) for host in sorted(hosts, key=ipaddress.ip_address)
+        )
+        return self._found

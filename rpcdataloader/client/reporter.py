@@ -22,15 +22,7 @@ PERIOD = 5.0
 
 
 class Reporter:
-    """The loops of a client; thread-safe.
-
-    Args:
-        alarm: Calls it.
-        find_nodes: The nodes that are told.
-
-    Attributes:
-        num_failures: Reports that could not be made or sent.
-    """
+    """The loops of a client; thread-safe."""
 
     def __init__(self, alarm: Alarm, find_nodes: Callable[[], Sequence[Node]]) -> None:
         self.num_failures = 0

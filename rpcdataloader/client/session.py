@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,12 +20,11 @@ from rpcdataloader.host.environment import collect, set_rank
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.buffers import BlockBytes
-from rpcdataloader.wire.channel import Channel, open_channel
-from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
 from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -47,7 +45,6 @@ class RemoteSession:
     """This client's session on one node: the control connection.
 
     Attributes:
-        name: Address of the node server.
         is_quiet: Nothing need be said while it is waited for.
     """
 
@@ -57,7 +54,7 @@ class RemoteSession:
         self.welcome: Welcome | None = None
         self._welcome: Welcome | None = None  # until the session is ready
         self._settings = settings
-        self._condition = threading.Condition()
+        self._condition = settings.changed  # one for all, so that a thread can wait for any session
         # Guarded by the condition:
         self._exited: dict[int, Exited] = {}
         self._lost: RPCError | None = None

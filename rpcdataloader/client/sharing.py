@@ -1,14 +1,18 @@
-"""Which workers belong to which rank of a distributed job. Every rank computes the same, without talking to others."""
+"""Which rank of a distributed job this process is, which workers are its, and how its errors say so.
+
+Every rank computes the same, without talking to others.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed
 
-from rpcdataloader.client.slurm import rank_of_step
+from rpcdataloader import errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +21,6 @@ class Partition:
 
     Attributes:
         rank: 0 to ``world_size - 1``.
-        world_size: Number of trainers.
     """
 
     rank: int = 0
@@ -61,7 +64,6 @@ def share_of(num_workers: Sequence[int], partition: Partition, *, by_node: bool 
     workers are on one node, which then builds that rank's dataset once. With more ranks than workers, ranks double up.
 
     Args:
-        num_workers: What each node offers.
         by_node: Put all workers of a node before those of the next one, so that another node at the end changes no
             share.
     """
@@ -72,3 +74,70 @@ def share_of(num_workers: Sequence[int], partition: Partition, *, by_node: bool 
     if partition.world_size > len(pairs):
         return [nodes[partition.rank % len(nodes)]]
     return nodes[partition.rank :: partition.world_size]
+
+
+def rank_of_step(environ: Mapping[str, str], is_terminal: bool) -> tuple[int, int] | None:
+    """Rank and world size that Slurm gave this process in its step; None if it is in none. Pure.
+
+    Only what ``srun`` started has one: the shell of a batch script says ``SLURM_PROCID=0`` and ``SLURM_NTASKS=8`` as
+    well, and is alone. The variables that begin with ``SLURM_STEP`` are those of steps.
+
+    Of a step over all components of a heterogeneous job (``srun A : B``), the tasks of one component count: the others
+    run another program. A process that cannot tell them apart, in a job without script and ``salloc``, counts all.
+
+    Args:
+        is_terminal: Whether somebody types into its standard input. The shell of ``srun --pty bash`` is a task, but
+            what is tried in it is no rank. What a step from there starts is one; it inherits ``SLURM_PTY_PORT``.
+
+    Raises:
+        ValueError: A variable holds no number.
+    """
+    names = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+    if not all(name in environ for name in names) or (is_terminal and "SLURM_PTY_PORT" in environ):
+        return None
+    rank, world_size = int(environ["SLURM_PROCID"]), int(environ["SLURM_STEP_NUM_TASKS"])
+    tasks = _of_components(environ, "SLURM_NTASKS")
+    nodes = _of_components(environ, "SLURM_JOB_NUM_NODES")
+    # Components share no node: a step on as many nodes as all have is one over all of them. Ranks follow their order.
+    if len(tasks) > 1 and sum(tasks) == world_size and sum(nodes) == int(environ.get("SLURM_STEP_NUM_NODES", 0)):
+        for count in tasks:
+            if rank < count:
+                return rank, count
+            rank -= count
+    return rank, world_size
+
+
+def _of_components(environ: Mapping[str, str], name: str) -> list[int]:
+    """What a variable says of each component of a heterogeneous job; nothing if it is missing for one."""
+    keys = [f"{name}_HET_GROUP_{k}" for k in range(int(environ.get("SLURM_HET_SIZE", 0)))]
+    return [int(environ[key]) for key in keys] if all(key in environ for key in keys) else []
+
+
+def of_rank(error: BaseException, partition: Partition) -> BaseException:
+    """The error to raise: a copy that begins with the rank if it is one of this package.
+
+    Exceptions of user code stay as they are; where they come from a worker, their cause names the rank.
+    """
+    text = partition.label
+    cause = error.__cause__
+    if text and isinstance(cause, errors.RemoteTraceback):
+        where = str(cause.args[0])
+        if not where.startswith(text):  # raised before
+            cause.args = (text + where, *cause.args[1:])
+    elif text and type(error).__module__ == errors.__name__:
+        named = type(error)(f"{text}{error}").with_traceback(error.__traceback__)
+        named.__cause__ = cause
+        return named
+    return error
+
+
+@contextmanager
+def errors_of_rank(partition: Partition) -> Iterator[None]:
+    """Around what raises errors: :func:`of_rank` for each."""
+    try:
+        yield
+    except Exception as exc:
+        named = of_rank(exc, partition)
+        if named is exc:
+            raise
+        raise named from exc.__cause__

@@ -9,12 +9,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from rpcdataloader.client.register import Found, Lookup
+from rpcdataloader.client.register import Lookup
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.printable import printable
+from rpcdataloader.wire.lines import printable
 from rpcdataloader.wire.registration import Registration
+from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -40,11 +40,8 @@ class RegisterWatcher:
         self._is_new = False  # a watch, which is told at once
         self._closed = False
 
-    def find(self, timeout: float) -> Sequence[Found | Registration]:
+    def find(self, timeout: float) -> Sequence[Registration]:
         """The servers that are there now, or the first ones that come.
-
-        Args:
-            timeout: Seconds to wait for them.
 
         Raises:
             ConnectError: None came.
@@ -137,7 +134,7 @@ class Watch:
         self._watcher = watcher
         self._changed = changed
         # Of the watcher's thread alone. Which server is at an address is not known before the first look.
-        self._known: dict[Address, Found | Registration | None] = dict.fromkeys(known)
+        self._known: dict[Address, Registration | None] = dict.fromkeys(known)
         self._closed = False
 
     def close(self) -> None:
@@ -148,7 +145,14 @@ class Watch:
         self._closed = True
         self._watcher._end(self)
 
-    def _tell(self, found: Sequence[Found | Registration]) -> None:
+    @property
+    def known(self) -> list[Address]:
+        """What is there, as far as it was reported; after :meth:`close`, so that nothing is missed by who goes on."""
+        return list(self._known)
+
+    def _tell(self, found: Sequence[Registration]) -> None:
+        if self._closed:
+            return
         known, self._known = self._known, {server.address: server for server in found}
         added = tuple(
             address
@@ -156,7 +160,7 @@ class Watch:
             if address not in known or known[address] not in (None, server)
         )
         removed = tuple(address for address in known if address not in self._known or address in added)
-        if self._closed or not (added or removed):
+        if not (added or removed):
             return
         try:
             self._changed(added, removed)

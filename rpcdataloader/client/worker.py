@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.exchange import BusyError, ClientSettings, log_from_server, read_welcome, reference_of
 from rpcdataloader.client.refs import RRef
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError, SerializationError
 from rpcdataloader.wire.buffers import BlockBytes
-from rpcdataloader.wire.channel import Channel, open_channel
-from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call, Exited, Goaway
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.slabs import Allocator
+from rpcdataloader.wire.transport import Deadline
 
 if TYPE_CHECKING:
     from rpcdataloader.client.session import RemoteSession
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rpcdataloader.client")
 
 
-class WorkerOwner(Protocol):
-    """Who asked for a worker; called from its receiver thread."""
+class WorkerOwner:
+    """Who asked for a worker; called from its receiver thread. Does nothing by itself."""
 
     def worker_ready(self, worker: RemoteWorker) -> None:
         """The worker takes requests (earlier ones have waited for this moment)."""
@@ -43,9 +42,7 @@ class RemoteWorker:
 
     Attributes:
         name: For messages, such as ``worker 3 (pid 123) on node07:6543``.
-        was_refused: Whether the node had no room for it.
         retired: Whether it ends because it has done its share of work; its session goes on.
-        exited: What its session has said of its end.
     """
 
     def __init__(

@@ -37,8 +37,6 @@ class SlowNode:
     """A node whose tasks take far longer than those of the other nodes.
 
     Attributes:
-        name: Of the node.
-        factor: How many times as long.
         usual: Seconds of a task on the others.
         capacity: Batches per second of all workers, if this node were like the others.
     """
@@ -56,10 +54,8 @@ class Figures:
     Attributes:
         evidence: Numbers by their names, which end with their units: ``_seconds`` and ``_bytes`` per batch, ``_rate``
             in batches per second, ``_share`` from 0 to 1.
-        stages: Seconds per batch.
         capacities: Batches per second: ``workers``, ``network``, ``trainer``, ``device_copy`` and ``window``, as far as
             they were measured.
-        slow: A slow node, if there is one.
     """
 
     evidence: dict[str, float]

@@ -26,7 +26,6 @@ class Totals(NamedTuple):
     """Sums since the pass began.
 
     Attributes:
-        batches: Number of batches that were delivered.
         waited: Seconds in ``next``.
         blocked: Seconds of these that the consumer slept until its batch came.
         drawn: Seconds of these in the sampler.
@@ -49,7 +48,6 @@ class Wait(NamedTuple):
         at: Time of its end.
         seconds: Its length.
         ready: Seconds of it while a later batch was already here.
-        worker: Number of the worker that sent the batch.
     """
 
     at: float
@@ -65,7 +63,6 @@ class Probe:
     A task that is sent twice keeps what belongs to the copy that was answered.
 
     Attributes:
-        number: Of the batch.
         draw: Seconds in the sampler.
         added: Time at which it was in the table.
         assigned: Time at which the engine gave it to a worker.
@@ -132,10 +129,8 @@ class Records:
     """What is known of a pass at a moment.
 
     Attributes:
-        setup: Workers and limits.
         begun: Time at which the pass began.
         first_wait: Seconds until its first batch.
-        totals: Sums of the whole pass.
         probes: In the order of delivery.
         waits: In the order of delivery.
         tasks: Seconds of the last tasks of each worker, probes or not: one that is slow is hardly given any.

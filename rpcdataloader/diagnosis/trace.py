@@ -27,7 +27,6 @@ class Tracks:
     """Makes the events of batches.
 
     Args:
-        trainer: Name of this process.
         origin: Time of the trainer's clock at which the trace begins; batches that were drawn before are left out.
     """
 
@@ -45,14 +44,7 @@ class Tracks:
         return list(self._names)
 
     def events_of(self, probe: Probe, setup: Setup, worker: int, consumer: str) -> list[str]:
-        """The events of a batch that was delivered, and names of tracks that are new.
-
-        Args:
-            probe: What was noted of the batch.
-            setup: The workers of the pass.
-            worker: Number of the worker that has answered.
-            consumer: Name of the thread that the batch was delivered in.
-        """
+        """The events of a batch that was delivered, and names of tracks that are new."""
         if probe.stages is None or probe.added - probe.draw < self._origin:
             return []
         num_names = len(self._names)

@@ -31,8 +31,6 @@ class Reduced:
         shown: The first of them, in words: indices or, of a stream, places in it, from 0.
         errors: The first exception and the last one, which may be the same.
         ends_stream: The stream was at its end right after an exception.
-        is_empty: No sample is left, and so there is no batch.
-        batch: Made of what is left.
         where: It was made, in words.
     """
 

@@ -22,12 +22,9 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.bad_samples import Reduced
-from rpcdataloader.fetch.collate import TensorCollator
-from rpcdataloader.fetch.gathering import find_stacks
-from rpcdataloader.fetch.indices import describe_indices
-from rpcdataloader.fetch.stopping import dataset_stopped, stopped
+from rpcdataloader.fetch.collate import TensorCollator, find_stacks
 from rpcdataloader.fetch.stream_state import StreamState
-from rpcdataloader.fetch.whereabouts import ALL, DONE, here
+from rpcdataloader.fetch.whereabouts import ALL, DONE, dataset_stopped, describe_indices, here, stopped
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
 
@@ -43,15 +40,11 @@ class LoaderSpec:
 
     Attributes:
         collate_fn: None for torch's default.
-        worker_init_fn: Called with ``worker_id`` before the first sample.
         auto_collation: Whether the sampler yields lists of indices, or single ones.
-        iterable: The dataset is iterable-style.
         drop_last: Of an iterable-style dataset, leave out a last batch that is not full.
         base_seed: From 0 to 2**63 - 1, the same on all workers.
         epoch: From 0; see :meth:`BatchLoader.start_epoch`.
         rank: Of the trainer; with ``world_size``, keeps the random numbers of ranks apart.
-        world_size: Number of trainers.
-        worker_id: From 0.
         num_workers: 0 means what it means to torch: no worker info and no init function.
         first_place: Place in the epoch, over all ranks, of the first sample, where the sampler began later.
         pipe_seed: Of an IterDataPipe in this pass, the same on all workers.
@@ -93,7 +86,6 @@ class BatchLoader:
 
     Args:
         dataset: Map-style.
-        spec: See there.
         allocator: Where to collate large tensors; None for fresh memory.
         sends: Batches are pickled to be sent, so that they need not be whole before (see ``gathering``).
         inline: This is the trainer's process: its generators, worker info and collate functions are as before

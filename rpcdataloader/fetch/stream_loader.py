@@ -13,15 +13,8 @@ from torch.utils.data import IterDataPipe
 
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec
-from rpcdataloader.fetch.stopping import stopped
-from rpcdataloader.fetch.stream_state import (
-    StreamState,
-    load_dataset_state,
-    load_iterator_state,
-    skip_sample,
-    state_of,
-)
-from rpcdataloader.fetch.whereabouts import DONE, here
+from rpcdataloader.fetch.stream_state import StreamState, load_state, skip_sample, state_of
+from rpcdataloader.fetch.whereabouts import DONE, here, stopped
 
 
 class StreamLoader(BatchLoader):
@@ -45,14 +38,7 @@ class StreamLoader(BatchLoader):
         last_try: bool = False,
         left_out: Mapping[int, str] | None = None,  # noqa: ARG002
     ) -> tuple[BatchMetrics, Any]:
-        """Load the next batch.
-
-        Args:
-            indices: A list as long as the batch or, without automatic collation, anything.
-            position: Without meaning: the stream itself knows where it is.
-            batch_number: Of this rank's loader in this epoch, from 0.
-            last_try: Without meaning, too: nothing is tried again.
-            left_out: Nor is anything left out because of deaths.
+        """Load the next batch. The stream itself knows where it is; of ``indices``, the number counts.
 
         Returns:
             Timings, and the batch with the :class:`StreamState` after it, or None in its place at the end. With samples
@@ -139,18 +125,14 @@ class StreamLoader(BatchLoader):
             raise
 
     def _open_iterator(self) -> Iterator[Any]:
-        """Iterate over the dataset from where the saved stream stopped.
-
-        The conventions are those of torchdata's StatefulDataLoader: the state is the iterator's if it has one, else
-        the dataset's; without one, what was delivered is taken again and thrown away.
-        """
+        """Iterate over the dataset from where the saved stream stopped; see ``stream_state.py``."""
         saved = self._spec.stream or StreamState()
         _check_split(self._dataset, self._spec)
         self._begin_sample(-1)
         _shuffle_pipe(self._dataset, self._spec)
-        load_dataset_state(self._dataset, saved)
+        load_state("dataset", self._dataset, saved)
         iterator: Iterator[Any] = iter(self._dataset)
-        load_iterator_state(iterator, saved)
+        load_state("iterator", iterator, saved)
         for number in range(0 if saved.owner else saved.num_samples):
             self._begin_sample(number)
             if not skip_sample(iterator) and self._spec.skips:

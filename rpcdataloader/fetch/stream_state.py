@@ -40,32 +40,18 @@ def state_of(iterator: Any, dataset: Any) -> tuple[str, Any]:
     return "", None
 
 
-def load_dataset_state(dataset: Any, saved: StreamState) -> None:
-    """To be called before the iterator is made.
+def load_state(name: str, owner: Any, saved: StreamState) -> None:
+    """Load what was saved of the ``"dataset"``, before the iterator is made, or of the ``"iterator"``.
 
     Raises:
         ValueError: The state is of another kind of dataset.
     """
-    if saved.owner == "dataset":
-        _load_state(dataset, saved)
-
-
-def load_iterator_state(iterator: Any, saved: StreamState) -> None:
-    """To be called after the iterator is made.
-
-    Raises:
-        ValueError: The state is of another kind of dataset.
-    """
-    if saved.owner == "iterator":
-        _load_state(iterator, saved)
-
-
-def _load_state(owner: Any, saved: StreamState) -> None:
-    if not hasattr(owner, "load_state_dict"):
-        raise ValueError(
-            f"the {saved.owner} was saved by its state_dict(), but {type(owner).__name__} has no load_state_dict()"
-        )
-    owner.load_state_dict(copy.deepcopy(saved.state))
+    if saved.owner == name:
+        if not hasattr(owner, "load_state_dict"):
+            raise ValueError(
+                f"the {name} was saved by its state_dict(), but {type(owner).__name__} has no load_state_dict()"
+            )
+        owner.load_state_dict(copy.deepcopy(saved.state))
 
 
 def skip_sample(iterator: Iterator[Any]) -> bool:

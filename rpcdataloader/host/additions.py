@@ -19,13 +19,7 @@ _forward_output: Callable[[], object]  # in a session
 
 @dataclass(frozen=True, slots=True)
 class Additions:
-    """What a dataset or loader asks for, or all of them together.
-
-    Attributes:
-        variables: Values by name.
-        modules: Modules by name.
-        forward_output: Whether the client wants to see what workers print.
-    """
+    """What a dataset or loader asks for, or all of them together."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, Module] = field(default_factory=dict)

@@ -34,8 +34,6 @@ class Module:
     Attributes:
         name: Without a dot.
         digest: SHA-256 of the archive, in hexadecimal digits.
-        size_bytes: Of its files.
-        archive: A zip file with them.
     """
 
     name: str
@@ -48,7 +46,6 @@ def pack(name: str, files: Mapping[str, bytes]) -> Module:
     """Make an archive.
 
     Args:
-        name: Name of the module.
         files: Contents by path, which begins with ``name``, such as ``name/__init__.py``.
     """
     buffer = io.BytesIO()
@@ -92,9 +89,6 @@ def unpack_into(folder: str) -> None:
 
 def install_modules(modules: Iterable[Module]) -> None:
     """Let this process and its forks import modules of the client, before all others of the same name.
-
-    Args:
-        modules: Those that are there already are left as they are.
 
     Raises:
         ImportError: One was imported from elsewhere.

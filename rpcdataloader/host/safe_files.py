@@ -30,7 +30,6 @@ def check(status: os.stat_result, forbidden: int, *, any_owner: bool = False) ->
     """Judge a file.
 
     Args:
-        status: Of the file.
         forbidden: Bits of the mode that must not be set.
         any_owner: It need not belong to this user, or to root.
 
@@ -53,10 +52,7 @@ def read(
     """The content of a file, and one byte more than ``max_bytes`` at most.
 
     Args:
-        path: Of the file.
         max_bytes: The content is no longer than that.
-        forbidden: As for :func:`check`.
-        any_owner: As for :func:`check`.
         follow: The path may be a symbolic link.
 
     Raises:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from rpcdataloader.wire.buffers import pieces_of
-from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import dumps_reply, loads
+from rpcdataloader.wire.rebuild import Movable
 from rpcdataloader.wire.slabs import Allocator, Block, pinned_allocator_for
 
 
@@ -56,7 +56,6 @@ class StreamCopier:
     """Copies on a stream of its own.
 
     Args:
-        device: With its index.
         module: ``torch.cuda``, or what has its functions for another type of device.
     """
 
@@ -145,15 +144,7 @@ class _Done:
 
 
 class Carrier:
-    """Brings batches to a device.
-
-    Args:
-        copier: To it.
-        allocator: Where batches are received, pinned if that is possible.
-
-    Attributes:
-        is_device_busy: See :meth:`Copier.is_busy`.
-    """
+    """Brings batches to a device."""
 
     def __init__(self, copier: Copier, allocator: Allocator) -> None:
         self.allocator = allocator

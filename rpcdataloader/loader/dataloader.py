@@ -15,20 +15,18 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rpcdataloader.client.client import begin_local_early, get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
-from rpcdataloader.client.discovery import Elastic, Inline, Local, Remote, Where, find_workers
-from rpcdataloader.client.sharing import Partition
+from rpcdataloader.client.discovery import Elastic, Inline, Joined, Local, Remote, Where, find_workers
+from rpcdataloader.client.sharing import Partition, errors_of_rank
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import set_variables
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import RemoteIterator
-from rpcdataloader.loader.measured import no_iterator
 from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
-from rpcdataloader.loader.ranks import errors_of_rank
-from rpcdataloader.loader.resumable import ResumableLoader
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
 from rpcdataloader.loader.tasks import Progress
+from rpcdataloader.loader.tools import LoaderTools, no_iterator
 from rpcdataloader.wire.slabs import PageablePool
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -37,7 +35,7 @@ _T_co = TypeVar("_T_co", covariant=True)
 _TORCHS = {"prefetch_factor", "persistent_workers", "pin_memory_device"}
 
 
-class RPCDataloader(ResumableLoader[_T_co]):
+class RPCDataloader(LoaderTools[_T_co]):
     """A ``torch.utils.data.DataLoader`` that loads and collates its batches in workers on any machine.
 
     Arguments, batches, their order, and exceptions are torch's; see its documentation. What differs:
@@ -241,52 +239,55 @@ class RPCDataloader(ResumableLoader[_T_co]):
             )
         return False
 
-    def add_workers(self, workers: str | Iterable[str]) -> None:
+    def add_workers(self, workers: str | Iterable[str] | Elastic) -> None:
         """Let more node servers help this loader, from the middle of an epoch on if one is under way.
 
-        Each rank of a distributed job takes its share. Without effect on an iterable-style dataset's number of streams:
-        the new nodes help when others are lost.
+        Of a pool, a directory or a DNS name, those that come later help, too. Each rank of a distributed job takes its
+        share. Without effect on an iterable-style dataset's number of streams: the new nodes help when others are lost.
 
         Args:
-            workers: Addresses, as for the loader.
+            workers: Where they are, as for the loader.
 
         Raises:
-            ValueError: An address is malformed or in use already, or the loader has no named workers.
-            ConnectError: A node server cannot be reached.
+            ValueError: An address is malformed, something is in use already, or the loader has no node servers.
+            ConnectError: A node server that is named cannot be reached.
         """
-        where, more = self._named(), _named_workers(workers)
-        if twice := set(where.addresses) & set(more.addresses):
+        where, more = self._node_servers(), _node_servers(workers)
+        if twice := set(where.parts) & set(more.parts):
             raise ValueError(f"this loader has {', '.join(map(str, twice))} already")
-        nodes = get_client().nodes(more)
-        for node in nodes:
+        for node in get_client().nodes(Remote(more.named)):
             node.num_workers()
-        self._where = Remote(where.addresses + more.addresses)
-        if (iterator := self._current()) is not None:
-            iterator.add_nodes(nodes)
+        self._follow(Joined(where.named + more.named, where.places + more.places))
 
-    def remove_workers(self, workers: str | Iterable[str]) -> None:
+    def remove_workers(self, workers: str | Iterable[str] | Elastic) -> None:
         """Ask no more of some node servers; their workers answer what they have, and end.
 
         Args:
-            workers: Addresses, as for the loader.
+            workers: Where they are, as the loader or :meth:`add_workers` was told.
 
         Raises:
-            ValueError: An address is malformed or not in use, none would be left, or the loader has no named workers.
+            ValueError: An address is malformed, something is not in use, or no node server would be left.
         """
-        where, fewer = self._named(), _named_workers(workers)
-        if unknown := [address for address in fewer.addresses if address not in where.addresses]:
+        where, fewer = self._node_servers(), _node_servers(workers)
+        if unknown := [part for part in fewer.parts if part not in where.parts]:
             raise ValueError(f"this loader does not have {', '.join(map(str, unknown))}; it has {where}")
-        left = tuple(address for address in where.addresses if address not in fewer.addresses)
-        if not left:
+        left = Joined(
+            tuple(address for address in where.named if address not in fewer.named),
+            tuple(place for place in where.places if place not in fewer.places),
+        )
+        if not left.parts:
             raise ValueError(f"without {fewer}, this loader would have no workers")
-        self._where = Remote(left)
-        if (iterator := self._current()) is not None:
-            iterator.remove_nodes(get_client().nodes(fewer))
+        self._follow(left)
 
-    def _named(self) -> Remote:
-        if not isinstance(self._where, Remote):
-            raise ValueError(f"the workers of this loader are not named one by one, but {self._where or 'its own'}")
-        return self._where
+    def _node_servers(self) -> Joined:
+        if not isinstance(self._where, (Remote, Elastic)):
+            raise ValueError(f"the workers of this loader are not on node servers, but {self._where or 'its own'}")
+        return Joined.of(self._where)
+
+    def _follow(self, where: Joined) -> None:
+        self._where = where
+        if (iterator := self._current()) is not None:
+            iterator.follow(where)
 
     @property
     def _reported_length(self) -> int | None:
@@ -368,10 +369,8 @@ def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: in
     return where
 
 
-def _named_workers(workers: str | Iterable[str]) -> Remote:
+def _node_servers(workers: str | Iterable[str] | Elastic) -> Joined:
     where = find_workers(workers)
-    if isinstance(where, Elastic):  # those that are there now
-        return Remote(tuple(node.address for node in get_client().nodes(where)))
-    if not isinstance(where, Remote):
+    if not isinstance(where, (Remote, Elastic)):
         raise ValueError(f"name node servers, host:port, and not {where}")
-    return where
+    return Joined.of(where)

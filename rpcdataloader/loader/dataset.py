@@ -18,8 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
-from rpcdataloader.client.modules import choose_modules
-from rpcdataloader.client.variables import choose_variables
+from rpcdataloader.client.modules import choose_modules, choose_variables
 from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.additions import Additions

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
+from rpcdataloader.client.discovery import Joined
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.watcher import Watch
 from rpcdataloader.client.worker import RemoteWorker
@@ -27,17 +28,16 @@ from rpcdataloader.diagnosis.records import Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.fetch.stream_state import StreamState
-from rpcdataloader.loader.ahead import Ahead
-from rpcdataloader.loader.copying import find_busy_gpu, make_carrier
+from rpcdataloader.loader.copying import Carrier, find_busy_gpu, make_carrier
 from rpcdataloader.loader.executor import Executor
 from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass
 from rpcdataloader.loader.placement import Placement, plan_options
-from rpcdataloader.loader.seat import Seat, decode
+from rpcdataloader.loader.seat import Failure, Seat, decode
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, describe
 from rpcdataloader.plan.actions import Action, Load, Open
 from rpcdataloader.plan.crew import Loss
-from rpcdataloader.plan.engine import Engine
+from rpcdataloader.plan.engine import Delivery, Engine
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.slabs import Allocator, pinned_allocator
 
@@ -63,7 +63,6 @@ class ToDo(NamedTuple):
     Attributes:
         actions: All but those to send a task.
         seats: Workers that tasks are sent to. They come last: opening, restarting and cancelling are decided before.
-        begun: The pass of these tasks.
     """
 
     actions: list[Action]
@@ -76,21 +75,12 @@ class Driver:
 
     Args:
         placement: Of the workers; for an iterable-style dataset, of the streams.
-        saved: The state of the pass to go on with.
-        recorder: Takes notes of the pass.
 
     Attributes:
-        settings: The arguments of the loader.
         pid: The process that has begun the pass; its forks must not go on with it.
-        closed: Set when the pass is over.
         condition: Guards ``closed`` and the attributes that follow.
-        engine: Decides.
         ahead: The batch that is on its way to a device; None without a device.
-        begun: The pass of this epoch; another object in the next one.
-        streams: States of the streams, after the last answer of each.
-        sleep: The consumer's.
         num_streams: Workers that the pass has begun with.
-        recorder: As given.
         is_device_busy: Whether a wait is hidden by what the device has to do; None without one.
         has_changed: The workers are others than those in the notes.
     """
@@ -124,6 +114,7 @@ class Driver:
         )
         self.closed = threading.Event()
         self._watch: Watch | None = None
+        self._named = [node.address for node in (*placement.homes, *placement.others, *placement.missing)]
         self.condition = threading.Condition()
         self._executor = Executor(self, settings, dataset, self._allocator, answering, self.condition, self.closed)
         self.begun = begin_pass(settings, saved, makes_requests=True)
@@ -181,8 +172,19 @@ class Driver:
             openings = {place: self._executor.opening(place) for place in places}
             self._executor.carry_out(todo.actions, todo.begun, openings)
         if placement.register is not None:
-            known = [node.address for node in (*placement.homes, *placement.others)]
-            self._watch = self._client.watch(placement.register, known, self._register_changed)
+            self._watch = self._client.watch(placement.register, self._named, self._register_changed)
+
+    def follow(self, where: Joined) -> None:
+        """Use the node servers that are there, from now on and as they come and go; returns at once."""
+        with self.condition:
+            if self.closed.is_set():
+                return
+            if where.places:
+                self.engine.expect_more()
+        if (before := self._watch) is not None:
+            before.close()
+        known = self._named if before is None else before.known
+        self._watch = self._client.watch(where, known, self._register_changed)
 
     def begin_epoch(self) -> None:
         """Begin another epoch with the same workers."""
@@ -344,3 +346,37 @@ class Driver:
             self.recorder.setup = Setup(
                 workers, self.engine.table.window, settings.prefetch_factor, settings.max_in_flight_bytes, names
             )
+
+
+class Ahead:
+    """The one batch that is on its way to a device, while the consumer has the one before.
+
+    Every method is called with the pass's condition, so they go in order.
+    """
+
+    def __init__(self, engine: Engine[Node], carrier: Carrier) -> None:
+        self._engine = engine
+        self._carrier = carrier
+        self.delivery: Delivery | None = None
+
+    def take(self) -> Delivery | None:
+        """What is delivered next; None if it is not there. What comes after it follows to the device."""
+        self.send()
+        delivery, self.delivery = self.delivery, None
+        if delivery is not None:
+            self.send()
+        return delivery
+
+    def send(self) -> None:
+        """Send the batch that is delivered next to the device, if it has come and none is on its way."""
+        if self.delivery is not None or (delivery := self._engine.deliver()) is None:
+            return
+        self.delivery = delivery
+        answer = delivery.answer
+        if answer is not None and answer.movable is not None:
+            try:
+                answer.copies = self._carrier.carry(answer.movable, answer.probe is not None)
+            except BaseException as exc:
+                # What the frames refer to is a batch.
+                answer.result = Failure(exc.with_traceback(None))
+            answer.movable = None

@@ -63,15 +63,6 @@ class _Opening:
 class Executor:
     """The workers of a pass, and what is done with them.
 
-    Args:
-        driver: Told what comes of it.
-        settings: The arguments of the loader.
-        dataset: What the workers use.
-        allocator: Where batches are received.
-        decode: Makes an answer of a reply.
-        condition: The pass's own.
-        closed: Set when the pass is over.
-
     Attributes:
         seats: The workers that were asked for and are not lost, by number.
     """
@@ -119,8 +110,6 @@ class Executor:
         """Do what the engine wants; without the condition.
 
         Args:
-            actions: In this order.
-            begun: The pass that they are of.
             openings: First requests that are made already, by place.
         """
         ends: list[End] = []

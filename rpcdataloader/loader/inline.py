@@ -22,12 +22,7 @@ from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 
 
 class InlineIterator:
-    """What ``iter(loader)`` returns then.
-
-    Args:
-        saved: The state of the pass to go on with.
-        reported_length: What ``len`` of the loader has said of an iterable-style dataset.
-    """
+    """What ``iter(loader)`` returns then."""
 
     def __init__(
         self,

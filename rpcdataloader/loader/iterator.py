@@ -7,14 +7,15 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
-from rpcdataloader.client.node import Node
+from rpcdataloader.client.discovery import Joined
+from rpcdataloader.client.sharing import of_rank
 from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.diagnosis.verdict import Diagnosis
@@ -24,12 +25,10 @@ from rpcdataloader.loader.copying import Copies
 from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.passes import undone_afterwards, warn_if_longer
 from rpcdataloader.loader.placement import Placement
-from rpcdataloader.loader.ranks import of_rank
-from rpcdataloader.loader.reporting import to_status
 from rpcdataloader.loader.seat import Answer, Failure
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, Task
-from rpcdataloader.wire.status import LoopStatus
+from rpcdataloader.wire.status import LoopStatus, Value
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -60,9 +59,6 @@ class RemoteIterator:
 
     Args:
         placement: Of the workers; for an iterable-style dataset, of the streams.
-        recorder: Takes notes of the pass.
-        saved: The state of the pass to go on with.
-        reported_length: What ``len`` of the loader has said of an iterable-style dataset.
     """
 
     def __init__(
@@ -316,13 +312,9 @@ class RemoteIterator:
             self._news = news, now
         return to_status(diagnosis, self._name, self._rank) if now - self._news[1] < _PAUSE else None
 
-    def add_nodes(self, nodes: Sequence[Node]) -> None:
-        """Let more nodes help from now on."""
-        self._driver.add_nodes(nodes)
-
-    def remove_nodes(self, nodes: Sequence[Node]) -> None:
-        """Ask no more of these nodes."""
-        self._driver.remove_nodes(nodes)
+    def follow(self, where: Joined) -> None:
+        """Use the node servers that are there, from now on."""
+        self._driver.follow(where)
 
     def reset(self, reported_length: int | None = None) -> None:
         """Begin another epoch with the same workers."""
@@ -332,3 +324,29 @@ class RemoteIterator:
         self._is_told = False
         self._driver.begin_epoch()
         self._advance(wants_input=True)
+
+
+def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None) -> LoopStatus:
+    """A diagnosis as a report; ``dataset`` is the name of a class."""
+    evidence = diagnosis.evidence
+    delivered = evidence.get("delivered_rate", 0.0)
+    return LoopStatus(
+        dataset=dataset[:80],
+        rank=rank,
+        wait_share=_round(diagnosis.wait_share),
+        bound=diagnosis.bound,
+        text=diagnosis.text[:500],
+        demand_per_second=None if math.isinf(diagnosis.demand) else _round(diagnosis.demand),
+        delivered_per_second=_round(delivered) if isinstance(delivered, float) else 0.0,
+        more_workers=None if diagnosis.more_workers is None else diagnosis.more_workers[1],
+        evidence=_values({name: value for name, value in evidence.items() if isinstance(value, float)}),
+        stages=_values({name: stage.mean for name, stage in diagnosis.stages.items()}),
+    )
+
+
+def _values(numbers: Mapping[str, float]) -> list[Value]:
+    return [Value(name, _round(number)) for name, number in numbers.items() if math.isfinite(number)]
+
+
+def _round(number: float) -> float:
+    return float(f"{number:.4g}")

@@ -2,13 +2,17 @@
 
 The middle of a pass is continued exactly where these are the same, or refused. What is compared are plain values, which
 a state keeps: classes of samplers, and those of their attributes that decide about the order.
+
+A stream's dataset has chosen its samples by rank, world size, worker id and number of workers, and its random numbers
+come from these. A stream that goes on with another number of ranks therefore keeps its :class:`Identity`, whichever
+rank it is dealt to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 # Attributes of a sampler for its rank and the number of ranks: of torch's, of Accelerate's, and of others.
 _RANKS = (("rank", "num_replicas"), ("process_index", "num_processes"), ("rank", "world_size"))
@@ -108,8 +112,6 @@ def check_order(saved: Origin, here: Origin, *, epochs: bool = True) -> None:
     """Check that as many ranks as before draw the same samples here, in the same order.
 
     Args:
-        saved: Of the pass that was interrupted.
-        here: Of the loader that is to go on.
         epochs: Also compare the epochs that samplers count by themselves.
 
     Raises:
@@ -172,3 +174,102 @@ def _remedy(saved: Origin, here: Origin, what: str) -> str:
 
 def _refused(saved: str, here: str, remedy: str) -> ValueError:
     return ValueError(f"this state is from the middle of an epoch of {saved}, and here is {here}: {remedy}")
+
+
+class Identity(NamedTuple):
+    """A stream as its dataset sees it.
+
+    Attributes:
+        job: RANK and WORLD_SIZE of the trainer that it began in; None for this one.
+        partition: Rank and world size of its loader, which may be another one (``partition=``).
+    """
+
+    job: tuple[int, int] | None
+    partition: tuple[int, int]
+    worker_id: int
+    num_workers: int
+    base_seed: int
+
+
+def identities_of(state: Mapping[str, Any]) -> list[Identity]:
+    """The identity of each stream of a state."""
+    if state.get("identities"):
+        return [Identity(tuple(job), tuple(part), *rest) for job, part, *rest in state["identities"]]
+    origin, num_streams = state["start"]["origin"], len(state["streams"])
+    return [
+        Identity(tuple(origin["job"]), tuple(origin["partition"]), number, num_streams, state["base_seed"])
+        for number in range(num_streams)
+    ]
+
+
+def deal(
+    states: Sequence[Mapping[str, Any]], rank: int, world_size: int, origin: Mapping[str, Any], *, is_iterable: bool
+) -> Mapping[str, Any]:
+    """Make the state that this rank goes on from, out of the states of all ranks.
+
+    Args:
+        states: In any order; checked one by one.
+        origin: What ``state_dict`` says of this rank.
+
+    Raises:
+        ValueError: A rank is missing or there twice, ranks were in different epochs, or the streams cannot be dealt out
+            evenly.
+    """
+    begun = [state for state in states if "start" in state]
+    if not begun:
+        return states[0]
+    if len(begun) < len(states):
+        raise ValueError(f"{len(states) - len(begun)} of the {len(states)} states are of ranks that had not begun")
+    ranks = [tuple(state["start"]["origin"]["partition"]) for state in states]
+    by_rank = {rank: state for (rank, _size), state in zip(ranks, states, strict=True)}
+    if sorted(ranks) != [(rank, len(states)) for rank in range(len(states))]:
+        found = ", ".join(f"{rank} of {size}" for rank, size in sorted(ranks))
+        raise ValueError(f"give the states of all ranks, each once: these are of rank {found}")
+    if world_size == len(states):
+        return by_rank[rank]
+    if not is_iterable:
+        _check_in_step(states)
+    if not is_iterable or all(state["finished"] for state in states):
+        return by_rank[rank % len(states)]
+    if len(epochs := {state["epoch"] for state in states}) > 1:
+        raise ValueError(f"the ranks were in different epochs when they were saved: {sorted(epochs)}")
+    identities: list[Identity] = []
+    streams: list[list[Any]] = []
+    for _rank, state in sorted(by_rank.items()):
+        identities += identities_of(state)
+        # A rank that was at its end knows so; its streams may not, where their last batch was full.
+        streams += [[*stream[:4], stream[4] or state["finished"]] for stream in state["streams"]]
+    if len(streams) % world_size:
+        raise ValueError(
+            f"{len(streams)} streams, those of {len(states)} ranks, cannot be dealt out evenly to "
+            f"{world_size} ranks: begin with a number of ranks that divides {len(streams)}"
+        )
+    size = len(streams) // world_size
+    mine = slice(rank * size, (rank + 1) * size)
+    own = by_rank[rank % len(states)]
+    return {
+        **own,
+        "streams": streams[mine],
+        "identities": [list(identity) for identity in identities[mine]],
+        "turn": 0,
+        "num_batches": sum(stream[1] for stream in streams[mine]),
+        # Each rank has a limit of its own.
+        "num_skipped": sum(state["num_skipped"] for state in states) // len(states),
+        "whole": False,
+        "finished": False,
+        "start": {**own["start"], "origin": origin},
+    }
+
+
+def _check_in_step(states: Sequence[Mapping[str, Any]]) -> None:
+    """Check that ranks that share one order have come as far in it as each other, so that any state is that of all."""
+    places = [
+        (state["num_batches"], state["whole"], state["finished"], (state["start"]["order"] or {}).get("start"))
+        for state in states
+    ]
+    if len(set(places)) > 1 or not all(state["in_step"] for state in states):
+        batches = ", ".join(str(state["num_batches"]) for state in states)
+        raise ValueError(
+            f"the ranks were not at the same batch when they were saved (after {batches} batches), or have left out "
+            "whole batches: go on with as many ranks as before"
+        )

@@ -14,7 +14,7 @@ from torch.utils.data import IterDataPipe
 from rpcdataloader.fetch.batch_loader import LoaderSpec
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.fetch.stream_state import StreamState
-from rpcdataloader.loader.elastic import Identity
+from rpcdataloader.loader.origin import Identity
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import capture_start, progress_of, restore_start, sampler_state, skip_delivered
 from rpcdataloader.loader.tasks import Progress, TaskSource
@@ -37,11 +37,7 @@ class Order:
 
 @dataclass(slots=True)
 class Pass:
-    """A pass that has begun.
-
-    Attributes:
-        order: Where the samples are in the order of all ranks.
-    """
+    """A pass that has begun."""
 
     source: TaskSource
     progress: Progress
@@ -60,7 +56,6 @@ def warn_if_longer(num_yielded: int, reported: int | None, name: str) -> None:
 
     Args:
         reported: What it said; None if nobody asked.
-        name: Of the dataset.
     """
     if reported is not None and num_yielded > reported:
         warnings.warn(

@@ -18,7 +18,7 @@ from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.plan.options import PlanOptions
+from rpcdataloader.plan.actions import PlanOptions
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -26,9 +26,8 @@ logger = logging.getLogger("rpcdataloader.loader")
 # import torch on machines of different speed; and shares of ranks fit together where all see the same nodes.
 PATIENCE = 10.0
 
-# Seconds between two looks at what has come, at most: a part of the time that has passed, so that nearby servers lose
-# milliseconds, and a directory is not read all the time.
-_MAX_PAUSE = 0.1
+# Seconds between two looks at a directory or name, where node servers come and go.
+_LOOK_PAUSE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +38,6 @@ class Placement:
         homes: The node of each worker; one that has several appears as often. Some may be away.
         others: More nodes, which help out while all of these are away; those that this rank should ask first come
             first.
-        partition: This process's place among those that share the nodes.
-        num_offered: Workers of all nodes together.
         max_workers: Of this process, however many nodes there come to be; 0 for no limit.
         register: Where nodes come and go; None if they are named.
         missing: Nodes that were never there; they join when they come.
@@ -187,7 +184,9 @@ def _find_nodes(
                 break
             sessions[nodes[0]].wait()  # raises its error, at the latest when it has connected for as long
             continue  # it has just come
-        time.sleep(min(_MAX_PAUSE, 0.001 + (now - began) / 20))
+        pause = (patient_until if is_enough else began + limit) - now
+        waited_for = [sessions[node] for node in connecting]
+        get_client().wait_for_any(waited_for, min(pause, _LOOK_PAUSE) if isinstance(where, Elastic) else pause)
     for node in missing:
         try:
             sessions[node].wait(lambda: False)

@@ -17,26 +17,30 @@ import torch
 import torch.utils.data._utils.pin_memory
 
 from rpcdataloader.client.connection import Request
-from rpcdataloader.client.worker import RemoteWorker
+from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from rpcdataloader.fetch.bad_samples import Reduced
-from rpcdataloader.fetch.stopping import stopped
 from rpcdataloader.fetch.stream_state import StreamState
+from rpcdataloader.fetch.whereabouts import stopped
 from rpcdataloader.loader.copying import Copies
-from rpcdataloader.loader.measuring import note_answer, note_reply
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.tasks import Task, describe_end, load_request, place_of
 from rpcdataloader.plan.actions import Load
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.messages import Exited
-from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import Encoded, result_of
+from rpcdataloader.wire.rebuild import Movable
 from rpcdataloader.wire.slabs import Allocator
 
 if TYPE_CHECKING:
     from rpcdataloader.loader.driver import Driver
+
+
+from rpcdataloader.errors import RemoteProtocolError
+from rpcdataloader.wire import stages
+from rpcdataloader.wire.stages import Stages
 
 
 class Failure:
@@ -52,15 +56,10 @@ class Answer:
 
     Attributes:
         result: The batch, or what stands for it: a :class:`Failure`, or a ``Reduced``.
-        size_bytes: What it occupies here.
         timings: Seconds that the worker took to fetch and to collate; None of an exception.
         arrived: Time of the first bytes, and
         received: that of the last ones, if they were waited for; otherwise 0.
         stream: How far the worker's stream has come; None if there is none, or it has ended.
-        movable: What goes to a device.
-        copies: Its copies, on their way there.
-        worker: Number of the worker.
-        probe: What was noted of its way, if that is timed.
     """
 
     result: Any
@@ -79,10 +78,8 @@ def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, 
     """Make the batch of a reply.
 
     Args:
-        allocator: Where its blocks were received.
         iterable: It comes with the state of its stream.
         pins: ``allocator`` is that of pinned memory.
-        moves: It goes to a device.
     """
     answer = Answer(None, len(reply.payload))
     for block in reply.blocks:
@@ -118,13 +115,8 @@ class Sent:
     """A copy of a task that was sent to a worker.
 
     Attributes:
-        task: What it is a copy of.
-        number: Of the task, in the epoch that ``begun`` is.
-        begun: The pass of that epoch.
         request: That of the task, or of its last try.
-        left_out: Places whose samples are not loaded, for which the request is made when it is sent.
         request_id: Of its connection; 0 while it is being sent.
-        probe: What is noted of its way, if that is timed.
     """
 
     task: Task
@@ -136,14 +128,8 @@ class Sent:
     probe: Probe | None = None
 
 
-class Seat:
+class Seat(WorkerOwner):
     """A worker of a pass. The worker's receiver thread tells it what happens.
-
-    Args:
-        driver: Told about it.
-        number: Of the worker, for the engine.
-        allocator: Where batches are received.
-        decode: Makes an answer of a reply.
 
     Attributes:
         sent: What it has not answered, by the number of the task.
@@ -283,3 +269,36 @@ class Seat:
     def _interrupted(self, exited: Exited) -> Sent | None:
         """What the worker was at when it ended, if that is not answered."""
         return next((sent for sent in list(self.sent.values()) if sent.task.number == exited.batch), None)
+
+
+def note_reply(probe: Probe | None, reply: Message) -> None:
+    """A reply has come that is measured, or should be; what it tells is taken off its payload.
+
+    Raises:
+        RemoteProtocolError: The worker has measured what it was not asked to measure, or says something else.
+    """
+    if not reply.flags & Flag.MEASURED:
+        return  # an exception
+    if probe is None:
+        raise RemoteProtocolError("the worker has measured a batch without being asked to")
+    start = len(reply.payload) - stages.SIZE_BYTES
+    probe.stages = Stages.unpack(reply.payload[max(0, start) :])
+    reply.payload = reply.payload[:start]
+    probe.received = probe.arrived = time.monotonic()
+    cpu = time.thread_time()
+    if (arrival := reply.arrival) is not None:
+        probe.arrived, probe.receive_cpu = arrival.at, cpu - arrival.cpu
+        if arrival.was_here:
+            probe.lock = max(0.0, probe.received - probe.arrived - probe.receive_cpu)
+    probe.decode_cpu = -cpu  # until it is decoded
+
+
+def note_answer(probe: Probe, timings: tuple[float, float], size_bytes: int, now: float) -> None:
+    """The batch of a measured reply is decoded, in the thread that has received it."""
+    probe.size_bytes = size_bytes
+    if probe.stages is None:
+        return
+    probe.answered = now
+    probe.decode_cpu += time.thread_time()
+    probe.lock += max(0.0, now - probe.received - probe.decode_cpu)
+    probe.stages = probe.stages.with_timings(timings)

@@ -11,36 +11,23 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
-from rpcdataloader.client.modules import choose_modules
+from rpcdataloader.client.modules import choose_modules, choose_variables
 from rpcdataloader.client.sharing import Partition, current_partition
-from rpcdataloader.client.variables import choose_variables
 from rpcdataloader.host.additions import Additions
-from rpcdataloader.host.memory import default_in_flight_bytes
 from rpcdataloader.host.modules import Module
+from rpcdataloader.host.resources import default_in_flight_bytes
 from rpcdataloader.loader.copying import find_device
 from rpcdataloader.loader.sampler import ResumableDistributedSampler
 
 
 @dataclass(frozen=True, slots=True)
 class PassSettings:
-    """The arguments of a loader as its iterators use them, checked.
+    """The arguments of a loader as its iterators use them, checked; ``RPCDataloader`` says what they mean.
 
     Attributes:
         dataset: What the loader was given; a function of the user may refer to it, as a bound method does.
         sampler: The batch sampler or, without automatic batching, the sampler.
-        iterable: The dataset is iterable-style.
-        generator: Where the base seed is drawn; None for torch's default.
-        timeout: Seconds to wait for a batch; 0 for no limit.
         partition: This process among the trainers, for the seeds.
-        max_retries: A batch at which so many workers in a row died is an error.
-        reconnect_timeout: Seconds to wait for a worker when none is left.
-        task_timeout: Seconds that a worker may take for a batch; None for any time.
-        retry_on: Exceptions of the dataset after which a batch is tried again.
-        max_skipped: More skipped samples in a pass are an error.
-        device: Where batches are brought; None for the memory of this process.
-        env: Variables that the sessions get, by name.
-        py_modules: Modules that the sessions get.
-        forward_output: Print here what workers print.
 
     Raises:
         ValueError: A value is out of range.

@@ -28,12 +28,10 @@ from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.host.generators import get_states, set_states, states_from_plain, states_to_plain
-from rpcdataloader.loader.elastic import deal, identities_of
-from rpcdataloader.loader.origin import Origin, check_order, check_rank, describe_samplers
+from rpcdataloader.loader.origin import Origin, check_order, check_rank, deal, describe_samplers, identities_of
 from rpcdataloader.loader.sampler import ResumableDistributedSampler, order_of
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.skipping import skip
-from rpcdataloader.loader.tasks import Progress
+from rpcdataloader.loader.tasks import Progress, skip
 
 # 1 knew neither ranks nor samplers.
 VERSION = 2
@@ -169,7 +167,8 @@ def state_of_rank(settings: PassSettings, states: Mapping[str, Any] | Sequence[M
     if len(states) != settings.partition.world_size and isinstance(settings.dataset, IterDataPipe):
         raise ValueError("pipes of torch divide themselves among the ranks, and go on with as many as they began with")
     origin = _capture_samplers(settings)["origin"]
-    dealt = deal(states, settings.partition, origin, is_iterable=settings.iterable)
+    rank, world_size = settings.partition.rank, settings.partition.world_size
+    dealt = deal(states, rank, world_size, origin, is_iterable=settings.iterable)
     check_state(settings, dealt)
     return dealt
 

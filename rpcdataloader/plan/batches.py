@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.plan.options import PlanOptions
+from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.table import Entry, Table
 from rpcdataloader.plan.workers import Pace, Ranking, WorkerPace, choose, choose_second, keep_until
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
-from rpcdataloader.plan.actions import Action, Open, Say, Seek
-from rpcdataloader.plan.options import PlanOptions
+from rpcdataloader.plan.actions import Action, Open, PlanOptions, Say, Seek
 from rpcdataloader.plan.roster import Roster
 
 N = TypeVar("N", bound=Hashable)
@@ -30,13 +29,9 @@ class Member(Generic[N]):
     """A worker that was asked for, and is not lost.
 
     Attributes:
-        number: Its name here.
         place: Which of the places it fills; the stream of an iterable-style dataset.
-        node: Where it is.
-        incarnation: Of its node.
         has_joined: It takes tasks.
         is_at_work: It has answered the first request of this epoch.
-        is_draining: It answers what it has, and takes no more.
         is_sent_away: It ends as soon as it has answered what it has.
         is_closed: Its end was asked for.
     """
@@ -79,15 +74,9 @@ class Crew(Generic[N]):
     """Workers, places and nodes.
 
     Args:
-        options: What the user has chosen.
-        homes: The node of each place.
         others: More nodes, which help while all homes are gone.
-        out: Where actions are appended.
 
     Attributes:
-        num_wanted: Workers that there should be.
-        roster: Which node each place is at.
-        members: The workers, by number.
         num_deaths: Workers that have died since the last answer, for which no task is to blame.
         is_changed: Workers, places or nodes have changed since :meth:`fill_places`.
         is_stuck: There were too few workers to go on, and none could be opened, when :meth:`fill_places` was called.
@@ -151,9 +140,6 @@ class Crew(Generic[N]):
 
         Args:
             worker: Removed already.
-            loss: How it has ended.
-            is_needed: Its place needs a worker.
-            is_blamed: A task is to blame.
             died: It has ended of itself, and its node has not.
         """
         place, node = worker.place, worker.node

@@ -18,10 +18,9 @@ from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, ReportWait, Restart
+from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, PlanOptions, ReportWait, Restart
 from rpcdataloader.plan.batches import BatchTable
 from rpcdataloader.plan.crew import Crew, Loss, Member
-from rpcdataloader.plan.options import PlanOptions
 from rpcdataloader.plan.retries import Retries
 from rpcdataloader.plan.streams import StreamTable
 from rpcdataloader.plan.table import Table
@@ -38,7 +37,6 @@ class Delivery(NamedTuple):
     """What the consumer gets next: the answer to a task, or an error in its place.
 
     Attributes:
-        payload: What was added under the number.
         answer: What :meth:`Engine.answered` was told; None of a task that is condemned.
         stream: That it is of, if there are streams.
         condemned: Text of the error in its place, if the task has killed too many workers.
@@ -55,9 +53,6 @@ class Engine(Generic[N]):
     """The decisions of one pass, or of several with the same workers.
 
     Args:
-        options: What the user has chosen.
-        homes: The node of each place.
-        others: More nodes, which help while all homes are gone.
         describe: A task in an error message.
         turn: The stream whose batch comes first.
 
@@ -277,7 +272,6 @@ class Engine(Generic[N]):
         """Workers can be opened on a node.
 
         Args:
-            node: Where.
             incarnation: Something that another session there would not have.
             num_offered: Workers that it offers; asked of nodes that are new to the pass.
         """
@@ -292,8 +286,6 @@ class Engine(Generic[N]):
         """A node could not be reached, which may change.
 
         Args:
-            node: Which one.
-            error: Why.
             is_foreign: Something answered that is not what was there. Another server may have the port for a moment;
                 but a node that is new to the pass is done without.
         """

@@ -31,8 +31,6 @@ class Roster(Generic[N]):
     """Decide on which node a worker is opened, and which nodes are worth connecting to.
 
     Args:
-        homes: The node of each place.
-        others: More nodes, in the order in which they are tried when every home is gone.
         needs_all: No place can be missing (those of streams).
 
     Attributes:
@@ -161,8 +159,6 @@ class Roster(Generic[N]):
         """The worker at a place has ended, at ``node``; ignored if the place is filled on another one since.
 
         Args:
-            number: The place.
-            node: Where the worker was.
             stand_in: The node of a worker that has stood in for this one, and goes on doing so.
         """
         if self._places[number].node == node:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.plan.options import PlanOptions
+from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.table import Entry, Table
 
 

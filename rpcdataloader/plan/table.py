@@ -17,8 +17,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from rpcdataloader.plan.options import PlanOptions
-from rpcdataloader.plan.timeouts import Timeouts
+from rpcdataloader.plan.actions import PlanOptions
 
 # The estimated size of a batch jumps up to the largest seen and sinks this fraction of the way towards smaller ones. A
 # limit on memory must hold when sizes vary, where an average is too low half of the time; without the sinking, one
@@ -31,8 +30,6 @@ class Entry:
     """A batch to load.
 
     Attributes:
-        payload: What was added.
-        answer: What was answered.
         size_bytes: Of the answer; None until it is there.
         num_deaths: Workers that died while they were at work on it.
         stream: That it belongs to; None where there are no streams.
@@ -85,7 +82,7 @@ class Table(ABC, Generic[T]):
         self._num_in_flight = 0  # copies that were sent and not answered
         self.answered_bytes = 0
         self._answered: deque[T] = deque()  # in the order of the answers; unused when in order
-        self._timeouts: Timeouts[int] | None = None if options.task_timeout is None else Timeouts(options.task_timeout)
+        self._timeouts: Timeouts | None = None if options.task_timeout is None else Timeouts(options.task_timeout)
 
     # Workers
 
@@ -94,8 +91,6 @@ class Table(ABC, Generic[T]):
         """A worker takes tasks from now on. One that left may join again, with nothing remembered of it.
 
         Args:
-            worker: Names it.
-            now: Time of the event.
             host: Where it runs, for second copies and retries, which prefer another one; None if that is not known.
             place: Of the worker: the stream that it serves.
         """
@@ -196,12 +191,9 @@ class Table(ABC, Generic[T]):
         """A worker answered a task.
 
         Args:
-            worker: The one that answered; one that left is no error.
-            number: The task.
             size_bytes: What the answer occupies in this process.
             task_seconds: Working time, without the time that the task was queued or travelling; None if that says
                 nothing about the worker's speed, as for an exception or a task that was cancelled.
-            now: Time of the answer.
             answer: Kept until the task is delivered.
 
         Returns:
@@ -228,10 +220,7 @@ class Table(ABC, Generic[T]):
         that is the new attempt. The caller counts the attempts.
 
         Args:
-            worker: The one that answered; one that left is no error.
-            number: The task.
             delay: Seconds until it may be given out again.
-            now: Time of the answer.
 
         Returns:
             False as :meth:`replied` does; None if nothing can be tried again.
@@ -286,3 +275,45 @@ class Table(ABC, Generic[T]):
     def finished(self) -> bool:
         """Whether the input has ended and everything is delivered."""
         return self._ended and not self.tasks
+
+
+class Timeouts:
+    """Which workers are at a task for longer than a task may take. An event costs the same for any number of workers.
+
+    What counts is the task at the head of a worker's queue, from the moment it came there: a task that waits behind
+    another one is not running.
+
+    Args:
+        task_timeout: Seconds that a task may run.
+    """
+
+    def __init__(self, task_timeout: float) -> None:
+        self._task_timeout = task_timeout
+        # When the limit ends for each worker that is at work: the limit is the same for all, so whoever began first
+        # is over it first, and the order of the dictionary is that of the deadlines.
+        self._deadlines: dict[int, float] = {}
+
+    def begin(self, worker: int, now: float) -> None:
+        """A task has come to the head of the worker's queue."""
+        self._deadlines.pop(worker, None)
+        self._deadlines[worker] = now + self._task_timeout
+
+    def end(self, worker: int) -> None:
+        """The worker has no task any more, or has left."""
+        self._deadlines.pop(worker, None)
+
+    @property
+    def due(self) -> float | None:
+        """When the next worker is over its time, if its task goes on; None for never."""
+        return next(iter(self._deadlines.values()), None)
+
+    def expire(self, now: float) -> list[int]:
+        """The workers that are over their time. Each is named once, until it begins another task."""
+        expired: list[int] = []
+        for worker, deadline in self._deadlines.items():
+            if now < deadline:
+                break
+            expired.append(worker)
+        for worker in expired:
+            del self._deadlines[worker]
+        return expired

@@ -146,6 +146,9 @@ class _Node:
             self._actor = self._future.result()  # raises what the constructor has raised
             self._holds = self._engine.occupy(self._name, self._num_threads, **self._where)
         if self._actor is not None:
+            # A question that is asked when the Dask worker has gone is answered after 30 s.
+            if self._future.status != "finished":
+                raise RuntimeError(f"the Dask worker {self._worker} has gone")
             if self._question is None:
                 self._question = self._actor.address()
             elif self._question.done():

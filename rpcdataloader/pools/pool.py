@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,11 +16,11 @@ from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
 from rpcdataloader.client.discovery import Elastic
-from rpcdataloader.client.register import Found
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.pools.node import Order
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.credentials import Credentials, load_credentials, remember_credentials
+from rpcdataloader.wire.credentials import Credentials, remember_credentials
+from rpcdataloader.wire.registration import Registration
 
 logger = logging.getLogger("rpcdataloader.pools")
 
@@ -82,17 +83,22 @@ class PoolWorkers(Elastic, Iterable[str]):
         self._read = read
         self._credentials = credentials
         self._anywhere = anywhere or read
-        self._found: tuple[Found, ...] = ()
+        self._found: tuple[Registration, ...] = ()
         self.problems: dict[str, str] = {}
 
     pause = 1.0
     place = "in the pool"
     advice = "is the block of the pool still under way?"
 
+    @property
+    def token(self) -> str:
+        """The secret of the pool, for ``RPCDATALOADER_TOKEN`` of other processes; it opens nothing else."""
+        return self._credentials.secret.decode()
+
     def open(self) -> PoolWorkers:
         return self
 
-    def look(self) -> tuple[Found, ...]:
+    def look(self) -> tuple[Registration, ...]:
         """The node servers that are there now, in the order in which they came."""
         try:
             found = [Address.parse(text) for text in self._read()]
@@ -102,7 +108,7 @@ class PoolWorkers(Elastic, Iterable[str]):
         for address in found:
             remember_credentials(address, self._credentials)
         self.problems = {}
-        self._found = tuple(map(Found, found))
+        self._found = tuple(map(Registration, found))
         return self._found
 
     def __iter__(self) -> Iterator[str]:
@@ -119,9 +125,7 @@ class Pool:
     """Node servers of an engine; the value of its ``with`` block is where the workers are.
 
     Args:
-        engine: Where they run.
         num_nodes: How many: a number, or the least and the most.
-        order: What each is.
         timeout: Seconds to wait for the least.
 
     Raises:
@@ -249,17 +253,17 @@ def _is_there(node: Node) -> bool:
 
 
 def make_order(cpus_per_node: int, launch: Sequence[str], find_host: Callable[[], str]) -> Order:
-    """What each node server is.
+    """What each node server is, with a secret that is made for them alone.
 
     Raises:
         ValueError: An option makes no sense.
-        AuthenticationError: There is no usable secret.
     """
     if cpus_per_node < 1:
         raise ValueError(f"cpus_per_node must be at least 1, but is {cpus_per_node}")
     if isinstance(launch, str):
         raise ValueError(f"launch must be a list of options, such as ['--preload', 'numpy'], but is {launch!r}")
-    return Order(load_credentials(), cpus_per_node, tuple(launch), find_host)
+    credentials = Credentials(secrets.token_urlsafe(32).encode(), "the pool")
+    return Order(credentials, cpus_per_node, tuple(launch), find_host)
 
 
 def import_engine(name: str, extra: str) -> ModuleType:

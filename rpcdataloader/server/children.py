@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 from rpcdataloader.server.connections import AcceptedConnection
-from rpcdataloader.server.events import Event, IsForWorker
-from rpcdataloader.server.link import Link
+from rpcdataloader.server.events import Event, IsForWorker, Link
 from rpcdataloader.server.processes import Process
 from rpcdataloader.wire.lines import LineLimit
 
@@ -19,9 +19,6 @@ class Child:
 
     Attributes:
         sock: The connection. It is kept to see the other end go away while the process is busy.
-        source: Machine or user at the other end.
-        peer: Address there.
-        row: Its place among the counters.
         has_unsent: Whether something was posted to it that had no room.
     """
 
@@ -73,12 +70,7 @@ class OpenGate(Child):
 
 @dataclass(frozen=True, slots=True)
 class AdmittedWorker:
-    """A worker that counts.
-
-    Attributes:
-        connection: What the log says of it.
-        row: Its place among the counters.
-    """
+    """A worker that counts."""
 
     connection: AcceptedConnection
     row: int
@@ -89,13 +81,8 @@ class ClientSession(Child):
     """A session.
 
     Attributes:
-        id: Hexadecimal.
-        client: Its name, for messages.
-        connection: What the log says of the control connection.
         folder: Where it may put modules of its client.
         output: Limits the lines of it and its workers that are sent to its client; None if that wants none.
-        workers: Those that were admitted, by number.
-        is_client_gone: Whether the client has closed the connection.
         is_asked: Whether it was asked for stacks, and has not looked at that yet.
     """
 
@@ -107,3 +94,11 @@ class ClientSession(Child):
     workers: dict[int, AdmittedWorker] = field(default_factory=dict)
     is_client_gone: bool = False
     is_asked: bool = False
+
+
+_Kind = TypeVar("_Kind", bound=Child)
+
+
+def become(gate: OpenGate, kind: type[_Kind], **more: Any) -> _Kind:
+    """The same process, as what its gate has become."""
+    return kind(**{each.name: getattr(gate, each.name) for each in fields(Child)}, **more)

@@ -50,9 +50,7 @@ class AcceptedConnection:
     """A connection that was accepted, from then on; writes the line when it is made.
 
     Args:
-        peer: Address at the other end.
         traffic: Bytes received and sent, in shared memory, so that they are known of a process that was killed, too.
-        worker: Number of the worker in its session; 0 for a control connection.
     """
 
     def __init__(self, peer: str, origin: Origin, traffic: memoryview, worker: int = 0) -> None:

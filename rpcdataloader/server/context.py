@@ -27,17 +27,12 @@ class ServerContext:
     """The part of the server's settings that sessions and workers need.
 
     Attributes:
-        node: Host name, for messages.
-        num_workers: What the server advertises.
-        max_connections: Cap on workers; None for no cap.
         parallel: Threads per worker for ``rpc_async`` calls.
         timeout: Seconds for an ``rpc_async`` call whose caller set no limit; 0 for none.
         max_tasks: Tasks of a loader after which a worker retires; 0 for no limit.
-        credentials: The secret that clients must know.
         tls: Files for TLS, read anew for every connection; None to do without.
         tells_clients: Whether warnings go to the client, too; not when the log is the client's terminal.
         refusals: Counts the lines of :meth:`log_refusal`.
-        counters: What all processes of the node server are doing.
     """
 
     node: str
@@ -55,13 +50,7 @@ class ServerContext:
     def log_refusal(
         self, peer: str, reason: RPCError | str, kind: Kind | None = None, origin: Origin | None = None
     ) -> None:
-        """Count and log, within limits, that a connection was refused: a warning where somebody got the secret wrong.
-
-        Args:
-            peer: Address at the other end.
-            kind: If it is known already.
-            origin: If it was proved.
-        """
+        """Count and log, within limits, that a connection was refused; a wrong secret is a warning."""
         self.counters.refused()
         num_left_out = self.refusals.take()
         if num_left_out is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -27,14 +28,10 @@ def main() -> None:
     # Sessions and workers have an empty standard input of their own in that place.
     lifeline = os.dup(sys.stdin.fileno())
     try:
-        run_server(settings, credentials, embedded=True, ready=_print_ready_line, lifeline=lifeline)
+        run_server(settings, credentials, embedded=True, ready=functools.partial(print, flush=True), lifeline=lifeline)
     finally:
         # The trainer removes it too, unless it was killed.
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(settings.unix_path))
     # The trainer waits for this at its own end, and an interpreter that takes torch apart needs a third of a second.
     os._exit(0)
-
-
-def _print_ready_line(line: str) -> None:
-    print(line, flush=True)

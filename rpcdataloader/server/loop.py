@@ -1,8 +1,12 @@
-"""The loop of a process with one thread: descriptors that are watched, and what is called when something happens."""
+"""The loop of a process with one thread, and what a node server watches with it besides its children."""
 
 from __future__ import annotations
 
+import math
+import os
 import select
+import socket
+import time
 from collections.abc import Callable
 
 
@@ -33,3 +37,79 @@ class Loop:
             # An earlier handler of this round may have dropped it, or even used its number again.
             if handler := self._handlers.get(descriptor):
                 handler()
+
+
+class Door:
+    """The listening socket of a node server, which is not watched while there is no room for another connection.
+
+    Args:
+        listener: Owned by this object.
+
+    Attributes:
+        due: When to :meth:`open` it again.
+    """
+
+    def __init__(self, listener: socket.socket, loop: Loop, on_connection: Callable[[], object]) -> None:
+        # A connection may go away between poll and accept.
+        listener.setblocking(False)
+        self.listener = listener
+        self._loop = loop
+        self._on_connection = on_connection
+        self._is_open = self._is_closed = False
+        self.due = math.inf
+
+    def open(self) -> None:
+        """Take connections; idempotent."""
+        self.due = math.inf
+        if not self._is_open and not self._is_closed:
+            self._is_open = True
+            self._loop.watch(self.listener.fileno(), self._on_connection)
+
+    def pause(self, seconds: float) -> None:
+        """Leave connections in the kernel's queue for a while."""
+        self.due = time.monotonic() + seconds
+        self._unwatch()
+
+    def _unwatch(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._loop.unwatch(self.listener.fileno())
+
+    def close(self) -> None:
+        """Take no more connections at all; idempotent."""
+        self._unwatch()
+        self._is_closed = True
+        self.due = math.inf
+        self.listener.close()
+
+
+# Seconds after which an owner that has written to the lifeline must have written again: one whose machine has vanished
+# does not close it.
+LIFELINE_SILENCE = 60.0
+
+
+class Lifeline:
+    """A descriptor that the owner of a node server holds open: the other end of its standard input.
+
+    Its end of file means that the owner has gone. So does silence for ``LIFELINE_SILENCE`` seconds, once something has
+    come from it.
+
+    Attributes:
+        deadline: When the owner counts as gone, on the clock of :func:`time.monotonic`.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.deadline = math.inf
+
+    def fileno(self) -> int:
+        """The descriptor, for polling."""
+        return self._descriptor
+
+    def read(self) -> None:
+        """Take what the owner has written."""
+        try:
+            has_written = bool(os.read(self._descriptor, 4096))
+        except OSError:  # a terminal that was closed
+            has_written = False
+        self.deadline = time.monotonic() + LIFELINE_SILENCE if has_written else -math.inf

@@ -12,11 +12,7 @@ from rpcdataloader.wire.transport import Stream
 
 
 class Meter:
-    """The stages of one request at a time, in the worker's main thread.
-
-    Args:
-        stream: Of the worker's connection.
-    """
+    """The stages of one request at a time, in the worker's main thread."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

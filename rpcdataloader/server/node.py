@@ -19,20 +19,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.server.admission import Admission
 from rpcdataloader.server.announcement import Announcement
-from rpcdataloader.server.children import Child, ClientSession, OpenGate
+from rpcdataloader.server.children import Child, ClientSession, OpenGate, become
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE
-from rpcdataloader.server.door import Door
 from rpcdataloader.server.events import Accepted, Event, IsForWorker, Refused, SessionBegun, TellsStatus, WantsStacks
-from rpcdataloader.server.lifeline import Lifeline
-from rpcdataloader.server.loop import Loop
+from rpcdataloader.server.gate import Gate, SpareGates, fork_gate
+from rpcdataloader.server.loop import Door, Lifeline, Loop
 from rpcdataloader.server.output import Outputs
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, reap_orphans
-from rpcdataloader.server.sessions import Sessions
-from rpcdataloader.server.spares import Gate, SpareGates, fork_gate
-from rpcdataloader.wire.listening import accept, peer_name
+from rpcdataloader.server.sessions import Admission, Sessions
+from rpcdataloader.wire.connecting import accept, peer_name
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -61,12 +58,10 @@ class NodeServer:
 
     Args:
         listener: Listening socket; closed when the server ends or drains.
-        context: What sessions and workers are told.
         max_connections_per_client: Cap on the workers of one client; None for no cap.
         grace: Seconds that a drain may take before everything is ended.
         write_output: Takes the lines that sessions and workers print.
-        lifeline: A descriptor by which the owner of this server says that it lives (see ``lifeline.py``); None without
-            one.
+        lifeline: A descriptor by which the owner of this server says that it lives (see ``loop.py``); None without one.
         announcement: What lets clients find it, renewed here, and ended when the server drains; None without one.
     """
 
@@ -245,14 +240,7 @@ class NodeServer:
                 case Refused():
                     child.is_refused = True
                 case TellsStatus():
-                    self._children[child.process.pid] = Child(
-                        process=child.process,
-                        link=child.link,
-                        sock=child.sock,
-                        source=child.source,
-                        peer=child.peer,
-                        row=child.row,
-                    )
+                    self._children[child.process.pid] = become(child, Child)
 
     def _on_end(self, pid: int) -> None:
         child = self._children[pid]

@@ -89,12 +89,7 @@ class OutputReader:
 
 
 class Outputs:
-    """The pipes of all sessions and workers of a node server.
-
-    Args:
-        loop: Where they are watched.
-        write: Takes each finished line.
-    """
+    """The pipes of all sessions and workers of a node server."""
 
     def __init__(self, loop: Loop, write: Callable[[str], None]) -> None:
         self._loop = loop
@@ -139,7 +134,6 @@ class SharedLimit:
     There is no lock: processes that count at the same instant may overlook one another, which a limit can bear.
 
     Args:
-        count: How often it may be done in a period.
         period: Seconds.
     """
 
@@ -172,8 +166,7 @@ class ClientHandler(logging.Handler):
         super().__init__(logging.WARNING)
         self._send = send
         self._seen: set[tuple[str, str]] = set()
-        self._period_start = 0.0
-        self._count = 0
+        self._limit = SharedLimit(MAX_RECORDS, RECORDS_PERIOD)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Pass ``record`` on, unless it was seen before or the limit is reached."""
@@ -186,15 +179,11 @@ class ClientHandler(logging.Handler):
             return
         text = text[:MAX_LINE]
         key = (record.name, text)
-        now = time.monotonic()
-        if now - self._period_start > RECORDS_PERIOD:
-            self._period_start, self._count = now, 0
-        if key in self._seen or self._count >= MAX_RECORDS:
+        if key in self._seen or self._limit.take() is None:
             return
         if len(self._seen) >= MAX_REMEMBERED:
             self._seen.clear()
         self._seen.add(key)
-        self._count += 1
         self._send({"level": record.levelno, "logger": record.name, "text": text})
 
 

@@ -1,4 +1,4 @@
-"""Forking, and what is known of a child afterwards: that it dies with its parent, and why it ended.
+"""Forking, how far a child is, and what is known of it afterwards: that it dies with its parent, and why it ended.
 
 Linux only: children are watched through descriptors, so no signal handler and no ``waitpid(-1)`` can disturb the
 process that calls :func:`~rpcdataloader.server.run.run_worker`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import functools
 import logging
 import os
@@ -20,6 +21,17 @@ from collections.abc import Callable, Container
 # By its full name: numpy imports it when it is first used, which would be in every fork.
 import numpy.random
 import torch
+
+
+class Life(enum.Enum):
+    """How far a process is; it never goes back."""
+
+    STARTING = "has not authenticated its client"
+    SERVING = "takes requests"
+    DRAINING = "answers what it has, and takes no more, since the node server ends"
+    RETIRING = "answers what it has, and takes no more, since it has done its share"
+    ENDED = "has ended, or is being ended"
+
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -43,7 +55,6 @@ class Process:
     """A forked child.
 
     Attributes:
-        pid: Its process id.
         ended: How it ended, once :meth:`reap` has seen it.
     """
 

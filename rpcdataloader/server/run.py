@@ -11,15 +11,17 @@ import resource
 import socket
 from collections.abc import Callable, Sequence
 
+from rpcdataloader.host.pages import collapse_pages
+from rpcdataloader.host.resources import machine_id
 from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.node import NodeServer, stopping_on_signals, write_to_stderr
 from rpcdataloader.server.processes import num_threads
 from rpcdataloader.server.settings import ServerSettings
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.channel import local_identity
+from rpcdataloader.wire.connecting import listen_tcp, listen_unix, resolve
 from rpcdataloader.wire.credentials import Credentials, load_credentials
-from rpcdataloader.wire.identity import local_identity, machine_id
-from rpcdataloader.wire.listening import listen_tcp, listen_unix, resolve
 from rpcdataloader.wire.registration import Registration
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -94,6 +96,7 @@ def run_server(
     # A collection that visits all that torch has made takes 0.1 s, and copies 50 MB in a fork.
     gc.collect()
     gc.freeze()
+    collapse_pages()
     try:
         context = ServerContext(
             node=socket.gethostname(),

@@ -28,6 +28,7 @@ from rpcdataloader.server.events import (
     Decided,
     Drain,
     GaveUp,
+    Link,
     Printed,
     SessionBegun,
     SessionKnown,
@@ -39,11 +40,9 @@ from rpcdataloader.server.events import (
     WorkerEnded,
     WorkerForked,
 )
-from rpcdataloader.server.life import Life
-from rpcdataloader.server.link import Link
 from rpcdataloader.server.loop import Loop
 from rpcdataloader.server.output import redirect_output, tell_client, tell_nobody
-from rpcdataloader.server.processes import fork, name_process
+from rpcdataloader.server.processes import Life, fork, name_process
 from rpcdataloader.server.stack_desk import ForkedWorker, StackDesk
 from rpcdataloader.server.stacks import StackPipe, dump_stacks_on_signal
 from rpcdataloader.server.worker import run_worker_process
@@ -66,12 +65,7 @@ MAX_UNAUTHENTICATED = 256
 
 
 def run_session(channel: Channel, node: Link, context: ServerContext, peer: str, row: Row) -> None:
-    """Serve an authenticated control connection until it ends.
-
-    Args:
-        peer: Address at the other end.
-        row: Counts what this process does.
-    """
+    """Serve an authenticated control connection until it ends."""
     # With --insecure, or in the embedded pool, nobody has read and removed it.
     os.environ.pop(TOKEN_VARIABLE, None)
     name_process("rpcdl-session")

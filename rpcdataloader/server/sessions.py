@@ -1,17 +1,21 @@
-"""The sessions as their node server sees them: what they tell it, whom it admits, what it counts and logs of them."""
+"""The sessions as their node server sees them: what they tell it, whom it admits, what it counts, logs and removes."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
+import secrets
 import select
 import socket
+import subprocess
+import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterator
 
-from rpcdataloader.server.admission import Admission
-from rpcdataloader.server.children import AdmittedWorker, ClientSession, OpenGate
+from rpcdataloader.server.children import AdmittedWorker, ClientSession, OpenGate, become
 from rpcdataloader.server.connections import AcceptedConnection
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import SESSION, WORKER
@@ -33,7 +37,6 @@ from rpcdataloader.server.events import (
     WorkerEnded,
     WorkerForked,
 )
-from rpcdataloader.server.folders import Folders
 from rpcdataloader.server.loop import Loop
 from rpcdataloader.server.output import Outputs
 from rpcdataloader.wire import transport
@@ -45,14 +48,7 @@ _CLIENT_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 class Sessions:
-    """The sessions of a node server.
-
-    Args:
-        context: What they were told.
-        admission: Who gets a worker.
-        loop: Where their connections are watched.
-        outputs: Take the lines that they and their workers print.
-    """
+    """The sessions of a node server."""
 
     def __init__(self, context: ServerContext, admission: Admission, loop: Loop, outputs: Outputs) -> None:
         self._context = context
@@ -77,13 +73,9 @@ class Sessions:
         rank = -1 if origin.rank is None else origin.rank
         self._counters.describe(gate.row, kind=SESSION, client=origin.client, rank=rank, job=origin.job)
         traffic = self._counters.row(gate.row).control
-        session = ClientSession(
-            process=gate.process,
-            link=gate.link,
-            sock=gate.sock,
-            source=gate.source,
-            peer=gate.peer,
-            row=gate.row,
+        session = become(
+            gate,
+            ClientSession,
             id=begun.id,
             client=begun.name,
             connection=AcceptedConnection(begun.peer, origin, traffic),
@@ -230,3 +222,84 @@ class Sessions:
         for worker in session.workers.values():
             worker.connection.closed(f"its session has ended: {reason}")
         session.connection.closed(reason)
+
+
+class Admission:
+    """Who gets a worker: a cap on all of them with a fair share for every client, and a cap on those of one client.
+
+    Clients are any hashable. A client that has reached its share waits, and one that came late gets its own as soon as
+    workers end; those that run are never taken away.
+
+    Args:
+        max_workers: Cap on all workers together; None for no cap.
+        max_per_client: Cap on the workers of one client; None for no cap but its fair share.
+
+    Attributes:
+        held: Workers of each client.
+    """
+
+    def __init__(self, max_workers: int | None, max_per_client: int | None = None) -> None:
+        self._max_workers = max_workers
+        self._max_per_client = max_per_client
+        self.held: Counter[Hashable] = Counter()
+
+    def admit(self, client: Hashable) -> str | None:
+        """Give ``client`` one more worker; returns None, or why it gets none now."""
+        if self._max_per_client is not None and self.held[client] >= self._max_per_client:
+            return f"this client has its {self._max_per_client} connections (--max-connections-per-client)"
+        if self._max_workers is not None:
+            total = self.held.total()
+            if total >= self._max_workers:
+                return f"all {self._max_workers} connections are in use (--max-connections)"
+            others = sum(1 for other in self.held if other != client)
+            share = max(1, self._max_workers // (others + 1))
+            if self.held[client] >= share:
+                return f"this client has its share of {share} of {self._max_workers} connections (--max-connections)"
+        self.held[client] += 1
+        return None
+
+    def release(self, client: Hashable, count: int = 1) -> None:
+        """``count`` workers of ``client`` have ended."""
+        self.held[client] -= count
+        if self.held[client] <= 0:
+            del self.held[client]
+
+
+class Folders:
+    """The folders in which the sessions of a node server keep modules of their clients.
+
+    Named here, made by a session that gets modules, and removed when that has ended, however it did.
+    """
+
+    def __init__(self) -> None:
+        self._ended: set[str] = set()
+
+    def name(self) -> str:
+        """A path that is used by one session alone; empty if there is no place for temporary files."""
+        try:
+            return os.path.join(tempfile.gettempdir(), f"rpcdataloader-{secrets.token_hex(16)}")
+        except FileNotFoundError:
+            return ""
+
+    def remove(self, path: str, *, wait: bool = False) -> None:
+        """Remove the folder of a session that has ended, if there is one.
+
+        A program does it, as the client may have put any number of files there, at any depth. A worker that the session
+        has left behind may write a file until the kernel has ended it: what could not be removed then goes with the
+        next one.
+
+        Args:
+            wait: Until it is done; otherwise this returns at once.
+        """
+        self._ended = {folder for folder in {*self._ended, path} if _is_ours(folder)}
+        if self._ended:
+            command = 'exec >/dev/null 2>&1; rm -rf -- "$@"' + ("" if wait else " &")
+            with contextlib.suppress(OSError):
+                subprocess.run(["sh", "-c", command, "sh", *self._ended], stdin=subprocess.DEVNULL, check=False)
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        return os.lstat(path).st_uid == os.getuid()
+    except OSError:
+        return False

@@ -9,10 +9,14 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpcdataloader.host.cpus import available_cpus
+from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.wire.certificates import TlsFiles, name_files
 
 WILDCARDS = ("0.0.0.0", "::")
+
+
+def _option(default: Any, text: str, metavar: str | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "metavar": metavar})
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,96 +27,63 @@ class ServerSettings:
         ValueError: A value is out of range, or two contradict each other.
     """
 
-    host: str = field(
-        default="127.0.0.1",
-        metadata={
-            "help": "address or name to listen on, such as that of one network card, or unix:/path for a Unix socket; "
-            "0.0.0.0 or :: for every interface"
-        },
+    host: str = _option(
+        "127.0.0.1",
+        "address or name to listen on, such as that of one network card, or unix:/path for a Unix socket; "
+        "0.0.0.0 or :: for every interface",
     )
-    port: str = field(
-        default="6543",
-        metadata={"help": "port: a number, 0 for any free one, or FIRST-LAST for the first free one of a range"},
+    port: str = _option("6543", "port: a number, 0 for any free one, or FIRST-LAST for the first free one of a range")
+    advertise: str = _option(
+        "",
+        "host name or address that clients shall use, shown in the ready line "
+        "(default: the address listened on, or this machine's name when it listens on every interface)",
     )
-    advertise: str = field(
-        default="",
-        metadata={
-            "help": "host name or address that clients shall use, shown in the ready line "
-            "(default: the address listened on, or this machine's name when it listens on every interface)"
-        },
+    num_workers: int = _option(
+        0,
+        "worker processes that the server offers; 0 for as many as there are CPUs for it: the least of CPU "
+        "affinity, cgroup quota and SLURM_CPUS_PER_TASK",
     )
-    num_workers: int = field(
-        default=0,
-        metadata={
-            "help": "worker processes that the server offers; 0 for as many as there are CPUs for it: the least of CPU "
-            "affinity, cgroup quota and SLURM_CPUS_PER_TASK"
-        },
+    parallel: int = _option(
+        1, "threads per worker that run the calls of rpc_async; batches are always loaded one at a time"
     )
-    parallel: int = field(
-        default=1,
-        metadata={
-            "help": "threads per worker that run the calls of rpc_async; batches are always loaded one at a time"
-        },
+    timeout: float = _option(
+        120.0, "seconds that an rpc_async call may take when its caller set no limit; 0 for no limit"
     )
-    timeout: float = field(
-        default=120.0,
-        metadata={"help": "seconds that an rpc_async call may take when its caller set no limit; 0 for no limit"},
+    max_connections: int = _option(
+        0, "cap on the workers of all clients together, shared fairly; 0 for 4 times --num-workers"
     )
-    max_connections: int = field(
-        default=0,
-        metadata={"help": "cap on the workers of all clients together, shared fairly; 0 for 4 times --num-workers"},
+    max_connections_per_client: int = _option(
+        0,
+        "cap on the workers of one client, which is one training process; 0 for none but its fair share of "
+        "--max-connections",
     )
-    max_connections_per_client: int = field(
-        default=0,
-        metadata={
-            "help": "cap on the workers of one client, which is one training process; 0 for none but its fair share of "
-            "--max-connections"
-        },
+    max_tasks_per_worker: int = _option(
+        0,
+        "batches after which a worker of a loader ends and another one takes its place, so that memory "
+        "which decoders leak is given back; 0 for no limit",
     )
-    max_tasks_per_worker: int = field(
-        default=0,
-        metadata={
-            "help": "batches after which a worker of a loader ends and another one takes its place, so that memory "
-            "which decoders leak is given back; 0 for no limit"
-        },
+    preload: tuple[str, ...] = _option(
+        (), "modules to import before the first client comes, separated by commas: every worker shares them"
     )
-    preload: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "help": "modules to import before the first client comes, separated by commas: every worker shares them"
-        },
+    tls_cert: str = _option(
+        "",
+        "speak TLS, with nobody who does not, and show the certificate in this PEM file; needs --tls-key "
+        "and --tls-ca (default: none)",
+        "FILE",
     )
-    tls_cert: str = field(
-        default="",
-        metadata={
-            "metavar": "FILE",
-            "help": "speak TLS, with nobody who does not, and show the certificate in this PEM file; needs --tls-key "
-            "and --tls-ca (default: none)",
-        },
+    tls_key: str = _option("", "PEM file with the private key of --tls-cert (default: none)", "FILE")
+    tls_ca: str = _option(
+        "", "PEM file with the certificates of the CA that has signed those of clients (default: none)", "FILE"
     )
-    tls_key: str = field(
-        default="",
-        metadata={"metavar": "FILE", "help": "PEM file with the private key of --tls-cert (default: none)"},
-    )
-    tls_ca: str = field(
-        default="",
-        metadata={
-            "metavar": "FILE",
-            "help": "PEM file with the certificates of the CA that has signed those of clients (default: none)",
-        },
-    )
-    grace: float = field(
-        default=30.0,
-        metadata={"help": "seconds that running tasks get to finish after SIGTERM; a second SIGTERM ends them at once"},
+    grace: float = _option(
+        30.0, "seconds that running tasks get to finish after SIGTERM; a second SIGTERM ends them at once"
     )
 
-    register: str = field(
-        default="",
-        metadata={
-            "metavar": "DIR",
-            "help": "directory in which clients find this server, with workers='@DIR', for as long as it takes any; "
-            "made if it is missing (default: none)",
-        },
+    register: str = _option(
+        "",
+        "directory in which clients find this server, with workers='@DIR', for as long as it takes any; "
+        "made if it is missing (default: none)",
+        "DIR",
     )
 
     def __post_init__(self) -> None:

@@ -7,10 +7,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rpcdataloader.server.events import WorkerStack
-from rpcdataloader.server.life import Life
-from rpcdataloader.server.link import Link
-from rpcdataloader.server.processes import Process
+from rpcdataloader.server.events import Link, WorkerStack
+from rpcdataloader.server.processes import Life, Process
 from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackReader
 from rpcdataloader.wire.messages import StackRequest
 
@@ -20,10 +18,8 @@ class ForkedWorker:
     """A worker as its session sees it.
 
     Attributes:
-        peer: Address at the other end of its connection.
         deadline: When it must have authenticated its client; of one that is starting.
         failure: Why it gave up, in its own words.
-        row: Its place among the counters, once it has one.
     """
 
     number: int
@@ -42,8 +38,6 @@ class _Look:
     """A status gate wants the stacks of all workers.
 
     Attributes:
-        file: Takes a line per worker.
-        pipe: Closed when all lines are there.
         waiting: Numbers of the workers whose line is not there yet.
     """
 
@@ -62,12 +56,7 @@ class _Look:
 
 
 class StackDesk:
-    """The requests for stacks that are under way.
-
-    Args:
-        workers: Of the session, by number; changes with it.
-        reply: Sends the answer to a request of the client.
-    """
+    """The requests for stacks that are under way."""
 
     def __init__(self, workers: Mapping[int, ForkedWorker], reply: Callable[[int, str], None]) -> None:
         self._workers = workers

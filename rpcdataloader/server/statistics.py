@@ -15,12 +15,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rpcdataloader.errors import RemoteProtocolError
-from rpcdataloader.host.cpus import available_cpus
-from rpcdataloader.host.proc import memory_bytes, process_use, unread_bytes
+from rpcdataloader.host.resources import available_cpus, memory_bytes, process_use, unread_bytes
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import SESSION, WORKER, Row
-from rpcdataloader.server.events import TellsStatus, WantsStacks, WorkerStack
-from rpcdataloader.server.link import Link
+from rpcdataloader.server.events import Link, TellsStatus, WantsStacks, WorkerStack
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.status import ClientStatus, NodeStatus, Report, StatusRequest, WorkerStatus

@@ -29,18 +29,13 @@ from rpcdataloader.server.connections import Origin
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable
-from rpcdataloader.server.events import Authenticated, Decided, Drain, GaveUp
-from rpcdataloader.server.handles import HandleTable
-from rpcdataloader.server.life import Life
-from rpcdataloader.server.link import Link
+from rpcdataloader.server.events import Authenticated, Decided, Drain, GaveUp, Link
 from rpcdataloader.server.meter import Meter
-from rpcdataloader.server.outbox import Outbox
 from rpcdataloader.server.output import tell_client
-from rpcdataloader.server.processes import keep_freed_memory, name_process, prefer_for_oom
-from rpcdataloader.server.requests import MAX_WAITING_BYTES, Requests
-from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel
+from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
+from rpcdataloader.server.requests import MAX_WAITING_BYTES, HandleTable, Outbox, Requests
+from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
 from rpcdataloader.wire.frames import Flag, Message, MessageType
-from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Encoded, dumps_exception, dumps_reply, loads
 from rpcdataloader.wire.preamble import Preamble
@@ -60,9 +55,7 @@ def run_worker_process(
     """Serve one worker connection until its client has gone; the session limits the time of the handshake.
 
     Args:
-        preamble: What the gate read from ``stream``.
         session: Link to the session, which asks the node server whether there is room.
-        datasets: What the session has built or knows how to build.
         number: Of this worker in its session, from 1.
     """
     name_process("rpcdl-worker")

@@ -13,13 +13,12 @@ from rpcdataloader.errors import AuthenticationError, ConnectionLostError, Remot
 from rpcdataloader.status.report import Answer
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.certificates import TlsCredentials
-from rpcdataloader.wire.channel import Channel, open_channel
+from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.credentials import client_credentials
-from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import MessageType
-from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.preamble import STATUS_ID
 from rpcdataloader.wire.status import NodeStatus, StatusRequest
+from rpcdataloader.wire.transport import Deadline
 
 
 class Places:
@@ -74,7 +73,6 @@ class Asker:
     So one that drains, and takes no connections any more, can be watched until it ends.
 
     Args:
-        tls: For TCP; None to do without.
         timeout: Seconds that each answer may take.
     """
 
@@ -88,9 +86,6 @@ class Asker:
 
         One that was asked before and is not among them any more, because it drains and has left its register, is asked
         for as long as it answers.
-
-        Args:
-            stacks: With the stacks of the workers.
         """
         leaving = [address for address in list(self._channels) if address not in addresses]
         answers: dict[Address, Answer] = {}

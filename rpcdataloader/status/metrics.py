@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rpcdataloader.status.report import STATES, Tree
-from rpcdataloader.wire.printable import printable
+from rpcdataloader.wire.lines import printable
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

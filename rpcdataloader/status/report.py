@@ -50,7 +50,6 @@ def make_document(time: float, answers: Sequence[Answer], ignored: dict[str, str
 
     Args:
         time: Seconds since 1970.
-        answers: One of each node server.
         ignored: Files of registers that were not used, with the reason.
         before: The document of the look before; None if this is the first one.
     """

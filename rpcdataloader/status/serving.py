@@ -16,6 +16,7 @@ import hmac
 import http.server
 import ipaddress
 import json
+import math
 import os
 import re
 import socket
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,6 @@ from urllib.parse import urlsplit
 
 from rpcdataloader.errors import AuthenticationError
 from rpcdataloader.status import metrics
-from rpcdataloader.status.history import History
 from rpcdataloader.status.report import Tree
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import client_credentials, load_credentials
@@ -101,7 +102,6 @@ class StatusServer(socketserver.ThreadingTCPServer):
     """Answers requests from what the last look has left.
 
     Args:
-        place: Where to listen.
         token: What requests must show; None for none.
 
     Attributes:
@@ -258,3 +258,47 @@ def _is_loopback(place: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+SECONDS = 900.0
+
+# More lines cannot be told apart.
+_MAX_CLIENTS = 7
+
+
+class History:
+    """Points in memory, of which the oldest go.
+
+    Args:
+        interval: Seconds between two looks.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
+        self._points: deque[Tree] = deque(maxlen=max(2, math.ceil(SECONDS / interval)))
+
+    def add(self, document: Tree) -> None:
+        """Keep what matters of a look; its rates, only if they are over the time since the one before."""
+        nodes = [node for node in document["nodes"] if node["interval_seconds"]]
+        waits = {_name(client): client["loops"][0]["wait_share"] for client in document["clients"] if client["loops"]}
+        point: Tree = {"time": document["time_unix_seconds"], "waits": waits}
+        for name in "tasks", "sent_bytes":
+            point[name] = sum(node[f"{name}_per_second"] for node in nodes) if nodes else None
+        self._points.append(point)
+
+    def as_columns(self) -> Tree:
+        """Times, rates, and for those present clients that wait most, how much: lists of the same length.
+
+        With them comes the interval between two looks.
+        """
+        # The last look has them in that order.
+        names = list(self._points[-1]["waits"])[:_MAX_CLIENTS] if self._points else []
+        columns: Tree = {name: [point[name] for point in self._points] for name in ("time", "tasks", "sent_bytes")}
+        columns["interval_seconds"] = self._interval
+        columns["waits"] = {name: [point["waits"].get(name) for point in self._points] for name in sorted(names)}
+        return columns
+
+
+def _name(client: Tree) -> str:
+    rank = "" if client["rank"] is None else f" rank {client['rank']}"
+    return f"{client['host']}:{client['pid']}{rank}"

@@ -31,7 +31,6 @@ class TlsFiles:
 
     Attributes:
         cert: What this side shows, with the certificates between it and the CA behind it, if there are any.
-        key: The private key of ``cert``.
         ca: One or more certificates; the other side's must be signed by one of them.
     """
 

@@ -7,10 +7,14 @@ sealed; one thread receives.
 from __future__ import annotations
 
 import functools
+import os
+import platform
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 
 from rpcdataloader.errors import (
     AuthenticationError,
@@ -25,7 +29,6 @@ from rpcdataloader.wire.buffers import Allocate, BlockBytes, heap_blocks
 from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsCredentials, TlsFiles
 from rpcdataloader.wire.connecting import connect
 from rpcdataloader.wire.credentials import Credentials
-from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
     Decoder,
@@ -35,10 +38,10 @@ from rpcdataloader.wire.frames import (
     encode,
 )
 from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake, TlsError
-from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
+from rpcdataloader.wire.preamble import PREAMBLE_SIZE, PROTOCOL_VERSION, Preamble
 from rpcdataloader.wire.stages import Arrival
 from rpcdataloader.wire.tls import AnsweredInClearError, TlsStream
-from rpcdataloader.wire.transport import Stream
+from rpcdataloader.wire.transport import Deadline, Stream
 
 MAX_SENT_NOW_BYTES = 4096
 
@@ -64,7 +67,6 @@ class Channel:
 
     Attributes:
         name: The peer, for messages: an address or ``"client host:pid"``.
-        peer: What the peer's HELLO said of it.
         differences: Versions that differ between the two sides without being refused.
         recv: Receives the next message; None when the peer has finished and closed between two messages. Raises
             RemoteProtocolError when the peer sent something forbidden, or somebody altered it on the way, and
@@ -341,3 +343,34 @@ def _send_farewell(stream: Stream, data: bytes) -> None:
     except RPCError:
         return
     stream.finish()
+
+
+# Slurm's are numbers. A longer one must not make a HELLO too long to be sent.
+_MAX_JOB_CHARS = 64
+
+
+def local_identity(role: str, rank: int | None = None) -> Identity:
+    """Describe this process."""
+    return Identity(
+        role=role,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        rank=rank,
+        protocol=PROTOCOL_VERSION,
+        python_implementation=platform.python_implementation(),
+        python_version=platform.python_version(),
+        machine=platform.machine(),
+        torch=_version("torch"),
+        numpy=_version("numpy"),
+        cloudpickle=_version("cloudpickle"),
+        # A server tells strangers no more than it must.
+        job=os.environ.get("SLURM_JOB_ID", "")[:_MAX_JOB_CHARS] if role == "client" else "",
+    )
+
+
+@functools.cache
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # built in place, without metadata; or not needed to say hello
+        return "unknown"

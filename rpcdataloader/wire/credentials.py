@@ -79,8 +79,6 @@ def load_credentials(
     That file is created on first use. It is the same for all processes, and all machines, that share a home directory.
 
     Args:
-        token: The secret itself.
-        token_file: A file that holds it.
         environ: ``RPCDATALOADER_TOKEN_FILE`` and ``RPCDATALOADER_TOKEN`` are looked up here. The latter is removed,
             whether it is used or not, and remembered for later calls.
 
@@ -139,7 +137,6 @@ def client_credentials(address: Address, environ: MutableMapping[str, str] = os.
     """The secret for a connection to ``address``: that of a pool; none where ``RPCDATALOADER_INSECURE`` allows that.
 
     Args:
-        address: Of the node server.
         environ: ``RPCDATALOADER_INSECURE`` is ``unix`` (no secret on Unix sockets) or ``tcp`` (none at all).
 
     Raises:

@@ -70,7 +70,6 @@ def reduce_by_value(definition: Any, reduction: tuple[Any, ...]) -> tuple[Any, .
     """Extend cloudpickle's recipe for a definition by its origin.
 
     Args:
-        definition: The function or class.
         reduction: As ``reducer_override`` returns it: make, args, state, None, None, set_state.
     """
     make, args, state, _, _, set_state = reduction

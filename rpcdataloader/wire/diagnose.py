@@ -22,9 +22,7 @@ def find_culprit(obj: Any, path: str, error: BaseException, attempt: Attempt) ->
     """Find the innermost part that cannot be pickled.
 
     Args:
-        obj: What cannot be pickled as a whole.
         path: What the caller calls it.
-        error: What happened when it was pickled.
         attempt: Pickles its argument and returns the error, or None.
 
     Returns:

@@ -135,8 +135,6 @@ class Message:
     """One message, as it was received.
 
     Attributes:
-        type: A :class:`MessageType`.
-        flags: Bits of :class:`Flag`.
         request_id: Chosen by the client; a reply carries that of its request.
         payload: Belongs to the receiver: the memory is not used again for other messages.
         blocks: What the allocator gave, filled.
@@ -163,9 +161,6 @@ class Sealer:
 
     Not thread-safe, and the order matters: messages are sealed in the order in which they are sent, which means under
     the connection's send lock.
-
-    Attributes:
-        num_sealed: Messages so far.
     """
 
     __slots__ = ("_inner", "_outer", "num_sealed")
@@ -204,11 +199,9 @@ def encode(
 
     Args:
         sealer: Of this direction; None in the handshake. Untouched when an error is raised.
-        type: A :class:`MessageType`.
         request_id: 0 when the message belongs to no request.
         payload: Usually a pickle.
         buffers: The blocks: C-contiguous, of any format and shape, empty ones included.
-        flags: Bits of :class:`Flag`.
         limits: Those of the receiver. Checked here too: it would answer by closing the connection.
 
     Returns:

@@ -30,8 +30,8 @@ from typing import Any, ClassVar, Literal
 from rpcdataloader.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
 from rpcdataloader.wire import plain
 from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, Message, MessageType, Sealer, encode
+from rpcdataloader.wire.lines import printable
 from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
-from rpcdataloader.wire.printable import printable
 
 NONCE_SIZE = 32
 _PROOF_SIZE = hashlib.sha256().digest_size
@@ -54,17 +54,9 @@ class Identity:
     """What one side says about itself in HELLO.
 
     Attributes:
-        role: ``"client"`` or ``"server"``.
-        host: Name of the machine, for messages.
-        pid: Of the process that holds the connection.
         rank: In a distributed job; None outside of one.
-        protocol: Version of the wire protocol.
         python_implementation: Such as ``"CPython"``.
         python_version: Such as ``"3.11.7"``.
-        machine: Such as ``"x86_64"``.
-        torch: Version of torch.
-        numpy: Version of numpy.
-        cloudpickle: Version of cloudpickle.
         job: Of Slurm, for the log; empty outside of one, or for a peer that says nothing of it.
     """
 
@@ -92,7 +84,6 @@ class Established:
     Attributes:
         send: Seals what this side sends from now on.
         receive: Checks what this side receives from now on.
-        peer: What the other side said about itself.
         differences: Versions that differ and may matter, for one warning.
     """
 
@@ -223,8 +214,6 @@ class ClientHandshake(_Handshake):
     """The side that connected; it has the preamble and its HELLO to send from the start.
 
     Args:
-        secret: The shared secret.
-        identity: Of this process, with the role ``"client"``.
         session_id: 16 bytes, zero to start a session.
         nonce: 32 bytes, fresh and random when left out, which only tests must not do.
         tls: Whether TLS begins after the preamble, see :meth:`preamble_to_send`.
@@ -255,8 +244,6 @@ class ServerHandshake(_Handshake):
     """The side that accepted the connection.
 
     Args:
-        secret: The shared secret.
-        identity: Of this process, with the role ``"server"``.
         preamble: What the client sent before its HELLO.
         nonce: 32 bytes, fresh and random when left out, which only tests must not do.
     """

@@ -1,4 +1,4 @@
-"""A limit on lines that are passed on, in bytes per second, and a count of the others. Pure."""
+"""Lines of others, fit for a terminal and a log: without what could do something to these, and not too many. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _LINE_BYTES = 64
 
 
 class LineLimit:
-    """After the first line that is left out, all are until the second is over, so that the note stands in their place.
+    """A limit on lines that are passed on, in bytes per second, and a count of the others.
+
+    After the first line that is left out, all are until the second is over, so that the note stands in their place.
 
     Args:
         emit: Takes the note of how many were left out; returns whether it could.
@@ -54,3 +56,19 @@ class LineLimit:
             self._num_left_out, self.due = 0, math.inf
         else:
             self.due = now + 1.0
+
+
+def printable(text: str, keep: str = "") -> str:
+    """``text`` without what could do something to a terminal, or begin a line: a question mark is in its place.
+
+    Args:
+        keep: Characters to leave as they are.
+    """
+    return "".join(char if char.isprintable() or char in keep else "?" for char in text)
+
+
+def escaped(text: str) -> str:
+    """``text`` with what could do something to a terminal written as in ``\\x1b``; tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\t" else ascii(char)[1:-1] for char in text)

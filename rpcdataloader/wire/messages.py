@@ -21,10 +21,7 @@ class Welcome(Json):
     """The server is ready for requests.
 
     Attributes:
-        node: Host name of the server.
-        pid: Process that serves this connection.
         session: Hexadecimal session id, for the worker connections that follow.
-        num_workers: What the node server advertises.
         worker: Number of this worker in its session; 0 for the session itself.
         takes_reports: Whether the session knows REPORT. An older one would wait for what comes after it.
     """
@@ -101,7 +98,6 @@ class Build:
 
     Attributes:
         key: Chosen by the client; the same on all its nodes.
-        name: For messages.
         generators: States of the client's random generators, which a constructor may draw from.
         pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``; its blocks are the message's.
     """

@@ -50,7 +50,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Takes dense tensors and other large buffers out of the pickle.
 
     Args:
-        file: What to write to.
         buffers: Takes large numpy arrays. None pickles these in band, and tensors as torch does.
 
     Attributes:
@@ -114,8 +113,6 @@ class RequestPickler(Pickler):
     """Pickles what a client sends.
 
     Args:
-        file: What to write to.
-        buffers: As for :class:`Pickler`.
         persistent_id: Called with every object; what it returns replaces the object on the wire, None keeps it.
     """
 
@@ -155,7 +152,6 @@ class Unpickler(pickle.Unpickler):
     """Reads what both picklers write; made with the pickle and with what the pickler put into ``buffers``.
 
     Attributes:
-        tensors: Of the message.
         adopt_main: Give definitions from the client's ``__main__`` their names in ours.
         resolve: Returns what ``persistent_id`` replaced.
     """

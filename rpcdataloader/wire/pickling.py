@@ -25,9 +25,8 @@ from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.diagnose import USER_ERRORS, find_culprit
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.movable import Movable, MovableUnpickler
 from rpcdataloader.wire.picklers import PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler, UnresolvedError
-from rpcdataloader.wire.rebuild import inline_memory, rebuild, rebuild_inline
+from rpcdataloader.wire.rebuild import Movable, MovableUnpickler, inline_memory, rebuild, rebuild_inline
 from rpcdataloader.wire.slabs import Allocator, Block
 from rpcdataloader.wire.tensors import Index
 
@@ -208,10 +207,6 @@ def loads(
 
 def result_of(reply: Message | RPCError, allocator: Allocator, movable: Movable | None = None) -> Any:
     """The result that a reply carries; ``movable`` as for :func:`loads`.
-
-    Args:
-        reply: A REPLY or an ERROR, or why there is none.
-        allocator: Where its blocks were received.
 
     Raises:
         Exception: What the request raised, or why there is no reply.

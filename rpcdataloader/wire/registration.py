@@ -32,23 +32,19 @@ MAX_SILENCE = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A node server that can be found.
+    """A node server that can be found; of one behind a name, no more is known than its address.
 
     Attributes:
-        address: Where clients connect to.
-        num_workers: How many workers it offers.
-        host: Name of its machine, for people.
-        pid: Of the server.
-        machine: Tells machines apart (:func:`~rpcdataloader.wire.identity.machine_id`).
+        machine: Tells machines apart (:func:`~rpcdataloader.host.resources.machine_id`).
         started: When it registered, in seconds of the file system's clock.
     """
 
     address: Address
-    num_workers: int
-    host: str
-    pid: int
-    machine: str
-    started: float
+    num_workers: int = 1
+    host: str = ""
+    pid: int = 1
+    machine: str = ""
+    started: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.pid < 1:

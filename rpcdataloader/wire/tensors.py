@@ -55,7 +55,6 @@ class Index(NamedTuple):
     """What the receiver must know to rebuild the tensors of a message. Tensors are numbered as the pickler met them.
 
     Attributes:
-        num_tensors: How many there are.
         layouts: The different layouts, to which the rest refers by position.
         blocks: For each region that is a block of its own, the tensors on it.
         slabs: What lies in each slab; these are the blocks after those. *Regions* hold any tensors, also several

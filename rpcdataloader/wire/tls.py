@@ -15,9 +15,8 @@ from collections.abc import Sequence
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.certificates import TlsCredentials, reason_of
-from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.handshake import TlsError
-from rpcdataloader.wire.transport import Stream
+from rpcdataloader.wire.transport import Deadline, Stream
 
 # What one system call moves and one hold of the lock encrypts: some 50 us of work.
 CHUNK_BYTES = 128 * 1024

@@ -1,6 +1,6 @@
 """Every socket call on a connection: options, exact receives and gathered sends.
 
-Nothing above this module, ``connecting`` and ``listening`` touches a socket or sees an ``OSError`` of one: failures
+Nothing above this module and ``connecting`` touches a socket or sees an ``OSError`` of one: failures
 leave here as :class:`~rpcdataloader.errors.ConnectError` or :class:`~rpcdataloader.errors.ConnectionLostError` with
 their cause.
 """
@@ -16,13 +16,13 @@ import socket
 import struct
 import sys
 import termios
+import threading
+import time
 import weakref
-from collections.abc import MutableSequence, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, MutableSequence, Sequence
 from typing import Any
 
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RPCTimeoutError
-from rpcdataloader.wire.deadline import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -58,14 +58,6 @@ _TCP_INFO = struct.Struct("=2xBB48xII")
 _TCP_TIMES = struct.Struct("=168xQQ")
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """Who is at the other end of a Unix socket, as the kernel knows it."""
-
-    pid: int
-    uid: int
-
-
 class Stream:
     """A connected stream socket: gathered sends and exact receives.
 
@@ -74,7 +66,6 @@ class Stream:
     whose few bytes need a deadline and no speed.
 
     Args:
-        name: The peer, for messages.
         traffic: Two counters, to which the bytes received and sent are added.
 
     Attributes:
@@ -266,10 +257,10 @@ class Stream:
         """
         if self._sock.family != socket.AF_UNIX:
             return
-        peer = peer_of(self._sock)
-        if peer.uid not in (0, os.geteuid()):
+        uid = peer_uid(self._sock)
+        if uid not in (0, os.geteuid()):
             raise AuthenticationError(
-                f"{self.name} belongs to user id {peer.uid} and this process to {os.geteuid()}: "
+                f"{self.name} belongs to user id {uid} and this process to {os.geteuid()}: "
                 "without a secret only the same user may connect"
             )
 
@@ -311,10 +302,10 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_close_in_child)
 
 
-def peer_of(sock: socket.socket) -> Peer:
-    """Process and user at the other end of a connected Unix socket (``SO_PEERCRED``, unix(7))."""
-    pid, uid, _gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    return Peer(pid, uid)
+def peer_uid(sock: socket.socket) -> int:
+    """The user at the other end of a connected Unix socket (``SO_PEERCRED``, unix(7))."""
+    _pid, uid, _gid = struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid)
 
 
 def shut_down(sock: socket.socket) -> None:
@@ -356,3 +347,49 @@ def is_cut_off(sock: socket.socket) -> bool:
     patience = KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES
     # In milliseconds, since data and since an acknowledgement came.
     return bool(num_repeated + num_probes >= KEEPALIVE_PROBES and min(silent) >= patience * 1000)
+
+
+def _do_nothing() -> None:
+    pass
+
+
+class Deadline:
+    """A point in time that bounds several steps together.
+
+    Args:
+        timeout: Seconds from now, or None for no limit.
+    """
+
+    def __init__(self, timeout: float | None) -> None:
+        self.timeout = timeout
+        self._at = None if timeout is None else time.monotonic() + timeout
+        self._cancelled = threading.Event()
+        self._interrupt: Callable[[], None] = _do_nothing
+
+    def remaining(self) -> float | None:
+        """Seconds left, never negative; None when there is no limit."""
+        if self._cancelled.is_set():
+            return 0.0
+        return None if self._at is None else max(0.0, self._at - time.monotonic())
+
+    def cancel(self) -> None:
+        """Let the time be over now, and end pauses and waits of others; from any thread, idempotent."""
+        self._cancelled.set()
+        self._interrupt()
+
+    def when_cancelled(self, interrupt: Callable[[], None]) -> None:
+        """Have a wait of another kind ended by :meth:`cancel`, or now if that was called already.
+
+        Args:
+            interrupt: Replaces the one before. May be called twice.
+        """
+        self._interrupt = interrupt
+        if self._cancelled.is_set():
+            interrupt()
+
+    def pause(self, seconds: float) -> bool:
+        """Wait for ``seconds``; returns False at once if that would be beyond the limit, or when cancelled."""
+        remaining = self.remaining()
+        if remaining is not None and remaining <= seconds:
+            return False
+        return not self._cancelled.wait(seconds)

@@ -34,8 +34,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.batches import BatchTable
-from rpcdataloader.plan.options import PlanOptions
 
 from .__main__ import describe_machine
 from .loaders import LOADERS, PACKAGE

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -112,7 +113,7 @@ def connect(engine: str, address: str) -> Iterator[Any]:
             yield Dask(client)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 150.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s"
@@ -128,10 +129,14 @@ def lose_node(engine: Connected) -> Any:
         batches = list(itertools.islice(iterator, 20))
         servers = {int(pid) for batch in batches for pid in batch[2]}
         assert len(servers) == 2
-        secrets = [is_secret_shown(pid) for server in servers for pid in (server, parent_of(server))]
+        shown = [is_shown(workers.token, pid) for server in servers for pid in (server, parent_of(server))]
+        statuses = [ask_status(workers, token) for token in (workers.token, "another secret of 30 characters")]
         lost, before = min(servers), set(workers)
+        began = time.monotonic()
+        batches += itertools.islice(iterator, 200)
+        rate = 200 / (time.monotonic() - began)
         engine.kill_node_of(lost)
-        waits, began = [], time.monotonic()
+        waits, began, num_before = [], time.monotonic(), len(batches)
         replaced = None
         while replaced is None or time.monotonic() < replaced + 1.0:
             asked = time.monotonic()
@@ -140,16 +145,19 @@ def lose_node(engine: Connected) -> Any:
             # A worker whose node server was killed has another parent before it ends.
             if replaced is None and any(map(is_server, {int(pid) for pid in batches[-1][2]} - servers)):
                 replaced = time.monotonic()
+        lasted, num_loaded = time.monotonic() - began, len(batches) - num_before
         after = set(workers)
         wait_until(lambda: engine.num_taken() == 4)
         del iterator
     wait_until(lambda: engine.num_taken() == 0)
     return {
         "same": digest(batches) == digest(itertools.islice(iter(loader_of("inline", 100_000)), len(batches))),
-        "longest wait": max(waits),
-        "replaced after": replaced - began,
+        "longest wait": round(max(waits), 2),
+        "replaced after": round(replaced - began, 1),
+        "seconds lost": round(lasted - num_loaded / rate, 1),
         "addresses": [len(before), len(after), len(before & after)],
-        "secret shown": any(secrets),
+        "secret shown": any(shown),
+        "statuses": statuses,
         "batches": len(batches),
     }
 
@@ -160,9 +168,15 @@ def is_server(pid: int) -> bool:
     return False
 
 
-def is_secret_shown(pid: int) -> bool:
-    secret = Path(os.environ["RPCDATALOADER_TOKEN_FILE"]).read_bytes().strip()
-    return any(secret in Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+def is_shown(secret: str, pid: int) -> bool:
+    return any(secret.encode() in Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+
+
+def ask_status(workers: Any, token: str) -> int:
+    """Ask the node servers from a process outside of the engine; gives its exit status."""
+    environment = {**os.environ, "RPCDATALOADER_WORKERS": str(workers), "RPCDATALOADER_TOKEN": token}
+    command = [sys.executable, "-m", "rpcdataloader.status"]
+    return subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
 
 
 def grow(engine: Connected) -> Any:
@@ -170,7 +184,9 @@ def grow(engine: Connected) -> Any:
     with engine.pool((1, 4), 2) as workers:
         wait_until(lambda: engine.num_taken() == 6)
         wait_until(lambda: len(list(workers)) == 3)
-        iterator = iter(loader_of(workers, 1_000_000, 0.005))
+        loader = loader_of(next(iter(workers)), 1_000_000, 0.005)
+        iterator = iter(loader)
+        loader.add_workers(workers)
         servers: set[int] = set()
         while len(servers) < 3:
             servers |= {int(pid) for pid in next(iterator)[2]}
@@ -212,7 +228,6 @@ def load_share(workers: Any, rank: int, partition: Any = "auto") -> dict[str, An
         "indices": [int(index) for batch in batches for index in batch[0]],
         "servers": sorted({int(pid) for batch in batches for pid in batch[2]}),
         "workers": sorted({int(pid) for batch in batches for pid in batch[3]}),
-        "has token": "RPCDATALOADER_TOKEN_FILE" in os.environ,
     }
 
 

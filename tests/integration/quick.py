@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.connecting import connect
-from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.transport import Deadline
 from tests.conftest import READY_LINE, TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
 from tests.integration.zygote import Ended, Script, Zygote
 
 _LAUNCH = """
 import os, sys
 from rpcdataloader import launch
-from rpcdataloader.server import announcement, context, gate, lifeline, node, session, spares
+from rpcdataloader.server import announcement, context, gate, loop, node, run, session
+run.collapse_pages = lambda: None  # done before the fork
 {before}
 os._exit(launch.main(sys.argv[1:]))  # taking torch apart takes half a second
 """

@@ -28,15 +28,14 @@ from rpcdataloader.client import client as pool
 from rpcdataloader.client.exchange import read_welcome
 from rpcdataloader.errors import RPCError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.channel import open_channel
+from rpcdataloader.wire.channel import local_identity, open_channel
 from rpcdataloader.wire.credentials import load_credentials
-from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import HEADER_SIZE, Flag, MessageType, encode
 from rpcdataloader.wire.handshake import ClientHandshake
-from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call, Exited, pack_handles
 from rpcdataloader.wire.pickling import dumps, loads_exception
 from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
+from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, wait_until
 from tests.integration.quick import quick_server
 from tests.integration.tampering import recv_frame
@@ -61,7 +60,7 @@ FEW = settings(
 def server(zygote):
     """A server that does not wait long for strangers; at the end of the module, nothing is left of them in it."""
     limits = "node.GATE_TIMEOUT = 1.0; session.HANDSHAKE_TIMEOUT = 1.0; node.MAX_GATES = 8; node.GATE_PATIENCE = 0.05"
-    limits += "; context.MAX_REFUSALS = 10000; spares.MAX_SPARES = 1"
+    limits += "; context.MAX_REFUSALS = 10000; gate.MAX_SPARES = 1"
     with quick_server(zygote, "--max-connections", "64", before=limits) as server:
         wait_until(lambda: list(map(process_name, descendants(server.pid))) == ["rpcdl-spare"])
         descriptors = descriptors_of(server)

@@ -50,7 +50,12 @@ PAGES = {
 
 # What no test can run. A block that is added to these is a change here, too.
 NOT_RUN = {
-    "README.md": ["$ pip install .", "$ make demo"],
+    "README.md": [
+        "from torch.utils.data import DataLoader",
+        "from rpcdataloader import RPCDataloader, RPCDataset",
+        "$ pip install .",
+        "$ make demo",
+    ],
     "ssh.md": [
         "$ python -m rpcdataloader.ssh hosts",
         "$ python -m rpcdataloader.ssh hosts -- --register pool --preload torchvision &",
@@ -66,6 +71,7 @@ NOT_RUN = {
     "pools.md": [
         "import ray",
         "from distributed import Client",
+        'environment = {**os.environ, "RPCDATALOADER_WORKERS": str(workers), "RPCDATALOADER_TOKEN": workers.token}',
         "from ray.train import ScalingConfig",
         "def train(workers, rank, world_size):",
     ],
@@ -78,7 +84,6 @@ NOT_RUN = {
     ],
     "storage-formats-measured.md": ["$ python -m examples.storage_formats --cost"],
     "monitoring.md": ["$ python -m rpcdataloader.status --serve 9100 @pool", "$ cd examples/monitoring"],
-    "index.md": ["from torchvision.datasets import ImageFolder"],
     "testing.md": ["$ python -m tests.benchmark --record"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
     "waiting-measured.md": ["$ python -m tests.benchmark.notes --sets 4 --rounds 40"],

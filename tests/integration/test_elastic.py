@@ -120,6 +120,36 @@ def test_workers_can_be_added_and_removed_by_hand(serve):
     assert take(iterator, 300) == ([*range(300)], {servers[0].pid, servers[2].pid})
 
 
+def test_directory_that_is_added_is_followed_until_it_is_removed(serve, register):
+    named, other = serve("--num-workers", "1"), serve("--num-workers", "1")
+    loader = RPCDataloader(Hosted(400), workers=named.address)
+    iterator = iter(loader)
+    first = register()
+    loader.add_workers(register.workers)
+    wait_for_crew(iterator, 3)
+    second = register()
+    wait_for_crew(iterator, 5)
+    assert take(iterator, 100) == ([*range(100)], {named.pid, first.pid, second.pid})
+    first.signal(signal.SIGTERM)
+    wait_for_crew(iterator, 3)
+    loader.add_workers(other.address)
+    wait_for_crew(iterator, 4)
+    loader.remove_workers([other.address, named.address])
+    wait_for_crew(iterator, 2)
+    take(iterator, 40)
+    assert take(iterator, 400) == ([*range(140, 400)], {second.pid})
+    loader.add_workers(named.address)
+    iterator = iter(loader)
+    wait_for_crew(iterator, 3)
+    assert take(iterator, 20)[1] == {named.pid, second.pid}
+    loader.remove_workers(register.workers)
+    wait_for_crew(iterator, 1)
+    register()
+    take(iterator, 20)
+    assert take(iterator, 400) == ([*range(40, 400)], {named.pid})
+    assert take(iter(loader), 400) == ([*range(400)], {named.pid})
+
+
 def test_server_that_was_removed_can_be_added_again_in_the_same_epoch(serve):
     servers = [serve("--num-workers", "1") for _ in range(2)]
     loader = RPCDataloader(Hosted(300), workers=[server.address for server in servers])
@@ -148,5 +178,5 @@ def test_wrong_workers_to_add_or_remove_are_named(shared_server):
         loader.add_workers("127.0.0.1:1")
     assert [int(number) for number in loader] == list(range(20))
     for loader in RPCDataloader(datasets.Numbers()), RPCDataloader(datasets.Numbers(), num_workers=1):
-        with pytest.raises(ValueError, match="are not named one by one"):
+        with pytest.raises(ValueError, match="are not on node servers"):
             loader.add_workers(address)

@@ -208,12 +208,17 @@ class ImageNet:
     """What is the same in all trainings of a test."""
 
     zygote: Zygote
+    servers: list[str]
     images: Path
     folder: Path
 
     def train(self, checkpoint, num_ranks, *, record, stop="", torchrun=False):
-        """Train for two epochs, or on from the checkpoint, or until it stops; gives the standard output."""
-        env = {"OMP_NUM_THREADS": "1", "RPCDATALOADER_WORKERS": "local:2", "RECORD": str(self.folder / record)}
+        """Train for two epochs, or on from the checkpoint, or until it stops; gives the standard output.
+
+        A job that stops has pools of its own. The others use node servers, as each such pool imports torch.
+        """
+        workers = "local:2" if stop else ",".join(self.servers)
+        env = {"OMP_NUM_THREADS": "1", "RPCDATALOADER_WORKERS": workers, "RECORD": str(self.folder / record)}
         paths = [] if importlib.util.find_spec("torchvision") else [str(RECORDER.parent / "standins")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, str(ROOT), os.environ.get("PYTHONPATH")]))
         if stop:
@@ -259,8 +264,8 @@ class ImageNet:
 
 
 @pytest.fixture
-def imagenet(library_zygote, images, tmp_path):
-    return ImageNet(library_zygote, images, tmp_path)
+def imagenet(library_zygote, servers, images, tmp_path):
+    return ImageNet(library_zygote, servers, images, tmp_path)
 
 
 EVERY_IMAGE = list(range(NUM_IMAGES))

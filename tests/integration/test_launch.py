@@ -22,7 +22,7 @@ from rpcdataloader import __main__ as commands
 from rpcdataloader import launch, rpc_async, run_worker
 from rpcdataloader.client import client as pool
 from rpcdataloader.errors import ConnectError, RPCTimeoutError
-from rpcdataloader.wire.listening import listen_tcp
+from rpcdataloader.wire.connecting import listen_tcp
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -348,7 +348,7 @@ def test_server_drains_when_its_standard_input_ends(serve_with_stdin, fifo):
 
 
 def test_server_drains_when_its_standard_input_falls_silent(serve_with_stdin):
-    server, end = serve_with_stdin("--exit-with-stdin", before="lifeline.LIFELINE_SILENCE = 0.2")
+    server, end = serve_with_stdin("--exit-with-stdin", before="loop.LIFELINE_SILENCE = 0.2")
     assert call(server, os.getpid) > 0  # it waits for the first byte for ever
     end.send(b"\n")
     assert server.wait() == 0

@@ -37,7 +37,7 @@ from rpcdataloader.errors import (
     RPCTimeoutError,
     SerializationError,
 )
-from rpcdataloader.wire import identity
+from rpcdataloader.wire import channel
 from tests.conftest import process_name, wait_until
 from tests.integration.quick import quick_server
 
@@ -197,7 +197,7 @@ class Place:
 
     def load_as(self, **changes):
         """As a process with another Python, for example."""
-        true = identity.local_identity
+        true = channel.local_identity
         fake = lambda *args: dataclasses.replace(true(*args), **changes)  # noqa: E731
         self.monkeypatch.setattr("rpcdataloader.client.session.local_identity", fake)
         self.load(workers=self.same)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import signal
 import socket
 
@@ -379,7 +380,9 @@ def test_batch_that_always_takes_too_long_is_an_error_with_a_stack_and_the_other
         next(iterator)
     text = str(caught.value)
     assert text.startswith("batch 3 (indices [3]) has ended 3 workers in a row: ")
-    assert text.count("was ended: batch 3 (indices [3]) took longer than 0.3 s") == 3
+    # Where the machine stalls, a worker may end for a batch whose answer is late, while it loads this one.
+    assert len(re.findall(r"was ended: batch \d+ \(indices \[\d+\]\) took longer than 0.3 s", text)) == 3
+    assert "was ended: batch 3 (indices [3]) took longer than 0.3 s" in text
     assert "in hang_in_there" in text
     assert indices_of(iterator) == [*range(4, 40)]
 

@@ -106,11 +106,11 @@ def test_worker_that_serves_calls_does_not_retire(serve):
 
 
 ONE_RETIRES_AND_ITS_PLACE_IS_TAKEN = """
-from rpcdataloader.server import admission, worker
-admit, numbers = admission.Admission.admit, iter(range(1000))
+from rpcdataloader.server import sessions, worker
+admit, numbers = sessions.Admission.admit, iter(range(1000))
 def admit_others(self, client):
     return "taken by somebody else" if next(numbers) in (2, 3, 4) else admit(self, client)
-admission.Admission.admit = admit_others
+sessions.Admission.admit = admit_others
 count_task = worker.Worker._count_task
 def count_first(self):
     if self._where.startswith("worker 1 "):

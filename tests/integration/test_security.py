@@ -31,9 +31,9 @@ from rpcdataloader.errors import (
 )
 from rpcdataloader.wire import credentials
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.channel import local_identity
 from rpcdataloader.wire.frames import MessageType, encode
 from rpcdataloader.wire.handshake import ClientHandshake, ServerHandshake
-from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.preamble import Preamble
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration.quick import quick_server
@@ -173,7 +173,7 @@ def test_altered_message_of_a_worker_connection_is_never_loaded(server, trace, d
         futures += [rpc_async(proxy.address, os.getpid) for _ in range(2)]
         with pytest.raises(RPCError) as raised:
             torch.futures.wait_all(futures)
-        assert attack.done
+        assert attack.done, raised.value
     assert time.monotonic() - start < PROMPTLY
     # What is replayed has arrived once, as it should; but a worker looks at all that has come before it begins.
     expected = int(attack.replayed_itself and type != MessageType.WELCOME)
@@ -597,8 +597,8 @@ from rpcdataloader.errors import RPCError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import open_channel
 from rpcdataloader.wire.credentials import load_credentials
-from rpcdataloader.wire.identity import local_identity
-from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.channel import local_identity
+from rpcdataloader.wire.transport import Deadline
 try:
     open_channel(Address.parse(sys.argv[1]), load_credentials(), local_identity("client"), bytes(16), Deadline(20))
 except RPCError as exc:

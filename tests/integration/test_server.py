@@ -555,7 +555,7 @@ def fail_at_first():
     return fork()
 os.fork = fail_at_first
 node.EXHAUSTED_PAUSE = 0.01
-spares.QUIET_SECONDS = 1000
+gate.QUIET_SECONDS = 1000
 """
     server = serve(before=failing)
     descriptors = num_descriptors(server.pid)
@@ -569,13 +569,13 @@ spares.QUIET_SECONDS = 1000
 def test_gates_that_cannot_be_forked_in_advance_are_forked_later(serve):
     failing = """
 import errno
-fork, failures = spares.fork, iter(range(3))
+fork, failures = gate.fork, iter(range(3))
 def fail_at_first(run):
     for _ in failures:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return fork(run)
-spares.fork = fail_at_first
-spares.EXHAUSTED_PAUSE = 0.01
+gate.fork = fail_at_first
+gate.EXHAUSTED_PAUSE = 0.01
 """
     server = serve("--num-workers", "1", before=failing)
     wait_until(lambda: len(spares_of(server)) == 2)
@@ -624,13 +624,13 @@ def test_session_that_stands_still_stops_nobody_else(serve, start_client):
     """Its queue fills with connections, and those that hand them over wait; the node server does not."""
     short_queues = """
 import socket
-make_pair = spares.Link.pair
+make_pair = gate.Link.pair
 def make_short_pair():
     ends = make_pair()
     for end in ends:
         end._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return ends
-spares.Link.pair = make_short_pair
+gate.Link.pair = make_short_pair
 node.GATE_TIMEOUT = 2; node.MAX_GATES = 16; node.GATE_PATIENCE = 0.05
 """
     server = serve(before=short_queues)

@@ -33,16 +33,15 @@ from rpcdataloader.status.__main__ import main
 from rpcdataloader.status.asking import Asker
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
-from rpcdataloader.wire.channel import open_channel
+from rpcdataloader.wire.channel import local_identity, open_channel
 from rpcdataloader.wire.credentials import Credentials, load_credentials
-from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import MessageType, Sealer, encode
-from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.preamble import STATUS_ID, Preamble
 from rpcdataloader.wire.registration import MAX_SILENCE
 from rpcdataloader.wire.status import StatusRequest
+from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 
 pytestmark = pytest.mark.usefixtures("clean_client")

@@ -24,7 +24,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.listening import listen_tcp
+from rpcdataloader.wire.connecting import listen_tcp
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration.network import Cable, Host, Network, why_not
 from tests.integration.quick import QuickServer, quick_server

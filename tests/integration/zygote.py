@@ -196,9 +196,11 @@ if __name__ == "__main__":
     del sys.path[0]
     import rpcdataloader.loader.dataloader
     import rpcdataloader.loader.dataset  # noqa: F401
+    from rpcdataloader.host.pages import collapse_pages
 
     for module in sys.argv[1:]:
         importlib.import_module(module)
     gc.freeze()  # or every end would visit and copy all that torch has made
+    collapse_pages()
     if request := serve():
         become(request[0], request[1], request[2:])

@@ -227,19 +227,19 @@ BUGS = [
     Bug("what is delivered stays in the budget", "table", "self.answered_bytes -= task.size_bytes or 0", "pass"),
     Bug(
         "the time of a task begins with that of the one before",
-        "timeouts",
+        "table",
         "        self._deadlines.pop(worker, None)\n        self._deadlines[worker] = now",
         "        self._deadlines[worker] = self._deadlines.get(worker) or now",
     ),
     Bug(
         "a late worker is ended again and again",
-        "timeouts",
+        "table",
         "            del self._deadlines[worker]\n",
         "            pass\n",
     ),
     Bug(
         "a late worker is ended a second later",
-        "timeouts",
+        "table",
         "            if now < deadline:\n",
         "            if now < deadline + 1:\n",
     ),

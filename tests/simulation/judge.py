@@ -12,10 +12,21 @@ import math
 from collections import deque
 from typing import Any, NoReturn
 
-from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, ReportWait, Restart, Say, Seek
+from rpcdataloader.plan.actions import (
+    Action,
+    Cancel,
+    Close,
+    End,
+    Load,
+    Open,
+    PlanOptions,
+    ReportWait,
+    Restart,
+    Say,
+    Seek,
+)
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import REPORT_AFTER, REPORT_AGAIN, Delivery
-from rpcdataloader.plan.options import PlanOptions
 
 _TINY = 1e-9
 _SHORTEST = 1e-6  # shorter times of tasks count as this

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, Restart, Seek
+from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, PlanOptions, Restart, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Delivery, Engine
-from rpcdataloader.plan.options import PlanOptions
 from tests.simulation.cluster import CONNECT_TIMEOUT, Cluster, Worker
 from tests.simulation.judge import Judge, ViolationError
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.records import Probe, Setup
+from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.batches import BatchTable
-from rpcdataloader.plan.options import PlanOptions
 from rpcdataloader.plan.streams import StreamTable
 from rpcdataloader.wire.stages import Stages
 

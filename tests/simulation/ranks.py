@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from rpcdataloader.plan.options import PlanOptions
+from rpcdataloader.plan.actions import PlanOptions
 from tests.simulation.cluster import Cluster, Worker
 from tests.simulation.judge import ViolationError
 from tests.simulation.passes import Pass

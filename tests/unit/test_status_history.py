@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from rpcdataloader.status.history import SECONDS, History
 from rpcdataloader.status.report import Answer, make_document
+from rpcdataloader.status.serving import SECONDS, History
 from tests.unit.wire.test_status import CLIENT, LOOP, NODE
 
 

@@ -12,10 +12,9 @@ import torch
 
 from rpcdataloader.client.connection import MAX_SENT_NOW, Connection, Request
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtocolError, RPCError
-from rpcdataloader.wire.channel import Channel
+from rpcdataloader.wire.channel import Channel, local_identity
 from rpcdataloader.wire.frames import Decoder, Flag, Message, MessageType
 from rpcdataloader.wire.handshake import ClientHandshake, ServerHandshake
-from rpcdataloader.wire.identity import local_identity
 from rpcdataloader.wire.messages import unpack_handles
 from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.slabs import PageablePool

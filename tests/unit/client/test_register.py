@@ -11,8 +11,8 @@ import pytest
 
 from rpcdataloader.client import register as module
 from rpcdataloader.client.register import PATIENCE, Register, Silences
+from rpcdataloader.host.resources import machine_id
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.identity import machine_id
 from rpcdataloader.wire.registration import MAX_SILENCE, Registration
 
 

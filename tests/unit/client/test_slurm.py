@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpcdataloader.client.slurm import rank_of_step
+from rpcdataloader.client.sharing import rank_of_step
 
 # A heterogeneous job of 1 node with 2 trainers, and 2 nodes with 1 node server each.
 JOB = {

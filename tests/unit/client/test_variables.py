@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from rpcdataloader.client.variables import choose_variables
+from rpcdataloader.client.modules import choose_variables
 
 ENVIRON = {
     "HF_HOME": "/hf",

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from rpcdataloader.fetch.collate import TensorCollator
-from rpcdataloader.fetch.gathering import MIN_PIECE_BYTES, find_stacks
+from rpcdataloader.fetch.collate import MIN_PIECE_BYTES, TensorCollator, find_stacks
 from rpcdataloader.wire.tensors import Stack
 
 SIZE = MIN_PIECE_BYTES // 4

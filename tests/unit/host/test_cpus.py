@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from rpcdataloader.host import cgroups
-from rpcdataloader.host.cpus import available_cpus
+from rpcdataloader.host import resources
+from rpcdataloader.host.resources import available_cpus
 
 
 @pytest.fixture(autouse=True)
@@ -20,8 +20,8 @@ def cgroup(monkeypatch, tmp_path):
     """Make this process a member of a made-up cgroup."""
 
     def make(membership, files):
-        read = cgroups.read
-        monkeypatch.setattr(cgroups, "read", lambda path: membership if path == "/proc/self/cgroup" else read(path))
+        read = resources.read
+        monkeypatch.setattr(resources, "read", lambda path: membership if path == "/proc/self/cgroup" else read(path))
         for name, text in files.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text(text + "\n")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rpcdataloader import RPCDataloader
-from rpcdataloader.host import memory
-from rpcdataloader.host.memory import default_in_flight_bytes, share_of_memory
+from rpcdataloader.host import resources
+from rpcdataloader.host.resources import default_in_flight_bytes, share_of_memory
 from rpcdataloader.loader.settings import PassSettings
 
 GIB = 2**30
@@ -65,9 +65,8 @@ def test_never_below_the_least():
     ("membership", "name"), [("0::/job\n", "job/memory.max"), ("9:memory:/job\n", "memory/job/memory.limit_in_bytes")]
 )
 def test_limit_of_this_process_is_read(monkeypatch, membership, name):
-    texts = {"/proc/meminfo": MEMINFO.strip(), f"/sys/fs/cgroup/{name}": str(4 * GIB)}
-    monkeypatch.setattr(memory, "read", lambda path: texts.get(path, ""))
-    monkeypatch.setattr("rpcdataloader.host.cgroups.read", {"/proc/self/cgroup": membership}.__getitem__)
+    texts = {"/proc/meminfo": MEMINFO.strip(), f"/sys/fs/cgroup/{name}": str(4 * GIB), "/proc/self/cgroup": membership}
+    monkeypatch.setattr(resources, "read", lambda path: texts.get(path, ""))
     assert default_in_flight_bytes({}) == GIB // 2
 
 

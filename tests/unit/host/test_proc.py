@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
-from rpcdataloader.host.proc import ProcessUse, memory_bytes, process_use, unread_bytes
+from rpcdataloader.host.resources import ProcessUse, memory_bytes, process_use, unread_bytes
 from tests.conftest import wait_until
 
 

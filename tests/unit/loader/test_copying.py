@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rpcdataloader.loader.copying import Carrier, PlainCopier, StreamCopier, find_device, make_carrier
-from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import dumps_reply, loads
+from rpcdataloader.wire.rebuild import Movable
 from rpcdataloader.wire.slabs import PageablePool
 from tests.devices import FakeDevice
 

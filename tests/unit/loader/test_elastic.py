@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rpcdataloader.client.sharing import Partition
-from rpcdataloader.loader.elastic import deal
+from rpcdataloader.loader.origin import deal
 
 
 def state(rank, num_ranks, *, num_batches=3, start=12, in_step=True, num_skipped=0, streams=()):
@@ -22,16 +21,16 @@ def state(rank, num_ranks, *, num_batches=3, start=12, in_step=True, num_skipped
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_ranks_of_one_order_that_are_not_at_the_same_place_cannot_become_others(change, num_ranks):
     together = [state(0, 2), state(1, 2)]
-    assert deal(together, Partition(0, num_ranks), {}, is_iterable=False) == together[0]
+    assert deal(together, 0, num_ranks, {}, is_iterable=False) == together[0]
     apart = [state(0, 2), state(1, 2, **change)]
     for rank in range(num_ranks):  # on all ranks, or a job would hang
         with pytest.raises(ValueError, match="the ranks were not at the same batch"):
-            deal(apart, Partition(rank, num_ranks), {}, is_iterable=False)
-    assert deal(apart, Partition(1, 2), {}, is_iterable=False) == apart[1]
+            deal(apart, rank, num_ranks, {}, is_iterable=False)
+    assert deal(apart, 1, 2, {}, is_iterable=False) == apart[1]
 
 
 def test_samples_that_were_skipped_are_charged_to_all_ranks_alike():
     stream = (5, 5, "", None, False)
     states = [state(rank, 4, num_skipped=3, streams=[stream]) for rank in range(4)]
     for rank in range(2):
-        assert deal(states, Partition(rank, 2), {}, is_iterable=True)["num_skipped"] == 3
+        assert deal(states, rank, 2, {}, is_iterable=True)["num_skipped"] == 3

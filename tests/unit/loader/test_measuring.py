@@ -8,7 +8,7 @@ import pytest
 
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import RemoteProtocolError
-from rpcdataloader.loader.measuring import note_answer, note_reply
+from rpcdataloader.loader.seat import note_answer, note_reply
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.stages import Arrival, Stages
 

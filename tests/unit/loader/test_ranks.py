@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rpcdataloader.client.sharing import Partition
+from rpcdataloader.client.sharing import Partition, errors_of_rank, of_rank
 from rpcdataloader.errors import ConnectionLostError, RemoteTraceback, RPCTimeoutError
-from rpcdataloader.loader.ranks import errors_of_rank, of_rank
 
 RANK = Partition(3, 8)
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from rpcdataloader.diagnosis.verdict import diagnose
-from rpcdataloader.loader.reporting import to_status
+from rpcdataloader.loader.iterator import to_status
 from rpcdataloader.wire.status import MAX_REPORT_BYTES, Report
 from tests.unit.diagnosis.recorded import make_recorder, records
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rpcdataloader.loader import skipping
+from rpcdataloader.loader import tasks
 
 
 def nested():
@@ -24,10 +24,10 @@ def inner():
     [nested, lambda: iter(range(5, 50, 3)), lambda: iter([*range(20)]), lambda: iter([]), lambda: iter((1, 2, 3))],
 )
 def test_skipping_is_asking_and_throwing_away(make, num_taken, monkeypatch):
-    monkeypatch.setattr(skipping, "_CHUNK_SIZE", 2)
+    monkeypatch.setattr(tasks, "_CHUNK_SIZE", 2)
     for count in range(25):
         skipped, asked = make(), make()
         for iterator in skipped, asked:
             list(itertools.islice(iterator, num_taken))
-        assert skipping._consume(skipped, count) == len(list(itertools.islice(asked, count)))
+        assert tasks._consume(skipped, count) == len(list(itertools.islice(asked, count)))
         assert list(skipped) == list(asked)

@@ -9,8 +9,8 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.batches import BatchTable
-from rpcdataloader.plan.options import PlanOptions
 
 
 class Simulation:

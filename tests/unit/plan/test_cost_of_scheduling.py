@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from rpcdataloader.plan.options import PlanOptions
+from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.streams import StreamTable
 from tests.unit.plan.simulation import Simulation
 

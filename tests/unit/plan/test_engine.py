@@ -7,10 +7,9 @@ import math
 import pytest
 
 from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.plan.actions import Action, Close, Load, Open, ReportWait, Seek
+from rpcdataloader.plan.actions import Action, Close, Load, Open, PlanOptions, ReportWait, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import REPORT_AFTER, REPORT_AGAIN, Engine
-from rpcdataloader.plan.options import PlanOptions
 
 DIED = ConnectionLostError("it died")
 

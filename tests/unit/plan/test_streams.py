@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.plan.options import PlanOptions
+from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.streams import StreamTable
 
 

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from rpcdataloader.plan.timeouts import Timeouts
+from rpcdataloader.plan.table import Timeouts
 
 
 def test_workers_expire_in_the_order_in_which_they_began_each_once():
-    timeouts: Timeouts[str] = Timeouts(10.0)
+    timeouts: Timeouts = Timeouts(10.0)
     for now, worker in enumerate("abca"):
         timeouts.begin(worker, float(now))
     assert timeouts.due == 11.0

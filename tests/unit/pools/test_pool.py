@@ -6,16 +6,17 @@ import contextlib
 import copy
 import pickle
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from rpcdataloader.client.discovery import find_workers
-from rpcdataloader.errors import ConnectError
-from rpcdataloader.pools import dask_pool, pool, ray_pool
+from rpcdataloader.errors import AuthenticationError, ConnectError
+from rpcdataloader.pools import dask_engine, dask_pool, pool, ray_pool
 from rpcdataloader.pools.node import Order
 from rpcdataloader.pools.pool import Pool, PoolWorkers, make_order
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.credentials import Credentials, client_credentials
+from rpcdataloader.wire.credentials import Credentials, client_credentials, load_credentials
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
 SECRET = Credentials(b"the secret of a pool 0123456789", "a test")
@@ -142,6 +143,19 @@ def test_node_server_that_cannot_start_is_an_error_at_once():
     assert all("release" in node.calls for node in engine.nodes)
 
 
+def test_dask_worker_that_has_gone_is_noticed_without_asking_it():
+    silent = SimpleNamespace(address=lambda: SimpleNamespace(done=lambda: False))
+    future = SimpleNamespace(status="finished", result=lambda: silent)
+    client = SimpleNamespace(submit=lambda *_args, **_options: future)
+    engine = SimpleNamespace(client=client, taken=set(), occupy=lambda *_args, **_options: [])
+    node = dask_engine._Node(engine, ORDER, "tcp://10.0.0.1:1")
+    assert node.poll() is None
+    assert node.poll() is None
+    future.status = "error"
+    with pytest.raises(RuntimeError, match=r"the Dask worker tcp:.* has gone"):
+        node.poll()
+
+
 def test_second_ctrl_c_does_not_wait_for_those_that_drain(monkeypatch):
     engine = Engine()
     found = Pool(engine, 2, ORDER, LIMIT)
@@ -185,6 +199,15 @@ def test_wrong_orders_are_refused():
         make_order(0, (), str)
     with pytest.raises(ValueError, match=r"launch must be a list of options, .* but is '--preload numpy'"):
         make_order(1, "--preload numpy", str)
+
+
+def test_secret_of_a_pool_is_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_TOKEN_FILE", str(tmp_path / "missing"))
+    first, second = (make_order(1, (), str).credentials for _ in range(2))
+    assert first.secret != second.secret
+    with pytest.raises(AuthenticationError, match="missing does not exist"):
+        load_credentials()
+    assert PoolWorkers(tuple, first).token.encode() == first.secret
 
 
 def test_missing_engine_names_the_extra(monkeypatch):

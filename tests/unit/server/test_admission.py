@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcdataloader.server.admission import Admission
+from rpcdataloader.server.sessions import Admission
 
 
 def admitted(admission, client, tries):
@@ -45,7 +45,7 @@ def test_late_client_gets_its_share_as_workers_end():
         # Both ask; the early one has more than its share.
         assert admission.admit("late") is None
         assert admission.admit("early") is not None
-    assert (admission.held("early"), admission.held("late")) == (4, 4)
+    assert (admission.held["early"], admission.held["late"]) == (4, 4)
 
 
 def test_more_clients_than_connections_get_one_each_while_there_are_any():
@@ -59,7 +59,7 @@ def test_client_that_has_gone_does_not_count():
     admission = Admission(4)
     assert admitted(admission, "a", 4) == 4
     admission.release("a", 4)
-    assert admission.held("a") == 0
+    assert admission.held["a"] == 0
     assert admitted(admission, "b", 9) == 4
 
 
@@ -94,7 +94,7 @@ def test_invariants(cap, own_cap, steps):
     """The caps hold, nobody takes more than its share while others are there, nobody starves below it for no reason."""
     admission = Admission(cap, own_cap)
     for client, wants_more in steps:
-        held = {name: admission.held(name) for name in "abc"}
+        held = {name: admission.held[name] for name in "abc"}
         num_clients = sum(count > 0 for name, count in held.items() if name != client) + 1
         if wants_more:
             reason = admission.admit(client)
@@ -103,4 +103,4 @@ def test_invariants(cap, own_cap, steps):
             )
         elif held[client]:
             admission.release(client)
-        assert sum(admission.held(name) for name in "abc") <= cap
+        assert sum(admission.held[name] for name in "abc") <= cap

@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.server.handles import HandleTable
+from rpcdataloader.server.requests import HandleTable
 
 
 class Thing:

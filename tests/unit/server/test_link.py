@@ -12,8 +12,7 @@ import sys
 
 import pytest
 
-from rpcdataloader.server.events import Drain, GaveUp, Refused, WantsStacks, WorkerEnded
-from rpcdataloader.server.link import Link
+from rpcdataloader.server.events import Drain, GaveUp, Link, Refused, WantsStacks, WorkerEnded
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from rpcdataloader.server.outbox import Outbox
+from rpcdataloader.server.requests import Outbox
 from rpcdataloader.wire.channel import Outgoing
 from rpcdataloader.wire.frames import MessageType
 

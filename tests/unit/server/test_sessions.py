@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
-from rpcdataloader.server.admission import Admission
 from rpcdataloader.server.connections import Origin
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE, CounterTable
 from rpcdataloader.server.events import Decided, WantsRoom
-from rpcdataloader.server.sessions import Sessions
+from rpcdataloader.server.sessions import Admission, Sessions
 from rpcdataloader.wire.credentials import INSECURE
 
 
@@ -24,4 +23,4 @@ def test_worker_for_which_the_counters_have_no_row_is_refused():
     wanted = WantsRoom(1, 300, "10.0.0.7:5", Origin("gpu01:2304", None, ""))
     Sessions(context, admission, None, None).receive(session, wanted, [])
     assert decisions == [Decided(1, "no more than 1 processes can serve connections", 0)]
-    assert (session.workers, admission.held("00"), counters.look()[0].refused) == ({}, 0, 1)
+    assert (session.workers, admission.held["00"], counters.look()[0].refused) == ({}, 0, 1)

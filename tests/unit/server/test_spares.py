@@ -9,9 +9,9 @@ import signal
 
 import pytest
 
-from rpcdataloader.server.link import Link
+from rpcdataloader.server.events import Link
+from rpcdataloader.server.gate import MAX_SPARES, QUIET_SECONDS, Gate, SpareGates
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, fork
-from rpcdataloader.server.spares import MAX_SPARES, QUIET_SECONDS, Gate, SpareGates
 
 
 @pytest.fixture

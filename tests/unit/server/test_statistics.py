@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rpcdataloader.host.proc import ProcessUse
+from rpcdataloader.host.resources import ProcessUse
 from rpcdataloader.server import statistics
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE, SESSION, WORKER, CounterTable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rpcdataloader.server.tracebacks import MAX_CHARACTERS, arrange
+from rpcdataloader.server.stacks import MAX_CHARACTERS, arrange
 
 PACKAGE = "/lib/rpcdataloader"
 LIB = "/lib/python3.11"

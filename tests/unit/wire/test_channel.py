@@ -22,15 +22,13 @@ from rpcdataloader.errors import (
 from rpcdataloader.wire import channel
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.buffers import HeapBlock
-from rpcdataloader.wire.channel import Channel, accept_channel, open_channel, recv_preamble
+from rpcdataloader.wire.channel import Channel, accept_channel, local_identity, open_channel, recv_preamble
+from rpcdataloader.wire.connecting import accept, listen_unix
 from rpcdataloader.wire.credentials import INSECURE, Credentials
-from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.frames import Flag, Limits, MessageType, encode
 from rpcdataloader.wire.handshake import ClientHandshake
-from rpcdataloader.wire.identity import local_identity
-from rpcdataloader.wire.listening import accept, listen_unix
 from rpcdataloader.wire.preamble import Preamble
-from rpcdataloader.wire.transport import Peer, Stream
+from rpcdataloader.wire.transport import Deadline, Stream
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
 FOREVER = 30 * TIMEOUT_SCALE
@@ -212,7 +210,7 @@ def test_without_secrets_the_user_is_checked_on_both_sides(listener, address, po
     accepting = pool.submit(serve, listener, INSECURE)
     dial(address, INSECURE).stream.close()
     accepting.result(FOREVER).stream.close()
-    monkeypatch.setattr("rpcdataloader.wire.transport.peer_of", lambda _sock: Peer(1, 12345))
+    monkeypatch.setattr("rpcdataloader.wire.transport.peer_uid", lambda _sock: 12345)
     with pytest.raises(AuthenticationError, match="belongs to user id 12345"):
         dial(address, INSECURE)
     # Nothing was sent to that other user.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from rpcdataloader.wire.deadline import Deadline
+from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE
 
 

@@ -17,9 +17,8 @@ import pytest
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.connecting import connect
-from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.listening import accept, listen_tcp, listen_unix, peer_name, resolve
+from rpcdataloader.wire.connecting import accept, connect, listen_tcp, listen_unix, peer_name, resolve
+from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE
 
 FOREVER = 30 * TIMEOUT_SCALE

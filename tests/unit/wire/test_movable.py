@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from rpcdataloader.wire.movable import Movable
 from rpcdataloader.wire.pickling import dumps_reply, loads
+from rpcdataloader.wire.rebuild import Movable
 from rpcdataloader.wire.slabs import Block
 from rpcdataloader.wire.tensors import Stack
 from tests.integration import kinds

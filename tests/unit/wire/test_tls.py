@@ -15,10 +15,9 @@ import pytest
 
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError, RPCTimeoutError
 from rpcdataloader.wire.certificates import TlsFiles
-from rpcdataloader.wire.deadline import Deadline
 from rpcdataloader.wire.handshake import TlsError
 from rpcdataloader.wire.tls import CHUNK_BYTES, AnsweredInClearError, TlsStream
-from rpcdataloader.wire.transport import Stream
+from rpcdataloader.wire.transport import Deadline, Stream
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
 FOREVER = 30 * TIMEOUT_SCALE

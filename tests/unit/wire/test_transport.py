@@ -21,10 +21,8 @@ import pytest
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.wire import connecting, transport
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.connecting import connect
-from rpcdataloader.wire.deadline import Deadline
-from rpcdataloader.wire.listening import accept, listen_tcp, listen_unix
-from rpcdataloader.wire.transport import Stream
+from rpcdataloader.wire.connecting import accept, connect, listen_tcp, listen_unix
+from rpcdataloader.wire.transport import Deadline, Stream
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
 FOREVER = 30 * TIMEOUT_SCALE
@@ -347,7 +345,7 @@ def test_fork_does_not_keep_a_connection_open(pair):
     ("uid", "euid", "allowed"), [(1000, 1000, True), (0, 1000, True), (1001, 1000, False), (1000, 0, False)]
 )
 def test_only_the_same_user_may_connect_without_a_secret(pair, monkeypatch, uid, euid, allowed):
-    monkeypatch.setattr(transport, "peer_of", lambda _sock: transport.Peer(1, uid))
+    monkeypatch.setattr(transport, "peer_uid", lambda _sock: uid)
     monkeypatch.setattr(os, "geteuid", lambda: euid)
     if allowed:
         pair[0].require_same_user()
@@ -357,7 +355,7 @@ def test_only_the_same_user_may_connect_without_a_secret(pair, monkeypatch, uid,
 
 
 def test_kernel_knows_the_peer_of_a_unix_socket(pair, tcp_pair):
-    assert transport.peer_of(pair[0]._sock) == transport.Peer(os.getpid(), os.getuid())
+    assert transport.peer_uid(pair[0]._sock) == os.getuid()
     tcp_pair[0].require_same_user()  # nothing is known there
 
 

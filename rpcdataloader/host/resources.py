@@ -1,0 +1,191 @@
+"""What there is for this process, and what processes use: CPUs and memory, as the kernel says. Linux.
+
+Elsewhere, texts are empty, and what is not known is no limit.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+
+def available_cpus(environ: Mapping[str, str] = os.environ, cgroup_root: str = "/sys/fs/cgroup") -> int:
+    """CPUs that this process may use, at least 1: the least of its affinity, its cgroup's quota and its Slurm task's.
+
+    Args:
+        environ: Where ``SLURM_CPUS_PER_TASK`` is looked up.
+        cgroup_root: Mount point of the cgroup file system (version 2, or 1 with the cpu controller).
+    """
+    limits = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    quota = _cgroup_quota(cgroup_root)
+    if quota is not None:
+        limits.append(int(quota))
+    per_task = environ.get("SLURM_CPUS_PER_TASK", "")
+    if per_task.isdigit():
+        limits.append(int(per_task))
+    return max(1, min(limits))
+
+
+def _cgroup_quota(root: str) -> float | None:
+    """CPUs per period of the nearest limit above this process; None without one."""
+    quotas = []
+    for folder in cgroup_folders("cpu", root):
+        # Version 2 has "max 100000" or "200000 100000"; version 1 two files, -1 for no limit.
+        if text := read(f"{folder}/cpu.max"):
+            amount, _, period = text.partition(" ")
+            if amount != "max":
+                quotas.append(int(amount) / int(period))
+        elif text := read(f"{folder}/cpu.cfs_quota_us"):
+            period = read(f"{folder}/cpu.cfs_period_us")
+            if int(text) > 0 and period:
+                quotas.append(int(text) / int(period))
+    return min(quotas, default=None)
+
+
+def cgroup_folders(controller: str, root: str = "/sys/fs/cgroup") -> list[str]:
+    """The folders of this process's groups, each followed by those above it; they need not exist.
+
+    Args:
+        controller: The one whose limits are wanted, such as ``cpu``; version 1 has a hierarchy for each.
+    """
+    folders = []
+    for line in read("/proc/self/cgroup").splitlines():
+        _number, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = f"{root}/{controllers}" if controllers else root
+        while True:
+            folders.append(base + path.rstrip("/"))
+            if path in ("/", ""):
+                break
+            path = os.path.dirname(path)
+    return folders
+
+
+def read(path: str) -> str:
+    """The text of a small file, stripped; empty if there is none or it cannot be read."""
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+class ProcessUse(NamedTuple):
+    """What a process is doing, and what it has used.
+
+    Attributes:
+        state: The letter by which Linux names the state of its main thread; empty when it has gone.
+        cpu_seconds: CPU time that all of its threads have used.
+        memory_bytes: Resident memory, including what it shares with other processes.
+    """
+
+    state: str = ""
+    cpu_seconds: float = 0.0
+    memory_bytes: int = 0
+
+
+def process_use(pid: int) -> ProcessUse:
+    """What the process of that number is doing; the default if it has gone."""
+    # The name of the program, in parentheses, may hold anything.
+    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    if len(fields) < 22:
+        return ProcessUse()
+    ticks = int(fields[11]) + int(fields[12])
+    return ProcessUse(fields[0], ticks / os.sysconf("SC_CLK_TCK"), int(fields[21]) * os.sysconf("SC_PAGE_SIZE"))
+
+
+def unread_bytes() -> dict[int, int]:
+    """Bytes that the kernel holds for the processes that own TCP sockets, by inode."""
+    unread = {}
+    for name in "tcp", "tcp6":
+        for line in read(f"/proc/net/{name}").splitlines()[1:]:
+            fields = line.split()
+            unread[int(fields[9])] = int(fields[4].partition(":")[2], 16)
+    return unread
+
+
+def memory_bytes(meminfo: str | None = None) -> dict[str, int]:
+    """The amounts of ``/proc/meminfo``, under the kernel's names; ``meminfo`` is its text, if it was read before."""
+    text = read("/proc/meminfo") if meminfo is None else meminfo
+    return {name: int(amount) * 2**10 for name, amount in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+
+
+# Where nothing is known of the memory, as on systems without /proc.
+UNKNOWN_MEMORY_BYTES = 4 * 2**30
+
+# Less than this would slow loaders down, and save nobody whose memory is that full.
+MIN_BYTES = 64 * 2**20
+
+# A quarter of the memory for the batches of all loaders on a node, half of that for each of two loaders. What is left
+# is for what the trainer itself needs, for datasets, and for the page cache.
+FRACTION = 1 / 8
+
+# How many ranks are on this node, by whoever knows best: torchrun or mpirun, which started them, then Slurm, which may
+# have started one process that starts the others. Slurm abbreviates: "4(x2),3" for nodes with 4, 4 and 3 tasks.
+_RANKS_VARIABLES = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_NTASKS_PER_NODE",
+)
+
+
+def default_in_flight_bytes(environ: Mapping[str, str] = os.environ) -> int:
+    """The default of ``max_in_flight_bytes``, for the memory that is available now.
+
+    The limit has to hold for the machine and not for one loader, so it is shared out: among the ranks on this node, and
+    among the loaders of each, of which two are at work in most scripts, for training and for validation.
+    """
+    limits = [
+        read(f"{folder}/{name}")
+        for folder in cgroup_folders("memory")
+        for name in ("memory.max", "memory.limit_in_bytes")
+    ]
+    return share_of_memory(read("/proc/meminfo"), limits, environ)
+
+
+def share_of_memory(meminfo: str, cgroup_limits: Iterable[str], environ: Mapping[str, str]) -> int:
+    """An eighth of the memory of this node, divided by the number of ranks on it; at least 64 MiB.
+
+    Pure. The memory is the least of what is known: what the kernel says is available, the limits of the control
+    groups, and that of the Slurm job. Where nothing is known, the result is 4 GiB.
+
+    Args:
+        meminfo: Text of ``/proc/meminfo``; empty if there is none.
+        cgroup_limits: Texts of ``memory.max`` (version 2) or ``memory.limit_in_bytes`` (version 1); those that are no
+            numbers, such as ``max``, are no limits.
+        environ: Where ``SLURM_MEM_PER_NODE`` (MiB, 0 for all) and the number of ranks are looked up.
+    """
+    memory = memory_bytes(meminfo)
+    known = [int(text) for text in cgroup_limits if text.isdecimal()]
+    if (available := memory.get("MemAvailable", memory.get("MemTotal"))) is not None:
+        known.append(available)
+    if (per_node := environ.get("SLURM_MEM_PER_NODE", "")).isdecimal() and int(per_node) > 0:
+        known.append(int(per_node) * 2**20)
+    if not known:
+        return UNKNOWN_MEMORY_BYTES
+    return max(MIN_BYTES, int(min(known) * FRACTION) // _num_ranks_here(environ))
+
+
+def _num_ranks_here(environ: Mapping[str, str]) -> int:
+    for name in _RANKS_VARIABLES:
+        # Not the 2 of "4(x2)".
+        counts = [int(count) for count in re.findall(r"\b\d+", environ.get(name, ""))]
+        if max(counts, default=0) > 0:
+            return max(counts)
+    return 1
+
+
+@functools.cache
+def machine_id() -> str:
+    """What tells this machine from others, whatever its containers are called; new with every boot."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:  # not Linux
+        return socket.gethostname()

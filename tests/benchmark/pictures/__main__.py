@@ -1,0 +1,92 @@
+"""``make figures``: draw the pictures of the documents, and write the numbers of the README, from recorded data.
+
+::
+
+    python -m tests.benchmark.pictures                    # draw everything; the same data give the same bytes
+    python -m tests.benchmark.pictures --check            # fail if a file differs from what would be drawn
+    python -m tests.benchmark.pictures --record losses    # run it first: waiting, losses, terminal; without a name all
+
+The data are the JSON files and tables in ``docs/figures``, and ``tests/benchmark/recorded.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.benchmark.processes import stop_by_signals
+
+from . import losses, numbers, overview, results, terminal, waiting
+
+ROOT = Path(__file__).resolve().parents[3]
+FOLDER = ROOT / "docs" / "figures"
+
+RECORDERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "waiting": waiting.record,
+    "losses": losses.record,
+    "terminal": terminal.record,
+}
+
+
+def _read(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return found
+
+
+def draw() -> dict[Path, str]:
+    """Return what belongs into which file."""
+    lost, waits = _read("losses"), _read("waiting")
+    pictures = {
+        "overview": overview.draw_overview().render(),
+        "killed": losses.draw_killed(lost["killed"]).render(),
+        "terminal": terminal.draw_terminal(_read("terminal")).render(),
+        "loaders": results.draw_loaders().render(),
+        "workers": results.draw_workers().render(),
+        "cost": results.draw_cost().render(),
+        "startup": results.draw_startup().render(),
+        "memory": results.draw_memory().render(),
+        "waiting-stages": waiting.draw_stages(waits),
+        "waiting-capacities": waiting.draw_capacities(waits),
+    }
+    readme = ROOT / "README.md"
+    found = {FOLDER / f"{name}.svg": text for name, text in pictures.items()}
+    return {**found, readme: numbers.put_numbers(readme.read_text(), numbers.make_numbers(lost))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmark.pictures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail if a file differs")
+    parser.add_argument(
+        "--record",
+        nargs="?",
+        choices=RECORDERS,
+        const="",
+        help="run and record this first, or all; about a minute each on a quiet machine; terminal takes root",
+    )
+    args = parser.parse_args()
+    if args.check and args.record is not None:
+        parser.error("--record writes what --check would compare")
+    if args.record is not None:
+        stop_by_signals()
+        for name in [args.record] if args.record else RECORDERS:
+            text = json.dumps(RECORDERS[name](), indent=1, ensure_ascii=False)
+            (FOLDER / f"{name}.json").write_text(text + "\n")
+    drawn = draw()
+    different = [path for path, text in drawn.items() if not path.exists() or path.read_text() != text]
+    for path in different:
+        print(f"{path.relative_to(ROOT)} {'differs from its data: run make figures' if args.check else 'written'}")
+        if not args.check:
+            path.write_text(drawn[path])
+    sys.exit(1 if args.check and different else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The pictures of ``docs/waiting-measured.md``, of passes that wait for known reasons.
+
+They are part of the page, and lines and letters have its colour, light or dark.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tests.benchmark.causes import forking
+from tests.integration.waits import CAUSES, run
+
+NAMES = ("workers", "storage", "collate", "network", "window, bytes", "none")
+
+# Where a batch is, from the window to its turn, with colours that differ on white and on black.
+STAGES = {
+    "window": "#9aa0a6", "send": "#5f6368", "queue": "#c58af9", "fetch": "#4285f4", "collate": "#12b5cb",
+    "encode": "#0d9d58", "reply": "#e8a600", "receive": "#f2711c", "decode": "#d93025", "reorder": "#b08968",
+}  # fmt: skip
+PARTS = {"workers": "#4285f4", "network": "#f2711c", "trainer": "#d93025", "window": "#c58af9"}
+_WIDTH, _LEFT, _RIGHT, _ROW = 720, 110, 620, 34
+
+
+def record() -> dict[str, Any]:
+    """What the diagnosis has said of each pass."""
+    found = {}
+    with forking() as zygote:
+        for name in NAMES:
+            with CAUSES[name].pool(zygote) as addresses:
+                diagnosis, _loader = run(CAUSES[name], addresses)
+            found[name] = {
+                "bound": diagnosis.bound,
+                "text": diagnosis.text,
+                "wait_share": diagnosis.wait_share,
+                "demand": diagnosis.demand,
+                "capacities": diagnosis.capacities,
+                "stages": {stage: seconds.mean for stage, seconds in diagnosis.stages.items()},
+            }
+    return found
+
+
+def write(name: str, title: str, text: str, height: int, lines: list[str]) -> str:
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
+        f'aria-labelledby="{name}-title {name}-text"\n     style="max-width: {_WIDTH}px; width: 100%; height: auto" '
+        'font-family="sans-serif" font-size="13" fill="currentColor">'
+    )
+    about = [f'<title id="{name}-title">{title}</title>', f'<desc id="{name}-text">{text}</desc>']
+    return "\n".join([head, *about, *lines, "</svg>\n"])
+
+
+def label(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'
+
+
+def legend(colours: dict[str, str], y: float) -> list[str]:
+    lines, x = [], 8.0
+    for name, colour in colours.items():
+        lines += [
+            f'<rect x="{x:.1f}" y="{y - 10:.1f}" width="11" height="11" fill="{colour}"/>',
+            label(x + 15, y, name),
+        ]
+        x += 26 + 7 * len(name)
+    return lines
+
+
+def draw_stages(found: dict[str, Any]) -> str:
+    """A bar for each pass: where its batches spend their time."""
+    lines = legend(STAGES, 20)
+    for row, (name, one) in enumerate(found.items()):
+        y, x = 38.0 + row * _ROW, float(_LEFT)
+        seconds = {stage: one["stages"][stage] for stage in STAGES}
+        total = sum(seconds.values())
+        lines.append(label(8, y + 16, name))
+        for stage, value in seconds.items():
+            width = value / total * (_RIGHT - _LEFT)
+            shown = f"{stage}: {1e3 * value:.3g} ms"
+            lines.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="22" fill="{STAGES[stage]}">'
+                f"<title>{shown}</title></rect>"
+            )
+            x += width
+        lines.append(label(_RIGHT + 8, y + 16, f"{1e3 * total:.3g} ms"))
+    text = "For each cause, the share of the time between sampler and delivery that a batch spends in each stage."
+    return write("waiting-stages", "Where batches are", text, 38 + _ROW * len(found), lines)
+
+
+def draw_capacities(found: dict[str, Any]) -> str:
+    """A row for each pass: what each part could do, and what the loop would take."""
+    rates = [rate for one in found.values() for rate in (one["demand"], *one["capacities"].values())]
+    low, high = math.floor(math.log10(min(rates))), math.ceil(math.log10(max(rates)))
+
+    def at(rate: float) -> float:
+        return _LEFT + (math.log10(rate) - low) / (high - low) * (_WIDTH - 40 - _LEFT)
+
+    bottom = 44 + _ROW * len(found)
+    lines = [*legend(PARTS, 20), label(330, 20, "|  what the loop would take")]
+    for power in range(low, high + 1):
+        x = at(10.0**power)
+        lines.append(f'<path d="M{x:.1f} 36 V{bottom}" stroke="currentColor" opacity="0.2"/>')
+        lines.append(label(x, bottom + 16, f"{10**power:,}" if power >= 0 else f"{10.0**power:g}", "middle"))
+    lines.append(label(8, bottom + 16, "batches/s"))
+    for row, (name, one) in enumerate(found.items()):
+        y, x = 56.0 + row * _ROW, at(one["demand"])
+        lines += [label(8, y + 4, name), f'<path d="M{x:.1f} {y - 12} v24" stroke="currentColor" stroke-width="3"/>']
+        for part, colour in PARTS.items():
+            if (rate := one["capacities"].get(part)) is not None:
+                shown = f"<title>{part}: {rate:,.0f} batches per second</title>"
+                # A ring, for what is behind it: a full pipeline has what the window allows in flight.
+                look = f'fill="none" stroke="{colour}" stroke-width="3"' if part == "window" else f'fill="{colour}"'
+                lines.append(f'<circle cx="{at(rate):.1f}" cy="{y:.1f}" r="6" {look}>{shown}</circle>')
+    text = "For each cause, the capacity of each part in batches per second, and the demand of the loop."
+    return write("waiting-capacities", "Capacities against demand", text, bottom + 24, lines)

@@ -1,0 +1,105 @@
+"""The pictures of the documents and the numbers of the README: drawn from recorded data, the same each time."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+
+from tests.benchmark.claims import CLAIMS
+from tests.benchmark.pictures import __main__ as pictures
+from tests.benchmark.pictures import losses, numbers, results, terminal
+from tests.benchmark.pictures.svg import Scale, ticks
+from tests.benchmark.recorded import load
+
+DRAWN = pictures.draw()
+
+
+@pytest.mark.parametrize("path", DRAWN, ids=lambda path: path.name)
+def test_file_is_what_its_data_say(path):
+    assert path.read_text() == DRAWN[path], f"{path.name} differs from its data: run make figures"
+
+
+@pytest.mark.parametrize("path", [path for path in DRAWN if path.suffix == ".svg"], ids=lambda path: path.name)
+def test_picture_is_xml_with_a_description_and_of_moderate_size(path):
+    root = xml.etree.ElementTree.fromstring(DRAWN[path])
+    described = [child for child in root if child.tag.endswith(("}title", "}desc"))]
+    assert len(described) == 2
+    assert all(len(child.text) > 10 for child in described)
+    assert len(DRAWN[path]) < 1_000_000
+
+
+def test_numbers_follow_the_recorded_data():
+    lost = json.loads((pictures.FOLDER / "losses.json").read_text())
+    lost["killed"]["lost"] = 7
+    assert f"**7 of {lost['killed']['batches']:,}**" in numbers.make_numbers(lost)
+
+
+def test_numbers_of_another_run_are_refused(monkeypatch):
+    lost = json.loads((pictures.FOLDER / "losses.json").read_text())
+    monkeypatch.setattr(numbers, "load", lambda: {"float32-tcp": 4.56, "busy": 1.0})
+    with pytest.raises(ValueError, match=r"4\.56 in recorded\.json"):
+        numbers.make_numbers(lost)
+
+
+def test_table_of_claims_is_that_of_the_recorded_ratios():
+    rows = {(row["work"], row["against"]): row for row in results.read_table("claims")}
+    recorded = load()
+    assert len(rows) == len(CLAIMS)
+    for name, claim in CLAIMS.items():
+        row = rows[claim.goal.work, claim.goal.against]
+        worst = max if claim.goal.at_most else min
+        assert recorded[name] == worst(float(row["ratio"]), float(row["on a slower machine"])), name
+
+
+def test_a_page_without_a_place_for_the_numbers_is_refused():
+    assert numbers.put_numbers("a <!-- numbers -->\nold <!-- end of numbers -->\nb", "new").split() == (
+        ["a", "<!--", "numbers", "-->", "new", "<!--", "end", "of", "numbers", "-->", "b"]
+    )
+    with pytest.raises(ValueError, match="has no lines"):
+        numbers.put_numbers("a page", "new")
+
+
+def test_cells_of_tables_are_numbers():
+    assert results.number("7,193 (7,072 to 7,486)") == 7193.0
+    assert results.number("0.114 ms/batch") == 0.114
+    assert results.number("-") is None
+
+
+def test_the_recorded_runs_have_lost_nothing():
+    lost = json.loads((pictures.FOLDER / "losses.json").read_text())
+    assert lost["killed"]["lost"] == lost["killed"]["changed"] == 0
+    assert lost["resumed"]["once"] == lost["resumed"]["samples"]
+
+
+def test_kills_are_marked_where_they_happened():
+    found = {"workers": 4, "killed": 1, "bin_seconds": 0.5, "counts": [5, 10, 5, 5], "marks": []}
+    marked = {**found, "marks": [{"seconds": 1.0, "text": "killed here"}]}
+    assert "killed here" not in losses.draw_killed(found).render()
+    assert ">killed here<" in losses.draw_killed(marked).render()
+
+
+def test_terminal_shows_what_was_written():
+    pieces = [(0.0, "$ "), (1.0, "ls\r\n"), (2.0, "abcdef\r"), (3.0, "AB\r\nnext"), (4.0, "\r\nlast")]
+    shown = list(terminal.screens(pieces, columns=4, rows=3))
+    assert shown[0] == (0.0, ["$"])
+    assert shown[1] == (1.0, ["$ ls", ""])
+    assert shown[2] == (2.0, ["$ ls", "abcd", "ef"])
+    assert shown[3] == (3.0, ["abcd", "AB", "next"])
+    assert shown[4] == (4.0, ["AB", "next", "last"])
+
+
+def test_scales_and_ticks():
+    assert Scale(0, 10, 100, 200).at(5) == 150
+    assert Scale(1, 100, 0, 10, is_log=True).at(10) == 5
+    assert list(Scale(3, 2000, 0, 1, is_log=True).powers()) == [10.0, 100.0, 1000.0]
+    assert ticks(104) == [0, 20, 40, 60, 80, 100]
+
+
+def test_recordings_hold_nothing_of_this_machine():
+    for name in "losses", "terminal":
+        text = (pictures.FOLDER / f"{name}.json").read_text()
+        assert str(Path.home()) not in text
+        assert str(pictures.ROOT) not in text
