@@ -16,7 +16,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Joined
 from rpcdataloader.client.sharing import of_rank
-from rpcdataloader.diagnosis.recorder import Recorder
+from rpcdataloader.diagnosis.recorder import NOTED_WAIT, Recorder
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
@@ -81,6 +81,8 @@ class RemoteIterator:
         with undone_afterwards(saved):
             self._driver = Driver(settings, dataset, placement, saved, recorder)
             self._advance(wants_input=True, now=time.monotonic())
+        # Seconds. A sleep of this length is noted at once; a shorter one is only added up.
+        self._noted = NOTED_WAIT if self._driver.is_device_busy is None else _LEAST_HIDDEN
         self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
         self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # of the last report, and when it came
         get_client().reporter.add(self.report)
@@ -156,7 +158,7 @@ class RemoteIterator:
             progress.stream_delivered(stream, answer.stream)
         self._advance(wants_input, began)
         now = time.monotonic()
-        if answer.probe is not None or blocked >= _LEAST_HIDDEN:
+        if answer.probe is not None or blocked >= self._noted:
             self._note(answer, now, now - began, blocked)
         else:
             recorder = driver.recorder
@@ -176,7 +178,7 @@ class RemoteIterator:
     def _note(self, answer: Answer, now: float, waited: float, blocked: float) -> None:
         """Note a long sleep for a batch, before its stream waits for the copies, and the way of a probe."""
         driver, recorder = self._driver, self._driver.recorder
-        if blocked >= _LEAST_HIDDEN and driver.is_device_busy is not None and driver.is_device_busy():
+        if blocked >= self._noted and driver.is_device_busy is not None and driver.is_device_busy():
             waited = blocked = 0.0  # hidden by what the device had to do
         elif blocked:
             recorder.slept(now, blocked, self._ready, answer.worker)

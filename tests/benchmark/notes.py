@@ -70,7 +70,7 @@ _ITERATOR = {
         deadline = None if timeout is None else time.monotonic() + timeout
 """,
     """        now = time.monotonic()
-        if answer.probe is not None or blocked >= _LEAST_HIDDEN:
+        if answer.probe is not None or blocked >= self._noted:
             self._note(answer, now, now - began, blocked)
         else:
             recorder = driver.recorder
