@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
@@ -37,8 +38,6 @@ _RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
 
 # Seconds without news after which a loop is not reported: another one may run in its middle.
 _PAUSE = 60.0
-
-_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def _shown(stage: str, call: Callable[..., Any], *args: Any) -> Any:
@@ -109,7 +108,7 @@ class RemoteIterator:
         """
         try:
             # torch's loaders open a range for every batch, which takes as long as all that is noted of it.
-            while type(batch := self._profiled_next() if _is_profiled() else self._next()) is Reduced:
+            while type(batch := self._profiled_next() if profiler._is_profiler_enabled else self._next()) is Reduced:
                 self.progress.account_reduced(batch, self._settings.max_skipped)
                 if not batch.is_empty:
                     batch = batch.batch
