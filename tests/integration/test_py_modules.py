@@ -195,7 +195,7 @@ def test_what_the_node_server_has_imported_is_too_late_for_every_dataset(serve, 
     for _ in range(2):
         with pytest.raises(ImportError, match=r"shapes comes too late on .* without --preload shapes"):
             RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
-    with pytest.raises(ImportError, match="shapes is too late"):
+    with pytest.raises(ImportError, match="shapes comes too late"):
         load(Numbers(3), workers=server.address, py_modules=["shapes"])
 
 
