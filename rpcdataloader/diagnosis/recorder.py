@@ -54,7 +54,6 @@ class Recorder:
         tasks: Seconds of the last tasks of each worker, by its number; its receiver thread appends to them.
         batches: Number of delivered batches.
         waited: Seconds in ``next``, without those in which the device was at work.
-        drawn: Seconds of ``waited`` in the sampler.
         blocked: Seconds of ``waited`` that the consumer slept.
         last: Time of the last delivery.
         next_probe: Time from which the next drawn batch becomes a probe.
@@ -86,7 +85,7 @@ class Recorder:
         self._start = self.last = now
         self._first_wait = 0.0
         self.batches = 0
-        self.waited = self.blocked = self.drawn = self._ready = self._link = 0.0
+        self.waited = self.blocked = self._ready = self._link = 0.0
         self._intervals: list[tuple[float, float]] = []  # disjoint, in order, in which replies were received
         self._probes: deque[Probe] = deque(maxlen=_NUM_PROBES)
         self._waits: deque[Wait] = deque(maxlen=_NUM_WAITS)
@@ -103,18 +102,16 @@ class Recorder:
             self.next_probe = now + min(max(PROBE_INTERVAL, share), MAX_PROBE_INTERVAL)
         return Probe(number, draw, now)
 
-    def delivered(self, now: float, waited: float, drawn: float = 0.0, blocked: float = 0.0) -> None:
+    def delivered(self, now: float, waited: float, blocked: float = 0.0) -> None:
         """Record that ``next`` returns a batch; in the consumer's thread.
 
         Args:
             now: Time.
             waited: Seconds in ``next``; 0 if the device was at work all the time.
-            drawn: Seconds of ``waited`` in the sampler.
             blocked: Seconds of ``waited`` that the consumer slept.
         """
         self.batches += 1
         self.waited += waited
-        self.drawn += drawn
         self.blocked += blocked
         self.last = now
 
@@ -132,13 +129,13 @@ class Recorder:
             with self._lock:
                 self._waits.append(Wait(now, seconds, ready, worker))
 
-    def probed(self, probe: Probe, worker: int, now: float, waited: float, drawn: float, blocked: float = 0.0) -> None:
+    def probed(self, probe: Probe, worker: int, now: float, waited: float, blocked: float = 0.0) -> None:
         """Record that a probe is delivered; instead of :meth:`delivered`."""
         with self._lock:
             if not self.batches:
                 self._first_wait = waited
             probe.reorder = max(0.0, self.last - probe.answered)
-            self.delivered(now, waited, drawn, blocked)
+            self.delivered(now, waited, blocked)
             probe.delivered, probe.wait = now, waited
             probe.totals = self._totals()
             self._probes.append(probe)
@@ -191,7 +188,7 @@ class Recorder:
         )
 
     def _totals(self) -> Totals:
-        return Totals(self.batches, self.waited, self.blocked, self.drawn, self._ready, self._link)
+        return Totals(self.batches, self.waited, self.blocked, self._ready, self._link)
 
 
 def _recent() -> deque[float]:
