@@ -78,7 +78,7 @@ def measure(records: Records) -> Figures | None:
     # A device that stands still for a copy is a loop that waits, though not in next.
     stalled = batches * _mean([probe.stalled for probe in probes])
     waited, blocked = waited + stalled, blocked + stalled
-    drawn = end.drawn - begin.drawn
+    drawn = _mean([probe.draw for probe in probes])
     size_bytes = _mean([probe.size_bytes for probe in probes])
     allowed = min(setup.window, max(1, ratio(setup.max_in_flight_bytes, size_bytes, setup.window) // 1))
     known = [(probe, probe.stages) for probe in probes if probe.stages is not None]
@@ -119,8 +119,8 @@ def measure(records: Records) -> Figures | None:
         # take if it never slept.
         "needed_rate": ratio(batches, elapsed - blocked, math.inf),
         "blocked_seconds": blocked / batches,
-        "draw_seconds": drawn / batches,
-        "own_seconds": max(0.0, waited - blocked - drawn) / batches,
+        "draw_seconds": drawn,
+        "own_seconds": max(0.0, (waited - blocked) / batches - drawn),
         "ready_share": ratio(end.ready - begin.ready, blocked),
         "first_wait_seconds": records.first_wait,
         "task_seconds": task,

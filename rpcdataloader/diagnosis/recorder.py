@@ -25,7 +25,7 @@ _NUM_PROBES = int(SPAN_SECONDS / PROBE_INTERVAL)
 _NUM_TASKS = 64
 
 # Shorter waits are only added up: a change of threads takes 10 to 100 microseconds.
-_NOTED_WAIT = 1e-3
+NOTED_WAIT = 1e-3
 _NUM_WAITS = 1000
 
 # A pass that has waited this long is told of, though it has delivered little.
@@ -54,7 +54,6 @@ class Recorder:
         tasks: Seconds of the last tasks of each worker, by its number; its receiver thread appends to them.
         batches: Number of batches that were delivered.
         waited: Seconds in ``next``, without those in which the device has been at work.
-        drawn: Seconds of these in the sampler.
         blocked: Seconds of these that the consumer slept.
         last: Time of the last delivery.
         next_probe: Time from which on the next batch that is drawn is to be a probe.
@@ -86,7 +85,7 @@ class Recorder:
         self._start = self.last = now
         self._first_wait = 0.0
         self.batches = 0
-        self.waited = self.blocked = self.drawn = self._ready = self._link = 0.0
+        self.waited = self.blocked = self._ready = self._link = 0.0
         self._intervals: list[tuple[float, float]] = []  # disjoint, in order, in which replies were received
         self._probes: deque[Probe] = deque(maxlen=_NUM_PROBES)
         self._waits: deque[Wait] = deque(maxlen=_NUM_WAITS)
@@ -103,18 +102,16 @@ class Recorder:
             self.next_probe = now + min(max(PROBE_INTERVAL, share), MAX_PROBE_INTERVAL)
         return Probe(number, draw, now)
 
-    def delivered(self, now: float, waited: float, drawn: float = 0.0, blocked: float = 0.0) -> None:
+    def delivered(self, now: float, waited: float, blocked: float = 0.0) -> None:
         """``next`` returns a batch; in the consumer's thread.
 
         Args:
             now: Time.
             waited: Seconds in ``next``, 0 if the device has been at work all the while.
-            drawn: Seconds of these in the sampler.
             blocked: Seconds of these that the consumer slept.
         """
         self.batches += 1
         self.waited += waited
-        self.drawn += drawn
         self.blocked += blocked
         self.last = now
 
@@ -128,17 +125,17 @@ class Recorder:
             worker: Number of the worker that answered.
         """
         self._ready += ready
-        if seconds >= _NOTED_WAIT:
+        if seconds >= NOTED_WAIT:
             with self._lock:
                 self._waits.append(Wait(now, seconds, ready, worker))
 
-    def probed(self, probe: Probe, worker: int, now: float, waited: float, drawn: float, blocked: float = 0.0) -> None:
+    def probed(self, probe: Probe, worker: int, now: float, waited: float, blocked: float = 0.0) -> None:
         """A probe is delivered; instead of :meth:`delivered`."""
         with self._lock:
             if not self.batches:
                 self._first_wait = waited
             probe.reorder = max(0.0, self.last - probe.answered)
-            self.delivered(now, waited, drawn, blocked)
+            self.delivered(now, waited, blocked)
             probe.delivered, probe.wait = now, waited
             probe.totals = self._totals()
             self._probes.append(probe)
@@ -191,7 +188,7 @@ class Recorder:
         )
 
     def _totals(self) -> Totals:
-        return Totals(self.batches, self.waited, self.blocked, self.drawn, self._ready, self._link)
+        return Totals(self.batches, self.waited, self.blocked, self._ready, self._link)
 
 
 def _recent() -> deque[float]:

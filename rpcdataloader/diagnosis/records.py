@@ -28,7 +28,6 @@ class Totals(NamedTuple):
     Attributes:
         waited: Seconds in ``next``.
         blocked: Seconds of these that the consumer slept until its batch came.
-        drawn: Seconds of these in the sampler.
         ready: Seconds of ``blocked`` while a later batch was already here.
         link: Seconds in which at least one reply was being received: the union over all connections.
     """
@@ -36,7 +35,6 @@ class Totals(NamedTuple):
     batches: int = 0
     waited: float = 0.0
     blocked: float = 0.0
-    drawn: float = 0.0
     ready: float = 0.0
     link: float = 0.0
 

@@ -125,7 +125,9 @@ def _complete(name: str, track: Track, begin: int, end: int, text: str = "") -> 
 
 
 def _asynchronous(phase: str, name: str, track: Track, time: int, number: int, text: str = "") -> str:
-    return f'{{"ph":"{phase}","cat":"batch","name":"{name}","id":{number},{_place(track, time)}{_args(text)}}}'
+    # A local number keeps it with the tracks of its process.
+    what = f'"ph":"{phase}","cat":"batch","name":"{name}","id2":{{"local":"{number}"}}'
+    return f"{{{what},{_place(track, time)}{_args(text)}}}"
 
 
 def _arrow(phase: str, track: Track, time: int, number: int) -> str:
