@@ -130,7 +130,7 @@ class Client:
         return watcher
 
     def begin_local(self) -> Address:
-        """Begin the embedded server, if there is none; a node waits for it when asked for its session."""
+        """Begin the embedded server, unless it runs; a node waits for it when asked for its session."""
         with self._lock:
             if self._local is None:
                 self._local = LocalServer()

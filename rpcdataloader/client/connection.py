@@ -56,7 +56,7 @@ class Request:
     Attributes:
         complete: Function that takes the REPLY or ERROR message, or the error that ended the connection; called once,
             by the receiver thread; must neither block nor raise. Not called for a request cancelled before it was sent.
-        cancellable: Whether :meth:`Connection.cancel_all` cancels it.
+        cancellable: True to let :meth:`Connection.cancel_all` cancel it.
         flags: Bits of :class:`~rpcdataloader.wire.frames.Flag` to send with it.
     """
 

@@ -184,7 +184,7 @@ class RemoteSession:
         return answer.wait
 
     def stack_of(self, number: int) -> str:
-        """A worker's state and Python stacks, or why there are none.
+        """A worker's state and Python stacks, or the reason why they are missing.
 
         Waits until the worker's session has answered, at most 2 s. Never raises, as the text is needed most when
         something is wrong already: a missing answer is reported in the text.

@@ -413,7 +413,7 @@ def test_wrong_arguments_are_refused_before_anything_is_started(fails, options, 
     ("options", "problem"),
     [
         (["--host", "192.0.2.1", "--port", "0"], "cannot listen on 192.0.2.1 port 0: Cannot assign requested address"),
-        (["--host", "a..b"], "the address that clients shall use, a..b, does not resolve here"),
+        (["--host", "a..b"], "the address for clients, a..b, does not resolve here"),
         (["--port", "0", "--advertise", "no..host"], "no..host, does not resolve here (not a valid host name)"),
         (
             ["--port", "0", "--register", "/no/such/folder/pool"],
