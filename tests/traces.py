@@ -75,7 +75,8 @@ def check_lives(events: Sequence[Event]) -> None:
     for event in events:
         if event["ph"] not in "be":
             continue
-        stack, number = opened[event["id"]], event["id"]
+        number = int(event["id2"]["local"])  # of the trainer: a viewer shows it there
+        stack = opened[number]
         assert event["ts"] >= latest.get(number, 0)
         latest[number] = event["ts"]
         if event["ph"] == "b":

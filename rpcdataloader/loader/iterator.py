@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Joined
 from rpcdataloader.client.sharing import of_rank
-from rpcdataloader.diagnosis.recorder import Recorder
+from rpcdataloader.diagnosis.recorder import NOTED_WAIT, Recorder
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
@@ -37,8 +38,6 @@ _RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
 
 # Seconds without news after which a loop is not reported: another one may run in its middle.
 _PAUSE = 60.0
-
-_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def _shown(stage: str, call: Callable[..., Any], *args: Any) -> Any:
@@ -80,7 +79,9 @@ class RemoteIterator:
         self._is_shown = False  # to a profiler, what is done now
         with undone_afterwards(saved):
             self._driver = Driver(settings, dataset, placement, saved, recorder)
-            self._advance(wants_input=True)
+            self._advance(wants_input=True, now=time.monotonic())
+        # Seconds. A sleep of this length is noted at once; a shorter one is only added up.
+        self._noted = NOTED_WAIT if self._driver.is_device_busy is None else _LEAST_HIDDEN
         self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
         self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # of the last report, and when it came
         get_client().reporter.add(self.report)
@@ -107,7 +108,7 @@ class RemoteIterator:
         """
         try:
             # torch's loaders open a range for every batch, which takes as long as all that is noted of it.
-            while type(batch := self._profiled_next() if _is_profiled() else self._next()) is Reduced:
+            while type(batch := self._profiled_next() if profiler._is_profiler_enabled else self._next()) is Reduced:
                 self.progress.account_reduced(batch, self._settings.max_skipped)
                 if not batch.is_empty:
                     batch = batch.batch
@@ -134,7 +135,7 @@ class RemoteIterator:
         began = time.monotonic()
         timeout = self._settings.timeout or None
         deadline = None if timeout is None else began + timeout
-        drawn = blocked = 0.0
+        blocked = 0.0
         while True:
             with driver.condition:
                 delivery = None
@@ -145,7 +146,7 @@ class RemoteIterator:
                 wants_input = engine.table.wants_input
             if delivery is not None:
                 break
-            drawn += self._advance(wants_input)
+            self._advance(wants_input, began)
         task, answer, stream = delivery.payload, delivery.answer, delivery.stream
         if delivery.condemned is not None:
             answer = Answer(Failure(ConnectionLostError(delivery.condemned)))
@@ -154,15 +155,14 @@ class RemoteIterator:
             progress.delivered(task.number, task.num_samples, task.sampler_state)
         else:
             progress.stream_delivered(stream, answer.stream)
-        drawn += self._advance(wants_input)
+        self._advance(wants_input, began)
         now = time.monotonic()
-        if answer.probe is not None or blocked >= _LEAST_HIDDEN:
-            self._note(answer, now, now - began, drawn, blocked)
+        if answer.probe is not None or blocked >= self._noted:
+            self._note(answer, now, now - began, blocked)
         else:
             recorder = driver.recorder
             recorder.batches += 1
             recorder.waited += now - began
-            recorder.drawn += drawn
             recorder.blocked += blocked
             recorder.last = now
         if answer.copies is not None:
@@ -174,23 +174,23 @@ class RemoteIterator:
                 del delivery, answer  # the traceback refers to this frame, which must not refer to the error
         return answer.result
 
-    def _note(self, answer: Answer, now: float, waited: float, drawn: float, blocked: float) -> None:
+    def _note(self, answer: Answer, now: float, waited: float, blocked: float) -> None:
         """Note a long sleep for a batch, before its stream waits for the copies, and the way of a probe."""
         driver, recorder = self._driver, self._driver.recorder
-        if blocked >= _LEAST_HIDDEN and driver.is_device_busy is not None and driver.is_device_busy():
-            waited = drawn = blocked = 0.0  # hidden by what the device had to do
+        if blocked >= self._noted and driver.is_device_busy is not None and driver.is_device_busy():
+            waited = blocked = 0.0  # hidden by what the device had to do
         elif blocked:
             recorder.slept(now, blocked, self._ready, answer.worker)
         self._ready = 0.0
         if (probe := answer.probe) is None:
-            recorder.delivered(now, waited, drawn, blocked)
+            recorder.delivered(now, waited, blocked)
             return
         # The copies of this batch are not done yet, and those of the probe before are.
         if (timed := self._timed) is not None and (times := timed[1].times()) is not None:
             timed[0].copy, timed[0].stalled = times
         self._timed = None if answer.copies is None else (probe, answer.copies)
         driver.note_setup()
-        recorder.probed(probe, answer.worker, now, waited, drawn, blocked)
+        recorder.probed(probe, answer.worker, now, waited, blocked)
 
     def _wait(self, deadline: float | None) -> float:
         """Wait, with the condition, until the next batch may be there, or there is something else to do.
@@ -239,22 +239,15 @@ class RemoteIterator:
             engine.tick(now)
         return slept
 
-    def _advance(self, wants_input: bool) -> float:
-        """Fill the window from the sampler, which is user code and so runs outside of the lock, and do what follows.
-
-        Returns:
-            Seconds in the sampler.
-        """
-        driver, engine, seconds = self._driver, self._driver.engine, 0.0
+    def _advance(self, wants_input: bool, now: float) -> None:
+        """Fill the window from the sampler, which is user code and so runs outside of the lock, and do what follows."""
+        driver, engine = self._driver, self._driver.engine
         while True:
             if wants_input and self._drawn is None:
-                began = time.monotonic()
-                source = driver.begun.source
-                self._drawn = _shown("draw", next, source, None) if self._is_shown else next(source, None)
-                ended = time.monotonic()
-                seconds += ended - began
-                if ended >= driver.recorder.next_probe and self._drawn is not None:
-                    self._drawn.probe = driver.recorder.probe(ended, ended - began, self._drawn.number)
+                if now < driver.recorder.next_probe:
+                    self._drawn = next(driver.begun.source, None)
+                else:
+                    self._draw_probe()
             with driver.condition:
                 if wants_input:
                     if self._drawn is None:
@@ -267,7 +260,15 @@ class RemoteIterator:
             if todo is not None:
                 driver.carry_out(todo)
             if not wants_input:
-                return seconds
+                return
+
+    def _draw_probe(self) -> None:
+        began = time.monotonic()
+        source = self._driver.begun.source
+        self._drawn = task = _shown("draw", next, source, None) if self._is_shown else next(source, None)
+        if task is not None:
+            ended = time.monotonic()
+            task.probe = self._driver.recorder.probe(ended, ended - began, task.number)
 
     def _explained(self, error: BaseException, task: Task) -> BaseException:
         """The same error, naming the rank; with the last stack, if it is that of a task that took too long."""
@@ -323,7 +324,7 @@ class RemoteIterator:
         self._ready = 0.0
         self._is_told = False
         self._driver.begin_epoch()
-        self._advance(wants_input=True)
+        self._advance(wants_input=True, now=time.monotonic())
 
 
 def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None) -> LoopStatus:

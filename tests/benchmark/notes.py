@@ -65,26 +65,20 @@ _ITERATOR = {
     """        began = time.monotonic()
         timeout = self._settings.timeout or None
         deadline = None if timeout is None else began + timeout
-        drawn = blocked = 0.0
-""": """        timeout = self._settings.timeout or None
+        blocked = 0.0
+""": """        timeout, began = self._settings.timeout or None, 0.0
         deadline = None if timeout is None else time.monotonic() + timeout
 """,
-    """            drawn += self._advance(wants_input)
-        task,""": """            self._advance(wants_input)
-        task,""",
-    """        drawn += self._advance(wants_input)
-        now = time.monotonic()
-        if answer.probe is not None or blocked >= _LEAST_HIDDEN:
-            self._note(answer, now, now - began, drawn, blocked)
+    """        now = time.monotonic()
+        if answer.probe is not None or blocked >= self._noted:
+            self._note(answer, now, now - began, blocked)
         else:
             recorder = driver.recorder
             recorder.batches += 1
             recorder.waited += now - began
-            recorder.drawn += drawn
             recorder.blocked += blocked
             recorder.last = now
-""": """        self._advance(wants_input)
-""",
+""": "",
     """        sleep.since = now
         sleep.later_since = now if engine.table.answered_bytes else math.inf
 """: "",
@@ -101,16 +95,13 @@ _ITERATOR = {
 """,
     "                    blocked += self._wait(deadline)": "                    self._wait(deadline)",
     "            return 0.0  # a stream": "            return  # a stream",
-    """                began = time.monotonic()
-                source = driver.begun.source
-                self._drawn = _shown("draw", next, source, None) if self._is_shown else next(source, None)
-                ended = time.monotonic()
-                seconds += ended - began
-                if ended >= driver.recorder.next_probe and self._drawn is not None:
-                    self._drawn.probe = driver.recorder.probe(ended, ended - began, self._drawn.number)
+    """                if now < driver.recorder.next_probe:
+                    self._drawn = next(driver.begun.source, None)
+                else:
+                    self._draw_probe()
 """: """                self._drawn = next(driver.begun.source, None)
 """,
-    "self._profiled_next() if _is_profiled() else self._next()": "self._next()",
+    "self._profiled_next() if profiler._is_profiler_enabled else self._next()": "self._next()",
     '_shown("wait", driver.condition.wait, seconds) if self._is_shown else driver': "driver",
 }
 

@@ -189,7 +189,6 @@ class Pipeline:
         self._blocked_at: float | None = None
         self._num_drawn = self.num_delivered = 0
         self._since = self.now
-        self._spent_drawing = 0.0
         self.after(scenario.startup, self._join)
         self._ask()
 
@@ -214,7 +213,6 @@ class Pipeline:
         """Fill the window, then take what is there; in the consumer's thread."""
         if self._table.wants_input and self._num_drawn < self.scenario.num_batches:
             seconds = self.vary(self.scenario.draw)
-            self._spent_drawing += seconds
             self.after(seconds, self._drawn, seconds)
         elif self._taken is None:
             self._take()
@@ -270,16 +268,14 @@ class Pipeline:
         assert self._taken is not None
         assert self._asked is not None
         (number, blocked, ready, worker), self._taken = self._taken, None
-        drawn, self._spent_drawing = self._spent_drawing, 0.0
         waited = self.now - self._asked
-        drawn = min(drawn, waited)
         if blocked:
             self.recorder.slept(self.now, blocked, ready, worker.number)
         if (probe := self._probes.pop(number)) is not None:
             probe.size_bytes = self.scenario.size_bytes
-            self.recorder.probed(probe, worker.number, self.now, waited, drawn, blocked)
+            self.recorder.probed(probe, worker.number, self.now, waited, blocked)
         else:
-            self.recorder.delivered(self.now, waited, drawn, blocked)
+            self.recorder.delivered(self.now, waited, blocked)
         self.num_delivered += 1
         seconds = self.vary(self.scenario.consumer)
         if self.scenario.holds_lock:

@@ -72,9 +72,9 @@ def record(
             recorder.slept(now, first + blocked, ready, worker)
         if probe is not None:
             probe.size_bytes = size_bytes
-            recorder.probed(probe, worker, now, waited, drawn, first + blocked)
+            recorder.probed(probe, worker, now, waited, first + blocked)
         else:
-            recorder.delivered(now, waited, drawn, first + blocked)
+            recorder.delivered(now, waited, first + blocked)
     return recorder
 
 
