@@ -66,8 +66,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--insecure-tcp",
         action="store_true",
-        help="require no secret on TCP either: every user who reaches the port, also from this machine, can run code "
-        "as you (default: off)",
+        help="require no secret on TCP either: every user who reaches the port, other users of this machine included, "
+        "can run code as you (default: off)",
     )
     parser.add_argument(
         "--exit-with-stdin",

@@ -219,7 +219,7 @@ class _Pool:
                 for server in self._servers:
                     server.process.kill()
             else:
-                _say(f"ending {len(self._servers)} node servers; press Ctrl-C again to stop waiting for them")
+                _say(f"ending {len(self._servers)} node servers; interrupt again to stop waiting for them")
                 self._end()
 
     def _end(self) -> None:

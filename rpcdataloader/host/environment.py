@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 logger = logging.getLogger("rpcdataloader.server")
 
-# Names of the client's folders that this process lacks; empty if it has all. Forks inherit it.
+# The client's folders that this process lacks, in words; empty if it has all. Forks inherit it.
 _lack = ""
 
 

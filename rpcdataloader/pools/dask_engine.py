@@ -90,7 +90,7 @@ class _Dask:
         self.taken: set[str] = set()
         self._name = f"rpcdataloader-pool-{secrets.token_hex(4)}"
         self._board = distributed.Variable(self._name, client)
-        # Tasks that wait for a free Dask worker, of the kind that occupies threads for long: adapt() adds workers.
+        # Tasks that no Dask worker can run, and that would occupy threads for long: adapt() adds workers for them.
         self._wishes: list[Any] = []
 
     def start(self, order: Order) -> _Node | None:

@@ -73,7 +73,7 @@ def test_help_explains_every_option_with_unit_and_default(capsys):
         "--host HOST": "(default: 127.0.0.1)",
         "--port PORT": "(default: 6543)",
         "--advertise ADVERTISE": "(default: the address listened on",
-        "--num-workers N": "0 for as many as there are CPUs",
+        "--num-workers N": "0 for one per available CPU",
         "--parallel N": "(default: 1)",
         "--timeout SECONDS": "(default: 120.0)",
         "--max-connections N": "0 for 4 times --num-workers (default: 0)",
