@@ -1,7 +1,6 @@
 """``python -m rpcdataloader.launch``: run a node server on this machine.
 
-Reads the command line, builds the settings, runs the server. Once clients can connect, one line appears on standard
-output::
+Once clients can connect, one line appears on standard output::
 
     rpcdataloader ready node07:6543 num_workers=32 pid=4711
 

@@ -43,8 +43,7 @@ class Client:
     """This process as a client; thread-safe.
 
     Raises:
-        ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or only some of the three variables of
-            TLS are set.
+        ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or a variable of TLS is missing.
         AuthenticationError: The files of TLS cannot be used.
     """
 

@@ -1,7 +1,6 @@
 """One connection from the first byte on: preamble, handshake, then sealed messages in both directions.
 
-The same class serves both sides. Any thread may send a message, one at a time and in the order of sealing; one thread
-receives.
+The same class serves both sides. Any thread may send, one at a time and in the order of sealing; one thread receives.
 """
 
 from __future__ import annotations

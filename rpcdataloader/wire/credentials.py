@@ -137,8 +137,7 @@ def client_credentials(address: Address, environ: MutableMapping[str, str] = os.
     """The secret for a connection to ``address``: a pool's; none where ``RPCDATALOADER_INSECURE`` allows that.
 
     Args:
-        environ: Environment in which ``RPCDATALOADER_INSECURE`` is ``unix`` (no secret on Unix sockets), ``tcp`` (none
-            at all) or unset.
+        environ: Environment with ``RPCDATALOADER_INSECURE``: ``unix`` (no secret on Unix sockets) or ``tcp`` (none).
 
     Raises:
         AuthenticationError: See :func:`load_credentials`.

@@ -26,8 +26,7 @@ def find_culprit(obj: Any, path: str, error: BaseException, attempt: Attempt) ->
         attempt: Function that pickles its argument and returns the error, or None.
 
     Returns:
-        The path of the part, the part, and why it cannot be pickled. The part is ``obj`` itself if all of its parts
-        can be pickled.
+        The path of the part, the part, and the error. The part is ``obj`` itself if all of its parts can be pickled.
     """
     return _search(obj, path, error, attempt, set(), _MAX_DEPTH) or (path, obj, error)
 

@@ -73,8 +73,7 @@ def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
 
     Returns:
         The exception, not raised, with a :class:`~rpcdataloader.errors.RemoteTraceback` as its cause. A
-        :class:`~rpcdataloader.errors.RemoteError` in place of one that is not an ``Exception``, or cannot be rebuilt
-        here.
+        :class:`~rpcdataloader.errors.RemoteError` if it is not an ``Exception``, or cannot be rebuilt here.
     """
     try:
         where, summary, text, recipe, notes = pickle.loads(payload)

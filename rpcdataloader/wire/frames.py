@@ -1,7 +1,6 @@
 """The wire format of one message, without I/O. Little-endian.
 
-After the preamble (``preamble.py``), a connection carries messages in both directions, each a header, a body and
-blocks::
+After the preamble (``preamble.py``), each message in either direction is a header, a body and blocks::
 
     offset  size  field
          0     4  magic          b"RPDL"
@@ -23,9 +22,8 @@ different versions can tell each other.
 
 Invariant: no length is believed before its MAC and its limit have been checked, no block is allocated before the
 digest of the table that gives its size, and no message is handed out before all of that. The MAC covers the body
-through its digest, and so the blocks of CALL and BUILD, which become datasets and arguments: user code may interpret
-their bytes, for example pickles kept in an array. It does not cover the blocks of replies: batches are too large to
-hash (TLS protects those).
+through its digest, and so the blocks of CALL and BUILD, whose bytes user code may interpret, for example as pickles.
+It does not cover the blocks of replies: batches are too large to hash (TLS protects those).
 """
 
 from __future__ import annotations
@@ -265,8 +263,8 @@ class Decoder:
     memory from ``allocate``. An error is final: the start of the next message is lost.
 
     Args:
-        allocate: Function called once for each message with blocks, after its sizes have been checked. The attribute
-            may be changed between messages.
+        allocate: Function called once per message with blocks, after a check of their sizes. May be replaced between
+            messages.
         sealer: Sealer of this direction; None before the handshake has made one.
         limits: Limits for each message. The attribute may be changed between messages.
     """

@@ -100,8 +100,7 @@ class TlsError(AuthenticationError):
 class _Handshake:
     """The common part of both sides: HELLO, then AUTH, each once.
 
-    Not thread-safe. An error is final. After any error, send :meth:`data_to_send` before closing: it tells the other
-    side why.
+    Not thread-safe. An error is final: send :meth:`data_to_send` before closing, so that the other side learns why.
     """
 
     _role: ClassVar[Role]

@@ -1,7 +1,6 @@
 """The payloads of messages, on both sides: one class per message type that carries fields.
 
-WELCOME, BUSY, EXITED, STACK and GOAWAY are JSON or empty; CALL, BUILD and REPLY are pickles, read only after their seal
-was checked.
+WELCOME, BUSY, EXITED, STACK and GOAWAY are JSON or empty; CALL, BUILD and REPLY are pickles, read behind a valid seal.
 """
 
 from __future__ import annotations
@@ -45,8 +44,7 @@ class Busy(Json):
 class Exited(Json):
     """A worker of this session ended: its number, process id, and how it ended, in words.
 
-    ``batch`` is the last one that it has begun for a loader, -1 for none; ``sample`` is a number of
-    ``fetch/whereabouts.py``.
+    ``batch`` is the last one begun for a loader, -1 for none; ``sample`` is a number of ``fetch/whereabouts.py``.
     """
 
     worker: int
@@ -70,8 +68,7 @@ class Goaway(Json):
 
     Attributes:
         last_request: Number of the last request to be answered.
-        retired: True if it has done its share of work, and another worker may take its place; otherwise the node
-            server ends.
+        retired: True if it has done its share of work, and can be replaced; otherwise the node server ends.
     """
 
     last_request: int
@@ -83,8 +80,7 @@ class Log(Json):
     """A worker's or session's warning, or log record of warning level or above; or a line that it has printed.
 
     Attributes:
-        printed_by: Origin of a printed line, ``worker 3`` or ``session``; empty for the node server's note on lines
-            left out; None for a log record.
+        printed_by: Origin of a line, ``worker 3`` or ``session``; empty for a note on lines left out; None for a log.
     """
 
     level: int
@@ -125,8 +121,7 @@ class Call:
 
     Attributes:
         keep: Hold the result on the worker and reply with its handle.
-        ordered: Run after all earlier requests, in the worker's main thread: for the loader's requests, which share
-            global random generators.
+        ordered: Run after all earlier requests, in the main thread: the loader's share global random generators.
         limited: True if the caller set no limit, so that the server's own applies.
         task: True for a loader's batch: a worker may retire after a number of them.
     """

@@ -28,8 +28,7 @@ def rebuild(index: Index, memory: Sequence[torch.Tensor], allocator: Allocator |
     """Make the tensors of a message.
 
     Args:
-        allocator: Allocator of the blocks, and of memory for small tensors, so that pinned stays pinned. None for plain
-            memory.
+        allocator: Allocator of the blocks, and of small tensors, so that pinned stays pinned. None for plain memory.
     """
     rebuilder = _Rebuilder(index.layouts, index.num_tensors)
     num_large = len(index.blocks)

@@ -1,7 +1,6 @@
 """A node server's self-description in a file of a directory, where clients look for it. Pure.
 
-The name of a file is used once, and its content never changes: only its time does, which the server renews while it
-accepts clients.
+A file's name is used once, and its content is final: the server only renews its time, while it accepts clients.
 """
 
 from __future__ import annotations

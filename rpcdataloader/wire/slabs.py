@@ -1,8 +1,7 @@
 """Memory for received blocks and collated batches.
 
-A :class:`Block` owns its memory through a one-dimensional ``uint8`` tensor. Objects over that memory (tensors on the
-same storage, numpy arrays over the view) keep it alive, and an allocator reuses the memory only after the last of them
-is gone.
+A :class:`Block` owns its memory through a one-dimensional ``uint8`` tensor. Objects over that memory (tensors, numpy
+arrays) keep it alive, and an allocator reuses the memory only after the last of them is gone.
 """
 
 from __future__ import annotations
@@ -237,6 +236,5 @@ def _start_pools_empty() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # The lock may have been held by a thread that the child does not have. Leases of the parent end in the child's
-    # unused copy of the old deque.
+    # A thread that the child lacks may hold the lock. The parent's leases end in the child's copy of the old deque.
     os.register_at_fork(after_in_child=_start_pools_empty)

@@ -145,8 +145,7 @@ class NodeStatus(Work):
     num_workers: int  # workers that it offers
     max_connections: int | None  # cap on workers; None for no cap
     cpus: int  # CPUs that it may use
-    # Load of the machine over the last minute: threads of all programs that run, wait for a CPU, or are blocked in the
-    # kernel.
+    # The machine's, over the last minute: threads of all programs that run, wait for a CPU, or block in the kernel.
     load_average: float
     memory_total_bytes: int  # of the machine
     memory_available_bytes: int  # of the machine

@@ -36,9 +36,8 @@ READ_AHEAD_BYTES = 16384
 # marks gain more there, but a 10 Gb/s link then stands still while the receiver copies a full window.
 LOW_WATER_BYTES = 1 << 20
 
-# Most bytes on their way between two ends on one machine (SO_SNDBUF, which Linux doubles: socket(7)). They stay in the
-# processor's cache: 1.1 to 1.3 times the throughput. The megabytes that the kernel would allow are for networks with a
-# round trip to fill.
+# Most bytes on their way between two ends on one machine (SO_SNDBUF, which Linux doubles: socket(7)): they stay in the
+# processor's cache, for 1.1 to 1.3 times the throughput. The kernel's megabytes are for long round trips.
 SAME_HOST_SEND_BYTES = 1 << 17
 
 # Keep-alive finds a dead peer after 10 + 3 * 5 = 25 seconds of silence, with or without requests. The kernel of a peer
