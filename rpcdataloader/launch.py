@@ -1,7 +1,6 @@
 """``python -m rpcdataloader.launch``: run a node server on this machine.
 
-Reads the command line, builds the settings, runs the server. Once clients can connect, one line appears on standard
-output::
+Once clients can connect, one line appears on standard output::
 
     rpcdataloader ready node07:6543 num_workers=32 pid=4711
 
@@ -66,8 +65,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--insecure-tcp",
         action="store_true",
-        help="require no secret on TCP either: every user who reaches the port, also from this machine, can run code "
-        "as you (default: off)",
+        help="require no secret on TCP either: every user who reaches the port, other users of this machine included, "
+        "can run code as you (default: off)",
     )
     parser.add_argument(
         "--exit-with-stdin",

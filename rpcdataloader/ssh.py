@@ -219,7 +219,7 @@ class _Pool:
                 for server in self._servers:
                     server.process.kill()
             else:
-                _say(f"ending {len(self._servers)} node servers; press Ctrl-C again to stop waiting for them")
+                _say(f"ending {len(self._servers)} node servers; interrupt again to stop waiting for them")
                 self._end()
 
     def _end(self) -> None:
@@ -300,9 +300,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the servers; returns the exit status: 0 after a signal, 1 for a failed start or if no server is left, 2 for
-    wrong arguments.
-    """
+    """Run the servers; returns the exit status: 0 after a signal, 1 if one failed to start or all ended, 2 for usage."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
     parser = make_parser()

@@ -43,8 +43,7 @@ class Client:
     """This process as a client; thread-safe.
 
     Raises:
-        ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or only some of the three variables of
-            TLS are set.
+        ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or a variable of TLS is missing.
         AuthenticationError: The files of TLS cannot be used.
     """
 
@@ -130,7 +129,7 @@ class Client:
         return watcher
 
     def begin_local(self) -> Address:
-        """Begin the embedded server, if there is none; a node waits for it when asked for its session."""
+        """Begin the embedded server, unless it runs; a node waits for it when asked for its session."""
         with self._lock:
             if self._local is None:
                 self._local = LocalServer()

@@ -1,8 +1,7 @@
 """One connection of a client: requests are numbered, pipelined, and answered in any order.
 
-Each has two threads: a receiver, which also connects, and a sender. Callers only enqueue, from any thread, and never
-wait. The receiver never sends and holds no lock across I/O; a failure in either thread ends the connection and fails
-every pending request.
+Each has a receiver thread, which also connects, and a sender thread. Callers only enqueue, from any thread, and never
+wait. The receiver never sends and holds no lock across I/O; an error in a thread fails all pending requests.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class Request:
     Attributes:
         complete: Function that takes the REPLY or ERROR message, or the error that ended the connection; called once,
             by the receiver thread; must neither block nor raise. Not called for a request cancelled before it was sent.
-        cancellable: Whether :meth:`Connection.cancel_all` cancels it.
+        cancellable: True to let :meth:`Connection.cancel_all` cancel it.
         flags: Bits of :class:`~rpcdataloader.wire.frames.Flag` to send with it.
     """
 

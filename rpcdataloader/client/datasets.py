@@ -1,7 +1,6 @@
 """A dataset on the nodes of this client: built once on each, changed on all, released with its last reference.
 
-The client owns the recipe and the list of changes, so it can bring a new session, or a worker that builds for itself,
-to the same state at any time.
+The client owns the recipe and the list of changes, so it can bring a new session or worker to the same state.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class LocalServer:
             self._close_pipes()
             process, self._process = self._process, None
             try:
-                # While it imports, it ignores signals, and has nothing to end.
+                # While it imports, it notices nothing, and has nothing to end.
                 process.wait(STOP_TIMEOUT if self._is_ready else 0)
             except subprocess.TimeoutExpired:
                 process.kill()

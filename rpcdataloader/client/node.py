@@ -68,7 +68,7 @@ class Node:
         return self._num_workers
 
     def num_workers(self) -> int:
-        """The same; waits for a node server that was never there.
+        """:attr:`offered`; waits for a node server that was never there.
 
         Raises:
             RPCError: The node server was never there, and cannot be reached.

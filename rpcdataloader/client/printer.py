@@ -14,8 +14,7 @@ from rpcdataloader.wire.lines import MAX_CHARS, LineLimit, escaped
 # Most lines that wait while standard error blocks, as on a stopped terminal.
 MAX_WAITING = 1000
 
-# Workers' output for the last batch comes after it. At the end, the client waits a short time until no line has come
-# for this long.
+# Workers' output for the last batch comes after it. At the end, the client waits until no line has come for this long.
 QUIET_SECONDS = 0.1
 LINGER_SECONDS = 1.0
 

@@ -38,8 +38,8 @@ class RRef:
     def __init__(self, owner: Owner, handle: int, release: Callable[[int], None]) -> None:
         self.owner = owner
         self.handle = handle
-        # A finalizer may run in any thread, inside any lock, so release only enqueues. At exit, the end of the
-        # connection releases everything.
+        # A finalizer may run in any thread, inside any lock, so release only enqueues. At exit, the connection's end
+        # releases everything.
         weakref.finalize(self, release, handle).atexit = False
 
     def __repr__(self) -> str:

@@ -83,10 +83,8 @@ class Silences:
 
         Args:
             times: Modification times of the files, on the clock of their file system.
-            elapsed: Seconds since the last look, without the time spent looking: while a file server hangs, no server
-                can renew its file.
-            wall: Time of this machine, for the first look only: with a wrong clock, servers seem silent until they
-                renew their files once.
+            elapsed: Seconds since the last look, without the look itself: a file server that hangs stops all renewals.
+            wall: Time of this machine, for the first look: a wrong clock makes servers seem silent for one renewal.
         """
         before, self._files = self._files, {}
         for name, time_ in times.items():
@@ -105,8 +103,7 @@ class Register:
     """The directory, as this process has seen it so far. Thread-safe.
 
     Attributes:
-        problems: Reasons why files were not used at the last look, by their names; under the directory's name, why it
-            could not be read.
+        problems: Reasons why files were not used at the last look, by name; the directory's, if it could not be read.
     """
 
     pause = 1.0

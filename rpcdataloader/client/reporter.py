@@ -1,7 +1,6 @@
 """Tells node servers, every few seconds, how the training loops of this process do.
 
-The alarm's thread sends one small message without reply per node server. Errors here are logged once, and end neither
-the reports nor a training.
+The alarm's thread sends one small message without reply per node server. Errors are logged once, and end nothing.
 """
 
 from __future__ import annotations

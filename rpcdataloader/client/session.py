@@ -184,7 +184,7 @@ class RemoteSession:
         return answer.wait
 
     def stack_of(self, number: int) -> str:
-        """A worker's state and Python stacks, or why there are none.
+        """A worker's state and Python stacks, or the reason why they are missing.
 
         Waits until the worker's session has answered, at most 2 s. Never raises, as the text is needed most when
         something is wrong already: a missing answer is reported in the text.
@@ -194,9 +194,8 @@ class RemoteSession:
     def end_worker(self, number: int, reason: str) -> Callable[[], str]:
         """End a worker of this session, even in the middle of a task; its requests fail with ``reason``.
 
-        Returns at once. The worker takes no further requests. Its connection ends with it. It is closed half a second
-        after the session has killed the worker, or has not answered for 2 s, in case the kernel does not let the
-        worker go.
+        Returns at once. The worker takes no further requests. Its connection ends with it, or is closed half a second
+        after the session's answer or 2 s of silence, in case the kernel does not let the worker go.
 
         Args:
             reason: Text for the error and for the node's log, such as ``"took longer than 5 s"``.

@@ -64,8 +64,7 @@ def share_of(num_workers: Sequence[int], partition: Partition, *, by_node: bool 
     one node, which then builds that rank's dataset once. With more ranks than workers, ranks share workers.
 
     Args:
-        by_node: Put all workers of a node before those of the next one, so that another node at the end changes no
-            share.
+        by_node: Put all workers of a node before those of the next one: another node at the end changes no share.
     """
     pairs = [(k, node) for node, count in enumerate(num_workers) for k in range(count)]
     if not by_node:

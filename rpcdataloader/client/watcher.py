@@ -119,7 +119,7 @@ class RegisterWatcher:
                 self._condition.wait_for(lambda: self._is_new or not self._watches, self._lookup.pause)
 
     def _next(self) -> list[Watch]:
-        """Wait for the next look; returns the watches to tell. Without watches, the thread ends."""
+        """The watches to tell; without any, the thread ends."""
         with self._condition:
             self._is_new = False
             if not self._watches:

@@ -1,7 +1,6 @@
 """Additions of a client's datasets and loaders to its sessions: environment variables, modules, and workers' output.
 
-A client has one session per node, for all of its loaders. So a variable has one value, and a module one version, for
-all of them.
+A client has one session per node for all of its loaders, which share each variable's value and each module's version.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ Only the client's own paths travel: the script's folder, the current folder, and
 
 A client's folder that is missing here is a warning, and errors that it may have caused say so.
 
-Datasets that split their files read the rank from RANK and WORLD_SIZE. LOCAL_RANK stays at the client: it numbers the
-trainers of another machine.
+Datasets that split their files read RANK and WORLD_SIZE. LOCAL_RANK stays: it numbers trainers of another machine.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 
 logger = logging.getLogger("rpcdataloader.server")
 
-# Names of the client's folders that this process lacks; empty if it has all. Forks inherit it.
+# The client's folders that this process lacks, in words; empty if it has all. Forks inherit it.
 _lack = ""
 
 
@@ -60,9 +59,7 @@ def collect(rank: int = 0, world_size: int = 1) -> Environment:
 
 
 def install(environment: Environment) -> None:
-    """Put the client's paths that exist here in front of ``sys.path``, enter its directory if it exists here, and set
-    RANK and WORLD_SIZE.
-    """
+    """Prepend the client's paths that exist here to ``sys.path``, enter its directory if it exists, set its rank."""
     set_rank(environment.rank, environment.world_size)
     found = [path for path in environment.import_path if os.path.exists(path)]
     sys.path[:] = [*found, *(entry for entry in sys.path if entry not in found)]

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-# For all modules of a client together: code and its small data travel to each session of each rank. Larger data belongs
-# on a file system.
+# For all modules of a client: they travel to each session of each rank. Larger data belongs on a file system.
 MAX_BYTES = 64 << 20
 
 # This session's folder for modules, which its node server removes; and the digests of its modules, by name.

@@ -156,7 +156,7 @@ def share_of_memory(meminfo: str, cgroup_limits: Iterable[str], environ: Mapping
     and the Slurm job's. If all are unknown, the result is 4 GiB.
 
     Args:
-        meminfo: Text of ``/proc/meminfo``; empty if there is none.
+        meminfo: Text of ``/proc/meminfo``; empty without such a file.
         cgroup_limits: Texts of ``memory.max`` (version 2) or ``memory.limit_in_bytes`` (version 1); texts that are not
             numbers, such as ``max``, set no limit.
         environ: Environment with ``SLURM_MEM_PER_NODE`` (MiB, 0 for all) and the number of ranks.

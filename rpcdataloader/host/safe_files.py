@@ -34,7 +34,7 @@ def check(status: os.stat_result, forbidden: int, *, any_owner: bool = False) ->
         any_owner: Accept a file of another user than this one or root.
 
     Raises:
-        UnsafeFileError: It is no regular file, or open to other users.
+        UnsafeFileError: The file is not regular, belongs to another user, or is open to other users.
     """
     if not stat.S_ISREG(status.st_mode):
         raise UnsafeFileError(Flaw.KIND, "is not a regular file")

@@ -22,8 +22,7 @@ def dask_pool(
 ) -> Pool:
     """Node servers in a Dask cluster: ``with dask_pool(client, num_nodes=4, cpus_per_node=32) as workers:``.
 
-    Each runs on a Dask worker with at least ``cpus_per_node`` threads, the least busy ones first, and occupies that
-    many of them until the block ends.
+    Each occupies ``cpus_per_node`` threads of a Dask worker, the least busy ones first, until the block ends.
 
     Args:
         client: A synchronous ``distributed.Client``.
@@ -90,7 +89,7 @@ class _Dask:
         self.taken: set[str] = set()
         self._name = f"rpcdataloader-pool-{secrets.token_hex(4)}"
         self._board = distributed.Variable(self._name, client)
-        # Tasks that wait for a free Dask worker, of the kind that occupies threads for long: adapt() adds workers.
+        # Tasks that no Dask worker can run, and that would occupy threads for long: adapt() adds workers for them.
         self._wishes: list[Any] = []
 
     def start(self, order: Order) -> _Node | None:

@@ -1,7 +1,6 @@
 """A pool of node servers on the machines of an engine, for as long as a ``with`` block.
 
-One thread of the training process keeps it: it asks the engine for node servers, polls each of them, and replaces those
-that are lost.
+One thread of the training process asks the engine for node servers, polls them, and replaces those that are lost.
 """
 
 from __future__ import annotations

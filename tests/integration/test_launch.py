@@ -73,7 +73,7 @@ def test_help_explains_every_option_with_unit_and_default(capsys):
         "--host HOST": "(default: 127.0.0.1)",
         "--port PORT": "(default: 6543)",
         "--advertise ADVERTISE": "(default: the address listened on",
-        "--num-workers N": "0 for as many as there are CPUs",
+        "--num-workers N": "0 for one per available CPU",
         "--parallel N": "(default: 1)",
         "--timeout SECONDS": "(default: 120.0)",
         "--max-connections N": "0 for 4 times --num-workers (default: 0)",
@@ -413,7 +413,7 @@ def test_wrong_arguments_are_refused_before_anything_is_started(fails, options, 
     ("options", "problem"),
     [
         (["--host", "192.0.2.1", "--port", "0"], "cannot listen on 192.0.2.1 port 0: Cannot assign requested address"),
-        (["--host", "a..b"], "the address that clients shall use, a..b, does not resolve here"),
+        (["--host", "a..b"], "the address for clients, a..b, does not resolve here"),
         (["--port", "0", "--advertise", "no..host"], "no..host, does not resolve here (not a valid host name)"),
         (
             ["--port", "0", "--register", "/no/such/folder/pool"],

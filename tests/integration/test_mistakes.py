@@ -273,7 +273,7 @@ MISTAKES = [
     Mistake("another secret", lambda p: p.load_with_secret("another secret of sixteen characters"), AuthenticationError,
             "do not hold the same secret; give both the same token file .* fingerprint"),
     Mistake("secret that others can read", lambda p: p.load_with_secret("x" * 20, 0o644), AuthenticationError,
-            r"is open to other users \(mode 0644\); if nobody can have read it, run: chmod 600"),
+            r"is open to other users \(mode 0644\); if no other user has read it, run: chmod 600"),
     Mistake("no secret", lambda p: p.load_with_secret(None), AuthenticationError, "does not exist; create it with"),
     Mistake("short secret", lambda p: p.load_with_secret("abc"), AuthenticationError, "is shorter than 16 characters"),
     Mistake("another Python", lambda p: p.load_as(python_version="3.9.1"), RemoteProtocolError,

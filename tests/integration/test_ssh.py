@@ -261,7 +261,7 @@ def test_second_signal_does_not_wait_for_servers_that_are_busy(start, tmp_path):
     starter.workers()
     connection = starter.connection_to("node1")
     starter.press_ctrl_c()
-    wait_until(lambda: "press Ctrl-C again" in starter.errors and "draining" in starter.errors)
+    wait_until(lambda: "interrupt again" in starter.errors and "draining" in starter.errors)
     assert is_running(connection), "Ctrl-C is not for ssh"
     starter.press_ctrl_c()
     assert starter.wait() == 0
