@@ -54,8 +54,8 @@ class RPCDataloader(LoaderTools[_T_co]):
             and WORLD_SIZE.
         max_in_flight_bytes: Limit on the bytes of batches that are on their way or wait to be consumed. None for an
             eighth of the memory of this machine or job at the beginning of the epoch, divided by the ranks on the node.
-        max_retries: Limit on deaths in a row. A dead worker's batch goes to another worker; after this many deaths it is
-            an error, raised when the batch's turn comes.
+        max_retries: Limit on deaths in a row. A dead worker's batch goes to another worker; after this many deaths it
+            is an error, raised when the batch's turn comes.
         reconnect_timeout: Seconds to wait for a worker after the loss of all, as when all nodes restart; 0 to raise at
             once.
         task_timeout: Seconds that a worker may take for a batch. After that the worker is ended, and the batch goes to
@@ -66,7 +66,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             datasets, as streams cannot repeat samples. ``StopIteration`` is a ``RuntimeError`` here.
         on_error: ``"raise"`` raises an exception of the dataset in place of the batch, as torch does. ``"skip"`` leaves
             the sample out of its batch, after ``retry_on``, and names it in a warning; empty batches are not delivered.
-            A dataset with ``__getitems__`` loads whole batches, so these are left out as a whole. A map-style sample at which
+            A dataset with ``__getitems__`` loads whole batches, so these are left out. A map-style sample at which
             ``max_retries`` workers have died is left out, too.
         max_skipped: Number of skipped samples in one pass above which a :class:`~rpcdataloader.errors.BadSamplesError`
             is raised.
