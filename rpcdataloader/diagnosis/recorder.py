@@ -25,7 +25,7 @@ _NUM_PROBES = int(SPAN_SECONDS / PROBE_INTERVAL)
 _NUM_TASKS = 64
 
 # Shorter waits are only summed: a change of threads takes 10 to 100 microseconds.
-_NOTED_WAIT = 1e-3
+NOTED_WAIT = 1e-3
 _NUM_WAITS = 1000
 
 # Seconds of waiting after which a pass with few batches is diagnosed.
@@ -125,7 +125,7 @@ class Recorder:
             worker: Number of the worker that answered.
         """
         self._ready += ready
-        if seconds >= _NOTED_WAIT:
+        if seconds >= NOTED_WAIT:
             with self._lock:
                 self._waits.append(Wait(now, seconds, ready, worker))
 

@@ -295,15 +295,8 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # State of this process alone; a copy begins without it.
-        own = {
-            "_pass": None,
-            "_shipped": None,
-            "_progress": None,
-            "_current": no_iterator,
-            "_recorder": None,
-            "_trace": None,
-        }
-        return {**self.__dict__, **own}
+        own = dict.fromkeys(("_pass", "_shipped", "_progress", "_recorder", "_trace"))
+        return {**self.__dict__, **own, "_current": no_iterator}
 
     def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator | InlineIterator:
         if self.pin_memory and self.pin_memory_device:

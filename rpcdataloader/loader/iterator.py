@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Joined
 from rpcdataloader.client.sharing import of_rank
-from rpcdataloader.diagnosis.recorder import Recorder
+from rpcdataloader.diagnosis.recorder import NOTED_WAIT, Recorder
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
@@ -37,8 +38,6 @@ _RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
 
 # Seconds without news after which a loop is not reported: another loop may be running inside it.
 _PAUSE = 60.0
-
-_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def _shown(stage: str, call: Callable[..., Any], *args: Any) -> Any:
@@ -81,6 +80,8 @@ class RemoteIterator:
         with undone_afterwards(saved):
             self._driver = Driver(settings, dataset, placement, saved, recorder)
             self._advance(wants_input=True, now=time.monotonic())
+        # Seconds of a sleep from which on it is recorded at once; shorter ones are summed.
+        self._noted = NOTED_WAIT if self._driver.is_device_busy is None else _LEAST_HIDDEN
         self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
         self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # last news, and their time
         get_client().reporter.add(self.report)
@@ -107,7 +108,7 @@ class RemoteIterator:
         """
         try:
             # torch's loaders open a range for every batch, which takes as long as all recording.
-            while type(batch := self._profiled_next() if _is_profiled() else self._next()) is Reduced:
+            while type(batch := self._profiled_next() if profiler._is_profiler_enabled else self._next()) is Reduced:
                 self.progress.account_reduced(batch, self._settings.max_skipped)
                 if not batch.is_empty:
                     batch = batch.batch
@@ -156,7 +157,7 @@ class RemoteIterator:
             progress.stream_delivered(stream, answer.stream)
         self._advance(wants_input, began)
         now = time.monotonic()
-        if answer.probe is not None or blocked >= _LEAST_HIDDEN:
+        if answer.probe is not None or blocked >= self._noted:
             self._note(answer, now, now - began, blocked)
         else:
             recorder = driver.recorder
@@ -176,7 +177,7 @@ class RemoteIterator:
     def _note(self, answer: Answer, now: float, waited: float, blocked: float) -> None:
         """Record a long sleep for a batch, before its stream waits for the copies, and the times of a probe."""
         driver, recorder = self._driver, self._driver.recorder
-        if blocked >= _LEAST_HIDDEN and driver.is_device_busy is not None and driver.is_device_busy():
+        if blocked >= self._noted and driver.is_device_busy is not None and driver.is_device_busy():
             waited = blocked = 0.0  # hidden by the device's work
         elif blocked:
             recorder.slept(now, blocked, self._ready, answer.worker)

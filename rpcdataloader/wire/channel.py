@@ -210,7 +210,7 @@ def open_channel(
     except RPCTimeoutError as exc:
         stream.close()
         raise ConnectError(
-            f"{address} took the connection and did not finish the handshake in time "
+            f"{address} accepted the connection, but did not finish the handshake in time "
             "(is it a node server of this package? is it overloaded?)"
         ) from exc
     except RemoteProtocolError as exc:

@@ -70,7 +70,7 @@ _ITERATOR = {
         deadline = None if timeout is None else time.monotonic() + timeout
 """,
     """        now = time.monotonic()
-        if answer.probe is not None or blocked >= _LEAST_HIDDEN:
+        if answer.probe is not None or blocked >= self._noted:
             self._note(answer, now, now - began, blocked)
         else:
             recorder = driver.recorder
@@ -101,7 +101,7 @@ _ITERATOR = {
                     self._draw_probe()
 """: """                self._drawn = next(driver.begun.source, None)
 """,
-    "self._profiled_next() if _is_profiled() else self._next()": "self._next()",
+    "self._profiled_next() if profiler._is_profiler_enabled else self._next()": "self._next()",
     '_shown("wait", driver.condition.wait, seconds) if self._is_shown else driver': "driver",
 }
 

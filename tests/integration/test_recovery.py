@@ -479,7 +479,7 @@ def test_embedded_pool_that_is_killed_is_started_again(caplog):
     wait_until(lambda: not is_running(server))
     indices += take(iterator, 100)[0]
     assert indices == [*range(100)]
-    assert "the embedded pool has ended (exit status -9), and is started again" in caplog.text
+    assert "the embedded pool has ended (exit status -9); starting it again" in caplog.text
 
 
 @pytest.mark.usefixtures("clean_client")
