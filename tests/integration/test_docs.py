@@ -245,8 +245,8 @@ class Desk:
             source = f"\nimport runpy, sys; sys.argv[1:] = {words[3:]!r}; {run}"
             if not alternative:
                 return self.run_python(source)
-            done = self.start_python(source).wait(60 * TIMEOUT_SCALE)
-            return done.output + self.run(f"(exit {done.status}) || {otherwise}")
+            ended = self.start_python(source).wait(60 * TIMEOUT_SCALE)
+            return ended.output + self.run(f"(exit {ended.status}) || {otherwise}")
         if argument.endswith(".py"):
             source = "\n" + (self.folder / argument).read_text()
             if program == "python":
