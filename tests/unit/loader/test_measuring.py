@@ -24,7 +24,8 @@ def test_stages_are_taken_off_the_payload():
     note_reply(probe, message)
     assert bytes(message.payload) == b"pickle"
     assert probe.arrived == probe.received > 0
-    note_answer(probe, (1.0, 2.0), probe.received + 0.5)
+    note_answer(probe, (1.0, 2.0), 6, probe.received + 0.5)
+    assert probe.size_bytes == 6
     assert probe.stages == STAGES._replace(fetch=1.0, collate=2.0)
     # It was somewhere else for nearly all of that time, in which this thread has not run.
     assert probe.lock == pytest.approx(0.5, abs=0.1)
@@ -43,7 +44,7 @@ def test_waiting_for_bytes_is_no_wait_for_the_interpreter_lock(was_here):
 def test_exception_has_no_stages():
     probe, message = Probe(), Message(MessageType.ERROR, 0, 1, b"an exception")
     note_reply(probe, message)
-    note_answer(probe, (1.0, 2.0), 1.0)
+    note_answer(probe, (1.0, 2.0), 0, 1.0)
     assert probe == Probe()
     assert message.payload == b"an exception"
 
@@ -55,5 +56,5 @@ def test_reply_that_is_too_short_is_refused(message):
 
 
 def test_worker_that_measures_without_being_asked_is_refused():
-    with pytest.raises(RemoteProtocolError, match="without being asked"):
+    with pytest.raises(RemoteProtocolError, match="without a request for it"):
         note_reply(None, reply())
