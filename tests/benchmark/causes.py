@@ -38,7 +38,7 @@ def forking() -> Iterator[Zygote]:
 
 
 def count_verdicts(name: str, cause: Cause, num_runs: int, zygote: Zygote) -> list[str]:
-    """A row of the first table: for each speed of the consumer, how many verdicts were right; and the others."""
+    """A row of the first table: for each speed of the consumer, how long the loop waited, and the wrong verdicts."""
     cells, others = [], Counter[str]()
     with cause.pool(zygote) as addresses:
         for speed in SPEEDS:
@@ -46,7 +46,8 @@ def count_verdicts(name: str, cause: Cause, num_runs: int, zygote: Zygote) -> li
             right = [diagnosis for diagnosis in found if diagnosis.bound in cause.bounds]
             others.update(diagnosis.bound for diagnosis in found if diagnosis.bound not in cause.bounds)
             shares = sorted({round(100 * diagnosis.wait_share) for diagnosis in found})
-            cells.append(f"{len(right)}/{num_runs}: {'-'.join(map(str, shares[:1] + shares[1:][-1:]))} %")
+            missed = "" if len(right) == num_runs else f", {num_runs - len(right)} of {num_runs} wrong"
+            cells.append(f"{'-'.join(map(str, shares[:1] + shares[1:][-1:]))} %{missed}")
     wrong = ", ".join(f"{bound}: {count}" for bound, count in others.items())
     return [name, *cells, wrong or "-"]
 
