@@ -35,7 +35,7 @@ METRICS = {
     "rpcdataloader_memory_bytes": "Memory of the machine.",
     "rpcdataloader_available_memory_bytes": "Available memory of the machine.",
     "rpcdataloader_client_workers": "Workers of a client.",
-    "rpcdataloader_client_more_workers": "Further workers that would end the waiting; 0 if none would.",
+    "rpcdataloader_client_more_workers": "Further workers that would end the waiting, or 0.",
     "rpcdataloader_client_wait_ratio": "Share of its time that a loop waits, from 0 to 1.",
     "rpcdataloader_client_bound": "1 for what a loop waits for.",
     "rpcdataloader_client_delivered_batches_per_second": "Batches of a loop.",
