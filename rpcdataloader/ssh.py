@@ -300,7 +300,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the servers; returns the exit status: 0 after a signal, 1 if a start failed or all ended, 2 for bad usage."""
+    """Run the servers; return the status: 0 after a signal, 1 if one failed to start or all ended, 2 for usage."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
     parser = make_parser()

@@ -41,9 +41,9 @@ class BatchTable(Table[_BatchEntry]):
     """The tasks of one pass over a map-style dataset; see :class:`~rpcdataloader.plan.table.Table`.
 
     Args:
-        options: Limits. At most ``num_workers * prefetch_factor`` tasks are undelivered at any time, so that the sampler
-            is consumed as far ahead as by torch's loader. :meth:`resize` changes that; joining and leaving workers do
-            not. At most ``prefetch_factor`` tasks are in flight per worker, besides second copies.
+        options: Limits. At most ``num_workers * prefetch_factor`` tasks are undelivered at any time: the sampler is
+            consumed as far ahead as by torch's loader. :meth:`resize` changes that; joining and leaving workers do not.
+            At most ``prefetch_factor`` tasks are in flight per worker, besides second copies.
         batch_size_bytes: Initial estimate.
     """
 

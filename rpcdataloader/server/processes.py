@@ -265,8 +265,8 @@ def keep_freed_memory() -> None:
     """Let malloc keep freed memory, instead of returning it to the kernel and faulting it in again per sample.
 
     glibc raises these thresholds when large chunks of its heap are freed. A worker whose batches live in recycled
-    buffers never frees one, and then returns the memory of every decoded image: 735 page faults and 1 ms of
-    kernel time each, for a photograph of 640x427.
+    buffers never frees one, and then returns the memory of every decoded image: 735 page faults and 1 ms of kernel
+    time each, for a photograph of 640x427.
     """
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)

@@ -335,10 +335,10 @@ def test_exception_of_the_factory_shows_where(check):
     assert re.search(rf"not on \S+: {where}", output)
 
 
-def test_module_that_does_not_exist(tmp_path, monkeypatch, capsys):
+def test_module_that_does_not_exist(tmp_path, monkeypatch, capsys, shared_server):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    assert main(["no_such_module.data:Data"]) == 1
+    assert main(["no_such_module.data:Data", "--workers", shared_server.address]) == 1
     assert "ModuleNotFoundError: No module named 'no_such_module'" in line_of(capsys.readouterr().out, "builds")
 
 

@@ -209,16 +209,15 @@ class Desk:
         self._mark = uuid.uuid4().hex
         programs = folder / ".programs"
         programs.mkdir()
-        for name, start in ("python", ""), ("torchrun", "-m torch.distributed.run"):
-            (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {start} "$@"\n')
-            (programs / name).chmod(0o700)
+        (programs / "python").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        (programs / "python").chmod(0o700)
         self._temporary = folder / ".temporary"
         self._temporary.mkdir()
         self._changed_env = {
             "PATH": f"{programs}:{os.environ['PATH']}",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
             "TMPDIR": str(self._temporary),
-            "OMP_NUM_THREADS": "1",  # or torchrun says that it has chosen this
+            "OMP_NUM_THREADS": "1",
             "TEST_DOCS_MARK": self._mark,
         }
 
@@ -229,17 +228,35 @@ class Desk:
         return text
 
     def run(self, command: str) -> str:
-        """Run a command of the shell; returns its standard output."""
+        """Run a command of the shell; returns its standard output.
+
+        What imports torch does so in a zygote: modules, scripts, and those that torchrun starts.
+        """
+        command, redirected, file = command.partition(" > ") if command.startswith("python ") else (command, "", "")
+        if redirected:
+            (self.folder / file).write_text(self.run(command))
+            return ""
+        command, alternative, otherwise = command.partition(" || ")
         words = shlex.split(command)
         *assignments, program, argument = words
-        if program == "python" and argument.endswith(".py"):
-            env = dict(assignment.split("=", 1) for assignment in assignments)
-            return self.run_python("\n" + (self.folder / argument).read_text(), **env)
-        if words[:2] == ["python", "-m"] and not {">", "||"} & set(words):
+        env = dict(assignment.split("=", 1) for assignment in assignments if "=" in assignment)
+        if words[:2] == ["python", "-m"]:
             run = f"runpy.run_module({words[2]!r}, run_name='__main__', alter_sys=True)"
-            return self.run_python(f"\nimport runpy, sys; sys.argv[1:] = {words[3:]!r}; {run}")
+            source = f"\nimport runpy, sys; sys.argv[1:] = {words[3:]!r}; {run}"
+            if not alternative:
+                return self.run_python(source)
+            ended = self.start_python(source).wait(60 * TIMEOUT_SCALE)
+            return ended.output + self.run(f"(exit {ended.status}) || {otherwise}")
+        if argument.endswith(".py"):
+            source = "\n" + (self.folder / argument).read_text()
+            if program == "python":
+                return self.run_python(source, **env)
+            if "torchrun" in words:
+                ranks = [{"RANK": str(rank), "WORLD_SIZE": program} for rank in range(int(program))]
+                scripts = [self.start_python(source, **env, **rank) for rank in ranks]
+                return "".join(map(self._output_of, scripts))
         done = subprocess.run(
-            ["bash", "-c", command],
+            ["bash", "-c", command + alternative + otherwise],
             cwd=self.folder,
             env={**os.environ, **self._changed_env},
             capture_output=True,
@@ -251,7 +268,10 @@ class Desk:
 
     def run_python(self, source: str, **env: str) -> str:
         """Run a script to its end; returns its standard output."""
-        done = self.start_python(source, **env).wait(60 * TIMEOUT_SCALE)
+        return self._output_of(self.start_python(source, **env))
+
+    def _output_of(self, script: Script) -> str:
+        done = script.wait(60 * TIMEOUT_SCALE)
         assert done.status == 0, f"{done.output}\n{done.errors}"
         return done.output
 
@@ -315,7 +335,9 @@ def test_python_of_page_runs(page, desk):
             script[block.line : block.line + len(lines)] = lines
         elif "output" in block.marks:
             expected += block.text
-    shown, printed = expected.strip(), desk.run_python(desk.fill_in("\n".join(script))).strip()
+    # Pages that leave it open where the workers are need no pool of their own, which would import torch.
+    workers = {"RPCDATALOADER_WORKERS": desk.fill_in("node01:6543")}
+    shown, printed = expected.strip(), desk.run_python(desk.fill_in("\n".join(script)), **workers).strip()
     assert re.fullmatch(as_pattern(shown), printed, re.DOTALL), f"{page} shows\n{shown}\nand prints\n{printed}"
 
 

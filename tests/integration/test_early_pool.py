@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import Dataset
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.client import client as pool, local_server
+from rpcdataloader.client import client as pool
 
 class Variables(Dataset):
     def __len__(self):
@@ -33,7 +33,7 @@ def pools():
 """
 
 # Takes no connections: a script that waits for it does not end.
-DEAF = 'local_server._BOOT = "import signal; signal.pause()"\n'
+DEAF = 'from rpcdataloader.client import local_server; local_server._BOOT = "import signal; signal.pause()"\n'
 
 CLOCK = """
 import atexit
@@ -76,12 +76,18 @@ def test_loader_without_a_pool_begins_none(script, made):
     assert script(f"loader = RPCDataloader(Variables(), {made})\nprint(*pools(), threading.active_count())") == ["1"]
 
 
-def test_pass_uses_the_pool_that_has_begun(script):
+def test_pass_uses_the_pool_that_has_begun_and_a_fork_has_one_of_its_own(script):
     loaders = """
 loaders = [RPCDataloader(Variables(), num_workers=1) for _ in range(2)]
 early = pools()
+child = os.fork()
 for loader in [*loaders, copy.copy(loaders[0]), pickle.loads(pickle.dumps(loaders[0]))]:
     assert [int(index) for index, _value, _parent in loader] == [0, 1, 2, 3]
+if child == 0:
+    assert len(pools()) == 1
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert len(list(loaders[0])) == 4
 assert pools() == early and len(early) == 1, (early, pools())
 """
     assert script(loaders) == []
@@ -111,19 +117,6 @@ assert len(pools()) == 1 and pools() != early
     assert script(loader) == ["{'early'}", "{'early'}"]
 
 
-def test_fork_has_a_pool_of_its_own(script):
-    loader = """
-loader = RPCDataloader(Variables(), num_workers=1)
-child = os.fork()
-assert len(list(loader)) == 4
-if child == 0:
-    sys.exit(7)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-assert len(list(loader)) == 4
-"""
-    assert script(loader) == []
-
-
 UNGUARDED = """
 import multiprocessing, os
 from pathlib import Path
@@ -143,7 +136,7 @@ if __name__ == "__main__":
 
 
 def test_script_that_a_child_imports_begins_one_pool(script):
-    assert script(UNGUARDED, begin="") == ["0"]
+    assert script(UNGUARDED, begin=DEAF) == ["0"]
 
 
 MODULE = """
@@ -162,7 +155,7 @@ class Children:
 """
 
 
-def test_module_that_a_session_imports_begins_none(script, tmp_path_factory):
+def test_module_that_a_session_imports_begins_none(script, shared_server, tmp_path_factory):
     folder = tmp_path_factory.mktemp("modules")
     (folder / "loads_data.py").write_text(MODULE)
     source = f"""
@@ -170,9 +163,9 @@ import sys
 sys.path.insert(0, {str(folder)!r})
 from loads_data import Children
 from rpcdataloader import RPCDataset
-print(*RPCDataset("local:1", Children)[0])
+print(*RPCDataset({shared_server.address!r}, Children)[0])
 """
-    assert set(script(source, begin="")) == {"rpcdl-worker"}
+    assert set(script(source, begin=DEAF)) == {"rpcdl-worker"}
 
 
 def test_trainer_that_is_killed_leaves_no_pool_that_still_begins(zygote, tmp_path):

@@ -276,7 +276,7 @@ def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
 
 @pytest.mark.parametrize(
     ("owner", "method", "what"),
-    [(Driver, "start", "it is not there"), (Executor, "_ask", "it is not there any more")],
+    [(Driver, "start", "it is not reachable"), (Executor, "_ask", "it is gone")],
 )
 def test_error_names_a_node_that_goes_before_its_first_worker(serve, monkeypatch, owner, method, what):
     server = serve("--num-workers", "1")
@@ -504,7 +504,7 @@ def test_loss_of_a_node_and_its_return_are_told_once_with_the_rank(serve, caplog
     assert [message.startswith(news) for message in caplog.messages if "going on" in message] == [True]
     serve("--num-workers", "6", "--port", port_of(lost))
     wait_for_crew(iterator, 4)
-    assert [message for message in caplog.messages if "again" in message] == [f"[rank 1 of 3] {lost.address} is back"]
+    assert [message for message in caplog.messages if "is back" in message] == [f"[rank 1 of 3] {lost.address} is back"]
 
 
 def test_node_that_never_left_is_not_there_again(workers, monkeypatch, caplog):

@@ -767,33 +767,26 @@ assert secret.decode() not in repr(local.credentials) + repr(vars(local))
 
 
 @pytest.fixture(scope="module")
-def trainers(zygote, tmp_path_factory):
-    """Those of the next tests, at the same time: a pool imports torch first, as long as a test takes otherwise."""
+def trainer(zygote, tmp_path_factory):
+    """The one of the next tests: its pool imports torch, which takes as long as many tests."""
     folder = tmp_path_factory.mktemp("trainer")
     (folder / "json.py").write_text("raise LookupError('the wrong json')")
-    return {
-        "ctrl-c": zygote.start(EMBEDDED + GOES_ON_AFTER_CTRL_C),
-        "secret": zygote.start(EMBEDDED + LOOKS_FOR_THE_SECRET),
-        "folder": zygote.start(f"import os; os.chdir({str(folder)!r})\n" + EMBEDDED),
-    }
+    change = f"import os; os.chdir({str(folder)!r})\n"
+    return zygote.start(change + EMBEDDED + GOES_ON_AFTER_CTRL_C + LOOKS_FOR_THE_SECRET).wait(60)
 
 
-def test_ctrl_c_in_the_terminal_reaches_the_trainer_and_not_its_pool(trainers):
+def test_ctrl_c_in_the_terminal_reaches_the_trainer_and_not_its_pool(trainer):
     """It signals the whole group; the trainer may save its work and go on."""
-    ended = trainers["ctrl-c"].wait(60)
-    assert (ended.status, ended.output.splitlines()[1], ended.errors) == (0, "went on", "")
+    assert trainer.output.splitlines()[1:2] == ["went on"], trainer.errors
 
 
-def test_embedded_pool_is_private(trainers):
-    ended = trainers["secret"].wait(60)
-    assert ended.errors == ""
-    assert ended.output.splitlines()[1:] == ["0o700 0o600", "True"]
+def test_embedded_pool_is_private(trainer):
+    assert trainer.output.splitlines()[2:] == ["0o700 0o600", "True"], trainer.errors
 
 
-def test_embedded_pool_imports_nothing_from_the_current_folder(trainers):
+def test_embedded_pool_imports_nothing_from_the_current_folder(trainer):
     """A script that is started from elsewhere does not either, so such a name is no mistake of its author."""
-    ended = trainers["folder"].wait(60)
-    assert (ended.status, ended.errors) == (0, "")
+    assert (trainer.status, trainer.errors) == (0, "")
 
 
 def test_embedded_pool_that_does_not_start_is_an_error_and_leaves_nothing(monkeypatch, long_tmpdir):
