@@ -54,7 +54,7 @@ class ServerSettings:
     )
     max_connections_per_client: int = _option(
         0,
-        "cap on the workers of one client, which is one training process; 0 for its fair share of --max-connections",
+        "cap on workers per client, which is one training process; 0 for its fair share of --max-connections",
     )
     max_tasks_per_worker: int = _option(
         0,

@@ -77,7 +77,7 @@ def test_help_explains_every_option_with_unit_and_default(capsys):
         "--parallel N": "(default: 1)",
         "--timeout SECONDS": "(default: 120.0)",
         "--max-connections N": "0 for 4 times --num-workers (default: 0)",
-        "--max-connections-per-client N": "0 for none but its fair share of --max-connections (default: 0)",
+        "--max-connections-per-client N": "0 for its fair share of --max-connections (default: 0)",
         "--max-tasks-per-worker N": "0 for no limit (default: 0)",
         "--preload MODULE,...": "(default: none)",
         "--grace SECONDS": "(default: 30.0)",
