@@ -36,7 +36,7 @@ demo: .venv/ready
 test: .venv/ready
 	$(MAKE) --no-print-directory --jobs 2 test-first test-rest
 
-FIRST := tests/unit $(wildcard tests/integration/test_[a-e]*.py $(addprefix tests/integration/test_,hf* li* tran*))
+FIRST := tests/unit $(wildcard tests/integration/test_[a-d]*.py $(addprefix tests/integration/test_,ex* hf* li* tran*))
 FAST := -m "not slow and not chaos and not slurm and not study and not engines" --timeout 120
 
 # Printed in one piece.
