@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Thousands of processes need not compile the package where the environment forbids to keep what was compiled.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test test-first test-rest test-pythons test-engines simulate simulate-bugs chaos slurm study bench bench-check figures lint prose docs dist clean
+.PHONY: help demo test test-first test-rest test-pythons test-engines simulate simulate-bugs chaos slurm study bench bench-check figures lint docs dist clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
@@ -23,8 +23,7 @@ help:
 	@echo "make bench  print the tables of benchmarks"
 	@echo "make bench-check  measure what is claimed, and fail below 80 % of what was recorded"
 	@echo "make figures  draw the pictures of the documents, and the numbers of the README, from recorded data"
-	@echo "make lint   check format, style and types"
-	@echo "make prose  find words that are mostly a sign of a sentence to read twice"
+	@echo "make lint   check format, style, types and prose"
 	@echo "make docs   build the documentation in docs/_build"
 	@echo "make dist   build sdist and wheel in dist, and run the quickstart with the wheel"
 	@echo "make clean  remove all of the above, and .venv"
@@ -92,8 +91,6 @@ lint: .venv/ready
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/hadolint examples/container/Containerfile
-
-prose: .venv/ready
 	$(BIN)/python -m tests.prose
 
 docs: .venv/ready

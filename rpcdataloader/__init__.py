@@ -1,6 +1,6 @@
 """rpcdataloader: dataset loading and preprocessing on other machines, behind torch's ``DataLoader``.
 
-Names are imported when they are first used: the node server sets up its environment before torch is imported.
+Names are imported on first use: the node server sets up its environment before torch is imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``rpcdataloader COMMAND``, or ``python -m rpcdataloader COMMAND``: finds the command; nothing else."""
+"""``rpcdataloader COMMAND``, or ``python -m rpcdataloader COMMAND``: finds the command and runs it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-# Module and purpose of each; a module is imported when its command runs, since some must do without torch.
+# Module and purpose of each; a module is imported when its command runs, since some must work without torch.
 COMMANDS = {
     "launch": ("rpcdataloader.launch", "run a node server on this machine"),
     "status": ("rpcdataloader.status.__main__", "show what node servers are doing"),

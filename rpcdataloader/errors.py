@@ -3,18 +3,18 @@
 ::
 
     RPCError
-    ├── ConnectError             nobody reachable at that address before the deadline
+    ├── ConnectError             no server reachable at that address before the deadline
     ├── AuthenticationError      wrong or missing secret or certificate; always before any unpickling
-    ├── ProtocolError            never raised itself
-    │   ├── LocalProtocolError   our caller did something the protocol forbids
+    ├── ProtocolError            base of the next two
+    │   ├── LocalProtocolError   the caller did something that the protocol forbids
     │   └── RemoteProtocolError  the peer did: bad magic, version, length over the limit
     ├── ConnectionLostError      peer or worker died with requests in flight
     ├── RPCTimeoutError          also a TimeoutError; names the operation and the limit
-    ├── SerializationError       something cannot be pickled or rebuilt; names the type
+    ├── SerializationError       an object cannot be pickled or rebuilt; names the type
     ├── BadSamplesError          more samples were skipped than the loader allows
     └── RemoteError              a task raised something that cannot be rebuilt here
 
-An exception raised by user code on a worker is raised again with its own type; its ``__cause__`` is a
+An exception of user code on a worker is raised again with its own type; its ``__cause__`` is a
 :class:`RemoteTraceback` that shows where it happened. Wrong arguments are ``ValueError`` and ``TypeError``.
 """
 
@@ -22,11 +22,11 @@ from __future__ import annotations
 
 
 class RPCError(RuntimeError):
-    """Base of everything that this package raises itself; a ``RuntimeError``, which is what torch's loader raises."""
+    """Base of this package's own exceptions; a ``RuntimeError``, which is what torch's loader raises."""
 
 
 class ConnectError(RPCError):
-    """Nobody could be reached at the address before the deadline, or the server had no room."""
+    """No server could be reached at the address before the deadline, or the server had no room."""
 
 
 class AuthenticationError(RPCError):
@@ -34,11 +34,11 @@ class AuthenticationError(RPCError):
 
 
 class ProtocolError(RPCError):
-    """One side broke the protocol; raised as one of its two subclasses."""
+    """One side broke the protocol; raised as one of the two subclasses."""
 
 
 class LocalProtocolError(ProtocolError):
-    """The caller asked for something that the protocol forbids."""
+    """The caller did something that the protocol forbids."""
 
 
 class RemoteProtocolError(ProtocolError):
@@ -50,7 +50,7 @@ class ConnectionLostError(RPCError):
 
 
 class RPCTimeoutError(RPCError, TimeoutError):
-    """An operation took longer than its limit, which the message gives in seconds."""
+    """An operation exceeded its limit, which the message gives in seconds."""
 
 
 class SerializationError(RPCError):
@@ -58,15 +58,15 @@ class SerializationError(RPCError):
 
 
 class BadSamplesError(RPCError):
-    """In one pass, more samples were skipped than ``max_skipped`` of the loader; the cause is the last exception."""
+    """A pass skipped more samples than the loader's ``max_skipped``; the cause is the last exception."""
 
 
 class RemoteError(RPCError):
-    """A task raised an exception that cannot be rebuilt here; carries its type, text and traceback as text."""
+    """A task's exception that cannot be rebuilt here: its type, text and traceback as text."""
 
 
 class RemoteTraceback(Exception):
-    """Cause of an exception that was raised on a worker: where it ran, and the traceback there."""
+    """Cause of an exception raised on a worker: the worker, and its traceback."""
 
     def __str__(self) -> str:
         return "\n" + "".join(str(arg) for arg in self.args).rstrip()

@@ -1,9 +1,9 @@
 """Keep the workers with libraries that rebuild loaders: Hugging Face Accelerate, and the Trainer of Transformers.
 
 Both replace a loader by one of torch's, made from its attributes, which would load in this process or on this machine.
-What is here lets the library do so, for all that it adds (shards, devices, the end of an epoch), and then puts an
-:class:`~rpcdataloader.RPCDataloader` with the same sampler in the place of the loader inside. A library is imported
-when something is called that needs it. Lightning keeps the class of a loader, and needs nothing of this.
+The functions here let the library do so, for all that it adds (shards, devices, the end of an epoch), and then put an
+:class:`~rpcdataloader.RPCDataloader` with the same sampler in place of the loader inside. A library is imported on
+first use. Lightning keeps the class of a loader, and needs none of this.
 
 With torch.distributed itself, :func:`gather_states` puts the states of all ranks into one checkpoint.
 """
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from rpcdataloader.loader.dataloader import RPCDataloader
 from rpcdataloader.loader.dataset import RPCDataset
 
-# Which samples a batch has is up to the loader that the library makes.
+# Arguments that choose a batch's samples: the library's own loader has them.
 _SAMPLING = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 _OPTIONS = [name for name in inspect.signature(RPCDataloader).parameters if name not in _SAMPLING]
 
@@ -30,11 +30,11 @@ _OPTIONS = [name for name in inspect.signature(RPCDataloader).parameters if name
 def gather_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The states of all ranks' loaders, in the order of the ranks, on every rank.
 
-    A collective call of the default process group. What it returns goes into the checkpoint that one rank writes, and
-    from there into ``load_state_dict`` on every rank of a job, however many these are then.
+    A collective call of the default process group. The result goes into the checkpoint that one rank writes, and from
+    there into ``load_state_dict`` on every rank of a job of any number of ranks.
 
     Args:
-        state: What ``state_dict()`` of this rank's loader returned.
+        state: Result of ``state_dict()`` of this rank's loader.
 
     Returns:
         ``state`` alone, if torch.distributed is not initialised.
@@ -49,16 +49,16 @@ def gather_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def prepare(accelerator: Any, *objects: Any) -> Any:
     """``accelerator.prepare(*objects)``, in which an :class:`~rpcdataloader.RPCDataloader` keeps its workers.
 
-    The loader is split among the processes, and its batches are moved to the device, as ``accelerator`` is configured.
-    From then on, ``accelerator.skip_first_batches`` is :func:`skip_first_batches`.
+    ``accelerator``'s configuration decides how the loader is split among the processes, and moves its batches to the
+    device. From then on, ``accelerator.skip_first_batches`` is :func:`skip_first_batches`.
 
     Returns:
         As ``accelerator.prepare``: the prepared object, or a tuple of them in the same order.
 
     Raises:
-        ValueError: An iterable-style :class:`~rpcdataloader.RPCDataset` is to be split by each process for itself.
+        ValueError: Each process would have to split an iterable-style :class:`~rpcdataloader.RPCDataset` for itself.
     """
-    # A prepared loader passes for the one inside, but its type tells.
+    # A prepared loader imitates the class of the loader inside; type() tells the difference.
     loaders = [found if issubclass(type(found), RPCDataloader) else None for found in objects]
     prepared = accelerator.prepare(
         *(found if loader is None else _plain(loader) for found, loader in zip(objects, loaders, strict=True))
@@ -69,8 +69,8 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
             _use_workers(result, loader)
             sampler = result.get_sampler()
             if hasattr(sampler, "initial_seed") and sampler.generator is None:
-                # Accelerate's seedable sampler would make its generator in the first epoch, and seeds it in each; but
-                # load_state_dict() comes before.
+                # Accelerate's seedable sampler makes its generator in the first epoch, and seeds it in each;
+                # load_state_dict() comes before that.
                 sampler.generator = torch.Generator()
     accelerator.skip_first_batches = skip_first_batches
     return prepared
@@ -79,13 +79,13 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """``accelerate.skip_first_batches``, after which a prepared loader still has its workers.
 
-    What is skipped is not loaded. Loaders without workers of this package are left to Accelerate.
+    Skipped batches are not loaded. Loaders without workers of this package are left to Accelerate.
     """
     skip = importlib.import_module("accelerate").skip_first_batches
     loader = getattr(dataloader, "base_dataloader", None)
     if not isinstance(loader, RPCDataloader):
         return skip(dataloader, num_batches)
-    # The new one is made from what is inside.
+    # Accelerate builds the new loader from the one inside.
     dataloader.base_dataloader = _plain(loader)
     try:
         skipped = skip(dataloader, num_batches)
@@ -97,18 +97,18 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 class TrainerMixin:
     """Let a ``Trainer`` of Transformers load with workers: ``class RPCTrainer(TrainerMixin, Trainer): pass``.
 
-    Sampling, collating and the arguments ``dataloader_*`` are the Trainer's. The datasets are
+    The Trainer chooses sampling, collating and the arguments ``dataloader_*``. The datasets are
     :class:`RPCDatasets <rpcdataloader.RPCDataset>`, or ordinary ones, which are sent to :attr:`workers`;
     ``dataloader_num_workers`` means what ``num_workers`` means to an :class:`~rpcdataloader.RPCDataloader`.
 
     Attributes:
-        workers: Where the workers of ordinary datasets are, as for :class:`~rpcdataloader.RPCDataloader`.
+        workers: Workers of ordinary datasets, as for :class:`~rpcdataloader.RPCDataloader`.
     """
 
     workers: str | Iterable[str] | None = None
 
     def get_train_dataloader(self) -> Any:
-        # To go on in the middle of an epoch, a Trainer skips by this function, and offers no other way to choose it.
+        # To resume in the middle of an epoch, a Trainer skips by this function, and offers no other way to choose it.
         importlib.import_module("transformers.trainer").skip_first_batches = skip_first_batches  # type: ignore[attr-defined]
         parent: Any = super()
         return self._with_workers(parent.get_train_dataloader)
@@ -123,8 +123,8 @@ class TrainerMixin:
 
     def _with_workers(self, make: Callable[..., Any], *dataset: Any) -> Any:
         this: Any = self
-        # The Trainer makes a loader of torch's first, which refuses persistent workers where there are 0. Ours takes 0
-        # for all workers, so the Trainer is told of 1 for this moment.
+        # The Trainer first makes torch's loader, which refuses persistent workers with 0 workers. Here 0 means all
+        # workers, so the Trainer sees 1 meanwhile.
         num_workers = this.args.dataloader_num_workers
         this.args.dataloader_num_workers = num_workers or 1
         try:
@@ -134,7 +134,7 @@ class TrainerMixin:
         loader = prepared.base_dataloader
         if isinstance(loader, RPCDataloader):  # one that the Trainer has kept
             return prepared
-        # The Trainer's function to seed workers is without effect, as every sample is seeded.
+        # The Trainer's function to seed workers has no effect, since every sample is seeded.
         return _use_workers(
             prepared,
             loader,
@@ -154,20 +154,20 @@ def _sampling(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A loader of torch's for Accelerate to take apart; without what torch refuses where it has no workers."""
+    """torch's loader for Accelerate to take apart, without the options that torch refuses without workers."""
     return DataLoader(loader.dataset, **_sampling(loader), collate_fn=loader.collate_fn, generator=loader.generator)
 
 
 def _use_workers(prepared: Any, options_of: DataLoader[Any], **changes: Any) -> Any:
-    """Put an ``RPCDataloader`` into a loader that Accelerate has made, which is returned."""
+    """Put an ``RPCDataloader`` into a loader that Accelerate has made; returns that loader."""
     inside = prepared.base_dataloader
     if isinstance(options_of.dataset, RPCDataset) and inside.dataset is not options_of.dataset:
         raise ValueError(
-            "Accelerate cannot split an iterable-style RPCDataset among processes: let it dispatch the batches of one, "
-            "DataLoaderConfiguration(dispatch_batches=True)"
+            "Accelerate cannot split an iterable-style RPCDataset among processes: let one process dispatch the "
+            "batches, with DataLoaderConfiguration(dispatch_batches=True)"
         )
     options = {name: getattr(options_of, name) for name in _OPTIONS if hasattr(options_of, name)}
     prepared.base_dataloader = RPCDataloader(inside.dataset, **_sampling(inside), **{**options, **changes})
-    if hasattr(prepared.base_dataloader, "state_dict"):  # not without workers
+    if hasattr(prepared.base_dataloader, "state_dict"):  # only with workers
         prepared.dl_state_dict = prepared.base_dataloader.state_dict()
     return prepared

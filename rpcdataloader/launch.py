@@ -1,7 +1,6 @@
 """``python -m rpcdataloader.launch``: run a node server on this machine.
 
-From the command line to settings to server; nothing else. Once clients can connect, one line appears on standard
-output::
+Once clients can connect, one line appears on standard output::
 
     rpcdataloader ready node07:6543 num_workers=32 pid=4711
 
@@ -20,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
-# Before torch and numpy are imported below: their thread pools would make the forks of this process unsafe.
+# Before torch and numpy are imported below: their thread pools would make this process's forks unsafe.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"
 # jemalloc comes with pyarrow, and would start a thread as soon as that is imported.
@@ -33,14 +32,14 @@ from rpcdataloader.wire.credentials import INSECURE, load_credentials, receive_c
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line; options, help texts and defaults are those of the settings."""
+    """The command line; options, help texts and defaults come from the settings."""
     parser = argparse.ArgumentParser(
         prog="python -m rpcdataloader.launch",
-        # So that nobody writes a secret on the command line, as --token.
+        # Keeps users from writing a secret on the command line, as --token.
         allow_abbrev=False,
         description="Serve dataset loading on this machine: worker processes for the training processes that connect.",
         epilog="The secret comes from --token-file, RPCDATALOADER_TOKEN_FILE, RPCDATALOADER_TOKEN, or else from "
-        "~/.config/rpcdataloader/token, which is made on first use. SIGTERM drains, a second SIGTERM ends at once.",
+        "~/.config/rpcdataloader/token, which is created on first use. SIGTERM drains, a second SIGTERM ends at once.",
     )
     for field in dataclasses.fields(ServerSettings):
         option = "--" + field.name.replace("_", "-")
@@ -55,32 +54,32 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--token-file",
         metavar="FILE",
-        help="read the secret from this file, which nobody else may read; - for the first line of standard input "
-        "(default: none)",
+        help="read the secret from this file, which other users must not be able to read; - reads the first line of "
+        "standard input (default: none)",
     )
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help="ask for no secret; allowed on a Unix socket, where only this user can connect (default: off)",
+        help="require no secret; allowed on a Unix socket, where only this user can connect (default: off)",
     )
     parser.add_argument(
         "--insecure-tcp",
         action="store_true",
-        help="ask for no secret on TCP either: whoever reaches the port can run anything as you, other users of this "
-        "machine included (default: off)",
+        help="require no secret on TCP either: every user who reaches the port, other users of this machine included, "
+        "can run code as you (default: off)",
     )
     parser.add_argument(
         "--exit-with-stdin",
         action="store_true",
-        help="drain when standard input ends, or when 60 seconds pass without another byte of it after the first one: "
-        "for a server that shall not outlive the ssh connection, or the program, that has started it (default: off)",
+        help="drain when standard input ends, or falls silent for 60 seconds after its first byte: ties the server to "
+        "the ssh connection, or the program, that started it (default: off)",
     )
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="info",
         metavar="LEVEL",
-        help="log from this level on: debug has each connection, info each client, then warning and error "
+        help="lowest level to log: debug adds each connection, info each client, then warning and error "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -96,7 +95,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the server; returns the exit status: 0 after a drain, 1 if it could not start, 2 for wrong arguments."""
+    """Run the server; returns the exit status: 0 after a drain, 1 for a failed start, 2 for wrong arguments."""
     parser = make_parser()
     options = vars(parser.parse_args(arguments))
     token_file, log_file = options.pop("token_file"), options.pop("log_file")
@@ -127,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 credentials,
                 ready=functools.partial(print, flush=True),
                 write_output=lambda line: _write(log, line),
-                # Sessions and workers have an empty standard input of their own in that place.
+                # Sessions and workers get an empty standard input in its place.
                 lifeline=os.dup(sys.stdin.fileno()) if exit_with_stdin else None,
             )
     except (RPCError, OSError, ImportError, ValueError) as exc:

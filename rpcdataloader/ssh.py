@@ -1,11 +1,11 @@
-"""``python -m rpcdataloader.ssh HOSTFILE``: node servers on machines that ssh leads to, for as long as this runs.
+"""``python -m rpcdataloader.ssh HOSTFILE``: node servers on hosts reached by ssh, for as long as this process runs.
 
 Once all of them take connections, one line appears on standard output, for the environment of training processes::
 
     RPCDATALOADER_WORKERS=node01:41235,node02:40117
 
-Nothing stays behind: each server watches its standard input (``launch --exit-with-stdin``), which comes from here
-through ssh. It ends when this process does, however that happens, and a line every few seconds says that it has not.
+Each server watches its standard input (``launch --exit-with-stdin``), which comes from this process through ssh, with a
+sign of life every few seconds. However this process ends, its servers end with it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 from rpcdataloader.errors import RPCError
 from rpcdataloader.wire.credentials import load_credentials
 
-# Never a question that nobody is there to answer; and a machine that has vanished is noticed within 45 s.
+# ssh never prompts, and notices a vanished machine within 45 s.
 SSH = ("ssh", "-T", *(f"-o{option}" for option in ("BatchMode=yes", "ServerAliveInterval=15", "ServerAliveCountMax=3")))
 
 # Seconds between two signs of life. Servers wait 60 s for one.
@@ -36,7 +36,7 @@ HEARTBEAT = 10.0
 
 _READY = re.compile(rb"rpcdataloader ready (\S+) num_workers=(\d+) pid=\d+")
 
-# Options of launch that say where the server listens, and with which secret; without them, we do.
+# Options of launch that choose the listening address and the secret; without them, this module chooses.
 _PLACES = ("--host",)
 _SECRETS = ("--token-file", "--insecure", "--insecure-tcp")
 
@@ -46,8 +46,8 @@ class Host:
     """A line of the host file.
 
     Attributes:
-        name: What ssh takes: a name, ``user@name``, or an alias of its configuration.
-        options: Of ``launch``, for this host.
+        name: Destination for ssh: a name, ``user@name``, or an alias of its configuration.
+        options: Options of ``launch`` for this host.
     """
 
     name: str
@@ -55,10 +55,10 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Read a host file: a host per line, with options of ``launch`` behind it if it needs some; ``#`` begins a comment.
+    """Read a host file: one host per line, with optional options of ``launch`` behind it; ``#`` begins a comment.
 
     Raises:
-        ValueError: A line cannot be read, a host is named twice, or there is none.
+        ValueError: A line cannot be read, a host is named twice, or the file names no host.
     """
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), 1):
@@ -82,15 +82,15 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def uses_own_secret(options: Sequence[str]) -> bool:
-    """Whether options of ``launch`` say where the secret is, so that none is to be sent."""
+    """Whether options of ``launch`` choose the secret, so that this process sends none."""
     return _has(options, _SECRETS)
 
 
 def remote_command(python: str, folder: str, options: Sequence[str]) -> str:
-    """The command line for the shell of a host, whichever that is.
+    """The command line for the shell of a host, of any kind.
 
     Args:
-        folder: Where the server runs, if there is one of that path: relative paths mean the same as here.
+        folder: Working directory of the server, if the host has it: relative paths then mean the same as here.
     """
     own = ["--exit-with-stdin"]
     if not _has(options, _PLACES):
@@ -108,16 +108,16 @@ def _has(options: Sequence[str], names: Sequence[str]) -> bool:
 
 
 class _Server:
-    """A node server at the other end of an ssh process.
+    """A node server behind an ssh process.
 
     Attributes:
-        address: Where clients connect to; None until it says so.
+        address: Address for clients; None until the server is ready.
     """
 
     def __init__(self, host: str, command: str, secret: bytes | None) -> None:
         self.host = host
         self.address: str | None = None
-        # In a session of its own: Ctrl-C and a closed terminal reach this process alone, which tells the server.
+        # A session of its own: Ctrl-C and a closed terminal reach only this process, which tells the server.
         self.process = subprocess.Popen(
             [*SSH, host, command],
             stdin=subprocess.PIPE,
@@ -136,25 +136,25 @@ class _Server:
         self.beat()  # from the first one on, the server waits for the next
 
     def beat(self) -> None:
-        """Tell the server that we are there."""
+        """Send a sign of life."""
         self._write(b"\n")
 
     def _write(self, data: bytes) -> None:
-        # It may have ended, or its connection hang: both are seen elsewhere.
+        # The server may have ended, or its connection hang: both are seen elsewhere.
         if self.process.stdin is not None and not self.process.stdin.closed:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self.process.stdin.fileno(), data)
 
     def drain(self) -> None:
-        """Tell the server to finish what it is at, and to end."""
+        """Let the server drain and end."""
         if self.process.stdin is not None:
             self.process.stdin.close()
 
     def read_lines(self, descriptor: int) -> list[bytes] | None:
-        """The lines that have come since; None at the end of file.
+        """The lines received since the last call; None at the end of file.
 
         Raises:
-            BlockingIOError: Nothing has come.
+            BlockingIOError: No data yet.
         """
         data = os.read(descriptor, 65536)
         *lines, rest = (self._partial.pop(descriptor, b"") + data).split(b"\n")
@@ -179,14 +179,14 @@ class _Pool:
         self._status = 0
 
     def run(self, orders: Sequence[tuple[str, str, bytes | None]]) -> int:
-        """Start a server for each host, command and secret; returns the exit status when the last one has ended."""
+        """Start a server for each host, command and secret; returns the exit status once the last one has ended."""
         ours, theirs = socket.socketpair()
         with ours, theirs, self._selector:
             theirs.setblocking(False)
             signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup says
-                    signal.signal(number, lambda *_: None)  # which interrupts nothing: the loop reads of it
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                    signal.signal(number, lambda *_: None)  # the loop reads it from the wakeup descriptor
             self._selector.register(ours, selectors.EVENT_READ)
             for order in orders:
                 server = _Server(*order)
@@ -196,7 +196,7 @@ class _Pool:
             beat_at = time.monotonic() + HEARTBEAT
             while self._servers:
                 events = self._selector.select(max(0.0, beat_at - time.monotonic()))
-                # Signals last: they close what others are about.
+                # Signals last: they close pipes that other events are about.
                 for key, _mask in sorted(events, key=lambda event: event[0].data is None):
                     if key.data is None:
                         self._on_signals(set(ours.recv(4096)))
@@ -210,16 +210,16 @@ class _Pool:
         return self._status
 
     def _on_signals(self, numbers: set[int]) -> None:
-        # A connection that is shared (ControlPersist) keeps the pipes open when an ssh process has ended.
+        # A shared connection (ControlPersist) keeps the pipes open after an ssh process has ended.
         for server in [server for server in self._servers if server.process.poll() is not None]:
             self._on_end(server)
         if numbers - {signal.SIGCHLD} and self._servers:
             if self._is_ending:
-                _say("not waiting any longer: the node servers end by themselves, within the --grace of each")
+                _say("not waiting any longer: each node server drains and ends within its --grace")
                 for server in self._servers:
                     server.process.kill()
             else:
-                _say(f"ending {len(self._servers)} node servers; once more not to wait for them")
+                _say(f"ending {len(self._servers)} node servers; interrupt again to stop waiting for them")
                 self._end()
 
     def _end(self) -> None:
@@ -228,7 +228,7 @@ class _Pool:
             server.drain()
 
     def _on_output(self, server: _Server, descriptor: int) -> bool:
-        """Pass on what a server says; whether there may be more."""
+        """Pass on a server's output; True if there may be more."""
         try:
             lines = server.read_lines(descriptor)
         except BlockingIOError:
@@ -269,7 +269,7 @@ class _Pool:
             _say(f"error: the node server on {server.host} did not start (exit status {status} of ssh)")
             self._end()
         else:
-            _say(f"[{server.host}] the node server has ended, or its connection (exit status {status} of ssh)")
+            _say(f"[{server.host}] the node server or its connection has ended (exit status {status} of ssh)")
             if not self._servers:
                 self._status = 1
                 _say("error: no node server is left")
@@ -281,19 +281,18 @@ def _say(text: str) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line, but for what follows ``--``."""
+    """The command line up to ``--``."""
     parser = argparse.ArgumentParser(
         prog="python -m rpcdataloader.ssh",
         usage="python -m rpcdataloader.ssh [-h] [--python PATH] HOSTFILE [-- LAUNCH OPTION ...]",
         allow_abbrev=False,
         description="Start a node server on each host of a file by ssh, print the value of RPCDATALOADER_WORKERS for "
-        "training processes, and end all of them with this process.",
-        epilog="What follows -- are options of python -m rpcdataloader.launch, for all hosts; what follows a host in "
-        "its line of the file, for that one. Servers listen on any free port of every interface, unless options say "
-        "otherwise. The secret is that of training processes on this machine, and goes through ssh; with --token-file, "
-        "it is read from that file on each host.",
+        "training processes, and end all servers with this process.",
+        epilog="Options of python -m rpcdataloader.launch follow -- for all hosts, and a host in its line of the file "
+        "for that host. By default, servers listen on a free port of every interface, and get the secret of this "
+        "machine's training processes through ssh; with --token-file, each host reads its own file.",
     )
-    parser.add_argument("hostfile", metavar="HOSTFILE", help="text file with the name of one host per line, as for ssh")
+    parser.add_argument("hostfile", metavar="HOSTFILE", help="text file with one host per line, named as for ssh")
     parser.add_argument(
         "--python", metavar="PATH", default=sys.executable, help="interpreter on the hosts (default: %(default)s)"
     )
@@ -301,9 +300,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the servers; returns the exit status: 0 when told to end, 1 if a server did not start or none is left, 2 for
-    wrong arguments.
-    """
+    """Run the servers; return the status: 0 after a signal, 1 if one failed to start or all ended, 2 for usage."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
     parser = make_parser()

@@ -1,4 +1,4 @@
-"""From the command line to questions to an exit status; nothing else."""
+"""The command line of ``check``, and its exit status."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-# Before torch and numpy are imported below, as in a node server: their threads are none of the dataset's.
+# Before torch and numpy are imported below, as in a node server: their threads are not the dataset's.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
@@ -32,17 +32,17 @@ def make_parser() -> argparse.ArgumentParser:
         "dataset",
         type=_target,
         metavar="MODULE:FACTORY",
-        help="a class or function without required arguments that makes the dataset, or a dataset; MODULE is imported, "
-        "from the current folder too",
+        help="class or function without required arguments that makes the dataset, or a dataset; MODULE is imported, "
+        "also from the current folder",
     )
     parser.add_argument(
         "--workers",
         type=_workers,
         metavar="ADDRESS,...",
-        help="node servers to ask, each of them (default: a pool of its own on this machine)",
+        help="node servers to check, each of them (default: a pool of its own on this machine)",
     )
     parser.add_argument(
-        "--rate", type=_rate, metavar="R", help="samples per second that the trainer wants (default: not known)"
+        "--rate", type=_rate, metavar="R", help="samples per second that the trainer needs (default: unknown)"
     )
     return parser
 
@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _target(text: str) -> str:
     name = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
     if text.partition(":")[0].endswith(".py") or not re.fullmatch(f"{name}:{name}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} names no object of a module, such as mydata:make_dataset")
+        raise argparse.ArgumentTypeError(f"expected MODULE:NAME, such as mydata:make_dataset, got {text!r}")
     return text
 
 
@@ -67,7 +67,7 @@ def _workers(text: str) -> Where | None:
 def _rate(text: str) -> float:
     rate = float(text)
     if not 0 < rate < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no number above 0")
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
     return rate
 
 
@@ -99,6 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # A constructor that crashes in this process, too, says where.
+    # Prints the stack of a constructor that crashes in this process, too.
     faulthandler.enable()
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Where two samples differ, and what that usually means."""
+"""Differences between two samples, and their usual causes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 from rpcdataloader.wire.diagnose import USER_ERRORS
 
-#: The ways in which a sample is loaded again, with equal seeds.
+#: Ways to load a sample again, with equal seeds.
 AGAIN = "again in the same worker"
 OTHER_WORKER = "in another worker"
 OTHER_NODE = "on another node"
 SENT = "sent as an instance"
 HERE = "in this process"
 
-# Objects that are being compared, by their ids: those above the ones at hand, which may lead back to them.
+# Ids of the objects above the two at hand, which may lead back to them.
 _Above = frozenset[tuple[int, int]]
 
 
@@ -28,7 +28,7 @@ def find_differences(
     """Compare two samples bit by bit, so that a NaN equals itself.
 
     Yields:
-        Path of an innermost part that differs (``sample[0]['image']``), and how (``12 of 4096 values``).
+        Path of an innermost differing part (``sample[0]['image']``), and the difference (``12 of 4096 values``).
     """
     if first is second or (id(first), id(second)) in above:
         return
@@ -54,19 +54,19 @@ def find_differences(
     elif isinstance(first, dict):
         yield path, f"keys {list(first)} and {list(second)}"
     elif isinstance(first, (str, bytes, bytearray, int, float, complex, set, frozenset)):
-        # The texts of numbers tell 0.0 from -0.0, and no NaN from another; the text of a set has an order.
+        # The text of a number tells 0.0 from -0.0, and equates all NaN; the text of a set has an order.
         if repr(first) != repr(second) and (isinstance(first, (float, complex)) or first != second):
             shown = f"{first!r} and {second!r}"
             yield path, shown if len(shown) < 120 else f"two {kind_of(first)} that are not the same"
     else:
         try:
-            # What pickle would save, and so what was sent: attributes, what is in slots, what a class says itself.
+            # What pickle saves, and so what was sent: attributes, slots, and the class's own state.
             parts = [
                 [list(part) if isinstance(part, Iterator) else part for part in obj.__reduce_ex__(4)]
                 for obj in (first, second)
             ]
         except USER_ERRORS:
-            return  # functions and classes, which come by name, and what has not been sent
+            return  # sent by name (functions, classes), or not at all
         yield from find_differences(parts[0], parts[1], f"{path}.__reduce__()", above)
 
 
@@ -88,18 +88,18 @@ def _compare_tensors(first: torch.Tensor, second: torch.Tensor, path: str) -> It
 
 
 def kind_of(value: Any) -> str:
-    """``PIL.Image.Image``; without the module for what is built in."""
+    """``PIL.Image.Image``; built-in types without their module."""
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
 def explain(runs: Collection[str]) -> str:
-    """What it usually means that a part of a sample differs in these runs, and what helps."""
+    """The usual cause of a difference in these runs, and its remedy."""
     if AGAIN in runs and OTHER_WORKER in runs:
-        cause = "a random generator of its own that nobody seeds, the time, or memory that was never written (np.empty)"
+        cause = "a random generator of its own that is never seeded, the time, or memory never written (np.empty)"
     elif OTHER_WORKER in runs:
         cause = "the id of the process, or a generator made in the constructor where each worker builds for itself"
     elif AGAIN in runs:
-        cause = "state that is kept from sample to sample: a generator made in the constructor, a cache that changes"
+        cause = "state kept from sample to sample: a generator made in the constructor, a cache that changes"
     else:
         return "the order of a set or folder (sort it), hash() of a string, or other versions, files or paths there"
     return f"{cause}: draw from the global generators, or seed your own with get_sample_seed() in each sample"

@@ -1,8 +1,8 @@
 """The questions, in their order, each answered by a line.
 
-Everything is asked by the public face of the package, so an answer is what a training script would get: a
-:class:`~rpcdataloader.check.probe.Probe` is the dataset, and each pass of an ``RPCDataloader`` with one worker is a
-process of its own. The constructor runs in a worker first, and in this process only when it has survived that.
+All of them use the package's public interface, so the answers are what a training script would get: a
+:class:`~rpcdataloader.check.probe.Probe` is the dataset, and each pass of an ``RPCDataloader`` with one worker is a new
+process. The constructor runs in a worker first, and in this process only if the worker survives it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.dataloader import RPCDataloader
 from rpcdataloader.loader.dataset import RPCDataset
 
-# Enough to meet what varies from sample to sample; each is loaded five times.
+# Enough to meet variation between samples; each is loaded five times.
 NUM_COMPARED = 8
 
-# Enough for a mean, and as long as people like to wait.
+# Enough for a mean, in the time that users like to wait.
 MAX_TIMED = 200
 MAX_SECONDS = 10.0
 
-# How many parts of a sample, and frames of a traceback, are shown.
+# Most parts of a sample, and frames of a traceback, to show.
 MAX_SHOWN = 10
 
 ADVICE = "MODULE is imported there, and FACTORY called with no arguments: def make(): return Data(root=...)"
@@ -42,27 +42,27 @@ ADVICE = "MODULE is imported there, and FACTORY called with no arguments: def ma
 # Files whose frames say nothing about a dataset, here or on a node.
 _OURS = re.compile("/importlib/|/rpcdataloader/(check|client|fetch|loader|server|wire)/")
 
-# What code of the user raises; Ctrl-C is the user's own.
+# Exceptions of user code, without Ctrl-C.
 _ERRORS = (Exception, SystemExit)
 
-#: Takes a level (``ok``, ``FAILED``, or ``note`` for something to know), a subject, a text, and lines below that.
+#: Takes a level (``ok``, ``FAILED``, or ``note``), a subject, a text, and the lines below it.
 Report = Callable[..., None]
 
 
 class Failure(Exception):
-    """Something does not work, and nothing more can be asked. The arguments are for the report, after the level."""
+    """A question failed, and those after it cannot be asked; the arguments are the report's, after the level."""
 
 
 def examine(target: str, workers: Where | None, rate: float | None, report: Report) -> None:
-    """Ask everything.
+    """Ask all questions.
 
     Args:
         workers: Node servers to ask; None for a pool of its own.
-        rate: Samples per second that the trainer wants; None if nobody knows.
+        rate: Samples per second that the trainer needs; None if unknown.
 
     Raises:
-        Failure: There was nothing more to ask.
-        RPCError: No node server has registered in the directory that ``workers`` names.
+        Failure: A question failed, and those after it cannot be asked.
+        RPCError: The directory that ``workers`` names has no node server.
     """
     nodes = ["local:1"]
     if isinstance(workers, Elastic):
@@ -75,7 +75,7 @@ def examine(target: str, workers: Where | None, rate: float | None, report: Repo
 
 
 def _build(nodes: Sequence[str], target: str, report: Report) -> tuple[list[RPCDataset], Probe | None]:
-    """The dataset on each node; and in this process, unless it cannot be built here."""
+    """The dataset on each node; and in this process, if it can be built here."""
     built: dict[str, Any] = {}
     for node in [*nodes, "inline"]:
         where = {"local:1": "in a worker of this machine", "inline": "in this process"}.get(node, f"on {node}")
@@ -93,7 +93,7 @@ def _build(nodes: Sequence[str], target: str, report: Report) -> tuple[list[RPCD
         else:
             report("ok", "builds", f"{facts.text} {where}, after {time.perf_counter() - start:.1f} s")
             if facts.text != built[nodes[0]].facts.text:
-                raise Failure("builds", "it is not the same everywhere: is the data complete, and its order fixed?")
+                raise Failure("builds", "it differs between nodes: is the data complete, and its order fixed?")
     if reason := built[nodes[0]].facts.not_shared:
         remedy = 'RPCDataset(..., build="worker") says so on purpose, or do that on first use'
         report("note", "inherits", f"each worker builds its own: {reason}; {remedy}")
@@ -101,16 +101,16 @@ def _build(nodes: Sequence[str], target: str, report: Report) -> tuple[list[RPCD
 
 
 def _choose(facts: Facts, number: int) -> list[int]:
-    """Indices from all over the dataset, the first and the last among them; the first ones of a stream."""
+    """Indices spread over the dataset, from the first to the last; the first ones of a stream."""
     length = facts.length or number
     return [int(index) for index in np.linspace(0, length - 1, min(number, length))]
 
 
 def _load(dataset: Any, indices: Sequence[int], workers: str | None = None) -> Iterator[Any]:
-    """What the probe gives for these indices, in one worker process that is new.
+    """The probe's answers for these indices, in a new worker process.
 
     Raises:
-        Failure: A sample cannot be had.
+        Failure: A sample cannot be loaded.
     """
     seed = torch.Generator().manual_seed(0)
     options: dict[str, Any] = {"num_workers": 1, "collate_fn": list, "generator": seed, "partition": None}
@@ -120,7 +120,7 @@ def _load(dataset: Any, indices: Sequence[int], workers: str | None = None) -> I
             yield from answer
             number += 1
     except _ERRORS as error:
-        # The user knows of no probe around the dataset.
+        # The probe around the dataset is hidden from the user.
         text = _words(error).replace("dataset.dataset", "dataset")
         raise Failure("samples", f"sample {indices[number]}: {text}", _frames(error)) from None
 
@@ -136,7 +136,7 @@ def _compare(remotes: Sequence[RPCDataset], local: Probe | None, node: str, repo
     once, again = twice[: len(samples)], twice[len(samples) :]
     runs = [(AGAIN, once, again), (OTHER_WORKER, samples, once)]
     runs += [(OTHER_NODE, samples, list(_load(remote, indices))) for remote in remotes[1:]]
-    # Nodes may have files that are missing here, and a factory works even if what it makes cannot be sent.
+    # Nodes may have files that are missing here, and a factory may work although its dataset cannot be sent.
     for run, workers in [(SENT, node), (HERE, "inline")] if local is not None else []:
         try:
             runs.append((run, samples, list(_load(local, indices, workers))))
@@ -163,7 +163,7 @@ def _compare(remotes: Sequence[RPCDataset], local: Probe | None, node: str, repo
 
 
 def _time(remote: RPCDataset, rate: float | None, report: Report) -> None:
-    """How many samples one worker makes, and what that means."""
+    """Measure how many samples one worker makes, and what follows from it."""
     measured: list[tuple[float, int]] = []
     for answer in _load(remote, [Timed(index) for index in _choose(remote.facts, MAX_TIMED)]):
         measured.append(answer)
@@ -178,7 +178,7 @@ def _time(remote: RPCDataset, rate: float | None, report: Report) -> None:
     report("ok", "speed", f"{speed}, or {size_bytes / seconds / 1e6:,.1f} MB/s (measured with {len(times)})")
     if rate is not None:
         need = f"workers: {math.ceil(rate * seconds):,}, network: more than {rate * size_bytes * 8 / 1e9:.3g} Gbit/s"
-        report("ok", "rate", f"what {rate:,.0f} samples/s need: {need}")
+        report("ok", "rate", f"{rate:,.0f} samples/s need {need}")
 
 
 def _words(error: BaseException) -> str:
@@ -186,10 +186,10 @@ def _words(error: BaseException) -> str:
 
 
 def _frames(error: BaseException) -> list[str]:
-    """Where in the code of the user that happened, innermost last."""
+    """Frames of the user's code in the traceback, innermost last."""
     cause = error.__cause__
     text = str(cause) if isinstance(cause, RemoteTraceback) else "".join(traceback.format_tb(error.__traceback__))
-    # Below the probe, if it is shown; nothing is left where the package itself has failed.
+    # Frames below the probe's, if shown; none if the package itself failed.
     below = text.rpartition("rpcdataloader/check/probe.py")[2]
     frames = re.findall(r'File "(.+)", (line \d+, in .+)\n    (.+)', below)
     frames = [frame for frame in frames if not _OURS.search(frame[0])]

@@ -1,4 +1,4 @@
-"""What runs beside the dataset, in a worker or in this process: it makes the dataset, loads samples and times them."""
+"""The dataset's stand-in, in a worker or in this process: makes the dataset, loads samples and times them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from rpcdataloader.wire.pickling import dumps_reply
 
 
 class Facts(NamedTuple):
-    """What a dataset is.
+    """Properties of a dataset.
 
     Attributes:
-        text: ``photos.Photos of 1,000 samples``.
-        length: None if it has none.
-        not_shared: Why workers cannot inherit it by a fork; None if they can.
+        text: Its kind and length: ``photos.Photos of 1,000 samples``.
+        length: Number of samples; None without ``__len__``.
+        not_shared: Reason why workers cannot inherit it by a fork; None if they can.
     """
 
     text: str
@@ -33,30 +33,30 @@ class Facts(NamedTuple):
 
 
 class Timed(int):
-    """An index whose sample is timed, and stays where it is."""
+    """An index whose sample is timed, and stays in its worker."""
 
 
 class Probe:
-    """Makes the dataset, and stands for it: its samples are loaded as the loader would, with seeds of their indices.
+    """Makes the dataset and loads its samples as the loader would, seeded by their indices.
 
     Args:
         target: ``MODULE:FACTORY``.
 
     Raises:
-        TypeError: It makes no dataset.
+        TypeError: The target makes no dataset.
         ValueError: The dataset is empty.
-        Exception: Whatever importing or making it raises.
+        Exception: Importing the module or making the dataset failed.
     """
 
     def __init__(self, target: str) -> None:
-        # The import may start threads, too.
+        # Importing may start threads, too.
         threads, files = num_threads(), open_files()
         module, _colon, name = target.partition(":")
         made = attrgetter(name)(importlib.import_module(module))
         if callable(made) and (isinstance(made, type) or not hasattr(made, "__getitem__")):
             made = made()
         kind, is_iterable = kind_of(made), isinstance(made, IterableDataset)
-        if not hasattr(made, "__getitem__"):  # which iterable ones of torch have, too
+        if not hasattr(made, "__getitem__"):  # torch's iterable ones have it, too
             raise TypeError(
                 f"{target} gives {kind}, which has no __getitem__ and is no IterableDataset; is a return missing?"
             )
@@ -84,13 +84,13 @@ class Probe:
         return [(time.perf_counter() - start, size_bytes) if isinstance(index, Timed) else sample]
 
     def _get(self, index: int) -> Any:
-        # As the loader asks, for a batch of one.
+        # As the loader does, for a batch of one.
         fetch = getattr(self.dataset, "__getitems__", None)
         return fetch([index])[0] if fetch else self.dataset[index]
 
     def _next(self, place: int) -> Any:
         if place != self._place + 1:
-            # From the beginning again, or in the place of a worker that has died.
+            # A stream begins again, or continues in place of a dead worker's.
             self._stream = itertools.islice(iter(self.dataset), int(place), None)
         self._place = place
         return next(self._stream)

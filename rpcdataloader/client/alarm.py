@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 logger = logging.getLogger("rpcdataloader.client")
 
-# Nearly all calls are answered long before their deadline. Below this many, those may wait for it.
+# Nearly all calls are answered long before their deadline. Fewer cancelled ones than this may wait for it.
 MAX_CANCELLED = 1000
 
 
 class Timer:
-    """A function that waits for its time."""
+    """A function that waits for its deadline."""
 
     __slots__ = ("_alarm", "function")
 
@@ -25,16 +25,16 @@ class Timer:
         self.function: Callable[[], None] | None = function
 
     def cancel(self) -> None:
-        """Let go of the function, unless it has been called; idempotent, from any thread."""
+        """Drop the function, unless it has been called; idempotent, from any thread."""
         self._alarm._cancel(self)
 
 
 class Alarm:
-    """Calls functions when their time has come; the thread is started by the first one."""
+    """Calls functions at their deadlines; the first one starts the thread."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        # Guarded by the condition: (time, tie-break, timer), and how many of these are cancelled.
+        # Guarded by the condition: (time, tie-break, timer), and the number of cancelled ones.
         self._heap: list[tuple[float, int, Timer]] = []
         self._num_cancelled = 0
         self._order = itertools.count()
@@ -71,7 +71,7 @@ class Alarm:
                 self._num_cancelled = 0
 
     def close(self) -> None:
-        """End the thread; what has not come yet never does."""
+        """End the thread, and drop all functions."""
         with self._condition:
             self._closed = True
             self._heap.clear()
@@ -84,8 +84,8 @@ class Alarm:
             try:
                 function()
             except Exception:
-                logger.exception("a deadline could not be kept")
-            # What it refers to must not live on until the next one comes.
+                logger.exception("a function called at a deadline failed")
+            # Its objects must not live on until the next deadline.
             del function
 
     def _next(self) -> Callable[[], None] | None:

@@ -1,7 +1,7 @@
-"""The nodes that this process is a client of. One client per process, made on first use and gone with the process.
+"""The nodes of this process as a client. One client per process, created on first use and gone with the process.
 
-After somebody else's fork the child closes our descriptors, never shuts them down, and starts afresh: a child that
-kept them open would keep sessions alive after its parent's death.
+After a fork by user code, the child closes the parent's descriptors without shutting them down, and starts afresh: kept
+open, they would keep sessions alive after the parent's death.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TIMEOUT_VARIABLE = "RPCDATALOADER_CONNECT_TIMEOUT"
 # A node server imports torch before it listens, and jobs start trainers and workers at the same time.
 CONNECT_TIMEOUT = 60.0
 
-# A thread that still resolves a name or waits for a first answer cannot be woken; it touches nothing of torch's.
+# A thread that still resolves a name or waits for a first answer cannot be woken; it does not use torch.
 CONNECTING_JOIN_TIMEOUT = 0.2
 
 
@@ -43,9 +43,8 @@ class Client:
     """This process as a client; thread-safe.
 
     Raises:
-        ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or not all of the three variables of TLS
-            are set.
-        AuthenticationError: The files that these name cannot be used.
+        ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or a variable of TLS is missing.
+        AuthenticationError: The files of TLS cannot be used.
     """
 
     def __init__(self) -> None:
@@ -67,7 +66,7 @@ class Client:
 
     @property
     def janitor(self) -> Janitor:
-        """Closes what finalizers leave."""
+        """Runs what finalizers hand over."""
         with self._lock:
             self._janitor = self._janitor or Janitor()
             return self._janitor
@@ -76,7 +75,7 @@ class Client:
         """The nodes that ``where`` names; begins the embedded server if need be, and opens no connection yet.
 
         Raises:
-            ConnectError: None has come before the connect timeout, of those that come and go.
+            ConnectError: ``where`` is elastic, and no server came before the connect timeout.
         """
         if isinstance(where, Local):
             return [self.node(self.begin_local())]
@@ -89,7 +88,7 @@ class Client:
         """The node server at ``address``.
 
         Args:
-            is_registered: It says that it is there: if it refuses connections, it has gone, and is not waited for.
+            is_registered: True for a server that registered: if it refuses connections, it has gone.
         """
         with self._lock:
             if address not in self._nodes:
@@ -101,14 +100,14 @@ class Client:
             return self._nodes[address]
 
     def wait_for_any(self, sessions: Sequence[RemoteSession], timeout: float) -> None:
-        """Wait until one of ``sessions``, which all connect, is there or lost; at most ``timeout`` seconds."""
+        """Wait until one of ``sessions``, all connecting, is ready or lost; at most ``timeout`` seconds."""
         with self._settings.changed:
             self._settings.changed.wait_for(
                 lambda: any(one.welcome is not None or not one.is_usable for one in sessions), timeout
             )
 
     def start_thread(self, name: str, function: Callable[[], None], stop: threading.Event) -> None:
-        """Run ``function`` in a thread that is waited for at the end, when sessions have ended and ``stop`` is set."""
+        """Run ``function`` in a thread; :meth:`close` ends the sessions, sets ``stop``, and joins it."""
         thread = threading.Thread(target=function, name=name, daemon=True)
         with self._lock:
             self._threads = {other: event for other, event in self._threads.items() if other.is_alive()}
@@ -117,7 +116,7 @@ class Client:
                 thread.start()
 
     def watch(self, where: Elastic, known: Iterable[Address], changed: Changed) -> Watch:
-        """Have servers reported that come or go; see :meth:`~rpcdataloader.client.watcher.RegisterWatcher.watch`."""
+        """Report servers that come or go; see :meth:`~rpcdataloader.client.watcher.RegisterWatcher.watch`."""
         return self._watcher(where).watch(known, changed)
 
     def _watcher(self, where: Elastic) -> RegisterWatcher:
@@ -130,7 +129,7 @@ class Client:
         return watcher
 
     def begin_local(self) -> Address:
-        """Begin the embedded server, if there is none; it is waited for when a node is asked for its session."""
+        """Begin the embedded server, unless it runs; a node waits for it when asked for its session."""
         with self._lock:
             if self._local is None:
                 self._local = LocalServer()
@@ -142,13 +141,13 @@ class Client:
         return client_credentials(address)
 
     def _listeners(self) -> list[Node]:
-        """Nodes that a status can be asked of: all but the embedded pool."""
+        """Nodes that can be asked for a status: all but the embedded pool."""
         own = None if self._local is None else self._local.address
         return [node for node in list(self._nodes.values()) if node.address != own]
 
     @property
     def is_closed(self) -> bool:
-        """Whether everything has been ended, or is about to be."""
+        """Whether :meth:`close` has been called."""
         return self._closed
 
     def close(self) -> None:
@@ -179,7 +178,7 @@ class Client:
     def _end_threads(self, nodes: list[Node]) -> None:
         for stop in self._threads.values():
             stop.set()
-        # They may have begun sessions meanwhile; and a session that still connects does not say that it has ended.
+        # These threads may have begun sessions meanwhile; and a session that still connects does not report its end.
         for node in nodes:
             node.close()
             node.wake()
@@ -203,7 +202,7 @@ def connect_timeout() -> float:
     """Seconds to wait for node servers: ``RPCDATALOADER_CONNECT_TIMEOUT``, or 60.
 
     Raises:
-        ValueError: The variable holds something else.
+        ValueError: The variable holds no such number.
     """
     text = os.environ.get(TIMEOUT_VARIABLE, "")
     if not text:
@@ -234,15 +233,15 @@ def get_client() -> Client:
     with _lock:
         if _client is None:
             _client = Client()
-            # Daemon threads inside torch abort an interpreter that finalises; this joins them before.
+            # torch's daemon threads abort an interpreter that finalises; this joins them before.
             atexit.register(_client.close)
         return _client
 
 
 def begin_local_early() -> None:
-    """Begin the embedded server beside what the script does next; no thread starts, as a pass may never come.
+    """Begin the embedded server beside the rest of the script; starts no thread, as a pass may never come.
 
-    Not where a session, or a child of multiprocessing, imports a module that makes a loader in passing.
+    Does nothing if a session, or a child of multiprocessing, imports a module that makes a loader.
     """
     is_importing = getattr(multiprocessing.current_process(), "_inheriting", False)
     if not is_importing and "rpcdataloader.server.node" not in sys.modules:
@@ -250,7 +249,7 @@ def begin_local_early() -> None:
 
 
 def close_client() -> None:
-    """End what this process has as a client; the next use starts afresh."""
+    """End the client of this process; the next use starts afresh."""
     global _client
     with _lock:
         client, _client = _client, None
@@ -276,24 +275,23 @@ logger = logging.getLogger("rpcdataloader.client")
 
 
 class Janitor:
-    """A thread that closes what nobody refers to any more; it starts at once, and runs one function after the other.
+    """A thread that closes objects without references, one after the other.
 
-    A finalizer may run in any thread and inside any lock, so it must not close a connection itself; it hands that over
-    here.
+    A finalizer may run in any thread and inside any lock, so it must not close a connection itself; it hands that over.
     """
 
     def __init__(self) -> None:
-        # Its put may be interrupted by another put of the same thread.
+        # Another put of the same thread may interrupt a put.
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rpcdl-janitor", daemon=True)
         self._thread.start()
 
     def leave(self, function: Callable[[], None]) -> None:
-        """Have ``function`` called soon; never blocks and takes no lock."""
+        """Queue ``function``; never blocks and takes no lock."""
         self._queue.put(function)
 
     def close(self) -> None:
-        """Finish what was left, and end the thread."""
+        """Run what is queued, and end the thread."""
         self._queue.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -1,8 +1,7 @@
 """One connection of a client: requests are numbered, pipelined, and answered in any order.
 
-Two threads each: a receiver, which also connects, and a sender. Callers only enqueue, from any thread, and never
-wait. The receiver never sends and holds no lock across I/O; whatever goes wrong in either thread ends the connection
-and fails every request that is pending.
+Each has a receiver thread, which also connects, and a sender thread. Callers only enqueue, from any thread, and never
+wait. The receiver never sends and holds no lock across I/O; an error in a thread fails all pending requests.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from rpcdataloader.wire.slabs import Allocator, Block
 
 logger = logging.getLogger("rpcdataloader.client")
 
-# With at most this many requests unanswered, small ones are sent by their caller: the peer's kernel has room for all of
-# them together (64 KB), whatever the peer does, so the send cannot wait.
+# With at most this many requests pending, callers send small ones themselves: the peer's kernel has room for all of
+# them (64 KB), whatever the peer does, so the send cannot wait.
 MAX_SENT_NOW = 16
 
 
@@ -34,19 +33,19 @@ _ALL_SIGNALS = signal.valid_signals()
 
 
 class Listener(Protocol):
-    """Who owns a connection; every method is called from its receiver thread."""
+    """Owner of a connection; the receiver thread calls every method."""
 
     def ready(self) -> None:
-        """The server has welcomed us: requests that wait are sent now."""
+        """The server has sent its WELCOME: waiting requests are sent now."""
 
     def received(self, message: Message) -> None:
         """A message came that answers no request: EXITED, LOG, GOAWAY."""
 
     def explain(self, error: RPCError) -> RPCError:
-        """Say more about why the connection ended; what is returned fails the pending requests."""
+        """Add the reason why the connection ended; the result fails the pending requests."""
 
     def lost(self, error: RPCError) -> None:
-        """The connection has ended, or never came to be; pending requests have failed already."""
+        """The connection has ended, or never opened; pending requests have failed already."""
 
 
 @dataclass(slots=True)
@@ -54,10 +53,10 @@ class Request:
     """A request that waits for its reply.
 
     Attributes:
-        complete: Called once, from the receiver thread, with the REPLY or ERROR message or with what ended the
-            connection; must neither block nor raise. Never called if the request was cancelled before it was sent.
-        cancellable: Whether :meth:`Connection.cancel_all` means it, too.
-        flags: Bits of :class:`~rpcdataloader.wire.frames.Flag` that it is sent with.
+        complete: Function that takes the REPLY or ERROR message, or the error that ended the connection; called once,
+            by the receiver thread; must neither block nor raise. Not called for a request cancelled before it was sent.
+        cancellable: True to let :meth:`Connection.cancel_all` cancel it.
+        flags: Bits of :class:`~rpcdataloader.wire.frames.Flag` to send with it.
     """
 
     complete: Callable[[Message | RPCError], None]
@@ -67,11 +66,11 @@ class Request:
 
 
 class Connection:
-    """A connection that is being made or is there; it never comes back once it is lost.
+    """A connection, opening or open; once lost, it stays lost.
 
     Args:
-        name: For messages and thread names; :meth:`rename` when more is known, such as ``node07:6543/2``.
-        open_channel: Connects, authenticates, and reads the welcome; runs in the receiver thread.
+        name: Name in messages and threads; see :meth:`rename` for a better one, such as ``node07:6543/2``.
+        open_channel: Function that connects, authenticates, and reads the welcome, in the receiver thread.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Connection:
         self._listener = listener
         self._allocator = allocator
         self._channel: Channel | None = None
-        # SimpleQueue.put may be interrupted by another put of the same thread, so finalizers may use it.
+        # Another put of the same thread may interrupt SimpleQueue.put, so finalizers may use it.
         self._outbox: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         # Guarded by the lock:
@@ -95,19 +94,19 @@ class Connection:
         self._receiver = threading.Thread(target=self._receive, name=f"rpcdl-recv {name}", daemon=True)
 
     def rename(self, name: str) -> None:
-        """Use another name from now on; also in the names of the threads, which py-spy and faulthandler show."""
+        """Use another name from now on; also for the threads, as py-spy and faulthandler show them."""
         self.name = name
         self._sender.name, self._receiver.name = f"rpcdl-send {name}", f"rpcdl-recv {name}"
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Start to connect."""
         self._receiver.start()
 
     def submit(self, type: MessageType, payload: bytes, buffers: Sequence[BlockBytes], request: Request) -> int:
         """Enqueue a request; returns its number.
 
         Raises:
-            ConnectionLostError: The connection has ended. ``request`` is not completed then.
+            ConnectionLostError: The connection has ended. ``request`` is not completed.
         """
         with self._lock:
             if self.error is not None or self._closed:
@@ -115,25 +114,25 @@ class Connection:
             self._last_request += 1
             number = self._last_request
             self._pending[number] = request
-            # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one it serves.
+            # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it serves.
             if request.cancellable and self._channel is not None and not self._num_queued:
-                # Only requests of a loader, whose workers are its own: Ctrl-C in the middle ends the connection.
+                # Only requests of a loader, which owns its workers: Ctrl-C in the middle ends the connection.
                 try:
                     if len(self._pending) <= MAX_SENT_NOW and self._channel.send_now(
                         type, number, payload, buffers, request.flags
                     ):
                         return number
                 except RPCError:
-                    # The receiver sees the same and tells everybody.
+                    # The receiver sees the same error and reports it.
                     return number
             self._num_queued += 1
             self._outbox.put(Outgoing(type, number, payload, buffers, request.flags))
         return number
 
     def cancel(self, number: int) -> None:
-        """Ask the server not to begin a request, or to send no result of it. It is answered all the same.
+        """Ask the server not to begin a request, or not to send its result. The server still answers it.
 
-        While there is no server yet, the request is dropped: nobody would want it done when there is one.
+        Before the server is ready, the request is dropped.
         """
         with self._lock:
             if self._channel is None:
@@ -156,17 +155,17 @@ class Connection:
             request.complete(copy.copy(error))
 
     def release(self, handle: int) -> None:
-        """Let an object of the server go. Never blocks, takes no lock: finalizers call this."""
+        """Let an object of the server go; for finalizers: never blocks, takes no lock."""
         self._outbox.put(Outgoing(MessageType.RELEASE, payload=pack_handles([handle])))
 
     def tell(self, type: MessageType, payload: bytes) -> None:
-        """Send a message that has no reply, unless others wait to be sent; never blocks."""
+        """Send a message without reply, unless others wait to be sent; never blocks."""
         if self._channel is not None and self._outbox.empty():
             self._outbox.put(Outgoing(type, payload=payload))
 
     @property
     def is_open(self) -> bool:
-        """Whether the server has answered; before that, nothing can end the wait of the receiver early."""
+        """Whether the server has answered; before that, the receiver's wait cannot be ended early."""
         return self._channel is not None
 
     def is_cut_off(self) -> bool:
@@ -175,21 +174,21 @@ class Connection:
 
     @property
     def has_ended(self) -> bool:
-        """Whether requests are refused. True before the first of the pending ones fails."""
+        """Whether requests are refused; True before the first pending one fails."""
         return self._closed
 
     @property
     def num_pending(self) -> int:
-        """Requests that have no reply yet."""
+        """The number of requests without a reply."""
         return len(self._pending)
 
     def close(self, error: RPCError | None = None) -> None:
-        """End the connection and fail what is pending; idempotent, does not wait for the threads."""
+        """End the connection and fail pending requests; idempotent, without waiting for the threads."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self.error = error or ConnectionLostError(f"connection to {self.name} was closed here")
+            self.error = error or ConnectionLostError(f"connection to {self.name} was closed by this process")
             channel = self._channel
         self._outbox.put(None)
         if channel is not None:
@@ -202,14 +201,14 @@ class Connection:
                 thread.join(timeout)
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child: give the descriptor back without ending the parent's connection."""
+        """After a fork, in the child: close the descriptor without ending the parent's connection."""
         if self._channel is not None:
             self._channel.stream.close()
 
     # --- receiver
 
     def _receive(self) -> None:
-        # A signal that cuts a receive short would cost a trip through the GIL for every one of them.
+        # A signal that interrupts a receive would cost a trip through the GIL every time.
         signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
         error: RPCError
         try:
@@ -243,7 +242,7 @@ class Connection:
         self._listener.ready()
         while (message := channel.recv()) is not None:
             if message.type in (MessageType.REPLY, MessageType.ERROR):
-                # Without the lock, which may be held during a send: one operation on a dict is atomic.
+                # Without the lock, which may be held during a send: one dict operation is atomic.
                 request = self._pending.pop(message.request_id, None)
                 if request is None:
                     raise RemoteProtocolError(
@@ -253,7 +252,7 @@ class Connection:
                 del request
             else:
                 self._listener.received(message)
-            # The batch must not be kept by this frame while it waits for the next one.
+            # This frame must not keep the batch while it waits for the next one.
             del message
 
     def _allocate(self, request_id: int, sizes: Sequence[int]) -> list[Block]:
@@ -263,7 +262,7 @@ class Connection:
 
     def _fail(self, error: RPCError) -> None:
         with self._lock:
-            # Whoever asks again, now or when a request has failed, takes another connection.
+            # From now on, callers take another connection.
             self._closed = True
         if self.error is None:
             error = self._listener.explain(error)
@@ -276,7 +275,7 @@ class Connection:
         self._listener.lost(self.error)
 
     def _reason(self) -> RPCError:
-        """Why the connection has ended; a copy for each request, as one error would collect the tracebacks of all."""
+        """Why the connection ended; a copy for each request, as one error would collect the tracebacks of all."""
         if self.error is None:
             return ConnectionLostError(f"connection to {self.name} is lost")
         error = copy.copy(self.error)
@@ -303,14 +302,14 @@ class Connection:
                 del message
                 message = self._outbox.get()
         except RPCError:
-            # The receiver sees the same and tells everybody.
+            # The receiver sees the same error and reports it.
             channel.stream.shutdown()
         except BaseException:
             logger.exception("the sender of %s failed", self.name)
             channel.stream.shutdown()
 
     def _send_releases(self, channel: Channel, first: Outgoing) -> Outgoing | None:
-        """Send this and all releases that wait as one message; returns what comes after them."""
+        """Send this and all waiting releases as one message; returns what follows them."""
         payloads = [first.payload]
         while True:
             try:
@@ -325,7 +324,7 @@ class Connection:
 
 
 def _without_frames(error: RPCError) -> RPCError:
-    """The error without tracebacks: variables of these frames refer to what was being received, and it is kept."""
+    """The error without tracebacks: their frames refer to the message being received, and the error is kept."""
     for part in (error, error.__cause__, error.__context__):
         if part is not None:
             part.__traceback__ = None

@@ -1,7 +1,6 @@
-"""A dataset on the nodes of this client: built once on each, changed on all, let go with its last reference.
+"""A dataset on the nodes of this client: built once on each, changed on all, released with its last reference.
 
-The client owns the recipe and the list of changes, so a session that is new, or a worker that builds for itself, can
-be brought to the same state at any time.
+The client owns the recipe and the list of changes, so it can bring a new session or worker to the same state.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from rpcdataloader.wire.pickling import Encoded, dumps
 
 logger = logging.getLogger("rpcdataloader.client")
 
-# There is no limit of time: walking a large folder takes as long as it takes. But a line says what is waited for.
+# Builds have no time limit, since walking a large folder may take long; after this time, a log line names the nodes.
 SLOW_BUILD_SECONDS = 10.0
 
 _keys = itertools.count(1)
 
-# Instances that are on nodes already, by the digest of their pickle: loaders of equal datasets share them.
+# Instances on nodes, by the digest of their pickle: loaders of equal datasets share them.
 _shipped: weakref.WeakValueDictionary[bytes, RemoteDataset] = weakref.WeakValueDictionary()
 _shipped_lock = threading.Lock()
 
@@ -53,7 +52,7 @@ class RemoteDataset:
     Args:
         pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``.
         shared: Build once per session, or else in every worker.
-        is_iterable: Whether it is iterable-style; None if that is to be found out.
+        is_iterable: True for an iterable-style dataset, False for a map-style one; None to ask a node.
     """
 
     def __init__(self, name: str, pickled: Encoded, *, shared: bool, is_iterable: bool | None = None) -> None:
@@ -64,7 +63,7 @@ class RemoteDataset:
         self._generators = get_states()
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        # Guarded by the lock: for each session that has it, whether the session has built it itself.
+        # Guarded by the lock: the sessions that have it, and whether each has built it itself.
         self._sessions: dict[RemoteSession, bool] = {}
         self._building: dict[RemoteSession, threading.Event] = {}
         self._length: int | None = None
@@ -80,14 +79,14 @@ class RemoteDataset:
         return DatasetRef(self.key)
 
     def build_on(self, sessions: Iterable[RemoteSession]) -> None:
-        """Have it on all of ``sessions``, building where it is missing, at the same time.
+        """Build it on all ``sessions`` that lack it, at the same time.
 
-        Whoever changes or asks it meanwhile does not wait for that.
+        Changes and questions in the meantime do not wait for that.
 
         Raises:
-            ConnectionLostError: A session has ended meanwhile. It is on all others all the same.
-            Exception: Whatever building it raised, with the node in the remote traceback.
-            TypeError: It is no dataset.
+            ConnectionLostError: A session has ended meanwhile. All others have the dataset nevertheless.
+            Exception: The constructor failed; the remote traceback names the node.
+            TypeError: The object built is no dataset.
         """
         self._check_process()
         wanted = list(dict.fromkeys(sessions))
@@ -112,7 +111,7 @@ class RemoteDataset:
                 return
 
     def is_on(self, session: RemoteSession) -> bool:
-        """Whether workers of this session can use it."""
+        """Whether workers of this session can use the dataset."""
         return session in self._sessions
 
     def _build_missing(self, sessions: Sequence[RemoteSession]) -> None:
@@ -120,7 +119,7 @@ class RemoteDataset:
         try:
             self._build(sessions, slow)
         except BaseException:
-            # Also those that are still building it: nothing else will let it go there.
+            # Also those that are still building: nothing else releases it there.
             for session in sessions:
                 if session not in self._sessions:
                     session.release(self.key)
@@ -165,7 +164,7 @@ class RemoteDataset:
             raise lost
 
     def _catch_up(self, session: RemoteSession, reply: Mapping[str, Any]) -> None:
-        """Make the changes in a session that has just built it, and count it among those that have it then."""
+        """Apply the changes in a session that has just built it, and count the session among those that have it."""
         made: list[_Change] = []
         while True:
             with self._lock:
@@ -187,9 +186,9 @@ class RemoteDataset:
     def open_worker(
         self, session: RemoteSession, owner: WorkerOwner, keep_waiting: Callable[[], bool] = lambda: True
     ) -> RemoteWorker:
-        """Ask a session that has it for a worker that uses it: one that is up to date, and told of later changes.
+        """Ask a session that has the dataset for a worker, which starts up to date and is told of later changes.
 
-        The lock makes sure that no change comes between: the worker is forked after it, or is told.
+        The lock keeps changes out meanwhile: the worker is forked after a change, or is told.
         """
         self._check_process()
         with self._lock:
@@ -201,10 +200,10 @@ class RemoteDataset:
             return worker
 
     def length(self) -> int:
-        """``len`` of it.
+        """Its ``len``.
 
         Raises:
-            TypeError: It has none.
+            TypeError: It has no length.
         """
         with self._lock:
             if self._length is None:
@@ -212,18 +211,18 @@ class RemoteDataset:
             return self._length
 
     def is_iterable(self) -> bool:
-        """Whether it is iterable-style, and not map-style."""
+        """Whether it is iterable-style; otherwise map-style."""
         with self._lock:
             if self._is_iterable is None:
                 self._is_iterable = self.query(_is_iterable)
             return self._is_iterable
 
     def query(self, func: Callable[..., Any], *args: Any) -> Any:
-        """Run ``func(dataset, *args)`` in a worker that is kept for such questions; returns the result.
+        """Run ``func(dataset, *args)`` in a worker kept for such questions; returns the result.
 
         Raises:
-            ConnectionLostError: No node that has it is left, or the worker died of the question.
-            Exception: Whatever ``func`` raised.
+            ConnectionLostError: No node with the dataset is left, or the worker died of the question.
+            Exception: ``func`` failed.
         """
         self._check_process()
         while True:
@@ -238,11 +237,11 @@ class RemoteDataset:
         """Run ``func(dataset, *args)`` wherever the dataset is now, and wherever it will be later.
 
         Returns:
-            The results, one for every process that it ran in: sessions first.
+            The results, one for every process that ran it: sessions first.
 
         Raises:
-            ConnectionLostError: No node that has it is left, or a process died of the change.
-            Exception: Whatever ``func`` raised, in any of them; it is not applied later then.
+            ConnectionLostError: No node with the dataset is left, or a process died of the change.
+            Exception: ``func`` failed in a process; the change is not applied later.
         """
         self._check_process()
         change = (func, args)
@@ -260,7 +259,7 @@ class RemoteDataset:
                     break
             if not built and not workers:
                 self._revive()
-            # Whether these are forked before their session has changed or after, nobody could tell.
+            # Connecting workers may be forked before or after their session changes.
             for worker in connecting:
                 with contextlib.suppress(Exception):
                     self._ask(worker, callable, ())()
@@ -276,11 +275,11 @@ class RemoteDataset:
         return results
 
     def _inherits(self, worker: RemoteWorker) -> bool:
-        """Whether the worker is forked with the dataset, or else makes its own."""
+        """Whether the worker is forked with the dataset; otherwise it makes its own."""
         return self._sessions.get(worker.session, False)
 
     def _idle_worker(self) -> RemoteWorker | None:
-        """A worker for questions; None if there is no session left that has it. With the lock."""
+        """A worker for questions; None if no session has the dataset. Holds the lock."""
         if self._query_worker is None or not self._query_worker.is_usable:
             usable = next((session for session in self._sessions if session.is_usable), None)
             if usable is None:
@@ -293,7 +292,7 @@ class RemoteDataset:
         """Build it again on one of the nodes that had it.
 
         Raises:
-            ConnectionLostError: None of them can be reached.
+            ConnectionLostError: All of them are unreachable.
         """
         with self._lock:
             sessions = list(self._sessions)
@@ -332,7 +331,7 @@ def ship(instance: object) -> RemoteDataset:
     """An ordinary dataset instance as a remote one; the same one for equal instances while any of them is in use.
 
     Raises:
-        SerializationError: It cannot be pickled; names the attribute path.
+        SerializationError: The dataset cannot be pickled; the message names the attribute path.
     """
     pickled = dumps_named((instance,), {"dataset": instance})
     digest = hashlib.sha256(pickled.payload)
@@ -350,10 +349,10 @@ def dumps_named(content: Any, parts: Mapping[str, Any], *, persistent_id: Persis
     """Pickle ``content``.
 
     Args:
-        parts: What it consists of, by the names that the user knows.
+        parts: Its parts, by the names that the user knows.
 
     Raises:
-        SerializationError: It cannot be pickled; the attribute path to the reason begins with the name of a part.
+        SerializationError: The content cannot be pickled; the attribute path begins with the name of a part.
     """
     try:
         return dumps(content, persistent_id=persistent_id)
@@ -364,7 +363,7 @@ def dumps_named(content: Any, parts: Mapping[str, Any], *, persistent_id: Persis
 
 
 def _gather(waits: Iterable[Callable[[], Any]]) -> list[Any]:
-    """The results of a change. A process that has ended since has no dataset to change, unless that leaves none."""
+    """The results of a change. Processes that have ended do not count, unless all have."""
     results, lost = [], None
     for wait in waits:
         try:
@@ -377,9 +376,9 @@ def _gather(waits: Iterable[Callable[[], Any]]) -> list[Any]:
 
 
 def _without_overwritten(changes: Sequence[_Change], latest: _Change) -> list[_Change]:
-    """Leave out what ``latest`` sets again, so that ``dataset.epoch = n`` does not make the list grow for ever.
+    """Drop changes that ``latest`` overwrites, so that ``dataset.epoch = n`` does not make the list grow without limit.
 
-    Only while nothing else was changed in between, which may have looked at the value.
+    Only if no other change came in between, which may have read the value.
     """
     end = next(position for position, change in enumerate(changes) if change is latest)
     start = end
@@ -395,11 +394,11 @@ def _release(key: int, sessions: dict[RemoteSession, bool]) -> None:
 
 
 def _ignore(_reply: Message | RPCError) -> None:
-    """A change that fails here has succeeded in a session before; the request that follows will show what is wrong."""
+    """Ignore a change's reply: it has succeeded in a session before, and the request that follows shows a failure."""
 
 
 def _forget_in_child() -> None:
-    """After a fork, in the child: what is on nodes belongs to the parent."""
+    """After a fork, in the child: datasets on nodes belong to the parent."""
     global _shipped, _shipped_lock
     _shipped, _shipped_lock = weakref.WeakValueDictionary(), threading.Lock()
 
@@ -409,7 +408,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class _SlowLine:
-    """Says once, after some seconds, which nodes are still building."""
+    """Logs once, after some seconds, which nodes are still building."""
 
     def __init__(self, name: str, nodes: Sequence[str]) -> None:
         self._name = name
@@ -430,4 +429,4 @@ class _SlowLine:
 
 
 class _QueryOwner(WorkerOwner):
-    """Nothing to do: each question is told when its worker is lost."""
+    """Does nothing: each question fails with its worker."""

@@ -1,4 +1,4 @@
-"""From what the user wrote in ``workers=`` to where the workers are. Reads the environment, starts nothing."""
+"""From the user's ``workers=`` to the places of the workers. Reads the environment, starts nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DNS = "dns://"
 
 @dataclass(frozen=True, slots=True)
 class Inline:
-    """No workers: everything runs in the process of the caller, so that a debugger works."""
+    """No workers: everything runs in the caller's process, so that a debugger works."""
 
     def __str__(self) -> str:
         return "inline"
@@ -35,7 +35,7 @@ class Local:
     """The embedded pool of this process.
 
     Attributes:
-        num_workers: How many of its workers to use; None for as many as there are CPUs.
+        num_workers: Number of its workers to use; None for one per CPU.
     """
 
     num_workers: int | None = None
@@ -59,15 +59,15 @@ class Elastic(ABC):
 
     @abstractmethod
     def open(self) -> Lookup:
-        """What tells which of them are there, for this process."""
+        """This process's lookup of the current ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registered(Elastic):
-    """The node servers that have registered in a directory, whenever one looks.
+    """The node servers registered in a directory at each look.
 
     Attributes:
-        directory: Its absolute path.
+        directory: Absolute path.
     """
 
     directory: str
@@ -81,10 +81,10 @@ class Registered(Elastic):
 
 @dataclass(frozen=True, slots=True)
 class Resolved(Elastic):
-    """The node servers behind a DNS name, whenever one asks.
+    """The node servers behind a DNS name at each look.
 
     Attributes:
-        name: Host and port, which is the same for all of them.
+        name: Host, and the port of all of them.
     """
 
     name: Address
@@ -98,11 +98,11 @@ class Resolved(Elastic):
 
 @dataclass(frozen=True, slots=True)
 class Joined(Elastic):
-    """Node servers that are named, and all that come and go elsewhere.
+    """Named node servers, and all from elastic places.
 
     Attributes:
-        named: Those that are named.
-        places: Where others come and go.
+        named: Addresses of the named ones.
+        places: Elastic places of others.
     """
 
     named: tuple[Address, ...]
@@ -132,20 +132,19 @@ Where = Inline | Local | Remote | Elastic
 def find_workers(
     workers: str | Iterable[str] | Elastic | None, environ: Mapping[str, str] = os.environ
 ) -> Where | None:
-    """Understand ``workers=``.
+    """Parse ``workers=``.
 
     Args:
         workers: A list of ``host:port``, ``[v6]:port`` or ``unix:/path``; a string of them separated by commas;
             ``@/path`` of a directory in which they register; ``dns://host:port`` of a name that stands for all of
-            them; a pool; ``local:N``; ``inline``; None to let the environment variable ``RPCDATALOADER_WORKERS``
-            decide.
+            them; a pool; ``local:N``; ``inline``; None for the environment variable ``RPCDATALOADER_WORKERS``.
 
     Returns:
-        Where the workers are, or None if neither the caller nor the environment says.
+        The places of the workers; None if neither the caller nor the environment names any.
 
     Raises:
-        ValueError: The list is empty, an address is malformed or named twice, a directory has no name.
-        TypeError: It is neither a string nor a list of strings.
+        ValueError: The list is empty, an address is malformed or named twice, or a directory has no name.
+        TypeError: ``workers`` is neither a string nor a list of strings.
     """
     if workers is None:
         named = environ.get(WORKERS_VARIABLE, "").strip()

@@ -1,4 +1,4 @@
-"""What control and worker connections have in common: the welcome, references in requests, results, log records."""
+"""Common parts of control and worker connections: the welcome, references in requests, results, log records."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ worker_logger = logging.getLogger("rpcdataloader.worker")
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """What all connections of this client share.
+    """Settings of all connections of this client.
 
     Attributes:
-        connect_timeout: Seconds to wait for a node server that is not there yet, or has no room.
-        rank: Of a distributed trainer, for the server's log.
-        changed: Guards what sessions are told, and is notified when one of them is there, or lost, or its worker ends.
-        waits_for_servers: Whether one that refuses connections may be about to start.
-        tls: For TCP connections; None to do without.
+        connect_timeout: Seconds to wait for a node server that is starting, or has no room.
+        rank: Rank of a distributed trainer, for the server's log.
+        changed: Guards what sessions have been told; notified when a session is ready or lost, or its worker ends.
+        waits_for_servers: True if a server that refuses connections may be about to start.
+        tls: TLS credentials for TCP connections; None without TLS.
     """
 
     credentials: Callable[[Address], Credentials]
@@ -50,7 +50,7 @@ class ClientSettings:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def tls_for(self, address: Address) -> TlsCredentials | None:
-        """What to speak TLS with to ``address``; None for a Unix socket, where nobody can listen."""
+        """TLS credentials for ``address``; None for a Unix socket, which cannot be listened in on."""
         return None if address.is_unix else self.tls
 
 
@@ -59,19 +59,19 @@ class BusyError(Exception):
 
 
 def read_welcome(channel: Channel, deadline: Deadline | None = None) -> Welcome:
-    """Read the first message of the server; closes the connection if that is no welcome, or none in time."""
+    """Read the server's first message; closes the connection unless a welcome comes in time."""
     try:
         channel.stream.limit(deadline or Deadline(None))
         message = channel.recv()
         if message is None:
-            raise ConnectionLostError(f"{channel.name} closed the connection instead of welcoming us")
+            raise ConnectionLostError(f"{channel.name} closed the connection instead of sending WELCOME")
         if message.type == MessageType.BUSY:
             raise BusyError(Busy.decode(message.payload).reason)
         welcome: Welcome = Welcome.decode(message.payload)
         channel.stream.limit(Deadline(None))
     except RPCTimeoutError as exc:
         channel.stream.close()
-        raise ConnectError(f"{channel.name} took the connection and did not welcome us in time") from exc
+        raise ConnectError(f"{channel.name} accepted the connection, but sent no WELCOME in time") from exc
     except BaseException:
         channel.stream.close()
         raise
@@ -79,12 +79,12 @@ def read_welcome(channel: Channel, deadline: Deadline | None = None) -> Welcome:
 
 
 def reference_of(value: Any) -> tuple[str, int] | None:
-    """The persistent id of a dataset; None for everything that is pickled."""
+    """The persistent id of a dataset; None for other objects, which are pickled."""
     return ("dataset", value.key) if isinstance(value, DatasetRef) else None
 
 
 class PendingReply:
-    """The answer to a request, for a thread that waits for it."""
+    """A request's answer, for a thread that waits for it."""
 
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator
@@ -92,7 +92,7 @@ class PendingReply:
         self._reply: Message | RPCError | None = None
 
     def complete(self, reply: Message | RPCError) -> None:
-        """Take the reply (what a ``Request`` calls)."""
+        """Take the reply; the ``complete`` of a ``Request``."""
         self._reply = reply
         self._arrived.set()
 
@@ -100,14 +100,14 @@ class PendingReply:
         """Wait for the result.
 
         Raises:
-            Exception: What the request raised, or why there is no reply.
+            Exception: The request failed, or has no reply.
         """
         self._arrived.wait()
         assert self._reply is not None
         return result_of(self._reply, self._allocator)
 
     def stack(self) -> str:
-        """Wait for a stack; returns why there is none if it does not come."""
+        """Wait for a stack; returns the reason if none comes."""
         try:
             return str(self.wait())
         except RPCError as exc:

@@ -1,7 +1,7 @@
-"""The embedded node server of this process: the same server, on a Unix socket that only we know.
+"""The embedded node server of this process: the same server, on a private Unix socket.
 
-It ends with this process however that ends, because it watches the pipe that its settings came through. It is a
-session (setsid(2)) of its own, so that Ctrl-C in the terminal reaches the trainer alone.
+It watches the pipe of its settings, so it ends with this process, however that ends. It is a session (setsid(2)) of its
+own, so that Ctrl-C in the terminal reaches the trainer alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rpcdataloader.wire.credentials import Credentials
 
 logger = logging.getLogger("rpcdataloader.client")
 
-# Where this package was imported from comes last, so that it shadows nothing, and is needed when it is not installed.
-# The current folder goes, for the same reason: sessions add it, if the trainer has it.
+# The package's folder, needed when the package is not installed, comes last so that it shadows nothing. The current
+# folder goes, for the same reason: sessions add it if the trainer has it.
 _BOOT = (
     "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; "
     "from rpcdataloader.server.embedded import main; main()"
@@ -36,7 +36,7 @@ STOP_TIMEOUT = 5.0
 
 
 class LocalServer:
-    """A node server subprocess, begun by the constructor: its imports run beside what the caller does next.
+    """A node server subprocess. The constructor starts it, so that its imports run beside the caller's next steps.
 
     Raises:
         ConnectError: This system has no fork.
@@ -55,19 +55,19 @@ class LocalServer:
         self._start()
 
     def ensure_running(self) -> None:
-        """Wait until it takes connections; start it again, at the same address, if it has ended, but for :meth:`stop`.
+        """Wait until it takes connections; start it again at the same address if it has ended without :meth:`stop`.
 
         Raises:
-            ConnectError: It did not start; its standard error tells why.
+            ConnectError: It did not start; see its standard error.
         """
         with self._lock:
             if self._stopped:
                 return
             if self._is_ready and (status := self._process.poll()) is not None:
-                logger.warning("the embedded pool has ended (exit status %d), and is started again", status)
+                logger.warning("the embedded pool has ended (exit status %d); starting it again", status)
                 self._end()
             elif not self._is_ready and self._environment != dict(os.environ):
-                self._end()  # its workers inherit what the script has set since
+                self._end()  # its workers inherit the environment, which has changed
             if self._process is None:
                 os.mkdir(self._folder, 0o700)
                 self._start()
@@ -101,7 +101,7 @@ class LocalServer:
             raise
 
     def stop(self) -> None:
-        """End it, and everything it runs; idempotent."""
+        """End it with all of its processes; idempotent."""
         with self._lock:
             self._stopped = True
             self._end()
@@ -111,7 +111,7 @@ class LocalServer:
             self._close_pipes()
             process, self._process = self._process, None
             try:
-                # While it imports, it hears nothing, and has nothing to end.
+                # While it imports, it notices nothing, and has nothing to end.
                 process.wait(STOP_TIMEOUT if self._is_ready else 0)
             except subprocess.TimeoutExpired:
                 process.kill()
@@ -120,12 +120,12 @@ class LocalServer:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child: do not keep the server alive when the parent dies."""
+        """After a fork, in the child: let the server end with the parent."""
         self._lock = threading.Lock()
         self._stopped = True
         if self._process is not None:
             self._close_pipes()
-            # It is not ours: nothing to wait for, nothing to warn of.
+            # The parent's child: nothing to wait for, nothing to warn of.
             self._process.returncode = 0
 
     def _close_pipes(self) -> None:

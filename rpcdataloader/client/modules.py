@@ -1,4 +1,4 @@
-"""``py_modules=`` and ``env=``: which modules and environment variables of the user the sessions of this client get."""
+"""``py_modules=`` and ``env=``: the user's modules and environment variables for the sessions of this client."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _BINARY = (".so", ".pyd", ".dylib")
 
 
 def choose_modules(py_modules: Iterable[str | os.PathLike[str] | ModuleType | Module] | None) -> tuple[Module, ...]:
-    """The modules that a user means by ``py_modules``, as they are on disk now.
+    """The modules that ``py_modules`` names, as they are on disk now.
 
     Args:
-        py_modules: Modules, their names, or paths of files and folders. What was chosen before is left as it is.
+        py_modules: Modules, their names, or paths of files and folders. A :class:`Module` stays as it is.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: One cannot be sent; the text says why, and what to do.
+        TypeError: ``py_modules`` is of another type.
+        ValueError: A module cannot be sent; the message says why, and what to do.
     """
     if py_modules is None:
         return ()
@@ -42,7 +42,7 @@ def choose_modules(py_modules: Iterable[str | os.PathLike[str] | ModuleType | Mo
 
 
 def _locate(each: object) -> tuple[str, str]:
-    """Name and path of a module; the path is that of a file or of the folder of a package."""
+    """Name and path of a module; the path of a file, or of a package's folder."""
     origin: str | None
     if isinstance(each, os.PathLike) or (isinstance(each, str) and (os.sep in each or each.endswith(".py"))):
         path = os.path.abspath(os.path.expanduser(os.fspath(each)))
@@ -52,7 +52,7 @@ def _locate(each: object) -> tuple[str, str]:
         is_package = os.path.basename(origin) == "__init__.py"
         name = os.path.splitext(os.path.basename(os.path.dirname(origin) if is_package else origin))[0]
         if not name.isidentifier():
-            raise ValueError(f"py_modules: {each} cannot be imported, as {name!r} is no name of a module")
+            raise ValueError(f"py_modules: {each} cannot be imported, as {name!r} is not a valid module name")
     elif isinstance(each, ModuleType):
         name, origin = each.__name__, getattr(each, "__file__", None)
     elif isinstance(each, str):
@@ -60,11 +60,11 @@ def _locate(each: object) -> tuple[str, str]:
     else:
         raise TypeError(f"py_modules must be modules, names of modules, or paths, but one is {each!r}")
     if name == "__main__":
-        raise ValueError("py_modules: what the script itself defines is sent anyway: leave __main__ out")
+        raise ValueError("py_modules: leave __main__ out: definitions of the script are sent anyway")
     if (top := name.partition(".")[0]) != name:
         raise ValueError(f"py_modules: {name} is a part of {top}: name {top}, which is sent as a whole")
     if name in sys.stdlib_module_names:
-        raise ValueError(f"py_modules: {name} is the name of a module of Python itself, which all nodes have")
+        raise ValueError(f"py_modules: {name} is a module of Python itself, which all nodes have")
     if origin is None:
         raise ValueError(
             f"py_modules: {name} is a namespace package, whose parts may be in many places: add an __init__.py, or "
@@ -76,13 +76,13 @@ def _locate(each: object) -> tuple[str, str]:
 
 
 def _find(name: str) -> str | None:
-    """Path of the source of a module that can be imported here; None if it has none."""
+    """Path of a module's source; None for a module without."""
     if name == "__main__":
         return None
     try:
-        # Of a part of a package, this would import the package.
+        # find_spec of a submodule would import the package.
         spec = importlib.util.find_spec(name.partition(".")[0])
-    except ValueError:  # no name at all, or something in sys.modules that was never imported
+    except ValueError:  # an invalid name, or a module without a spec
         spec = None
     if spec is None:
         hint = f": write './{name}' for the path of that name" if os.path.exists(name) else ""
@@ -118,7 +118,7 @@ def _pack(name: str, path: str) -> Module:
 
 
 def _files(folder: str) -> Iterator[str]:
-    """The files below a folder but for compiled and hidden ones; links are followed."""
+    """The files below a folder, following links, without compiled and hidden ones."""
     for parent, folders, files in os.walk(folder, followlinks=True):
         folders[:] = [each for each in folders if each != "__pycache__" and not each.startswith(".")]
         for path in (os.path.join(parent, each) for each in folders if os.path.islink(os.path.join(parent, each))):
@@ -131,21 +131,21 @@ def _files(folder: str) -> Iterator[str]:
                 yield path
 
 
-# Those that say something of this machine or of this process. A pattern leaves them out; in full, they can be named.
+# Variables of this machine or process. Patterns leave them out; full names include them.
 OWN = ("LD_*", "CUDA_VISIBLE_DEVICES", "SLURM_*", "RANK", "WORLD_SIZE", "LOCAL_*", "MASTER_*", "RPCDATALOADER_*")
 
 
 def choose_variables(
     env: Mapping[str, str] | Iterable[str] | None, environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """The variables that a user means by ``env``, with their values.
+    """The variables that ``env`` names, with their values.
 
     Args:
-        env: Values by name; or names and patterns of variables of this process. Names that are not set are left out.
+        env: Values by name; or names and patterns of variables of this process. Unset names are left out.
 
     Raises:
-        TypeError: It is something else.
-        ValueError: A name or value is impossible, or is that of the secret.
+        TypeError: ``env`` is of another type.
+        ValueError: A name or value is invalid, or names the secret.
     """
     if env is None:
         return {}
@@ -157,7 +157,7 @@ def choose_variables(
     chosen: dict[str, str] = {}
     for name in env:
         if not isinstance(name, str) or not name or "=" in name or "\0" in name:
-            raise ValueError(f"env: {name!r} is no name of an environment variable")
+            raise ValueError(f"env: {name!r} is not a valid name of an environment variable")
         if name == TOKEN_VARIABLE:
             raise ValueError(f"env: {name} is the secret, which is never sent")
         if isinstance(env, Mapping):

@@ -1,7 +1,7 @@
 """One node server as a client sees it: its current session there, and the worker that serves ``rpc_async``.
 
-A lost session does not come back: the next use of the node starts another one, which knows nothing of the first.
-What the node offered is remembered, so that shares of workers stay what they were while it is away.
+A lost session stays lost: the next use of the node starts another one, which knows nothing of the first. The client
+remembers what the node offered, so that its shares of workers stay the same while the node is away.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from rpcdataloader.wire.address import Address
 
 
 class Node:
-    """A node server at an address, with the session that this client has there now.
+    """A node server at an address, with this client's current session there.
 
     Thread-safe.
 
     Args:
-        ensure_running: Called before a session is begun; starts the server again if it is this process's own.
+        ensure_running: Function to call before a session begins; restarts the embedded server if need be.
 
     Attributes:
-        is_missed: It was not there when a pass wanted it, and the user knows.
+        is_missed: True if a pass found it missing, and the user was told.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Node:
         return str(self.address)
 
     def session(self) -> RemoteSession:
-        """The current session, begun now if there is none; it may still be connecting."""
+        """The current session, which may still be connecting; begun now if need be."""
         with self._lock:
             return self._current_session()
 
@@ -60,7 +60,7 @@ class Node:
 
     @property
     def offered(self) -> int | None:
-        """What the node server offers, or last offered; None if it was never there."""
+        """The number of workers that the node server offers, or last offered; None if it was never there."""
         for session in reversed(self._sessions):
             if session.welcome is not None:
                 self._num_workers = session.num_workers
@@ -68,10 +68,10 @@ class Node:
         return self._num_workers
 
     def num_workers(self) -> int:
-        """The same; waits for the node server when it was never there.
+        """:attr:`offered`; waits for a node server that was never there.
 
         Raises:
-            RPCError: It never was there, and cannot be reached.
+            RPCError: The node server was never there, and cannot be reached.
         """
         if self.offered is None:
             self._num_workers = self.session().wait().num_workers
@@ -79,7 +79,7 @@ class Node:
         return self._num_workers
 
     def rpc_worker(self) -> RemoteWorker:
-        """The worker that serves ``rpc_async`` calls of this client, begun now if there is none."""
+        """The worker that serves this client's ``rpc_async`` calls; begun now if need be."""
         with self._lock:
             if self._rpc_worker is None or not self._rpc_worker.is_usable:
                 self._rpc_worker = self._current_session().open_worker(_RpcOwner())
@@ -91,12 +91,12 @@ class Node:
             session.report(payload)
 
     def wake(self) -> None:
-        """Let those who wait for the session look whether they still want to."""
+        """Let threads that wait for the session check whether to go on waiting."""
         for session in self._sessions:
             session.wake()
 
     def close(self) -> None:
-        """End the session, and those that still drain."""
+        """End the current session, and those that still drain."""
         for session in self._sessions:
             session.close()
 
@@ -106,9 +106,9 @@ class Node:
 
 
 class _RpcOwner(WorkerOwner):
-    """The requests themselves are told when their worker is lost."""
+    """Does nothing: each request fails with its worker."""
 
     def worker_draining(self, worker: RemoteWorker) -> None:
-        # It answers what it has, and ends when we do; objects that it holds are lost then.
+        # It answers its requests, and ends with the client; its objects are lost then.
         if worker.connection.num_pending == 0:
             worker.close()

@@ -1,4 +1,4 @@
-"""``forward_output=``: prints on standard error what workers print, with the origin in front of each line."""
+"""``forward_output=``: prints the workers' output on standard error, with the origin in front of each line."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from collections import deque
 
 from rpcdataloader.wire.lines import MAX_CHARS, LineLimit, escaped
 
-# Lines that wait while standard error takes none, as a terminal that is stopped.
+# Most lines that wait while standard error blocks, as on a stopped terminal.
 MAX_WAITING = 1000
 
-# Lines that workers print for the last batch come after it. At the end, the client waits until none has come for a
-# moment, but not for long.
+# Workers' output for the last batch comes after it. At the end, the client waits until no line has come for this long.
 QUIET_SECONDS = 0.1
 LINGER_SECONDS = 1.0
 
 
 class Printer:
-    """Prints from a thread of its own, which may have to wait; thread-safe."""
+    """Prints from its own thread, which may have to wait; thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -32,10 +31,10 @@ class Printer:
         self._closed = False
 
     def put(self, origin: str, text: str, *, is_note: bool = False) -> None:
-        """Have a line printed, or left out; never blocks.
+        """Queue a line, or leave it out; never blocks.
 
         Args:
-            is_note: A node server says how many lines it has left out itself, which it does once in a second.
+            is_note: True for a node server's own count of lines left out, at most one per second.
         """
         line = f"({escaped(origin[:MAX_CHARS])}) {escaped(text[:MAX_CHARS])}\n"
         with self._changed:
@@ -59,7 +58,7 @@ class Printer:
                 pass
 
     def close(self) -> None:
-        """Print what waits, and end the thread; one that cannot print is not waited for."""
+        """Print the waiting lines, and end the thread; does not wait for a blocked one."""
         with self._changed:
             self._limit.tell(math.inf)
             self._closed = True
@@ -79,7 +78,7 @@ class Printer:
                 sys.stderr.flush()
 
     def _next(self) -> str:
-        """Wait for lines; empty when there will be none."""
+        """Wait for lines; empty once closed."""
         with self._changed:
             while not self._lines and not self._closed:
                 pause = self._limit.due - time.monotonic()

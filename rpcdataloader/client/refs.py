@@ -1,6 +1,6 @@
-"""What stands in a client for an object that lives elsewhere.
+"""Stand-ins in a client for objects that live elsewhere.
 
-Neither class can be pickled on its own: inside the arguments of a call, the pickler of that call replaces it.
+Neither class can be pickled on its own: the pickler of a call replaces them inside its arguments.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from rpcdataloader.errors import LocalProtocolError
 
 
 class Owner(Protocol):
-    """The worker that an object lives in, as far as a reference needs it."""
+    """The worker that an object lives in, as its references see it."""
 
     name: str
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can still be asked for anything."""
+        """Whether it still takes requests."""
 
 
 class RRef:
     """Handle of an object that lives in a worker.
 
-    Anywhere inside the arguments of a call to the same worker it becomes the object itself. When the last RRef of an
-    object is collected, the object is let go. Copies made by :mod:`copy` are the same RRef.
+    Anywhere inside the arguments of a call to the same worker it becomes the object itself. The worker releases the
+    object when its last RRef is collected. Copies made by :mod:`copy` are the same RRef.
 
     Attributes:
         handle: Number of the object on its worker.
-        owner: The worker.
+        owner: The object's worker.
     """
 
     __slots__ = ("__weakref__", "handle", "owner")
@@ -38,7 +38,7 @@ class RRef:
     def __init__(self, owner: Owner, handle: int, release: Callable[[int], None]) -> None:
         self.owner = owner
         self.handle = handle
-        # A finalizer may run in any thread, inside any lock, so release only enqueues. At exit the connection's end
+        # A finalizer may run in any thread, inside any lock, so release only enqueues. At exit, the connection's end
         # releases everything.
         weakref.finalize(self, release, handle).atexit = False
 

@@ -1,7 +1,6 @@
-"""Which node servers are there now: those that have registered in a directory, and those behind a DNS name.
+"""The current node servers: those registered in a directory, and those behind a DNS name.
 
-Nothing here depends on clocks of different machines agreeing, and nothing is written: that a server lives is seen from
-the time of its file changing.
+The clocks of the machines need not agree, and nothing is written: a server lives while the time of its file changes.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ logger = logging.getLogger("rpcdataloader.client")
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-# A file that is unusable this many times in a row is not merely being written: it is warned of, once.
+# After being unusable this many times in a row, a file is not merely being written: one warning.
 PATIENCE = 3
 
 
 class Lookup(Protocol):
-    """What tells which node servers are there, as this process has seen it so far. Thread-safe.
+    """Finds the current node servers, as this process has seen them so far. Thread-safe.
 
     Attributes:
         pause: Seconds between two looks.
-        problems: Why something was not used at the last look, by its name.
+        problems: Reasons why entries were not used at the last look, by their names.
     """
 
     pause: float
@@ -49,11 +48,11 @@ class Lookup(Protocol):
     def advice(self) -> str: ...
 
     def look(self) -> Sequence[Registration]:
-        """The servers that are there now, in an order that is the same for everybody."""
+        """The current servers, in an order that is the same for every client."""
 
 
 class Several:
-    """Node servers that are named, which are always there, and those of several lookups."""
+    """Named node servers, which are always there, and those of several lookups."""
 
     def __init__(self, named: Iterable[Address], lookups: Sequence[Lookup]) -> None:
         self._named = {address: Registration(address) for address in named}
@@ -64,7 +63,7 @@ class Several:
         self.problems: dict[str, str] = {}
 
     def look(self) -> tuple[Registration, ...]:
-        """The servers that are there now, those that are named first."""
+        """The current servers, named ones first."""
         found: dict[Address, Registration] = {**self._named}
         for lookup in self._lookups:
             found |= {server.address: server for server in lookup.look()}
@@ -73,21 +72,19 @@ class Several:
 
 
 class Silences:
-    """For how long the server of each file has been silent. Pure: what was seen, and when, is passed in."""
+    """Seconds of silence of the server of each file. Pure: observations and their times are passed in."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[float, float]] = {}  # time of the file, seconds since it changed
         self._is_first = True
 
     def look(self, times: Mapping[str, float], elapsed: float, wall: float) -> dict[str, float]:
-        """Take what was seen; gives seconds of silence for each file.
+        """Take an observation; returns seconds of silence for each file.
 
         Args:
-            times: Of the files, on the clock of their file system.
-            elapsed: Seconds since the last look, without those that looking took: when a file server hangs, nobody
-                can renew anything.
-            wall: Time of this machine. Only the first look needs it: a clock that is wrong makes servers seem silent
-                until they renew their files once.
+            times: Modification times of the files, on the clock of their file system.
+            elapsed: Seconds since the last look, without the look itself: a file server that hangs stops all renewals.
+            wall: Time of this machine, for the first look: a wrong clock makes servers seem silent for one renewal.
         """
         before, self._files = self._files, {}
         for name, time_ in times.items():
@@ -106,8 +103,7 @@ class Register:
     """The directory, as this process has seen it so far. Thread-safe.
 
     Attributes:
-        problems: Why files, by name, were not used at the last look; under the name of the directory itself, why that
-            could not be read.
+        problems: Reasons why files were not used at the last look, by name; the directory's, if it could not be read.
     """
 
     pause = 1.0
@@ -126,13 +122,13 @@ class Register:
         self._found: tuple[Registration, ...] = ()
 
     def look(self) -> tuple[Registration, ...]:
-        """The servers that are there now, in the order in which they registered, which is the same for everybody."""
+        """The current servers, in the order in which they registered, which is the same for every client."""
         with self._lock:
             elapsed = time.monotonic() - self._last_look
             try:
                 self._found = self._look(elapsed)
             except OSError as exc:
-                # That the file system has a problem says nothing about the servers.
+                # A problem of the file system says nothing about the servers.
                 self.problems = {self.directory: exc.strerror or str(exc)}
                 logger.debug("cannot read %s: %s", self.directory, exc)
             self._last_look = time.monotonic()
@@ -157,7 +153,7 @@ class Register:
                 problems[name] = str((isinstance(exc, OSError) and exc.strerror) or exc)
                 self._complain(name, problems[name])
         order = sorted(usable, key=lambda name: (usable[name].started, name))
-        # An address is one server's: one that was killed may have been followed by another.
+        # The newest file at an address counts: a server that was killed may have a successor there.
         last = {usable[name].address: name for name in order}
         for name in order:
             if (other := last[usable[name].address]) != name:
@@ -170,7 +166,7 @@ class Register:
         try:
             with os.scandir(self.directory) as entries:
                 for entry in entries:
-                    # Hidden ones are being written, or are what NFS leaves of files that were open when they went.
+                    # Hidden ones are being written, or are what NFS leaves of open files that were removed.
                     if entry.name.endswith(SUFFIX) and not entry.name.startswith("."):
                         try:
                             statuses[entry.name] = entry.stat(follow_symlinks=False)
@@ -192,24 +188,24 @@ class Register:
         registration = self._read[name]
         if registration.is_for_its_machine_alone and registration.machine != machine_id():
             raise ValueError(
-                f"{registration.address} leads nowhere outside of {registration.host}; start that server with a --host "
-                "that others can reach"
+                f"{registration.address} cannot be reached from outside {registration.host}; start that server with a "
+                "--host that other machines can reach"
             )
         return registration
 
     def _complain(self, name: str, problem: str) -> None:
         count = self._failures[name] = self._failures.get(name, 0) + 1
         level = logging.WARNING if count == PATIENCE else logging.DEBUG
-        # Others may have named it, where they may write to the directory.
+        # Other users may have chosen the name, if they can write to the directory.
         logger.log(level, "%s", printable(f"{os.path.join(self.directory, name)} is not used: {problem}"))
 
 
-# There is no such name, or nothing behind it. All else says that the resolver has a problem.
+# The name does not exist, or has no address. Other errors are the resolver's.
 _NOTHING = (socket.EAI_NONAME, socket.EAI_NODATA)
 
 
 class Names:
-    """The addresses behind a name, such as a headless service of Kubernetes, as this process has seen them last.
+    """The addresses behind a name, such as a headless service of Kubernetes, as this process last saw them.
 
     Thread-safe.
     """
@@ -224,10 +220,10 @@ class Names:
         self._found: tuple[Registration, ...] = ()
 
     def look(self) -> tuple[Registration, ...]:
-        """The servers that are there now, in the order of their addresses, which is the same for everybody."""
+        """The current servers, in the order of their addresses, which is the same for every client."""
         try:
             infos = socket.getaddrinfo(self._name.host, self._name.port, type=socket.SOCK_STREAM)
-        except OSError as exc:  # that it could not be asked says nothing about the servers
+        except OSError as exc:  # a resolver's error says nothing about the servers
             self.problems = {self._name.host: exc.strerror or str(exc)}
             if exc.errno in _NOTHING:
                 self._found = ()

@@ -1,7 +1,6 @@
 """Tells node servers, every few seconds, how the training loops of this process do.
 
-In the alarm's thread, as one small message per node server that has no reply. Whatever goes wrong here is logged once,
-and ends neither the reports nor a training.
+The alarm's thread sends one small message without reply per node server. Errors are logged once, and end nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Reporter:
         self.num_failures = 0
         self._alarm = alarm
         self._find_nodes = find_nodes
-        self._has_told = False  # of a loop, with the last report; of the alarm's thread alone
+        self._has_told = False  # whether the last report had a loop; for the alarm's thread alone
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._loops: list[weakref.WeakMethod[Callable[[], LoopStatus | None]]] = []
@@ -38,7 +37,7 @@ class Reporter:
         """A loop begins; it is reported if there is a node to tell.
 
         Args:
-            describe: A method of the loop, which is not kept alive. Gives None while there is nothing to report.
+            describe: Method of the loop, referred to weakly. Returns None while there is nothing to report.
         """
         with self._lock:
             if self._find_nodes():
@@ -51,7 +50,7 @@ class Reporter:
         try:
             found = [describe() for loop in list(self._loops) if (describe := loop()) is not None]
             told = [status for status in found if status is not None]
-            if told or self._has_told:  # the last report is of no loop
+            if told or self._has_told:  # the last report has no loop
                 payload = Report.of(told)
                 for node in self._find_nodes():
                     node.report(payload)

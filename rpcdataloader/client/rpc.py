@@ -36,24 +36,23 @@ def rpc_async(
 
     Args:
         host: ``host:port``, ``[v6]:port`` or ``unix:/path`` of the node server.
-        func: Any callable: importable there by its name, or else sent by value (lambdas, closures, ``__main__``).
-        args: Positional arguments. An :class:`RRef` anywhere inside them becomes the object that it refers to.
+        func: Any callable: imported there by its name, or else sent by value (lambdas, closures, ``__main__``).
+        args: Positional arguments. An :class:`RRef` anywhere inside them becomes its object.
         kwargs: Keyword arguments, likewise.
         pin_memory: Receive the tensors of the result into page-locked memory.
-        rref: Keep the result on the worker, and give an :class:`RRef` to it.
-        timeout: Seconds for the whole call, connecting included; None leaves it to the server's own limit.
+        rref: Keep the result on the worker, and return an :class:`RRef` to it.
+        timeout: Seconds for the whole call, including connecting; None leaves it to the server's own limit.
 
     Returns:
-        A future of the result. It fails with the exception that ``func`` raised, whose cause shows the remote
-        traceback; with :class:`~rpcdataloader.errors.RPCTimeoutError`; with
-        :class:`~rpcdataloader.errors.ConnectionLostError` if the worker dies, or has died with the object of an RRef
-        among the arguments; with
+        A future of the result. It fails with ``func``'s exception, whose cause shows the remote traceback; with
+        :class:`~rpcdataloader.errors.RPCTimeoutError`; with :class:`~rpcdataloader.errors.ConnectionLostError` if the
+        worker dies, or has died with the object of an RRef among the arguments; with
         :class:`~rpcdataloader.errors.SerializationError` if the result cannot be sent; or with
         :class:`~rpcdataloader.errors.ConnectError` if there is no server.
 
     Raises:
         ValueError: The address is malformed, or the timeout is not positive.
-        TypeError: ``func`` cannot be called.
+        TypeError: ``func`` is not callable.
         SerializationError: An argument cannot be pickled.
         LocalProtocolError: An RRef among the arguments lives in another worker.
     """
@@ -88,7 +87,7 @@ def rpc_async(
         answer.fail(exc)
         return future
     if timeout is not None:
-        # The alarm must not keep the arguments, in which there may be RRefs.
+        # The alarm must not keep the arguments, which may contain RRefs.
         name = getattr(func, "__qualname__", None) or repr(func)
         remaining = start + timeout - time.monotonic()
         answer.limit(client.alarm.call_after(remaining, lambda: _expire(worker, number, answer, name, timeout)))
@@ -96,20 +95,20 @@ def rpc_async(
 
 
 class _PendingResult:
-    """Completes a future once, whether the reply or the deadline comes first."""
+    """Completes a future once, by the reply or the deadline."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
         self._timer: Timer | None = None
 
     def limit(self, timer: Timer) -> None:
-        """Cancel ``timer``, which fails the future, when it is completed; now, if it is."""
+        """Cancel ``timer``, which fails the future, once the future is completed."""
         self._timer = timer
         if "_future" not in self.__dict__:
             timer.cancel()
 
     def _take(self) -> Future[Any] | None:
-        # A pop is one operation on the dictionary: only one of two threads gets the future.
+        # One pop on the dictionary is atomic: only one of two threads gets the future.
         future: Future[Any] | None = self.__dict__.pop("_future", None)
         if self._timer is not None:
             self._timer.cancel()

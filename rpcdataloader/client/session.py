@@ -1,6 +1,6 @@
 """A client's session on one node: the control connection, and the workers that belong to it.
 
-When the control connection is lost, the session and all its workers are.
+The loss of the control connection ends the session and all of its workers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ logger = logging.getLogger("rpcdataloader.client")
 
 _NO_SESSION = bytes(16)
 
-# How long a lost worker connection waits for its session to say how the worker ended. The session is a neighbour of
-# the worker and hears of it from the kernel; this is only reached when the session is busy building.
+# Seconds that a lost worker connection waits for its session to report how the worker ended. The session is a neighbour
+# of the worker and hears of it from the kernel; only a session that is busy building takes that long.
 FATE_TIMEOUT = 2.0
 
-# Seconds in which a worker that was killed ends.
+# Seconds for a killed worker to end.
 END_TIMEOUT = 0.5
 
-# A session answers within one second, even if the worker does not, unless it is busy building.
+# A session answers within one second, even for a worker that does not, unless it is busy building.
 STACK_TIMEOUT = 2.0
 
 
@@ -45,7 +45,7 @@ class RemoteSession:
     """This client's session on one node: the control connection.
 
     Attributes:
-        is_quiet: Nothing need be said while it is waited for.
+        is_quiet: True if waiting for it needs no log message.
     """
 
     def __init__(self, address: Address, settings: ClientSettings) -> None:
@@ -63,47 +63,47 @@ class RemoteSession:
         self._connection = Connection(self.name, self._open, self, settings.allocator)
         self._workers: set[RemoteWorker] = set()
         self._partition = current_partition()  # as the session knows it
-        self._additions = Additions()  # as it knows them
-        self._told: list[Callable[[], Any]] = []  # each waits until the session has done what it was told
+        self._additions = Additions()  # as the session knows them
+        self._told: list[Callable[[], Any]] = []  # each waits until the session has done as told
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Start to connect."""
         self._connection.start()
 
     @property
     def is_usable(self) -> bool:
-        """Whether it is there, or may still come."""
+        """Whether it is ready, or may still become so."""
         return not self.draining and not self._connection.has_ended
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is there, and takes requests."""
+        """Whether it takes requests."""
         return self.welcome is not None and self.is_usable
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has been asked for something, such as to build a dataset, and has not answered."""
+        """Whether a request to it, such as to build a dataset, is pending."""
         return self._connection.num_pending > 0
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left of it."""
+        """Whether it and its workers have ended."""
         return self._lost is not None and not self._workers
 
     @property
     def num_workers(self) -> int:
-        """What the node server advertises; call :meth:`wait` before."""
+        """The number of workers that the node server offers; call :meth:`wait` before."""
         assert self.welcome is not None
         return self.welcome.num_workers
 
     def wait(self, is_wanted: Callable[[], bool] = lambda: True) -> Welcome:
-        """Wait until the session is there.
+        """Wait until the session is ready.
 
         Args:
-            is_wanted: Asked again at every :meth:`wake`; False ends the wait.
+            is_wanted: Function called at every :meth:`wake`; False ends the wait.
 
         Raises:
-            RPCError: It never came to be, or has ended, or is not wanted any more.
+            RPCError: The session did not start, has ended, or is no longer wanted.
         """
         with self._condition:
             self._condition.wait_for(lambda: self.welcome is not None or self._lost is not None or not is_wanted())
@@ -114,15 +114,15 @@ class RemoteSession:
             return self.welcome
 
     def wake(self) -> None:
-        """Let those who :meth:`wait` look whether they still want to."""
+        """Let the threads in :meth:`wait` check whether to go on waiting."""
         with self._condition:
             self._condition.notify_all()
 
     def follow(self) -> Callable[[], Any]:
-        """Tell the session of a change: of the rank, as ``init_process_group`` may have made one, and of additions.
+        """Tell the session of changes: a rank set by ``init_process_group``, and additions.
 
         Returns:
-            A function that waits until the session has done so, and raises what has gone wrong there.
+            A function that waits until the session has applied them, and raises its errors.
         """
         additions, partition = self._settings.additions.current, current_partition()
         if additions is not self._additions:
@@ -152,18 +152,18 @@ class RemoteSession:
         """Send a BUILD request; returns a function that waits for the result.
 
         Args:
-            finished: Called from the receiver thread when there is one.
+            finished: Function that the receiver thread calls when the result is there.
         """
-        told = self.follow()  # before anything is built, as the session answers in order
+        told = self.follow()  # before the build, as the session answers in order
         built = self._wait_for(MessageType.BUILD, payload, buffers, finished)
         return lambda: (told(), built())[1]
 
     def release(self, key: int) -> None:
-        """Let a dataset go; never blocks."""
+        """Release a dataset; never blocks."""
         self._connection.release(key)
 
     def report(self, payload: bytes) -> None:
-        """Tell the session of the client's loops, unless it has other things to do or is too old; never blocks."""
+        """Tell the session of the client's loops, unless it is busy or too old; never blocks."""
         if self.welcome is not None and self.welcome.takes_reports and self.is_usable and not self.is_busy:
             self._connection.tell(MessageType.REPORT, payload)
 
@@ -184,25 +184,24 @@ class RemoteSession:
         return answer.wait
 
     def stack_of(self, number: int) -> str:
-        """What a worker of this session does: its state and its Python stacks, or why there are none.
+        """A worker's state and Python stacks, or the reason why they are missing.
 
-        Waits until the worker's session has answered, at most 2 s. Never raises an error, as it is needed most when
+        Waits until the worker's session has answered, at most 2 s. Never raises, as the text is needed most when
         something is wrong already: a missing answer is reported in the text.
         """
         return self._ask_for_stack(StackRequest(number), lambda: None)()
 
     def end_worker(self, number: int, reason: str) -> Callable[[], str]:
-        """End a worker of this session, whatever it is at; its requests fail with ``reason``.
+        """End a worker of this session, even in the middle of a task; its requests fail with ``reason``.
 
-        Returns at once. The worker takes no further requests from now on. Its connection ends with it, or is closed
-        when the session has killed it, or has not answered for 2 s, and it is there half a second later: the kernel
-        may not let it go, and the client does not wait for that.
+        Returns at once. The worker takes no further requests. Its connection ends with it, or is closed half a second
+        after the session's answer or 2 s of silence, in case the kernel does not let the worker go.
 
         Args:
-            reason: For the error and for the node's log, such as ``"took longer than 5 s"``.
+            reason: Text for the error and for the node's log, such as ``"took longer than 5 s"``.
 
         Returns:
-            A function that waits for the stack from before the end, as :meth:`stack_of` does.
+            A function that waits for the worker's last stack, as :meth:`stack_of` does.
         """
         workers = [worker for worker in list(self._workers) if worker.number == number]
         for worker in workers:
@@ -212,13 +211,13 @@ class RemoteSession:
             for worker in workers:
                 worker.close(ConnectionLostError(f"{worker.name} was ended: {reason}"))
 
-        # Until then, its session may say what it was at.
+        # Until then, the session may report the worker's stack.
         return self._ask_for_stack(
             StackRequest(number, reason), lambda: self._settings.alarm.call_after(END_TIMEOUT, close)
         )
 
     def _ask_for_stack(self, request: StackRequest, finished: Callable[[], object]) -> Callable[[], str]:
-        """Returns a function that waits for the text; ``finished`` is called once there is one, or too late."""
+        """Returns a function that waits for the text; ``finished`` is called with its arrival, or its timeout."""
         answer = PendingReply(self._settings.allocator)
 
         def complete(reply: Message | RPCError) -> None:
@@ -239,16 +238,16 @@ class RemoteSession:
         return answer.stack
 
     def fate(self, worker: int) -> Exited | None:
-        """How a worker of this session ended; waits a little for the news. None if they do not come."""
+        """How a worker of this session ended; waits a little for the session's report. None without one."""
         with self._condition:
             self._condition.wait_for(lambda: worker in self._exited or self._lost is not None, FATE_TIMEOUT)
             return self._exited.get(worker)
 
     def open_worker(self, owner: WorkerOwner, keep_waiting: Callable[[], bool] = lambda: True) -> RemoteWorker:
-        """Ask for a worker; it is there, or not, when ``owner`` is told.
+        """Ask for a worker; ``owner`` is told when it is ready or lost.
 
         Args:
-            keep_waiting: Asked while the node is busy; False gives up.
+            keep_waiting: Function called while the node is busy; False gives up.
         """
         worker = RemoteWorker(self, owner, keep_waiting, self._settings)
         self._workers.add(worker)
@@ -291,7 +290,7 @@ class RemoteSession:
     def ready(self) -> None:
         self._additions = self._settings.additions.current
         environment = collect(self._partition.rank, self._partition.world_size)
-        # First of all, so that the modules of the training script are found by everything that follows.
+        # First, so that all later requests find the modules of the training script.
         self._told.append(self.call(begin, environment, self._additions))
         with self._condition:
             self.welcome = self._welcome
@@ -300,13 +299,11 @@ class RemoteSession:
             self._look()
 
     def _look(self) -> None:
-        """End the session if its node has vanished, and otherwise look again later (also the alarm's thread)."""
+        """End the session if its node has vanished; otherwise look again later (also the alarm's thread)."""
         if self._connection.has_ended:
             return
         if self._connection.is_cut_off():
-            self._connection.close(
-                ConnectionLostError(f"connection to {self.name} lost: nothing comes back from there")
-            )
+            self._connection.close(ConnectionLostError(f"connection to {self.name} lost: its host no longer answers"))
         else:
             self._settings.alarm.call_after(transport.LOOK_INTERVAL, self._look)
 
@@ -323,7 +320,7 @@ class RemoteSession:
 
     def explain(self, error: RPCError) -> RPCError:
         if isinstance(error, ConnectionLostError) and self.welcome is not None and self._connection.num_pending:
-            # A dataset that is too large for its node looks like this, and only the node server knows.
+            # The sign of a dataset too large for its node; only the node server knows.
             explained = ConnectionLostError(
                 f"{error} without an answer; if its session was killed, perhaps out of memory while it built a "
                 "dataset, the log of that node server says so"
@@ -336,7 +333,7 @@ class RemoteSession:
         with self._condition:
             self._lost = error
             self._condition.notify_all()
-        # The node has ended these already, or will when it notices; a host that vanished never tells us.
+        # The node has ended these already, or will when it notices; a vanished host sends nothing.
         never_came = self.welcome is None
         for worker in list(self._workers):
             worker.close(error if never_came else ConnectionLostError(f"{self.name} is gone: {error}"))

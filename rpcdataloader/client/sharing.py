@@ -1,6 +1,6 @@
-"""Which rank of a distributed job this process is, which workers are its, and how its errors say so.
+"""This process's rank in a distributed job, its share of the workers, and the rank in its errors.
 
-Every rank computes the same, without talking to others.
+Every rank computes the same, without communication.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Partition:
     """This process's place among the trainers.
 
     Attributes:
-        rank: 0 to ``world_size - 1``.
+        rank: Number from 0 to ``world_size - 1``.
     """
 
     rank: int = 0
@@ -32,16 +32,16 @@ class Partition:
 
     @property
     def label(self) -> str:
-        """Beginning of a message of this rank: ``"[rank 3 of 8] "``, or nothing where there is one rank only."""
+        """Beginning of this rank's messages: ``"[rank 3 of 8] "``; empty with a single rank."""
         return f"[rank {self.rank} of {self.world_size}] " if self.world_size > 1 else ""
 
 
 def current_partition(environ: Mapping[str, str] = os.environ) -> Partition:
     """The rank of this process: from torch.distributed if initialised, else from RANK and WORLD_SIZE, which torchrun
-    sets, else its place in the step of Slurm that it belongs to.
+    sets, else its place in its Slurm step.
 
     Raises:
-        ValueError: The variables are set, and make no sense.
+        ValueError: The variables are set to invalid values.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return Partition(torch.distributed.get_rank(), torch.distributed.get_world_size())
@@ -59,13 +59,12 @@ def current_partition(environ: Mapping[str, str] = os.environ) -> Partition:
 def share_of(num_workers: Sequence[int], partition: Partition, *, by_node: bool = False) -> list[int]:
     """The nodes of one rank's workers: an entry, the number of a node, for each worker.
 
-    All (k, node) pairs are put in order, the first worker of every node before the second of any, and dealt out in
-    turn. So shares differ by at most one; and where the world size is a multiple of the number of nodes, a rank's
-    workers are on one node, which then builds that rank's dataset once. With more ranks than workers, ranks double up.
+    All (k, node) pairs are sorted, the first worker of every node before the second of any, and dealt out in turn. So
+    shares differ by at most one; and if the world size is a multiple of the number of nodes, a rank's workers are on
+    one node, which then builds that rank's dataset once. With more ranks than workers, ranks share workers.
 
     Args:
-        by_node: Put all workers of a node before those of the next one, so that another node at the end changes no
-            share.
+        by_node: Put all workers of a node before those of the next one: another node at the end changes no share.
     """
     pairs = [(k, node) for node, count in enumerate(num_workers) for k in range(count)]
     if not by_node:
@@ -77,20 +76,20 @@ def share_of(num_workers: Sequence[int], partition: Partition, *, by_node: bool 
 
 
 def rank_of_step(environ: Mapping[str, str], is_terminal: bool) -> tuple[int, int] | None:
-    """Rank and world size that Slurm gave this process in its step; None if it is in none. Pure.
+    """Rank and world size that Slurm gave this process in its step; None outside of a step. Pure.
 
-    Only what ``srun`` started has one: the shell of a batch script says ``SLURM_PROCID=0`` and ``SLURM_NTASKS=8`` as
-    well, and is alone. The variables that begin with ``SLURM_STEP`` are those of steps.
+    Only processes started by ``srun`` have a rank: the shell of a batch script also has ``SLURM_PROCID=0`` and
+    ``SLURM_NTASKS=8``, and is alone. The variables that begin with ``SLURM_STEP`` are those of steps.
 
-    Of a step over all components of a heterogeneous job (``srun A : B``), the tasks of one component count: the others
+    In a step over all components of a heterogeneous job (``srun A : B``), the tasks of one component count: the others
     run another program. A process that cannot tell them apart, in a job without script and ``salloc``, counts all.
 
     Args:
-        is_terminal: Whether somebody types into its standard input. The shell of ``srun --pty bash`` is a task, but
-            what is tried in it is no rank. What a step from there starts is one; it inherits ``SLURM_PTY_PORT``.
+        is_terminal: True if standard input is a terminal. The shell of ``srun --pty bash`` is a task, but programs
+            that a user runs in it have no rank. A step started from there has one; it inherits ``SLURM_PTY_PORT``.
 
     Raises:
-        ValueError: A variable holds no number.
+        ValueError: A variable is not a number.
     """
     names = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     if not all(name in environ for name in names) or (is_terminal and "SLURM_PTY_PORT" in environ):
@@ -108,21 +107,21 @@ def rank_of_step(environ: Mapping[str, str], is_terminal: bool) -> tuple[int, in
 
 
 def _of_components(environ: Mapping[str, str], name: str) -> list[int]:
-    """What a variable says of each component of a heterogeneous job; nothing if it is missing for one."""
+    """A variable's values for each component of a heterogeneous job; empty if one is missing."""
     keys = [f"{name}_HET_GROUP_{k}" for k in range(int(environ.get("SLURM_HET_SIZE", 0)))]
     return [int(environ[key]) for key in keys] if all(key in environ for key in keys) else []
 
 
 def of_rank(error: BaseException, partition: Partition) -> BaseException:
-    """The error to raise: a copy that begins with the rank if it is one of this package.
+    """The error to raise: a copy that begins with the rank if its class is this package's.
 
-    Exceptions of user code stay as they are; where they come from a worker, their cause names the rank.
+    Exceptions of user code stay as they are; the cause of one from a worker names the rank.
     """
     text = partition.label
     cause = error.__cause__
     if text and isinstance(cause, errors.RemoteTraceback):
         where = str(cause.args[0])
-        if not where.startswith(text):  # raised before
+        if not where.startswith(text):  # not yet labelled
             cause.args = (text + where, *cause.args[1:])
     elif text and type(error).__module__ == errors.__name__:
         named = type(error)(f"{text}{error}").with_traceback(error.__traceback__)
@@ -133,7 +132,7 @@ def of_rank(error: BaseException, partition: Partition) -> BaseException:
 
 @contextmanager
 def errors_of_rank(partition: Partition) -> Iterator[None]:
-    """Around what raises errors: :func:`of_rank` for each."""
+    """Raises the block's errors as :func:`of_rank` returns them."""
     try:
         yield
     except Exception as exc:

@@ -1,6 +1,6 @@
-"""Servers that come and go while this process runs: a thread that looks once a second.
+"""Servers that come and go while this process runs: a thread looks once a second.
 
-A look and no notification of the kernel's into directories, because these do not cross an NFS server.
+It polls, because the kernel's notifications for directories do not cross an NFS server.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
 
-# A thread that waits for a file server that hangs cannot be woken; it touches nothing of torch's.
+# A thread that waits for a hanging file server cannot be woken; it does not use torch.
 JOIN_TIMEOUT = 2.0
 
-#: What a watch calls: addresses that have come, in the order of the lookup, and addresses that have gone.
+#: A watch's callback: addresses that have come, in the order of the lookup, and addresses that have gone.
 Changed = Callable[[tuple[Address, ...], tuple[Address, ...]], None]
 
 
 class RegisterWatcher:
-    """One lookup, for everybody in this process who wants to know of it. Thread-safe.
+    """One lookup, shared by all watches in this process. Thread-safe.
 
     Its thread runs while there are watches.
     """
@@ -37,14 +37,14 @@ class RegisterWatcher:
         # Guarded by the condition:
         self._watches: list[Watch] = []
         self._thread: threading.Thread | None = None
-        self._is_new = False  # a watch, which is told at once
+        self._is_new = False  # whether a watch has begun, which is told at once
         self._closed = False
 
     def find(self, timeout: float) -> Sequence[Registration]:
-        """The servers that are there now, or the first ones that come.
+        """The current servers, or the first ones that come.
 
         Raises:
-            ConnectError: None came.
+            ConnectError: No server came in time.
         """
         lookup, deadline = self._lookup, Deadline(timeout)
         found = lookup.look()
@@ -52,7 +52,7 @@ class RegisterWatcher:
             logger.warning("waiting for a node server to be %s, for at most %g s", lookup.place, timeout)
         while not found:
             if not deadline.pause(min(lookup.pause, timeout / 10)):
-                # Others may have named the files, where they may write to the directory.
+                # Other users may have chosen the names, if they can write to the directory.
                 problems = printable("; ".join(": ".join(item) for item in lookup.problems.items()))
                 raise ConnectError(
                     f"no node server is {lookup.place}, and none came within {timeout:g} s"
@@ -63,13 +63,13 @@ class RegisterWatcher:
         return found
 
     def watch(self, known: Iterable[Address], changed: Changed) -> Watch:
-        """Have changes reported until the watch is closed.
+        """Report changes until the watch is closed.
 
         Args:
-            known: The addresses that the caller knows of. The first report says how what is there differs from
-                these, if it does; so nothing is missed between :meth:`find` and this.
-            changed: Called in the thread of this object, never for two changes at once. Must not block. An address
-                that has gone and come, because its server was started again, is in both of its arguments.
+            known: Addresses that the caller knows. The first report gives the differences between these and the
+                current ones, so that no change between :meth:`find` and this is missed.
+            changed: Callback, which must not block; called in the thread of this object, one call at a time. An
+                address that has gone and come, because its server was started again, is in both arguments.
         """
         watch = Watch(self, known, changed)
         with self._condition:
@@ -99,7 +99,7 @@ class RegisterWatcher:
             thread.join(JOIN_TIMEOUT)
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child: there is no thread, and watches may still be closed."""
+        """After a fork, in the child: there is no thread, but watches can still be closed."""
         self._condition = threading.Condition()
         self._watches.clear()
         self._closed = True
@@ -119,7 +119,7 @@ class RegisterWatcher:
                 self._condition.wait_for(lambda: self._is_new or not self._watches, self._lookup.pause)
 
     def _next(self) -> list[Watch]:
-        """Whom to tell; nobody ends the thread."""
+        """The watches to tell; without any, the thread ends."""
         with self._condition:
             self._is_new = False
             if not self._watches:
@@ -128,26 +128,26 @@ class RegisterWatcher:
 
 
 class Watch:
-    """A request to be told which servers come and go; see :meth:`RegisterWatcher.watch`."""
+    """A request for reports of servers that come and go; see :meth:`RegisterWatcher.watch`."""
 
     def __init__(self, watcher: RegisterWatcher, known: Iterable[Address], changed: Changed) -> None:
         self._watcher = watcher
         self._changed = changed
-        # Of the watcher's thread alone. Which server is at an address is not known before the first look.
+        # For the watcher's thread alone. The server at an address is unknown before the first look.
         self._known: dict[Address, Registration | None] = dict.fromkeys(known)
         self._closed = False
 
     def close(self) -> None:
-        """Have nothing reported any more; idempotent, from any thread, and from ``changed`` itself.
+        """End the reports; idempotent, from any thread, and from ``changed`` itself.
 
-        Never waits: a report that has begun goes on.
+        Never waits: a report under way goes on.
         """
         self._closed = True
         self._watcher._end(self)
 
     @property
     def known(self) -> list[Address]:
-        """What is there, as far as it was reported; after :meth:`close`, so that nothing is missed by who goes on."""
+        """The servers reported so far; after :meth:`close`, the starting point of another watch."""
         return list(self._known)
 
     def _tell(self, found: Sequence[Registration]) -> None:
@@ -165,4 +165,4 @@ class Watch:
         try:
             self._changed(added, removed)
         except Exception:
-            logger.exception("node servers that came or went could not be handled")
+            logger.exception("handling node servers that came or went failed")

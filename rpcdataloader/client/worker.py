@@ -25,24 +25,24 @@ logger = logging.getLogger("rpcdataloader.client")
 
 
 class WorkerOwner:
-    """Who asked for a worker; called from its receiver thread. Does nothing by itself."""
+    """A worker's owner; the worker's receiver thread calls every method. Methods do nothing here."""
 
     def worker_ready(self, worker: RemoteWorker) -> None:
-        """The worker takes requests (earlier ones have waited for this moment)."""
+        """The worker takes requests; earlier ones have waited for this moment."""
 
     def worker_draining(self, worker: RemoteWorker) -> None:
-        """The worker answers what it has received, takes no more, and ends then."""
+        """The worker answers the requests it has received, takes no more, and then ends."""
 
     def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
-        """The worker has ended or never came to be; its requests have failed with ``error``."""
+        """The worker has ended or never started; its requests have failed with ``error``."""
 
 
 class RemoteWorker:
     """A worker of a session: one connection.
 
     Attributes:
-        name: For messages, such as ``worker 3 (pid 123) on node07:6543``.
-        retired: Whether it ends because it has done its share of work; its session goes on.
+        name: Name in messages, such as ``worker 3 (pid 123) on node07:6543``.
+        retired: True if it ends because it has done its share of work; its session goes on.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class RemoteWorker:
         self._owner = owner
         self._keep_waiting = keep_waiting
         self._settings = settings
-        self._deadline: Deadline | None = None  # of waiting for room, once the node is busy
-        self._try = Deadline(settings.connect_timeout)  # of connecting; ended when the session is
+        self._deadline: Deadline | None = None  # for waiting for room, once the node is busy
+        self._try = Deadline(settings.connect_timeout)  # for connecting; ended with the session
         self.connection = Connection(session.name, self._open, self, settings.allocator)
 
     @property
     def is_usable(self) -> bool:
-        """Whether it takes requests, or may still come."""
+        """Whether it takes requests, or may still become ready."""
         return not self._draining and not self.connection.has_ended
 
     def call(
@@ -74,14 +74,14 @@ class RemoteWorker:
         """Send a request; returns its number on this connection.
 
         Raises:
-            SerializationError: Something in it cannot be pickled.
-            LocalProtocolError: It refers to an object of another worker.
-            ConnectionLostError: The worker has ended, or the one that held an object of the request.
+            SerializationError: A part of the call cannot be pickled.
+            LocalProtocolError: The call refers to an object of another worker.
+            ConnectionLostError: The worker has ended, or the one that held an object of the call.
         """
         try:
             encoded = dumps(call.fields(), persistent_id=self._reference_of)
         except SerializationError:
-            # Again, part by part, for an error that calls each by the name that the caller knows.
+            # Again, part by part, so that the error names the part as the caller knows it.
             for name in ("func", "args", "kwargs"):
                 dumps(getattr(call, name), persistent_id=self._reference_of, name=name)
             raise
@@ -96,7 +96,7 @@ class RemoteWorker:
         *,
         cancellable: bool = False,
     ) -> int:
-        """Send a CALL that is pickled already; returns its number on this connection."""
+        """Send a CALL that is already pickled; returns its number on this connection."""
         request = Request(complete, allocator or self._settings.allocator, cancellable)
         return self.connection.submit(MessageType.CALL, payload, buffers, request)
 
@@ -151,7 +151,7 @@ class RemoteWorker:
                 pause = min(2 * pause, 1.0)
                 continue
             except ConnectError:
-                # The session answers when it has built what it builds. If it does nothing, its node is beyond reach.
+                # The session answers when its build ends. If it is idle, its node is unreachable.
                 if limit.remaining() or not self.session.is_busy or self.connection.has_ended:
                     raise
                 continue
@@ -180,14 +180,14 @@ class RemoteWorker:
             return error
         exited = self.exited = self.session.fate(self.number)
         if exited is None:
-            # Which connection of a node that is gone breaks first is chance; the news is the same.
+            # Chance decides which connection of a lost node breaks first; the message is the same.
             what = f"{self.name} is lost" if self.session.is_ready else f"{self.session.name} is gone"
             return ConnectionLostError(f"{what}: {error}")
         return ConnectionLostError(f"{self.name} {exited.reason}")
 
     def lost(self, error: RPCError) -> None:
-        # Told first: until the session has forgotten this worker, its thread is joined at the end.
+        # First of all: until the session has forgotten this worker, its thread is joined at the end.
         self._owner.worker_lost(self, error)
         self.session.worker_ended(self)
-        # Worker and connection refer to each other. The owner, and what it holds, must not wait for the collector.
+        # Worker and connection refer to each other. The owner, and its objects, must not wait for the collector.
         del self._owner, self._keep_waiting

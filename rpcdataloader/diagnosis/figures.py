@@ -1,8 +1,8 @@
-"""What follows from the records of a pass: means, shares, and what each part of the pipeline could do. Pure.
+"""Figures from the records of a pass: means, shares, and the capacity of each part of the pipeline. Pure.
 
-A *capacity* is the number of batches per second that a part could handle if all others were infinitely fast. It is
-computed from the time that the part is at work, never from what happened to overlap a wait: that would change with the
-speed of the consumer while the pipeline stays the same.
+The *capacity* of a part is the number of batches per second that it could handle if all others were infinitely fast. It
+follows from the time that the part is at work. Overlaps with waits do not count: they would change with the speed of
+the consumer while the pipeline stays the same.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from statistics import fmean, median_low, pstdev
 from rpcdataloader.diagnosis.records import Probe, Records
 from rpcdataloader.wire.stages import Stages
 
-# A task that takes this many times the median of its worker is no sign of its speed: the worker was stopped, or hung.
-# Of exponentially distributed times, 1 in 1,000 passes it; of lognormal ones with a mean of 1.6 medians, 1 in 100.
+# A task that takes this many times its worker's median says nothing about speed: the worker was stopped, or hung. Of
+# exponentially distributed times, 1 in 1,000 exceeds it; of lognormal ones with a mean of 1.6 medians, 1 in 100.
 _LATE_FACTOR = 10.0
 
-# Nodes are compared when the slowest takes this many times as long as the others; less is another generation of CPUs.
+# Ratio of the slowest node's time to the others' that makes it slow; less is another generation of CPUs.
 _SLOW_FACTOR = 2.0
 
 
@@ -34,11 +34,11 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class SlowNode:
-    """A node whose tasks take far longer than those of the other nodes.
+    """A node whose tasks take far longer than those of other nodes.
 
     Attributes:
-        usual: Seconds of a task on the others.
-        capacity: Batches per second of all workers, if this node were like the others.
+        usual: Seconds of a task on other nodes.
+        capacity: Batches per second of all workers, if this node were as fast as the others.
     """
 
     name: str
@@ -49,13 +49,13 @@ class SlowNode:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What follows from the records.
+    """Figures that follow from the records.
 
     Attributes:
         evidence: Numbers by their names, which end with their units: ``_seconds`` and ``_bytes`` per batch, ``_rate``
             in batches per second, ``_share`` from 0 to 1.
-        capacities: Batches per second: ``workers``, ``network``, ``trainer``, ``device_copy`` and ``window``, as far as
-            they were measured.
+        capacities: Batches per second of ``workers``, ``network``, ``trainer``, ``device_copy`` and ``window``, as far
+            as measured.
     """
 
     evidence: dict[str, float]
@@ -65,40 +65,40 @@ class Figures:
 
 
 def measure(records: Records) -> Figures | None:
-    """Compute the figures of the span; None if it has no two probes."""
+    """Compute the figures of the span; None with fewer than two probes."""
     span = records.span
     if len(span) < 2:
         return None
     first, probes, setup = span[0], span[1:], records.setup
     begin, end = first.totals, records.totals
     batches = end.batches - begin.batches
-    # The wait that is going on counts, too.
+    # The present wait counts, too.
     elapsed = records.last - first.delivered + records.waiting
     waited, blocked = (until - since + records.waiting for since, until in zip(begin[1:3], end[1:3], strict=True))
-    # A device that stands still for a copy is a loop that waits, though not in next.
+    # A device that stalls for a copy makes the loop wait, though not in next.
     stalled = batches * _mean([probe.stalled for probe in probes])
     waited, blocked = waited + stalled, blocked + stalled
     drawn = _mean([probe.draw for probe in probes])
     size_bytes = _mean([probe.size_bytes for probe in probes])
     allowed = min(setup.window, max(1, ratio(setup.max_in_flight_bytes, size_bytes, setup.window) // 1))
     known = [(probe, probe.stages) for probe in probes if probe.stages is not None]
-    # Only measured replies tell how long they took to pickle.
+    # Only measured replies have a time for pickling.
     encode = _mean(_usual([stages.encode for _, stages in known]))
-    # The first task of a worker says more about imports and cold caches.
+    # A worker's first task says more about imports and cold caches than about speed.
     tasks = {
         worker: [seconds + encode for seconds in _usual(recent[1:] or recent)]
         for worker, recent in records.tasks.items()
     }
     times = [seconds for worker in setup.workers for seconds in tasks.get(worker, ())]
     task = _mean(times)
-    # What is not the worker's own, of requests that did not wait for another one's end there.
+    # Overhead outside of the worker, of requests that found the worker idle.
     transit = _mean(_usual([p.answered - p.sent - s.task for p, s in known if s.idle > 0]))
     stages = _stages(probes, known, transit)
     decode, receiving = _mean([p.decode_cpu for p in probes]), _mean([p.receive_cpu + p.decode_cpu for p in probes])
     lock, present = _mean([p.lock for p in probes]), _mean([p.answered - p.arrived for p in probes])
     capacities = {
         "network": ratio(batches, end.link - begin.link, math.inf),
-        # Decoding holds the interpreter lock, so receivers take turns; the kernel's copying does not.
+        # Decoding holds the interpreter lock, so receivers take turns; the kernel's copying needs no lock.
         "trainer": min(ratio(1, decode, math.inf), ratio(max(1, len(setup.workers)), receiving, math.inf)),
         "device_copy": ratio(1, stages["copy"].mean, math.inf),
     }
@@ -106,7 +106,7 @@ def measure(records: Records) -> Figures | None:
     if times:
         means = {worker: _mean(tasks.get(worker, ())) or task for worker in setup.workers}
         slow = _find_slow(means, setup.workers)
-        # What a slow node takes is no reason to keep more in flight.
+        # A slow node does not justify more batches in flight.
         latency = transit + (task if slow is None else slow.usual)
         capacities["workers"] = sum(ratio(1, seconds, math.inf) for seconds in means.values())
         capacities["window"] = ratio(allowed, latency, math.inf)
@@ -115,8 +115,8 @@ def measure(records: Records) -> Figures | None:
         "wait_share": ratio(waited, elapsed),
         "delivered_rate": ratio(batches, elapsed),
         "demand_rate": ratio(batches, elapsed - waited, math.inf),
-        # The sampler and our own Python run in the consumer's thread, one after the other with the loop: what it would
-        # take if it never slept.
+        # The sampler and our own Python run in the consumer's thread, one after the other with the loop: its time if it
+        # never slept.
         "needed_rate": ratio(batches, elapsed - blocked, math.inf),
         "blocked_seconds": blocked / batches,
         "draw_seconds": drawn,
@@ -141,7 +141,7 @@ def measure(records: Records) -> Figures | None:
 
 
 def _usual(durations: Sequence[float]) -> list[float]:
-    """Durations without those that are longer by far."""
+    """Drop durations that are far above the median."""
     limit = _LATE_FACTOR * median_low(durations) if durations else 0.0
     return [max(0.0, seconds) for seconds in durations if seconds <= limit]
 
@@ -164,7 +164,7 @@ def _find_slow(means: Mapping[int, float], nodes: Mapping[int, str]) -> SlowNode
 
 def _stages(probes: Sequence[Probe], known: Sequence[tuple[Probe, Stages]], transit: float) -> dict[str, Stage]:
     def queue(probe: Probe, stages: Stages) -> float:
-        # A worker reads its requests between two tasks, so only the trainer sees how long one has waited there.
+        # A worker reads requests between two tasks, so only the trainer sees how long one has waited there.
         return 0.0 if stages.idle > 0 else max(0.0, probe.answered - probe.sent - stages.task - transit)
 
     return {
@@ -185,7 +185,7 @@ def _stages(probes: Sequence[Probe], known: Sequence[tuple[Probe, Stages]], tran
 
 
 def _shares(usual: Sequence[Stages]) -> dict[str, float]:
-    """Of the tasks' time: in collate; on a CPU, waiting for one, and the rest, all 0 if CPU times were not measured."""
+    """Shares of the tasks' time: in collate; on a CPU, waiting for one, and the rest (0 without CPU times)."""
     total = sum(s.task for s in usual)
     collate, cpu, runqueue = (
         min(1.0, ratio(sum(getattr(s, name) for s in usual), total)) for name in ("collate", "cpu", "runqueue")
@@ -206,5 +206,5 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def ratio(part: float, whole: float, otherwise: float = 0.0) -> float:
-    """A quotient; ``otherwise`` if there is nothing to divide by."""
+    """Return a quotient; ``otherwise`` for a division by zero."""
     return part / whole if whole > 0 else otherwise

@@ -1,7 +1,7 @@
-"""Takes the notes of a pass while it runs, at half a microsecond per batch that is no probe. Pure.
+"""Recording of a pass while it runs, at half a microsecond per batch without probe. Pure.
 
-The two threads that a batch passes add to sums of their own, which takes no lock. What is kept in lists comes with a
-probe, at most once per :data:`PROBE_INTERVAL`, or with a long wait.
+Consumer and receiver threads have sums of their own, without a lock. Lists grow only with a probe, at most once per
+:data:`PROBE_INTERVAL`, or with a long wait.
 """
 
 from __future__ import annotations
@@ -12,51 +12,51 @@ from contextlib import AbstractContextManager
 
 from rpcdataloader.diagnosis.records import SPAN_SECONDS, Probe, Records, Setup, Totals, Wait
 
-# Seconds between two probes: a short pass needs many, and a long one does without.
+# Seconds between two probes: a short pass needs many probes, a long one few.
 PROBE_INTERVAL, MAX_PROBE_INTERVAL = 0.02, 0.1
 
-# The interval is this share of the pass until now.
+# The interval is this share of the pass so far.
 _PROBE_SHARE = 1 / 50
 
-# Enough for the span of a diagnosis, with a trace of fast batches, too.
+# Enough for the span of a diagnosis, even with a trace of fast batches.
 _NUM_PROBES = int(SPAN_SECONDS / PROBE_INTERVAL)
 
-# Tasks of a worker whose times are kept. Their mean is known to an eighth of their spread.
+# Number of task times kept per worker. Their mean is known to an eighth of their spread.
 _NUM_TASKS = 64
 
-# Shorter waits are only added up: a change of threads takes 10 to 100 microseconds.
+# Shorter waits are only summed: a change of threads takes 10 to 100 microseconds.
 NOTED_WAIT = 1e-3
 _NUM_WAITS = 1000
 
-# A pass that has waited this long is told of, though it has delivered little.
+# Seconds of waiting after which a pass with few batches is diagnosed.
 _LONG_WAIT = 10.0
 
-# A reply that was received within this time came in one piece, which says nothing about the link.
+# A reply received within this time came in one piece, which says nothing about the link.
 _WHOLE = 1e-5
 
-# Intervals of the link that are kept apart until no reply can lie between them any more.
+# Intervals of the link are kept apart until no further reply can lie between them.
 _NUM_INTERVALS = 64
 
 
 class Recorder:
-    """Takes notes of one pass after the other.
+    """Records one pass after the other.
 
     Args:
-        lock: Held where lists change or are copied.
+        lock: Lock that is held while lists change or are copied.
         now: Time at which the first pass begins.
-        before: Records of the pass before.
-        trace: Function that is told of each probe that is delivered, with the workers and the number of the one that
-            has answered.
+        before: Records of the previous pass.
+        trace: Function called for each delivered probe, with the workers and the number of the worker that has
+            answered.
 
     Attributes:
-        setup: Workers and limits as they were last; replaced when they may have changed.
-        trace: As given; while there is one, every batch is a probe.
+        setup: Latest workers and limits; replaced when they may have changed.
+        trace: The argument; while it is set, every batch is a probe.
         tasks: Seconds of the last tasks of each worker, by its number; its receiver thread appends to them.
-        batches: Number of batches that were delivered.
-        waited: Seconds in ``next``, without those in which the device has been at work.
-        blocked: Seconds of these that the consumer slept.
+        batches: Number of delivered batches.
+        waited: Seconds in ``next``, without those in which the device was at work.
+        blocked: Seconds of ``waited`` that the consumer slept.
         last: Time of the last delivery.
-        next_probe: Time from which on the next batch that is drawn is to be a probe.
+        next_probe: Time from which the next drawn batch becomes a probe.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Recorder:
         self._reset(now)
 
     def begin(self, now: float) -> None:
-        """Another pass begins; what is known of the last one is kept until this one has delivered enough."""
+        """Begin another pass; the previous records stay until this one has delivered enough."""
         with self._lock:
             if self.batches:
                 self._before = self._take(0.0)
@@ -91,24 +91,24 @@ class Recorder:
         self._waits: deque[Wait] = deque(maxlen=_NUM_WAITS)
 
     def follow(self, trace: Callable[[Probe, Setup, int], None] | None) -> None:
-        """Tell ``trace`` of every batch that is drawn from now on; None for no trace."""
+        """Call ``trace`` for every batch drawn from now on; None for no trace."""
         self.trace = trace
         self.next_probe = 0.0
 
     def probe(self, now: float, draw: float, number: int) -> Probe:
-        """The notes for a batch that was drawn, from :attr:`next_probe` on."""
+        """Return the record for a drawn batch, from :attr:`next_probe` on."""
         if self.trace is None:
             share = (now - self._start) * _PROBE_SHARE
             self.next_probe = now + min(max(PROBE_INTERVAL, share), MAX_PROBE_INTERVAL)
         return Probe(number, draw, now)
 
     def delivered(self, now: float, waited: float, blocked: float = 0.0) -> None:
-        """``next`` returns a batch; in the consumer's thread.
+        """Record that ``next`` returns a batch; in the consumer's thread.
 
         Args:
             now: Time.
-            waited: Seconds in ``next``, 0 if the device has been at work all the while.
-            blocked: Seconds of these that the consumer slept.
+            waited: Seconds in ``next``; 0 if the device was at work all the time.
+            blocked: Seconds of ``waited`` that the consumer slept.
         """
         self.batches += 1
         self.waited += waited
@@ -116,12 +116,12 @@ class Recorder:
         self.last = now
 
     def slept(self, now: float, seconds: float, ready: float, worker: int) -> None:
-        """The consumer has slept for a batch that is not delivered yet; in its thread.
+        """Record that the consumer has slept for an undelivered batch; in its thread.
 
         Args:
             now: Time.
-            seconds: How long.
-            ready: Seconds of these in which a later batch was already here.
+            seconds: Length of the sleep.
+            ready: Seconds of it in which a later batch was already here.
             worker: Number of the worker that answered.
         """
         self._ready += ready
@@ -130,7 +130,7 @@ class Recorder:
                 self._waits.append(Wait(now, seconds, ready, worker))
 
     def probed(self, probe: Probe, worker: int, now: float, waited: float, blocked: float = 0.0) -> None:
-        """A probe is delivered; instead of :meth:`delivered`."""
+        """Record that a probe is delivered; instead of :meth:`delivered`."""
         with self._lock:
             if not self.batches:
                 self._first_wait = waited
@@ -143,7 +143,7 @@ class Recorder:
             trace(probe, self.setup, worker)
 
     def received(self, arrived: float, received: float) -> None:
-        """A reply has not come in one piece; never called in two threads at once.
+        """Record a reply that came in several pieces; never called by two threads at once.
 
         Args:
             arrived: Time of the first bytes.
@@ -151,7 +151,7 @@ class Recorder:
         """
         if received - arrived < _WHOLE:
             return
-        # Replies come in the order of their ends, nearly: whatever lies behind the beginning of this one is part of it.
+        # Replies come nearly in the order of their ends: intervals after the beginning of this one are part of it.
         self._link += received - arrived
         intervals = self._intervals
         while intervals and intervals[-1][1] >= arrived:
@@ -163,10 +163,10 @@ class Recorder:
             del intervals[0]
 
     def snapshot(self, waiting: float = 0.0) -> Records:
-        """What is known of this pass or, while it has delivered too little, of the one before.
+        """Return the records of this pass or, while it has delivered too little, of the previous one.
 
         Args:
-            waiting: Seconds that the consumer has been waiting by now.
+            waiting: Seconds that the consumer has been waiting so far.
         """
         with self._lock:
             records = self._take(waiting)
@@ -181,7 +181,7 @@ class Recorder:
             totals=self._totals(),
             probes=tuple(self._probes),
             waits=tuple(self._waits),
-            # These copies are one operation each, as receiver threads append meanwhile.
+            # Each of these copies is atomic, as receiver threads append meanwhile.
             tasks={worker: tuple(recent.copy()) for worker, recent in self.tasks.copy().items()},
             last=self.last,
             waiting=waiting,

@@ -1,11 +1,11 @@
-"""What is known of a pass: sums over every batch, and the whole way of some. Pure.
+"""Records of a pass: sums over every batch, and the timed way of some. Pure.
 
-The cheapest batches take 50 microseconds each, and noting them may cost 1 % of that. So every batch adds to a few sums
-(:class:`Totals`), and one batch each 20 ms is a *probe*, whose way is timed from the sampler to the consumer. Batches
-that take longer than that are all probes. Each probe keeps the sums at its delivery, so that the differences between
-two probes are exact for all batches in between.
+The cheapest batches take 50 microseconds each, and recording may cost 1 % of that. So every batch only adds to a few
+sums (:class:`Totals`). One batch each 20 ms is a *probe*, whose way is timed from the sampler to the consumer; slower
+batches are all probes. Each probe keeps the sums at its delivery, so differences between two probes are exact for all
+batches in between.
 
-Times are seconds of the trainer's monotonic clock, and are passed in. Workers send durations only
+Times are seconds of the trainer's monotonic clock, and are arguments. Workers only send durations
 (:class:`~rpcdataloader.wire.stages.Stages`).
 """
 
@@ -17,17 +17,17 @@ from typing import NamedTuple
 
 from rpcdataloader.wire.stages import Stages
 
-# A diagnosis covers this time or this number of batches, whichever is more.
+# Span of a diagnosis: this time or this number of batches, whichever is more.
 SPAN_SECONDS = 60.0
 SPAN_BATCHES = 200
 
 
 class Totals(NamedTuple):
-    """Sums since the pass began.
+    """Sums since the beginning of the pass.
 
     Attributes:
         waited: Seconds in ``next``.
-        blocked: Seconds of these that the consumer slept until its batch came.
+        blocked: Seconds of ``waited`` that the consumer slept until its batch came.
         ready: Seconds of ``blocked`` while a later batch was already here.
         link: Seconds in which at least one reply was being received: the union over all connections.
     """
@@ -40,7 +40,7 @@ class Totals(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The consumer slept until a batch came.
+    """A sleep of the consumer until a batch came.
 
     Attributes:
         at: Time of its end.
@@ -56,13 +56,13 @@ class Wait(NamedTuple):
 
 @dataclass(slots=True)
 class Probe:
-    """A batch whose way is timed. Whichever thread has it notes what it sees; nothing changes after the delivery.
+    """A batch whose way is timed, by each thread that handles it; constant after the delivery.
 
-    A task that is sent twice keeps what belongs to the copy that was answered.
+    A task that is sent twice keeps the times of the copy that was answered.
 
     Attributes:
         draw: Seconds in the sampler.
-        added: Time at which it was in the table.
+        added: Time at which it was added to the table.
         assigned: Time at which the engine gave it to a worker.
         sent: Time at which the send call had returned.
         arrived: Time of the first bytes of the reply.
@@ -71,15 +71,15 @@ class Probe:
         answered: Time at which the decoded batch was among the results.
         receive_cpu: CPU seconds of the receiver thread from ``arrived`` to ``received``: mostly the kernel's copying.
         decode_cpu: CPU seconds of the receiver thread from ``received`` to ``answered``: mostly Python.
-        lock: Seconds that the receiver thread did not run though the bytes were there: wall time less CPU time of
-            decoding, and of those receive calls that found all they asked for.
-        copy: Seconds that the copy to the device took there.
-        stalled: Seconds that the device stood still for the copy, after ``next``.
-        reorder: Seconds that it was here, and the batch before it not delivered.
+        lock: Seconds that the receiver thread did not run although the bytes were here: wall time less CPU time of
+            decoding, and of receive calls that found all they asked for.
+        copy: Seconds of the copy on the device.
+        stalled: Seconds that the device stalled for the copy, after ``next``.
+        reorder: Seconds that it waited here for the delivery of the batch before it.
         wait: Seconds that the consumer was in ``next`` for it.
-        stages: The worker's durations; None if it has sent none.
+        stages: Durations that the worker sent; None without them.
         delivered: Time at which ``next`` returned.
-        totals: Sums at that moment.
+        totals: Sums at that time.
     """
 
     number: int = -1
@@ -105,12 +105,12 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The pass as it is at this moment.
+    """The present workers and limits of a pass.
 
     Attributes:
         workers: Node of each worker that takes tasks, by the engine's number.
         window: Batches that may be undelivered.
-        prefetch_factor: Batches per worker of these.
+        prefetch_factor: Batches of the window per worker.
         max_in_flight_bytes: Bytes that may be on their way or wait here.
         names: Name of each worker, for messages.
     """
@@ -124,16 +124,16 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """What is known of a pass at a moment.
+    """A snapshot of a pass.
 
     Attributes:
         begun: Time at which the pass began.
-        first_wait: Seconds until its first batch.
-        probes: In the order of delivery.
-        waits: In the order of delivery.
-        tasks: Seconds of the last tasks of each worker, probes or not: one that is slow is hardly given any.
+        first_wait: Seconds until the first batch.
+        probes: Probes in the order of delivery.
+        waits: Waits in the order of delivery.
+        tasks: Seconds of the last tasks of each worker, including tasks without probe: a slow worker gets few tasks.
         last: Time of the last delivery.
-        waiting: Seconds that the consumer has been waiting for the next one by now.
+        waiting: Seconds that the consumer has been waiting for the next batch so far.
     """
 
     setup: Setup
@@ -148,7 +148,7 @@ class Records:
 
     @property
     def span(self) -> tuple[Probe, ...]:
-        """The probes that count, without those of the first window; the first of them is where the span begins."""
+        """The relevant probes, without those of the first window; the first of them begins the span."""
         known = [probe for probe in self.probes if probe.totals.batches > self.setup.window]
         since, batches = self.last - SPAN_SECONDS, self.totals.batches - SPAN_BATCHES
         return tuple(probe for probe in known if probe.delivered >= since or probe.totals.batches >= batches)

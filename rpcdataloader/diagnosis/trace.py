@@ -1,12 +1,12 @@
-"""Batches in the Chrome trace format, which Perfetto and browsers open. Pure.
+"""Batches in the Chrome trace format, for Perfetto and browsers. Pure.
 
-A trace is a JSON array of events, one per line, whose closing bracket may be missing. The consumer has a track, and so
-has each worker, below the process of its node. What a thread does is a complete event, and complete events of a track
-nest. The life of a batch, from the sampler to its delivery, is an asynchronous event of its own. Arrows lead from the
-sampler to the worker, and from there to the delivery.
+A trace is a JSON array of events, one per line; its closing bracket may be missing. The consumer has a track, and each
+worker has one below the process of its node. The work of a thread is a complete event; complete events of a track nest.
+The life of a batch, from the sampler to its delivery, is an asynchronous event of its own. Arrows lead from the sampler
+to the worker, and from there to the delivery.
 
-Workers tell durations and no times of day. So a task of theirs stands as early as it can have been: it begins when it
-was sent, or when the one before it had ended. It is off by less than the time that messages take.
+Workers send durations without times of day. So their tasks are drawn as early as possible: from the time of sending, or
+from the end of the previous task. The error is less than the time of the messages.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from collections.abc import Iterator
 
 from rpcdataloader.diagnosis.records import Probe, Setup
 
-# Of the trainer, among the processes of the trace; nodes follow.
+# Number of the trainer among the processes of the trace; nodes follow.
 _TRAINER = 1
 
 Track = tuple[int, int]  # process and thread
 
 
 class Tracks:
-    """Makes the events of batches.
+    """Creates the events of batches.
 
     Args:
-        origin: Time of the trainer's clock at which the trace begins; batches that were drawn before are left out.
+        origin: Time at which the trace begins, on the trainer's clock; batches drawn before are left out.
     """
 
     def __init__(self, trainer: str, origin: float) -> None:
         self._origin = origin
         self._nodes: dict[str, int] = {}
         self._tracks: dict[tuple[int, str], Track] = {}
-        self._ends: defaultdict[Track, int] = defaultdict(int)  # of the last task of a worker
+        self._ends: defaultdict[Track, int] = defaultdict(int)  # end of a worker's last task
         self._names = [_name(_TRAINER, 0, "process", trainer)]
         self._num_batches = 0
 
@@ -44,11 +44,11 @@ class Tracks:
         return list(self._names)
 
     def events_of(self, probe: Probe, setup: Setup, worker: int, consumer: str) -> list[str]:
-        """The events of a batch that was delivered, and names of tracks that are new."""
+        """Return the events of a delivered batch, and names of new tracks."""
         if probe.stages is None or probe.added - probe.draw < self._origin:
             return []
         num_names = len(self._names)
-        node = setup.workers.get(worker, "nodes that were lost")
+        node = setup.workers.get(worker, "lost nodes")
         process = self._nodes.get(node)
         if process is None:
             process = self._nodes[node] = _TRAINER + 1 + len(self._nodes)
@@ -66,7 +66,7 @@ class Tracks:
         return track
 
     def _at(self, seconds: float) -> int:
-        # Whole nanoseconds, so that what nests in floats still does when it is rounded.
+        # Whole nanoseconds, so that nested floats still nest when rounded.
         return max(0, round((seconds - self._origin) * 1e9))
 
     def _events_of(self, probe: Probe, near: Track, far: Track, number: int) -> Iterator[str]:
@@ -75,10 +75,10 @@ class Tracks:
         drawn, delivered = self._at(probe.added - probe.draw), self._at(probe.delivered)
         title = f"batch {probe.number}"
         yield _complete("draw", near, drawn, max(self._at(probe.added), drawn + 1), title)
-        # A wait that the device has hidden counts as none, and an arrow needs something to end at.
+        # A wait hidden by the device counts as zero; an arrow needs an event to end at.
         waited = self._at(probe.delivered - probe.wait)
         yield _complete("next", near, waited, max(delivered, waited + 1), title)
-        # The life of the batch: its parts follow each other.
+        # The life of the batch, part after part.
         yield _asynchronous("b", "batch", near, drawn, number, title)
         begin = latest = drawn
         for part, time in (
@@ -131,7 +131,7 @@ def _asynchronous(phase: str, name: str, track: Track, time: int, number: int, t
 
 
 def _arrow(phase: str, track: Track, time: int, number: int) -> str:
-    # It ends at what encloses it, and not at what comes next.
+    # It ends at the enclosing event, instead of at the next one.
     return f'{{"ph":"{phase}","cat":"way","name":"way","id":{number},"bp":"e",{_place(track, time)}}}'
 
 

@@ -1,9 +1,9 @@
-"""Why the training loop waits: from the records of a pass to one bound, and one sentence. Pure.
+"""The reason why a training loop waits: from the records of a pass to one bound and one sentence. Pure.
 
-Times inside ``next`` in which the consumer's own thread is at work (the sampler, our own Python) need no inference:
-they are measured. While it sleeps, the part with the lowest *capacity* is the bound if that is below 1.05 of what the
-consumer would take. If every part is fast enough, it is their connection: the interpreter lock of the trainer, the
-window, or one batch that all others wait for.
+Times inside ``next`` in which the consumer's own thread is at work (the sampler, our own Python) are measured. While it
+sleeps, the part with the lowest *capacity* is the bound if that is below 1.05 of the consumer's demand. If every part
+is fast enough, their connection is the bound: the interpreter lock of the trainer, the window, or a straggler that all
+other batches wait for.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from rpcdataloader.diagnosis.figures import Figures, SlowNode, Stage, measure, r
 from rpcdataloader.diagnosis.records import Records, Setup
 from rpcdataloader.diagnosis.words import Value, reason, remedy, say
 
-# A loop that waits less has nothing to gain: measurements of a training vary by more.
+# A loop that waits less has nothing to gain: training measurements vary by more.
 _HARMLESS = 0.05
 
-# A capacity must exceed the demand by this, or it is the bound: two rates that are equal make each other wait.
+# A capacity must exceed the demand by this factor, or it is the bound: two equal rates make each other wait.
 _HEADROOM = 1.05
 
-# The window is the bound beside another part that is too slow only where it allows this much less. A full pipeline has
-# as many batches in flight as the window allows, so with prefetch_factor=1 the two are nearly equal.
+# The window is the bound beside another slow part only if it allows this much less. A full pipeline has as many batches
+# in flight as the window allows, so with prefetch_factor=1 the two are nearly equal.
 _WINDOW_MARGIN = 0.8
 
-# Shares of a worker's time from which on it waits for storage, or for CPUs.
+# Shares of a worker's time above which it waits for storage, or for CPUs.
 _STALLED, _RUNQUEUE = 0.5, 0.2
 
-# A slow node is the bound if this share of all capacity is lost there.
+# A slow node is the bound if it loses this share of all capacity.
 _LOST_TO_NODE = 0.2
 
-# With exactly as many batches per second as the loop takes, it waits now and then, since times vary. It waits for less
-# than 5 % of its time with this many more, of which a part goes with the spread of the times: found in simulations, see
-# tests/simulation/test_diagnosis.py.
+# Even with exactly the loop's demand in batches per second, the loop waits at times, since times vary. It waits for
+# less than 5 % of its time with this many more, plus a part that grows with the spread of the times: found in
+# simulations, see tests/simulation/test_diagnosis.py.
 _MORE, _MORE_BY_SPREAD, _HIGH = 1.1, 0.4, 1.2
 
-# A window that holds just what the loop takes while a batch is on its way is too small for the same reason.
+# A window that holds just the loop's demand during a batch's way is too small for the same reason.
 _LARGER_WINDOW = 1.4
 
-# Workers that wait for each other's batches, or for a consumer, are at work less than always; below this they are not
-# the bound.
+# Workers that wait for each other's batches, or for a consumer, are partly idle; below this share they are not the
+# bound.
 _LEAST_USE = 0.6
 
 _OF_WORKERS = ("workers", "collate", "storage")
@@ -49,15 +49,15 @@ _OF_WORKERS = ("workers", "collate", "storage")
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """Why a training loop waits for its batches.
+    """The reason why a training loop waits for its batches.
 
     Attributes:
         wait_share: Share of the loop's time in ``next``, from 0 to 1.
-        bound: What it waits for; a key of :data:`~rpcdataloader.diagnosis.words.WORDS`.
+        bound: Cause of the wait; a key of :data:`~rpcdataloader.diagnosis.words.WORDS`.
         text: One sentence with the number and the remedy.
-        evidence: The numbers that led there; their names end with their units.
-        more_workers: How many more would end the waiting (at least, likely, at most), or bring it to the next bound;
-            None if workers are not the bound, or more of them would not help.
+        evidence: Numbers behind the verdict; their names end with their units.
+        more_workers: Number of further workers that would end the waiting (at least, likely, at most), or bring it to
+            the next bound; None if more workers would not help.
         stages: Seconds per batch in each stage.
         capacities: Batches per second that each part could handle.
         demand: Batches per second that the loop would take; infinite for a loop that does nothing.
@@ -74,7 +74,7 @@ class Diagnosis:
 
 
 def diagnose(records: Records) -> Diagnosis:
-    """Say why the loop of a pass waits."""
+    """Return the reason why the loop of a pass waits."""
     figures = measure(records)
     if figures is None:
         return _diagnose_start(records)
@@ -104,7 +104,7 @@ def diagnose(records: Records) -> Diagnosis:
 
 
 def _diagnose_start(records: Records) -> Diagnosis:
-    """Too few batches have come for more than a word about the first one."""
+    """Diagnose a pass with too few batches for more than a word about the first one."""
     totals = records.totals
     total, waited = records.last - records.begun + records.waiting, totals.waited + records.waiting
     first = records.first_wait if totals.batches else records.waiting
@@ -115,12 +115,12 @@ def _diagnose_start(records: Records) -> Diagnosis:
 
 
 def _find_bound(figures: Figures, records: Records) -> tuple[str, dict[str, Value]]:
-    """Name the bound of a loop that waits, and what else is to be said of it."""
+    """Name the bound of a waiting loop, with further values for its sentence."""
     evidence, capacities = figures.evidence, figures.capacities
     own, drawn, blocked = (evidence[f"{part}_seconds"] for part in ("own", "draw", "blocked"))
     if max(own, drawn) > blocked:
         if own > drawn and evidence["copy_seconds"] >= own / 2:
-            return "device_copy", {}  # by a device that copies in the thread of the loop
+            return "device_copy", {}  # a device that copies in the thread of the loop
         return ("sampler", {}) if drawn > own else ("trainer", {"part": "own"})
     limit = _HEADROOM * evidence["needed_rate"]
     lowest = min((name for name in capacities if name != "window"), key=capacities.__getitem__, default="")
@@ -133,7 +133,7 @@ def _find_bound(figures: Figures, records: Records) -> tuple[str, dict[str, Valu
         if lowest == "network" and is_full:
             return "network", {"link_bytes": evidence["batch_bytes"] * slowest}
         if lowest in ("network", "trainer"):
-            # A link is busy, too, while its bytes are not taken.
+            # A link is busy, too, while its bytes wait to be read.
             part = "lock" if lowest == "network" and lock > receiving else "receive"
             return "trainer", {"part": part, "received_rate": slowest}
         return lowest, {}
@@ -149,7 +149,7 @@ def _find_bound(figures: Figures, records: Records) -> tuple[str, dict[str, Valu
 
 
 def _refine_workers(figures: Figures, limit: float) -> tuple[str, dict[str, Value]]:
-    """What it is about the workers that makes them too slow."""
+    """Name the reason why the workers are too slow."""
     slow, evidence = figures.slow, figures.evidence
     lost = 0.0 if slow is None else 1.0 - figures.capacities["workers"] / slow.capacity
     if slow is not None and (slow.capacity >= limit or lost >= _LOST_TO_NODE):
@@ -165,7 +165,7 @@ def _refine_workers(figures: Figures, limit: float) -> tuple[str, dict[str, Valu
 
 
 def _refine_straggler(figures: Figures, records: Records) -> tuple[str, dict[str, Value]]:
-    """Who is late."""
+    """Name the straggler."""
     begin, nodes = records.span[0].delivered, records.setup.workers
     seconds: dict[int, float] = defaultdict(float)
     for wait in records.waits:
@@ -184,7 +184,7 @@ def _node(slow: SlowNode) -> tuple[str, dict[str, Value]]:
 
 
 def _setting(figures: Figures, setup: Setup) -> dict[str, Value]:
-    """The setting that keeps too little in flight, and the value that is enough."""
+    """Name the setting that keeps too little in flight, and a sufficient value."""
     evidence = figures.evidence
     in_flight = math.ceil(_LARGER_WINDOW * evidence["needed_rate"] * evidence["latency_seconds"])
     if evidence["allowed"] < setup.window:
@@ -197,10 +197,10 @@ def _setting(figures: Figures, setup: Setup) -> dict[str, Value]:
 
 
 def _more_workers(figures: Figures, setup: Setup) -> tuple[tuple[int, int, int] | None, str]:
-    """How many more workers would end the waiting, or bring it to the next bound; and that in words.
+    """Return how many more workers would end the waiting, or bring it to the next bound; and that in words.
 
-    At least: as many as make 0.95 of what the loop takes if none of them ever waits, less twice the standard error of
-    the task time. Likely: as many as make more than it takes, working as much of the time as they do now.
+    At least: the number that makes 0.95 of the demand if none of them ever waits, less twice the standard error of the
+    task time. Likely: the number that makes more than the demand, with the present share of time at work.
     """
     evidence, num = figures.evidence, len(setup.workers)
     capacity, needed = figures.capacities["workers"], evidence["needed_rate"]

@@ -1,4 +1,4 @@
-"""Every word of a diagnosis: for each bound its meaning and its sentence. Pure.
+"""All texts of a diagnosis: for each bound its meaning and its sentence. Pure.
 
 Values are formatted by the end of their names: ``_share``, ``_seconds``, ``_bytes``, ``_rate`` (batches per second).
 """
@@ -13,11 +13,11 @@ Value = float | str
 
 
 class Words(NamedTuple):
-    """What is said of a bound.
+    """The texts of a bound.
 
     Attributes:
-        meaning: When it is named, for the documentation.
-        sentence: With the names of values in braces.
+        meaning: Condition for the bound, for the documentation.
+        sentence: Sentence with the names of values in braces.
     """
 
     meaning: str
@@ -98,10 +98,10 @@ WORDS = {
 # A pass that has begun and delivered nothing.
 NOT_BEGUN = "The loop has waited {first_wait_seconds} for its first batch, which is still on its way."
 
-# A part that would be less full is not told.
+# Fuller parts are named; emptier ones are not.
 _WORTH_TELLING = 0.25
 
-# What the trainer is at, by its part.
+# Present work of the trainer, by its part.
 REASONS = {
     "own": "which spends {own_seconds} per batch in next without sleeping: use larger batches",
     "receive": "which receives {received_rate} batches per second of {demand_rate}: use larger batches, fewer tensors "
@@ -110,7 +110,7 @@ REASONS = {
     "work in Python out of the loop and its threads",
 }
 
-# A part in the middle of a sentence, by its capacity.
+# Parts inside a sentence, by capacity.
 PARTS = {
     "workers": "the workers",
     "network": "the link",
@@ -121,23 +121,23 @@ PARTS = {
 
 
 def say(bound: str, values: Mapping[str, Value]) -> str:
-    """The sentence of a bound."""
+    """Return the sentence of a bound."""
     sentence = NOT_BEGUN if bound == "start" and not values["batches"] else WORDS[bound].sentence
     return sentence.format_map(_format(values))
 
 
 def reason(part: str, values: Mapping[str, Value]) -> str:
-    """The part of the sentence of ``trainer`` that says what it is at."""
+    """Return the part of ``trainer``'s sentence that names its work."""
     return REASONS[part].format_map(_format(values))
 
 
 def remedy(more: tuple[int, int, int] | None, following: str | None, full: float, rate: float) -> str:
-    """What more workers would do.
+    """Say what more workers would do.
 
     Args:
-        more: How many: at least, likely, at most; None if that would not help.
-        following: The part that comes next, by its capacity.
-        full: How full that would then be; above 1 if it is the next bound.
+        more: Number of workers: at least, likely, at most; None if more would not help.
+        following: Next limiting part, by its capacity.
+        full: Use of that part with more workers; above 1 if it is the next bound.
         rate: Batches per second that it allows.
     """
     if more is None:

@@ -1,7 +1,7 @@
-"""Samples that are left out because the dataset raised an exception (``on_error="skip"``): the batch gets smaller.
+"""Samples left out because the dataset raised an exception (``on_error="skip"``): the batch gets smaller.
 
-Who loads a batch collects what is missing in a :class:`Reduced`, which then takes the place of the batch on its way to
-the consumer. So nothing is added to a batch that is whole.
+The process that loads a batch collects what is missing in a :class:`Reduced`, which replaces the batch on its way to
+the consumer. Complete batches carry nothing extra.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
 
-# How many samples a message names.
+# Number of samples that a message names.
 MAX_SHOWN = 16
 
 
@@ -26,12 +26,12 @@ class Reduced:
     """A batch without some of its samples.
 
     Attributes:
-        stream: That it is of; None for a map-style dataset.
-        num_skipped: So many are missing.
-        shown: The first of them, in words: indices or, of a stream, places in it, from 0.
-        errors: The first exception and the last one, which may be the same.
-        ends_stream: The stream was at its end right after an exception.
-        where: It was made, in words.
+        stream: Stream of the batch; None for a map-style dataset.
+        num_skipped: Number of missing samples.
+        shown: First missing samples, in words: indices or, of a stream, places in it, from 0.
+        errors: First and last exception, which may be the same.
+        ends_stream: True if the stream ended right after an exception.
+        where: Process that loaded the batch, in words.
     """
 
     stream: int | None = None
@@ -44,7 +44,7 @@ class Reduced:
     where: str = "this process"
 
     def leave_out(self, indices: Sequence[Any], error: Exception) -> None:
-        """The dataset raised ``error`` when it was asked for these."""
+        """Note that the dataset raised ``error`` for these samples."""
         self.num_skipped += len(indices)
         self.shown += map(str, indices[: MAX_SHOWN - len(self.shown)])
         self.errors[1:] = [error]
@@ -54,19 +54,19 @@ class Reduced:
         self.batch, self.is_empty = batch, False
 
     def pin_memory(self) -> Reduced:
-        """What torch calls to pin a batch of a type that it does not know."""
+        """Pin the batch; torch calls this for types that it does not know."""
         self.batch = pin_memory(self.batch)  # type: ignore[no-untyped-call]
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An exception may be anything. As those that are raised, it always arrives, as itself or in words.
+        # Exceptions may be of any type. Like raised ones they always arrive, as themselves or in words.
         where = f"process {os.getpid()} on {socket.gethostname()}"
         errors = [dumps_exception(error, where) for error in self.errors]
         fields = (self.stream, self.num_skipped, self.shown, self.ends_stream, self.is_empty)
         return _rebuild, (fields, errors, self.batch)
 
     def __str__(self) -> str:
-        """What is missing, and why."""
+        """Name the missing samples, and the reasons."""
         parts = []
         if self.num_skipped:
             indices = ", ".join(self.shown) + (", ..." if self.num_skipped > len(self.shown) else "")

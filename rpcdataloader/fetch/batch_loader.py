@@ -1,4 +1,4 @@
-"""Fetch the samples of a batch and collate them, with seeds that depend on neither worker nor order.
+"""Fetch the samples of a batch and collate them, with seeds independent of worker and order.
 
 Runs in a worker, or in the trainer's own process for ``workers="inline"``.
 """
@@ -28,30 +28,30 @@ from rpcdataloader.fetch.whereabouts import ALL, DONE, dataset_stopped, describe
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
 
-# torch's own functions draw no random numbers, so the generators need no seed for them: 7 us of a batch of one integer.
-# Functions that the user has registered for more types may.
+# torch's own functions draw no random numbers, so they need no seeded generators: 7 us of a batch of one integer.
+# Functions that the user has registered for more types may draw.
 _TORCH_COLLATE = (default_collate, default_convert)
 _NUM_TORCH_TYPES = len(default_collate_fn_map)
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderSpec:
-    """What a worker has to know of a loader; sent once.
+    """The loader as a worker needs to know it; sent once.
 
     Attributes:
-        collate_fn: None for torch's default.
-        auto_collation: Whether the sampler yields lists of indices, or single ones.
-        drop_last: Of an iterable-style dataset, leave out a last batch that is not full.
-        base_seed: From 0 to 2**63 - 1, the same on all workers.
-        epoch: From 0; see :meth:`BatchLoader.start_epoch`.
-        rank: Of the trainer; with ``world_size``, keeps the random numbers of ranks apart.
-        num_workers: 0 means what it means to torch: no worker info and no init function.
+        collate_fn: Collate function; None for torch's default.
+        auto_collation: True if the sampler yields lists of indices; False for single ones.
+        drop_last: True to leave out an incomplete last batch of an iterable-style dataset.
+        base_seed: Seed from 0 to 2**63 - 1, the same on all workers.
+        epoch: Number of the epoch from 0; see :meth:`BatchLoader.start_epoch`.
+        rank: Rank of the trainer; with ``world_size``, keeps the random numbers of ranks apart.
+        num_workers: Number of workers; 0 means, as in torch, no worker info and no init function.
         first_place: Place in the epoch, over all ranks, of the first sample, where the sampler began later.
-        pipe_seed: Of an IterDataPipe in this pass, the same on all workers.
-        stream: Where an iterable-style dataset goes on; None for its beginning.
-        skips: Samples whose dataset raises an exception are left out.
-        retry_on: But not for these, except in the last try.
-        job: RANK and WORLD_SIZE that a stream of another rank has to see; None for those of the session.
+        pipe_seed: Seed of an IterDataPipe in this pass, the same on all workers.
+        stream: State from which an iterable-style dataset continues; None for its beginning.
+        skips: True to leave out samples whose dataset raises an exception.
+        retry_on: Exceptions after which a batch is retried instead, except in the last attempt.
+        job: RANK and WORLD_SIZE for a stream of another rank; None for those of the session.
     """
 
     collate_fn: Callable[[Any], Any] | None
@@ -73,8 +73,8 @@ class LoaderSpec:
     job: tuple[int, int] | None = None
 
 
-# How long a worker was at work on a batch: seconds to fetch, and to collate. A plain tuple: a class costs a microsecond
-# on either side.
+# Work of a worker on a batch: seconds to fetch, and to collate. A plain tuple: a class costs a microsecond on either
+# side.
 BatchMetrics = tuple[float, float]
 
 
@@ -85,11 +85,11 @@ class BatchLoader:
     collates plain tensors into recycled memory.
 
     Args:
-        dataset: Map-style.
-        allocator: Where to collate large tensors; None for fresh memory.
-        sends: Batches are pickled to be sent, so that they need not be whole before (see ``gathering``).
-        inline: This is the trainer's process: its generators, worker info and collate functions are as before
-            whenever a call returns.
+        dataset: Map-style dataset.
+        allocator: Memory for large collated tensors; None for fresh memory.
+        sends: True if batches are pickled to be sent, so that they need not be in one piece before (see ``gathering``).
+        inline: True in the trainer's process: its generators, worker info and collate functions are restored after each
+            call.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class BatchLoader:
         default = default_collate if spec.auto_collation else default_convert
         self._collate: Callable[[Any], Any] = default if spec.collate_fn is None else spec.collate_fn
         self._collate_tensors = TensorCollator(allocator)
-        self._reduced: Reduced | None = None  # what is missing in the batch that is being loaded
+        self._reduced: Reduced | None = None  # missing samples of the present batch
         self._last_try = False
         self._worker_info: Any = None
-        self._initial_seed: int | None = None  # of torch's generator, if the user's init function has chosen one
+        self._initial_seed: int | None = None  # seed of torch's generator, if the user's init function has set one
         self._begin()
         if not spec.num_workers:
             return
-        # Arguments that all supported versions of torch have.
+        # Arguments in all supported versions of torch.
         self._worker_info = torch_worker.WorkerInfo(  # type: ignore[no-untyped-call, unused-ignore]  # before 2.12
             id=spec.worker_id, num_workers=spec.num_workers, seed=spec.base_seed + spec.worker_id, dataset=dataset
         )
@@ -134,12 +134,12 @@ class BatchLoader:
                 self._initial_seed = seeding.users_torch_seed()
 
     def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
-        """Begin another pass: from the beginning of the dataset, and with the random numbers of ``epoch``."""
+        """Begin another pass: at the beginning of the dataset, with the random numbers of ``epoch``."""
         self._spec = replace(self._spec, epoch=epoch, first_place=first_place, pipe_seed=pipe_seed, stream=None)
         self._begin()
 
     def _begin(self) -> None:
-        """What else there is to do when a pass begins."""
+        """Complete the beginning of a pass."""
 
     def load(
         self,
@@ -152,17 +152,17 @@ class BatchLoader:
         """Load one batch.
 
         Args:
-            indices: A list of indices or, without automatic collation, one index.
+            indices: List of indices or, without automatic collation, one index.
             position: Place of the first sample in this epoch of this rank's loader, from 0.
-            batch_number: Of this rank's loader in this epoch, from 0.
-            last_try: Also skip what is to be tried again otherwise.
-            left_out: Skip these places of it, each for a reason; ``ALL`` stands for all of them.
+            batch_number: Number of the batch of this rank's loader in this epoch, from 0.
+            last_try: True to skip also samples that are retried otherwise.
+            left_out: Places in the batch to skip, each with the reason; ``ALL`` stands for all of them.
 
         Returns:
             Timings, and the batch; or, if samples are skipped, a :class:`Reduced` in its place.
 
         Raises:
-            Exception: Whatever the dataset or the collate function raise; a ``RuntimeError`` for ``StopIteration``.
+            Exception: An exception of the dataset or the collate function; a ``RuntimeError`` for ``StopIteration``.
         """
         self._reduced, self._last_try = None, last_try
         return self._at_work(self._load, indices, position, batch_number, left_out)
@@ -184,7 +184,7 @@ class BatchLoader:
         return (fetched - start, time.perf_counter() - fetched), batch
 
     def _at_work(self, load: Callable[..., tuple[BatchMetrics, Any]], *args: Any) -> tuple[BatchMetrics, Any]:
-        """Call ``load`` with what user code may ask for while it loads."""
+        """Call ``load`` with the environment that user code expects."""
         if self._inline:
             with _trainer_restored(True), seeding.sample_scope():
                 self._prepare()
@@ -212,8 +212,8 @@ class BatchLoader:
             raise stopped("collate_fn") from stop
 
     def _collate_rest(self, samples: list[Any], batch_number: int) -> Any:
-        """Collate a batch without the samples that are skipped."""
-        # Not kept until the next batch: it refers to this one, and to the frames of the exceptions.
+        """Collate a batch without the skipped samples."""
+        # Cleared before the next batch: it refers to this one, and to the frames of the exceptions.
         reduced, self._reduced = self._reduced, None
         assert reduced is not None
         if samples:
@@ -243,7 +243,7 @@ class BatchLoader:
                 except StopIteration as stop:
                     raise dataset_stopped(dataset, indices, at_once=not single) from stop
             except BaseException as error:
-                # That was one question, so nothing is left.
+                # One call for all samples, so none is left.
                 if not self._skip([indices] if single else indices, error):
                     what = "index" if single else "indices"
                     self._name(
@@ -251,7 +251,7 @@ class BatchLoader:
                     )
                     raise
                 return []
-            # Of our own, as the dataset may keep the one that it returns.
+            # A list of our own, as the dataset may keep the one that it returns.
             return samples.copy() if type(samples) is list and not single else samples
         samples = []
         for place, index in enumerate(indices, position):
@@ -272,14 +272,14 @@ class BatchLoader:
         return samples
 
     def _name(self, error: BaseException, sample: str) -> None:
-        """Say in an exception what was being loaded; a worker's name comes to it on the way to the trainer."""
+        """Add to an exception what was being loaded; the worker's name is added on the way to the trainer."""
         if self._inline:
             add_note(error, sample)
         else:
             name_sample(error, sample)
 
     def _skip(self, indices: Sequence[Any], error: BaseException) -> bool:
-        """Whether samples are left out because of an exception; if so, they are from now on."""
+        """Whether samples are left out because of an exception; if so, leave them out."""
         spec = self._spec
         if not spec.skips or not isinstance(error, Exception) or isinstance(error, RPCError):
             return False
@@ -289,18 +289,18 @@ class BatchLoader:
         return True
 
     def _leave_out(self, indices: Sequence[Any], reason: str) -> None:
-        """Leave samples out that have killed workers."""
+        """Leave out samples that have killed workers."""
         self._begin_reduced().leave_out(indices, ConnectionLostError(f"it {reason}"))
 
     def _begin_reduced(self) -> Reduced:
-        """What is missing in the batch that is being loaded, which is something."""
+        """Return the record of missing samples of the present batch."""
         if self._reduced is None:
             self._reduced = Reduced(self._spec.worker_id if self._spec.iterable else None)
         return self._reduced
 
     def _begin_collate(self, batch_number: int) -> None:
         spec = self._spec
-        # The same number on two ranks is not the same batch.
+        # The same number on two ranks is another batch.
         number = batch_number * spec.world_size + spec.rank
         seeds = seeding.batch_seeds(spec.base_seed, spec.epoch, number)
         seeding.begin_sample(seeds, initial_seed=self._initial_seed)
@@ -335,12 +335,12 @@ if hasattr(os, "register_at_fork"):
 def _trainer_restored(inline: bool) -> Iterator[None]:
     """Undo what loading changes in the process, if ``inline``.
 
-    A worker keeps worker info and collate function between batches, also for threads that the dataset has started.
+    A worker keeps worker info and collate function between batches, also for threads of the dataset.
     """
     if not inline:
         yield
         return
-    # What is changed belongs to the process: two threads that load at the same time would restore it for each other.
+    # The process's state is changed: two threads that load at the same time would restore it for each other.
     with _inline_lock, _process_restored():
         yield
 

@@ -1,4 +1,4 @@
-"""What a trainer calls in a worker, which serves one loader: :func:`open_loader` first, then :func:`load` per batch."""
+"""Functions that a trainer calls in a worker of one loader: :func:`open_loader` first, then :func:`load` per batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rpcdataloader.wire.slabs import PageablePool
 
 
 class _FailedLoader:
-    """What failed to begin fails for every batch, as with torch, so that a loop which goes on comes to its end."""
+    """Fails for every batch after a failed beginning, as with torch, so that a loop that goes on comes to its end."""
 
     def __init__(self, dataset: Any, spec: LoaderSpec, error: BaseException) -> None:
         self._dataset = dataset
@@ -34,7 +34,7 @@ _loader: BatchLoader | _FailedLoader | None = None  # of this process, a worker
 
 
 def open_loader(dataset: Any, spec: LoaderSpec) -> None:
-    """Make this process a worker of a loader. What ``worker_init_fn`` raises is raised by :func:`load`."""
+    """Make this process a worker of a loader. Exceptions of ``worker_init_fn`` are raised by :func:`load`."""
     global _loader
     kind = StreamLoader if spec.iterable else BatchLoader
     try:
@@ -52,7 +52,7 @@ def load(
 
 def start_epoch(epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
     """Begin another pass over the open loader; see :class:`LoaderSpec`."""
-    here.batch[0] = 0  # numbers begin anew
+    here.batch[0] = 0  # numbers restart
     _get_loader().start_epoch(epoch, first_place, pipe_seed)
 
 

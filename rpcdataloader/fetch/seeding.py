@@ -1,9 +1,9 @@
 """Random numbers that depend on a sample's place in the epoch, and on nothing else.
 
-Before each sample python's, numpy's and torch's global generators are seeded from (base seed, epoch, position). So the
-augmentation of a batch is the same whichever worker makes it, and whatever that worker did before.
+Before each sample, python's, numpy's and torch's global generators are seeded from (base seed, epoch, position). So the
+augmentation of a batch depends neither on its worker nor on that worker's past.
 
-Everything here is state of the process, as the three generators are: one sample at a time per process.
+The state here is the process's, like the three generators: one sample at a time per process.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _MASK_64 = 2**64 - 1
 _PACK_KEY = struct.Struct("<QQQ").pack
 _UNPACK_SEEDS = struct.Struct("<QQLL").unpack
 
-# Of a sample (63 bits), and of python's (64), numpy's and torch's generators (32 each) while it is loaded.
+# Seeds of a sample (63 bits), and of python's (64), numpy's and torch's generators (32 each) while it is loaded.
 Seeds = tuple[int, int, int, int]
 
 _current_seed: int | None = None
-_torch_seed: int | None = None  # that torch's generator got from set_random_seeds
+_torch_seed: int | None = None  # seed of torch's generator from set_random_seeds
 
 
 def get_sample_seed() -> int:
     """Return the seed of the sample that is being loaded, for datasets with generators of their own.
 
-    While a loader of this package fetches a sample, every call returns the same number: the same for the same base
-    seed, epoch and position, however many workers there are. In ``__getitems__`` it is the seed of the first sample of
-    the batch, in ``collate_fn`` one of the batch. Elsewhere, for example under a plain ``torch.utils.data.DataLoader``,
-    each call draws a new number from torch's default generator.
+    While a loader of this package fetches a sample, every call returns the same number, which depends on base seed,
+    epoch and position alone. In ``__getitems__`` it is the seed of the batch's first sample, in ``collate_fn`` one of
+    the batch. Elsewhere, for example under a plain ``torch.utils.data.DataLoader``, each call draws a new number from
+    torch's default generator.
 
     Returns:
         An integer from 0 to 2**63 - 1. Take it modulo ``2**32`` for ``numpy.random.seed``.
@@ -49,23 +49,23 @@ def get_sample_seed() -> int:
 def set_random_seeds(base_seed: int, worker_id: int) -> None:
     """Seed the global generators of python, numpy and torch of this process once, as torch does in its workers.
 
-    For a ``worker_init_fn``, or to be called by ``rpc_async``. Generators of accelerators are left alone.
+    For a ``worker_init_fn``, or for a call by ``rpc_async``. Generators of accelerators are left alone.
 
     Args:
-        base_seed: From 0 to 2**63 - 1, the same on all workers.
-        worker_id: From 0; workers with different ids get different numbers.
+        base_seed: Seed from 0 to 2**63 - 1, the same on all workers.
+        worker_id: Number from 0; workers with different ids get different random numbers.
     """
     global _torch_seed
     random.seed(base_seed + worker_id)
     torch.default_generator.manual_seed(base_seed + worker_id)
     _torch_seed = torch.default_generator.initial_seed()
-    # numpy's would give the same numbers as torch's for the same seed (see below): mix, as torch does.
+    # numpy's and torch's generators would give the same numbers for the same seed (see below): mix, as torch does.
     entropy = np.random.SeedSequence([worker_id, base_seed & 0xFFFFFFFF, base_seed >> 32])
     np.random.seed(entropy.generate_state(4))
 
 
 def users_torch_seed() -> int | None:
-    """The seed of torch's generator, if somebody has set one since :func:`set_random_seeds`."""
+    """The seed of torch's generator, if it was set after :func:`set_random_seeds`."""
     seed = torch.default_generator.initial_seed()
     return None if seed == _torch_seed else seed
 
@@ -74,10 +74,10 @@ def sample_seeds(base_seed: int, epoch: int, position: int) -> Seeds:
     """Return the seeds of a sample.
 
     Args:
-        base_seed: 64 bits; others are ignored.
-        epoch: From 0.
-        position: Place in the epoch over all ranks: place in this rank's loader times world size, plus rank. Not the
-            index, which repeats when sampling with replacement and must not repeat the augmentation.
+        base_seed: Seed of 64 bits; further bits are ignored.
+        epoch: Number of the epoch, from 0.
+        position: Place in the epoch over all ranks: place in this rank's loader times world size, plus rank. An index
+            would repeat in sampling with replacement, and with it the augmentation.
     """
     return _derive(b"sample", base_seed, epoch, position)
 
@@ -86,33 +86,33 @@ def batch_seeds(base_seed: int, epoch: int, number: int) -> Seeds:
     """Return the seeds for collating a batch, never equal to those of samples other than by chance.
 
     Args:
-        base_seed: As for :func:`sample_seeds`.
-        epoch: From 0.
+        base_seed: Seed as for :func:`sample_seeds`.
+        epoch: Number of the epoch, from 0.
         number: Number of the batch over all ranks: number in this rank's loader times world size, plus rank.
     """
     return _derive(b"batch", base_seed, epoch, number)
 
 
 def _derive(purpose: bytes, base_seed: int, epoch: int, number: int) -> Seeds:
-    # Neighbouring positions must give unrelated numbers. BLAKE2b does, keeps purposes apart by its `person` parameter,
-    # and takes 0.6 us: less than a few rounds of an integer mixer such as splitmix64 take in Python (1.0 us).
+    # Neighbouring positions must give unrelated numbers. BLAKE2b does that, separates purposes by its `person`
+    # parameter, and takes 0.6 us: less than a few rounds of an integer mixer such as splitmix64 in Python (1.0 us).
     key = _PACK_KEY(base_seed & _MASK_64, epoch, number)
     digest = hashlib.blake2b(key, digest_size=24, person=purpose).digest()
     seed, python_seed, numpy_seed, torch_seed = _UNPACK_SEEDS(digest)
-    return seed >> 1, python_seed, numpy_seed, torch_seed  # the first fits int64, which torch and numpy like
+    return seed >> 1, python_seed, numpy_seed, torch_seed  # the first fits int64, as torch and numpy need
 
 
 def begin_sample(seeds: Seeds, *, initial_seed: int | None = None) -> None:
     """Seed the global generators of python, numpy and torch for a sample, or for collating a batch, in 6 us.
 
     Args:
-        seeds: The first becomes what :func:`get_sample_seed` returns.
-        initial_seed: What ``torch.initial_seed()`` shall return, if not the seed that torch's generator gets.
+        seeds: Seeds of the sample; the first becomes the result of :func:`get_sample_seed`.
+        initial_seed: Result of ``torch.initial_seed()``, if other than the seed that torch's generator gets.
     """
     global _current_seed
     # Numpy and torch run the same Mersenne twister and start it from 32 bits in the same way (torch ignores the upper
-    # half): from equal seeds they draw equal numbers. And a dataset may seed a generator of its own with
-    # `get_sample_seed()`. So there is a seed for each.
+    # half): equal seeds give equal numbers. A dataset may also seed its own generator with `get_sample_seed()`. So each
+    # has its own seed.
     _current_seed, python_seed, numpy_seed, torch_seed = seeds
     random.seed(python_seed)
     np.random.seed(numpy_seed)
@@ -120,19 +120,19 @@ def begin_sample(seeds: Seeds, *, initial_seed: int | None = None) -> None:
     torch.default_generator.manual_seed(torch_seed)
     if initial_seed is not None:
         state = torch.default_generator.get_state()
-        state.numpy()[:8].view(np.uint64)[0] = initial_seed  # of which the numbers to come are independent
+        state.numpy()[:8].view(np.uint64)[0] = initial_seed  # the numbers to come do not depend on it
         torch.default_generator.set_state(state)
 
 
 def end_sample() -> None:
-    """No sample is being loaded in this process any more."""
+    """Note that no sample is being loaded in this process."""
     global _current_seed
     _current_seed = None
 
 
 @contextmanager
 def sample_scope() -> Iterator[None]:
-    """Bounds the calls of :func:`begin_sample`: the current seed is afterwards what it was before."""
+    """Limit :func:`begin_sample` to a block: the seed from before is then current again."""
     global _current_seed
     outer_seed = _current_seed
     try:
@@ -143,7 +143,7 @@ def sample_scope() -> Iterator[None]:
 
 @contextmanager
 def generators_restored() -> Iterator[None]:
-    """Put the three global generators back to where they were before."""
+    """Restore the three global generators at the end of a block."""
     states = get_states()
     try:
         yield

@@ -28,7 +28,7 @@ class StreamLoader(BatchLoader):
         self._ended = self._spec.stream is not None and self._spec.stream.ended
         self._num_samples = 0
         self._num_batches = 0
-        self._failed_at = -1  # how many samples there were after the last one that was skipped
+        self._failed_at = -1  # number of samples after the last skipped one
 
     def load(
         self,
@@ -38,14 +38,14 @@ class StreamLoader(BatchLoader):
         last_try: bool = False,
         left_out: Mapping[int, str] | None = None,  # noqa: ARG002
     ) -> tuple[BatchMetrics, Any]:
-        """Load the next batch. The stream itself knows where it is; of ``indices``, the number counts.
+        """Load the next batch. The stream itself knows its place; ``indices`` only gives the number of samples.
 
         Returns:
-            Timings, and the batch with the :class:`StreamState` after it, or None in its place at the end. With samples
-            that are skipped, or where the stream has ended after one, a :class:`Reduced` in place of the batch.
+            Timings, and the batch with the :class:`StreamState` after it, or None in its place at the end. If samples
+            were skipped, or the stream ended after a skipped one, a :class:`Reduced` replaces the batch.
 
         Raises:
-            Exception: Whatever the dataset or the collate function raise.
+            Exception: An exception of the dataset or the collate function.
         """
         self._reduced, self._last_try = None, last_try
         return self._at_work(self._load_next, indices, batch_number)
@@ -59,7 +59,7 @@ class StreamLoader(BatchLoader):
         except StopIteration:
             self._ended, samples = True, []
         except BaseException:
-            # As with torch: who has no iterator has no more batches.
+            # As with torch: without an iterator there are no more batches.
             self._ended = self._ended or self._iterator is None
             raise
         here.sample[0] = DONE
@@ -102,7 +102,7 @@ class StreamLoader(BatchLoader):
         return samples
 
     def _note_end(self) -> None:
-        """Tell, once, if the stream has ended right after a sample that was skipped."""
+        """Report, once, that the stream has ended right after a skipped sample."""
         if self._failed_at == self._num_samples:
             self._failed_at = -1
             self._begin_reduced().ends_stream = True
@@ -117,7 +117,7 @@ class StreamLoader(BatchLoader):
                 raise stopped(f"{type(self._dataset).__name__}.__iter__()") from stop
         here.sample[0] = self._num_samples
         self._begin_sample(self._num_samples)
-        self._num_samples += 1  # one that fails, too: skipping asks for it again
+        self._num_samples += 1  # failed samples count: skipping repeats them
         try:
             return next(self._iterator)
         except StopIteration:
@@ -125,7 +125,7 @@ class StreamLoader(BatchLoader):
             raise
 
     def _open_iterator(self) -> Iterator[Any]:
-        """Iterate over the dataset from where the saved stream stopped; see ``stream_state.py``."""
+        """Iterate over the dataset from the saved place; see ``stream_state.py``."""
         saved = self._spec.stream or StreamState()
         _check_split(self._dataset, self._spec)
         self._begin_sample(-1)
@@ -142,17 +142,17 @@ class StreamLoader(BatchLoader):
 
     def _state(self) -> StreamState:
         owner, state = state_of(self._iterator, self._dataset)
-        # A worker pickles it now; here it may be the object that the dataset goes on changing.
+        # A worker pickles it now; here the dataset may go on changing the same object.
         state = copy.deepcopy(state) if self._inline else state
         return StreamState(self._num_samples, self._num_batches, owner, state, self._ended)
 
     def _begin_sample(self, position: int) -> None:
-        # -1 stands for what comes before the first sample.
+        # -1 stands for the time before the first sample.
         super()._begin_sample((position + 1) * self._spec.num_workers + self._spec.worker_id)
 
 
 def _check_split(dataset: Any, spec: LoaderSpec) -> None:
-    """Refuse a dataset of Hugging Face that was split for the rank of the session, where the stream is of another."""
+    """Refuse a Hugging Face dataset that was split for the session's rank, where the stream is of another rank."""
     split = getattr(dataset, "_distributed", None)
     if spec.job is not None and split is not None and (split.rank, split.world_size) != spec.job:
         raise ValueError(
@@ -165,7 +165,7 @@ def _check_split(dataset: Any, spec: LoaderSpec) -> None:
 def _shuffle_pipe(dataset: Any, spec: LoaderSpec) -> None:
     """Let a pipe of torch shuffle as on all other workers, which then take different parts of the same order."""
     if isinstance(dataset, IterDataPipe):
-        # One that was built on the nodes is not known to be a pipe where seeds are drawn.
+        # A dataset built on the nodes is not known to be a pipe where seeds are drawn.
         seed = spec.pipe_seed
         if seed is None:
             seed = seeding.batch_seeds(spec.base_seed, spec.epoch, 2**64 - 1)[0]

@@ -1,7 +1,7 @@
-"""How far an iterator over an iterable-style dataset has come, and how to go on from there.
+"""The place of an iterator over an iterable-style dataset, and how to continue from it.
 
 The conventions are those of torchdata's StatefulDataLoader: the state is the iterator's if it has one, else the
-dataset's; without one, what was delivered is taken again and thrown away.
+dataset's. Without any state, delivered samples are taken again and thrown away.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ logger = logging.getLogger("rpcdataloader.loader")
 
 
 class StreamState(NamedTuple):
-    """How far a stream, which is one worker's iterator over an iterable-style dataset, has come.
+    """The place of a stream, which is one worker's iterator over an iterable-style dataset.
 
     Attributes:
-        num_samples: Taken from it.
-        num_batches: Made of them.
-        owner: Which of the two has a ``state_dict()``: ``"iterator"``, or else ``"dataset"``; empty for neither.
-        state: What it returned.
-        ended: The last batch has met the end: it was not full.
+        num_samples: Number of samples taken from it.
+        num_batches: Number of batches made of them.
+        owner: Owner of the ``state_dict()``: ``"iterator"`` or ``"dataset"``; empty without one.
+        state: Result of that ``state_dict()``.
+        ended: True if the last batch met the end: it was incomplete.
     """
 
     num_samples: int = 0
@@ -33,7 +33,7 @@ class StreamState(NamedTuple):
 
 
 def state_of(iterator: Any, dataset: Any) -> tuple[str, Any]:
-    """Which of the two has a state of its own, the iterator before the dataset, and what it is."""
+    """Return the owner of a state, the iterator before the dataset, and the state."""
     for name, owner in (("iterator", iterator), ("dataset", dataset)):
         if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
             return name, owner.state_dict()
@@ -41,7 +41,7 @@ def state_of(iterator: Any, dataset: Any) -> tuple[str, Any]:
 
 
 def load_state(name: str, owner: Any, saved: StreamState) -> None:
-    """Load what was saved of the ``"dataset"``, before the iterator is made, or of the ``"iterator"``.
+    """Load the saved state of the ``"dataset"``, before the iterator is created, or of the ``"iterator"``.
 
     Raises:
         ValueError: The state is of another kind of dataset.
@@ -55,20 +55,20 @@ def load_state(name: str, owner: Any, saved: StreamState) -> None:
 
 
 def skip_sample(iterator: Iterator[Any]) -> bool:
-    """Throw away a sample that was delivered.
+    """Throw away a delivered sample.
 
     Returns:
-        False if it failed, as it must have then.
+        False if it failed, as it must have failed before.
 
     Raises:
-        ValueError: There is none.
+        ValueError: The stream has ended.
     """
     try:
         next(iterator)
     except StopIteration:
         raise ValueError("the saved pass had delivered more samples than this iterable-style dataset has now") from None
     except Exception:
-        # So it was when it was delivered.
+        # It failed before, when it was delivered.
         logger.debug("a skipped sample has failed again", exc_info=True)
         return False
     return True

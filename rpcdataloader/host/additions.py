@@ -1,8 +1,6 @@
-"""What the datasets and loaders of a client add to its sessions: variables of the environment, modules, and the wish to
-see what workers print.
+"""Additions of a client's datasets and loaders to its sessions: environment variables, modules, and workers' output.
 
-A client has one session per node, whichever loader asks for it. So a variable has one value, and a module one version,
-for all of them.
+A client has one session per node for all of its loaders, which share each variable's value and each module's version.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ _forward_output: Callable[[], object]  # in a session
 
 @dataclass(frozen=True, slots=True)
 class Additions:
-    """What a dataset or loader asks for, or all of them together."""
+    """Requests of a dataset or loader, or of all of them together."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, Module] = field(default_factory=dict)
@@ -27,26 +25,26 @@ class Additions:
 
     @classmethod
     def of(cls, variables: Mapping[str, str], modules: Iterable[Module], forward_output: bool) -> Additions:
-        """Those of one dataset or loader."""
+        """The additions of one dataset or loader."""
         return cls(variables, {module.name: module for module in modules}, forward_output)
 
     def plus(self, more: Additions) -> Additions:
-        """Both; this very object if ``more`` adds nothing.
+        """Both together; this very object if ``more`` adds nothing.
 
         Raises:
-            ValueError: A variable has another value already, a module another version; or the modules are too large.
+            ValueError: A variable has another value, a module another version, or the modules are too large.
         """
         for name, value in more.variables.items():
             if (before := self.variables.get(name, value)) != value:
                 raise ValueError(
-                    f"env: {name} is to be {value!r}, and is {before!r} for another dataset or loader of this "
-                    "process, with which it shares its sessions: give both the same value, or leave it to one"
+                    f"env: {name} is to be {value!r}, but another dataset or loader of this process, with the same "
+                    f"sessions, has set it to {before!r}: give both the same value, or leave it to one"
                 )
         for name, module in more.modules.items():
             if self.modules.get(name, module) != module:
                 raise ValueError(
-                    f"py_modules: the files of {name} are others than those that another dataset or loader of this "
-                    "process has sent, with which it shares its sessions: start the script again to use the new ones"
+                    f"py_modules: the files of {name} differ from those that another dataset or loader of this "
+                    "process, with the same sessions, has sent: restart the script to use the new ones"
                 )
         both = Additions(
             {**self.variables, **more.variables},
@@ -61,7 +59,7 @@ class Additions:
         return self if both == self else both
 
     def since(self, before: Additions) -> Additions:
-        """What a session must be told that knows ``before``."""
+        """The part that a session which knows ``before`` lacks."""
         return Additions(
             self.variables,
             {name: module for name, module in self.modules.items() if name not in before.modules},
@@ -70,10 +68,10 @@ class Additions:
 
 
 class SharedAdditions:
-    """What all sessions of a client get; thread-safe.
+    """The additions for all sessions of a client; thread-safe.
 
     Attributes:
-        current: All that was added; another object after each change.
+        current: Everything added so far; a new object after each change.
     """
 
     def __init__(self) -> None:
@@ -81,7 +79,7 @@ class SharedAdditions:
         self.current = Additions()
 
     def add(self, more: Additions) -> None:
-        """Have these, too.
+        """Add these.
 
         Raises:
             ValueError: They contradict what was added before.
@@ -91,11 +89,11 @@ class SharedAdditions:
 
 
 def become_session(folder: str, forward_output: Callable[[], object]) -> None:
-    """Prepare this process, which is a session.
+    """Prepare this process as a session.
 
     Args:
-        folder: For modules; made when there are some, and removed by the node server.
-        forward_output: Called when the client wants to see what workers print.
+        folder: Folder for modules; created on first use, and removed by the node server.
+        forward_output: Function to call when the client wants the workers' output.
     """
     global _forward_output
     _forward_output = forward_output
@@ -103,16 +101,16 @@ def become_session(folder: str, forward_output: Callable[[], object]) -> None:
 
 
 def begin(environment: Environment, additions: Additions) -> None:
-    """First of all in a session: see :func:`~rpcdataloader.host.environment.install` and :func:`add`."""
+    """First step of a session: see :func:`~rpcdataloader.host.environment.install` and :func:`add`."""
     install(environment)
     add(additions)
 
 
 def add(additions: Additions) -> None:
-    """Have them in this session, and in the workers that it forks from now on.
+    """Apply them to this session, and to its later workers.
 
     Raises:
-        ImportError: A module is too late.
+        ImportError: A module was imported from elsewhere before.
         OSError: There is no room for the modules.
     """
     set_variables(additions.variables)

@@ -1,12 +1,11 @@
-"""What a session takes over of its client's process: where modules of the training script are found, and its rank.
+"""The part of a client's process that its session takes over: the folders of the script's modules, and the rank.
 
-Only paths that are the client's own travel: the script's folder, the current folder, entries of ``sys.path`` that
-the user added. Nothing under the interpreter's prefix does, since the server has its own installation.
+Only the client's own paths travel: the script's folder, the current folder, and entries that the user added to
+``sys.path``. Paths under the interpreter's prefix stay, since the server has its own installation.
 
-A folder of the client that is missing here is a warning, and errors that may come of it say so.
+A client's folder that is missing here is a warning, and errors that it may have caused say so.
 
-Datasets that split their files look for the rank in RANK and WORLD_SIZE. LOCAL_RANK stays at home: it numbers the
-trainers of another machine.
+Datasets that split their files read RANK and WORLD_SIZE. LOCAL_RANK stays: it numbers trainers of another machine.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 
 logger = logging.getLogger("rpcdataloader.server")
 
-# Which folders of the client this process lacks, in words; empty if it has them. Forks inherit it.
+# The client's folders that this process lacks, in words; empty if it has all. Forks inherit it.
 _lack = ""
 
 
@@ -30,9 +29,9 @@ class Environment:
     """A client's process.
 
     Attributes:
-        import_path: Where its own modules are: absolute paths, in the order of its ``sys.path``.
-        directory: Where it ran; empty if that is gone.
-        rank: Its place among ``world_size`` trainers.
+        import_path: Absolute paths of the client's own modules, in the order of its ``sys.path``.
+        directory: Working directory; empty if it was deleted.
+        rank: Place among ``world_size`` trainers.
     """
 
     import_path: tuple[str, ...]
@@ -48,7 +47,7 @@ def collect(rank: int = 0, world_size: int = 1) -> Environment:
     except FileNotFoundError:
         directory = ""
     main = sys.modules.get("__main__")
-    # None for `python -m package.train`: names in the package's folder would shadow others, as they do not here.
+    # None for `python -m package.train`: names in the package's folder would shadow others, which they do not here.
     script = getattr(main, "__file__", None) if getattr(main, "__spec__", None) is None else None
     own = [os.path.dirname(os.path.abspath(script))] if script else []
     installed = _installed_prefixes()
@@ -60,9 +59,7 @@ def collect(rank: int = 0, world_size: int = 1) -> Environment:
 
 
 def install(environment: Environment) -> None:
-    """Put the client's paths that exist here in front of ``sys.path``, go to its directory if it exists here, and set
-    RANK and WORLD_SIZE, whatever they said of the node server itself.
-    """
+    """Prepend the client's paths that exist here to ``sys.path``, enter its directory if it exists, set its rank."""
     set_rank(environment.rank, environment.world_size)
     found = [path for path in environment.import_path if os.path.exists(path)]
     sys.path[:] = [*found, *(entry for entry in sys.path if entry not in found)]
@@ -75,7 +72,7 @@ def install(environment: Environment) -> None:
 
 
 def hint_at(error: BaseException) -> str | None:
-    """What to do about an error that a missing folder of the client may have caused; None for any other."""
+    """The remedy for an error that a missing folder of the client may have caused; None for other errors."""
     if not _lack or not any(
         isinstance(exc, (FileNotFoundError, ModuleNotFoundError)) for exc in (error, error.__cause__)
     ):
@@ -103,14 +100,14 @@ def set_rank(rank: int, world_size: int) -> None:
 
 
 def set_variables(variables: Mapping[str, str]) -> None:
-    """Set variables of the environment, for this process and its forks."""
+    """Set environment variables, for this process and its forks."""
     os.environ.update(variables)
 
 
 def _installed_prefixes() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    # The standard library and site-packages, and the zip beside them; not the prefix itself, which may be /usr
-    # or a folder that also holds the user's project (a .venv in it is covered by its own site-packages).
+    # The standard library and site-packages, and the zip beside them. The prefix itself may be /usr, or a folder that
+    # also holds the user's project (a .venv in it is covered by its own site-packages).
     library = paths["stdlib"]
     zipped = os.path.join(os.path.dirname(library), f"python{sys.version_info[0]}{sys.version_info[1]}.zip")
     return tuple({library, paths["platstdlib"], paths["purelib"], paths["platlib"], zipped})

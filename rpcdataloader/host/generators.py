@@ -1,7 +1,7 @@
 """The state of the three global random generators: python's, numpy's and torch's.
 
-A dataset that draws random numbers in its constructor is built from the state that the trainer was in, so that it is
-the same on every node, and the same as one that the trainer had built.
+A dataset that draws random numbers in its constructor is built from the trainer's state, so that it is the same on
+every node, and the same as one built in the trainer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def get_states() -> tuple[Any, ...]:
-    """The states of the generators of this process; they can be pickled, about 10 KB."""
+    """The states of this process's generators; picklable, about 10 KB."""
     return random.getstate(), np.random.get_state(), torch.default_generator.get_state().numpy().tobytes()
 
 
@@ -27,7 +27,7 @@ def set_states(states: tuple[Any, ...]) -> None:
 
 
 def states_to_plain(states: tuple[Any, ...]) -> dict[str, Any]:
-    """The same in numbers, strings and lists, for files that may hold nothing else."""
+    """The states as numbers, strings and lists, for files that may hold only these."""
     (version, python_state, gauss), numpy_state, torch_state = states
     name, key, *rest = numpy_state
     return {

@@ -1,7 +1,7 @@
-"""Modules of a training script as archives: its client packs them, and the sessions unpack them in a folder of theirs.
+"""Modules of a training script as archives: the client packs them, and each session unpacks them in its own folder.
 
-An archive is a zip file with one top-level module or package. Files lie in it as they do beside the script, so a
-package finds its data by the same relative paths. Equal files make equal archives.
+An archive is a zip file with one top-level module or package. Its files lie as they do beside the script, so a package
+finds its data by the same relative paths. Equal files make equal archives.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-# For all modules of a client together: code and its small data travel to each session of each rank. Larger data belongs
-# on a file system.
+# For all modules of a client: they travel to each session of each rank. Larger data belongs on a file system.
 MAX_BYTES = 64 << 20
 
-# This session's folder for modules, which its node server removes; and the digests of those in it, by name.
+# This session's folder for modules, which its node server removes; and the digests of its modules, by name.
 _folder = ""
 _installed: dict[str, str] = {}
 
@@ -32,7 +31,7 @@ class Module:
     """A module or package.
 
     Attributes:
-        name: Without a dot.
+        name: Top-level name, without a dot.
         digest: SHA-256 of the archive, in hexadecimal digits.
     """
 
@@ -51,7 +50,7 @@ def pack(name: str, files: Mapping[str, bytes]) -> Module:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         for path, content in sorted(files.items()):
-            # The time of a ZipInfo is always the same, and not that of the file.
+            # A ZipInfo has a constant time instead of the file's.
             archive.writestr(zipfile.ZipInfo(path), content, zipfile.ZIP_DEFLATED, compresslevel=1)
     size_bytes = sum(map(len, files.values()))
     return Module(name, hashlib.sha256(buffer.getvalue()).hexdigest(), size_bytes, buffer.getvalue())
@@ -68,7 +67,7 @@ def unpack(module: Module, folder: str) -> None:
         raise ValueError(f"the archive of module {module.name} does not match its digest")
     with zipfile.ZipFile(io.BytesIO(module.archive)) as archive:
         members = archive.infolist()
-        # What is read of a member is never more than it says here.
+        # No member yields more than its file_size.
         if (size_bytes := sum(member.file_size for member in members)) > MAX_BYTES:
             raise ValueError(f"the archive of module {module.name} has {size_bytes} bytes, more than {MAX_BYTES}")
         for member in members:
@@ -82,7 +81,7 @@ def unpack(module: Module, folder: str) -> None:
 
 
 def unpack_into(folder: str) -> None:
-    """Choose the folder for the modules of this process, which is a session; it is made when there are some."""
+    """Choose the folder for the modules of this session; it is created on first use."""
     global _folder
     _folder = folder
 
@@ -91,26 +90,26 @@ def install_modules(modules: Iterable[Module]) -> None:
     """Let this process and its forks import modules of the client, before all others of the same name.
 
     Raises:
-        ImportError: One was imported from elsewhere.
+        ImportError: A module was imported from elsewhere before.
         ValueError: An archive is malformed.
-        OSError: There is no room for the files.
+        OSError: The files cannot be written.
     """
     new = [module for module in modules if _installed.get(module.name) != module.digest]
     for module in new:
         if module.name in sys.modules or module.name in _installed:
             where = getattr(sys.modules.get(module.name), "__file__", None) or "somewhere else"
             raise ImportError(
-                f"py_modules: {module.name} is too late on {socket.gethostname()}, which has imported it from {where}: "
-                "give py_modules to the first dataset or loader of the script that needs it, start the node server "
-                f"without --preload {module.name}, or leave it out of py_modules",
+                f"py_modules: {module.name} comes too late on {socket.gethostname()}, which has imported it from "
+                f"{where}: give py_modules to the first dataset or loader of the script that needs it, start the node "
+                f"server without --preload {module.name}, or leave it out of py_modules",
                 name=module.name,
             )
     if new and not _folder:
         raise FileNotFoundError(f"py_modules: {socket.gethostname()} has no folder for temporary files: set its TMPDIR")
     if new and _folder not in sys.path:
         os.mkdir(_folder, 0o700)
-        # Held until the last fork has ended. What cleans temporary folders by age leaves one alone that is locked
-        # (systemd, tmpfiles.d); else another user could make it anew, and Python would look for modules there.
+        # Held until the last fork has ended. Cleaners of temporary folders (systemd, tmpfiles.d) spare a locked one;
+        # otherwise another user could create it anew, and Python would import modules from there.
         fcntl.flock(os.open(_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)
         sys.path.insert(0, _folder)
     for module in new:

@@ -1,7 +1,7 @@
-"""Huge pages, of which a fork copies one entry where it would copy 512.
+"""Huge pages: a fork copies one entry for each, instead of 512.
 
-A process that has imported torch has 40,000 pages. A fork copies an entry of each, and lets parent and child fault
-where they write to them; this is most of what a gate, a session or a worker costs before it runs anything.
+A process that has imported torch has 40,000 pages. A fork copies an entry of each, and parent and child fault where
+they write to them; this is most of the cost of a gate, a session or a worker before it runs anything.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ _libc = ctypes.CDLL(None)
 
 
 def collapse_pages() -> None:
-    """Move the memory that this process has by now into huge pages; does nothing where the kernel does not allow it.
+    """Move this process's memory into huge pages; does nothing if the kernel does not allow it.
 
-    Anonymous memory alone, and only where a huge page has been used already, so that hardly any is added.
+    Only anonymous memory in which a huge page has been used already, so that memory hardly grows.
     """
     try:
         with open("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") as file:

@@ -1,6 +1,6 @@
-"""What there is for this process, and what processes use: CPUs and memory, as the kernel says. Linux.
+"""CPUs and memory that this process may use, and that processes use, according to the kernel. Linux.
 
-Elsewhere, texts are empty, and what is not known is no limit.
+On other systems, texts are empty, and unknown amounts set no limit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def available_cpus(environ: Mapping[str, str] = os.environ, cgroup_root: str = "
     """CPUs that this process may use, at least 1: the least of its affinity, its cgroup's quota and its Slurm task's.
 
     Args:
-        environ: Where ``SLURM_CPUS_PER_TASK`` is looked up.
+        environ: Environment with ``SLURM_CPUS_PER_TASK``.
         cgroup_root: Mount point of the cgroup file system (version 2, or 1 with the cpu controller).
     """
     limits = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
@@ -47,10 +47,10 @@ def _cgroup_quota(root: str) -> float | None:
 
 
 def cgroup_folders(controller: str, root: str = "/sys/fs/cgroup") -> list[str]:
-    """The folders of this process's groups, each followed by those above it; they need not exist.
+    """The folders of this process's groups, each followed by its parents; they may be missing.
 
     Args:
-        controller: The one whose limits are wanted, such as ``cpu``; version 1 has a hierarchy for each.
+        controller: Controller of the limits, such as ``cpu``; version 1 has a hierarchy for each.
     """
     folders = []
     for line in read("/proc/self/cgroup").splitlines():
@@ -67,7 +67,7 @@ def cgroup_folders(controller: str, root: str = "/sys/fs/cgroup") -> list[str]:
 
 
 def read(path: str) -> str:
-    """The text of a small file, stripped; empty if there is none or it cannot be read."""
+    """The text of a small file, stripped; empty if it cannot be read."""
     try:
         with open(path) as file:
             return file.read().strip()
@@ -76,12 +76,12 @@ def read(path: str) -> str:
 
 
 class ProcessUse(NamedTuple):
-    """What a process is doing, and what it has used.
+    """State and use of a process.
 
     Attributes:
-        state: The letter by which Linux names the state of its main thread; empty when it has gone.
-        cpu_seconds: CPU time that all of its threads have used.
-        memory_bytes: Resident memory, including what it shares with other processes.
+        state: Linux's letter for the state of its main thread; empty when the process has gone.
+        cpu_seconds: CPU time of all its threads.
+        memory_bytes: Resident memory, including shared pages.
     """
 
     state: str = ""
@@ -90,7 +90,7 @@ class ProcessUse(NamedTuple):
 
 
 def process_use(pid: int) -> ProcessUse:
-    """What the process of that number is doing; the default if it has gone."""
+    """The use of a process; the default if it has gone."""
     # The name of the program, in parentheses, may hold anything.
     fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     if len(fields) < 22:
@@ -100,7 +100,7 @@ def process_use(pid: int) -> ProcessUse:
 
 
 def unread_bytes() -> dict[int, int]:
-    """Bytes that the kernel holds for the processes that own TCP sockets, by inode."""
+    """Bytes that the kernel holds unread, by the inode of their TCP socket."""
     unread = {}
     for name in "tcp", "tcp6":
         for line in read(f"/proc/net/{name}").splitlines()[1:]:
@@ -110,22 +110,22 @@ def unread_bytes() -> dict[int, int]:
 
 
 def memory_bytes(meminfo: str | None = None) -> dict[str, int]:
-    """The amounts of ``/proc/meminfo``, under the kernel's names; ``meminfo`` is its text, if it was read before."""
+    """The amounts of ``/proc/meminfo``, under the kernel's names; ``meminfo`` is its text, if read before."""
     text = read("/proc/meminfo") if meminfo is None else meminfo
     return {name: int(amount) * 2**10 for name, amount in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
 
 
-# Where nothing is known of the memory, as on systems without /proc.
+# Assumed where the memory is unknown, as on systems without /proc.
 UNKNOWN_MEMORY_BYTES = 4 * 2**30
 
-# Less than this would slow loaders down, and save nobody whose memory is that full.
+# Less would slow loaders down, and would not save a node whose memory is that full.
 MIN_BYTES = 64 * 2**20
 
-# A quarter of the memory for the batches of all loaders on a node, half of that for each of two loaders. What is left
-# is for what the trainer itself needs, for datasets, and for the page cache.
+# A quarter of the memory for the batches of all loaders on a node, half of that for each of two loaders. The rest is
+# for the trainer itself, for datasets, and for the page cache.
 FRACTION = 1 / 8
 
-# How many ranks are on this node, by whoever knows best: torchrun or mpirun, which started them, then Slurm, which may
+# The number of ranks on this node, best source first: torchrun or mpirun, which started them, then Slurm, which may
 # have started one process that starts the others. Slurm abbreviates: "4(x2),3" for nodes with 4, 4 and 3 tasks.
 _RANKS_VARIABLES = (
     "LOCAL_WORLD_SIZE",
@@ -138,8 +138,8 @@ _RANKS_VARIABLES = (
 def default_in_flight_bytes(environ: Mapping[str, str] = os.environ) -> int:
     """The default of ``max_in_flight_bytes``, for the memory that is available now.
 
-    The limit has to hold for the machine and not for one loader, so it is shared out: among the ranks on this node, and
-    among the loaders of each, of which two are at work in most scripts, for training and for validation.
+    The limit holds for the machine, so it is divided among the ranks on this node, and among the loaders of each, of
+    which most scripts use two at a time: training and validation.
     """
     limits = [
         read(f"{folder}/{name}")
@@ -152,14 +152,14 @@ def default_in_flight_bytes(environ: Mapping[str, str] = os.environ) -> int:
 def share_of_memory(meminfo: str, cgroup_limits: Iterable[str], environ: Mapping[str, str]) -> int:
     """An eighth of the memory of this node, divided by the number of ranks on it; at least 64 MiB.
 
-    Pure. The memory is the least of what is known: what the kernel says is available, the limits of the control
-    groups, and that of the Slurm job. Where nothing is known, the result is 4 GiB.
+    Pure. The memory is the least known amount: available according to the kernel, the limits of the control groups,
+    and the Slurm job's. If all are unknown, the result is 4 GiB.
 
     Args:
-        meminfo: Text of ``/proc/meminfo``; empty if there is none.
-        cgroup_limits: Texts of ``memory.max`` (version 2) or ``memory.limit_in_bytes`` (version 1); those that are no
-            numbers, such as ``max``, are no limits.
-        environ: Where ``SLURM_MEM_PER_NODE`` (MiB, 0 for all) and the number of ranks are looked up.
+        meminfo: Text of ``/proc/meminfo``; empty without such a file.
+        cgroup_limits: Texts of ``memory.max`` (version 2) or ``memory.limit_in_bytes`` (version 1); texts that are not
+            numbers, such as ``max``, set no limit.
+        environ: Environment with ``SLURM_MEM_PER_NODE`` (MiB, 0 for all) and the number of ranks.
     """
     memory = memory_bytes(meminfo)
     known = [int(text) for text in cgroup_limits if text.isdecimal()]
@@ -174,7 +174,7 @@ def share_of_memory(meminfo: str, cgroup_limits: Iterable[str], environ: Mapping
 
 def _num_ranks_here(environ: Mapping[str, str]) -> int:
     for name in _RANKS_VARIABLES:
-        # Not the 2 of "4(x2)".
+        # Without the 2 of "4(x2)".
         counts = [int(count) for count in re.findall(r"\b\d+", environ.get(name, ""))]
         if max(counts, default=0) > 0:
             return max(counts)
@@ -183,7 +183,7 @@ def _num_ranks_here(environ: Mapping[str, str]) -> int:
 
 @functools.cache
 def machine_id() -> str:
-    """What tells this machine from others, whatever its containers are called; new with every boot."""
+    """Identifies this machine, the same in all of its containers; new with every boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()

@@ -1,6 +1,6 @@
-"""Reading files that are trusted, such as secrets: only those that others cannot have written, or read.
+"""Reading trusted files, such as secrets: only those that other users cannot have written, or read.
 
-The open file is judged and not the path, which could lead to another file by then.
+The checks judge the open file, since the path could lead to another file by then.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import stat
 
 
 class Flaw(enum.Enum):
-    """Why a file is not to be trusted."""
+    """Reason to distrust a file."""
 
     KIND = enum.auto()
     OWNER = enum.auto()
@@ -19,7 +19,7 @@ class Flaw(enum.Enum):
 
 
 class UnsafeFileError(Exception):
-    """The file is not to be trusted; the text goes on after its name: ``"belongs to user 1000"``."""
+    """The file cannot be trusted; the text continues its name: ``"belongs to user 1000"``."""
 
     def __init__(self, flaw: Flaw, text: str) -> None:
         super().__init__(text)
@@ -30,11 +30,11 @@ def check(status: os.stat_result, forbidden: int, *, any_owner: bool = False) ->
     """Judge a file.
 
     Args:
-        forbidden: Bits of the mode that must not be set.
-        any_owner: It need not belong to this user, or to root.
+        forbidden: Bits of the mode that must be clear.
+        any_owner: Accept a file of another user than this one or root.
 
     Raises:
-        UnsafeFileError: It is no regular file, or one of others.
+        UnsafeFileError: The file is not regular, belongs to another user, or is open to other users.
     """
     if not stat.S_ISREG(status.st_mode):
         raise UnsafeFileError(Flaw.KIND, "is not a regular file")
@@ -49,17 +49,17 @@ def check(status: os.stat_result, forbidden: int, *, any_owner: bool = False) ->
 def read(
     path: str | os.PathLike[str], max_bytes: int, forbidden: int, *, any_owner: bool = False, follow: bool = True
 ) -> bytes:
-    """The content of a file, and one byte more than ``max_bytes`` at most.
+    """The content of a file, up to one byte more than ``max_bytes``.
 
     Args:
-        max_bytes: The content is no longer than that.
-        follow: The path may be a symbolic link.
+        max_bytes: Longest valid content.
+        follow: Accept a symbolic link as path.
 
     Raises:
-        UnsafeFileError: As :func:`check` does.
-        OSError: It cannot be read.
+        UnsafeFileError: See :func:`check`.
+        OSError: The file cannot be read.
     """
-    # Not blocking: opening a named pipe would wait for its writer.
+    # Non-blocking: opening a named pipe would wait for its writer.
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
     descriptor = os.open(path, flags)
     try:

@@ -1,8 +1,8 @@
-"""Batches on their way to a device: one asynchronous copy for each block, beside what the device computes.
+"""Copies of batches to a device: one asynchronous copy per block, beside the device's computation.
 
-The copies run on a stream of their own, whose memory they are made in. Who takes a batch lets the stream that he uses
-wait for their end, and the allocator wait for that stream before the memory is used again. Pinned memory that is read
-meanwhile is known to torch's allocator, see :class:`~rpcdataloader.wire.slabs.Block`, and may be let go at once.
+The copies run, and are allocated, on a stream of their own. The consumer's stream waits for their end, and the
+allocator waits for that stream before it reuses the memory. Torch's allocator knows of pinned memory that is being
+read, see :class:`~rpcdataloader.wire.slabs.Block`, so it may be dropped at once.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from rpcdataloader.wire.slabs import Allocator, Block, pinned_allocator_for
 
 
 class Copies(Protocol):
-    """Memory on a device that is being copied to."""
+    """Memory on a device that is the target of copies."""
 
     @property
     def memory(self) -> Sequence[torch.Tensor]:
-        """One ``uint8`` tensor for each that is copied."""
+        """One ``uint8`` tensor for each copied block."""
 
     def wait(self) -> None:
-        """Let what the calling thread does next on the device wait for the copies, and the memory for that."""
+        """Let the calling thread's next work on the device wait for the copies, and reuse of their memory for that."""
 
     def times(self) -> tuple[float, float] | None:
-        """Seconds that the copies took, and that the stream of the one who waited stood still for them.
+        """Seconds that the copies took, and that the waiting stream stalled for them.
 
-        None if that is not known, or not yet.
+        None if that is unknown, for now or for good.
         """
 
 
 class Copier(Protocol):
-    """What copies to one device. Thread-safe.
+    """Copies blocks to one device. Thread-safe.
 
     Attributes:
-        device: With its index.
+        device: Device with its index.
     """
 
     device: torch.device
 
     def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> Copies:
-        """Begin to copy ``uint8`` tensors; they may be dropped at once."""
+        """Begin to copy ``uint8`` tensors, which the caller may drop at once."""
 
     def is_busy(self) -> bool:
-        """Whether the stream of the calling thread has work left, so that a wait of the loop has cost nothing."""
+        """Whether the stream of the calling thread has work left, so that a wait of the loop costs nothing."""
 
 
 class StreamCopier:
     """Copies on a stream of its own.
 
     Args:
-        module: ``torch.cuda``, or what has its functions for another type of device.
+        module: Module ``torch.cuda``, or its equal for another type of device.
     """
 
     def __init__(self, device: torch.device, module: Any) -> None:
@@ -67,7 +67,7 @@ class StreamCopier:
     def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> Copies:
         """Begin to copy, from any thread."""
         module = self._module
-        # The device first: a stream of another one than the current would make a context on both.
+        # The device first: a stream of another device than the current one would create a context on both.
         with module.device(self.device), module.stream(self._stream):
             memory = [torch.empty(block.numel(), dtype=torch.uint8, device=self.device) for block in blocks]
             start = _recorded(module, self._stream) if is_timed else None
@@ -77,7 +77,7 @@ class StreamCopier:
         return _StreamCopies(self.device, module, memory, event, start)
 
     def is_busy(self) -> bool:
-        """See :class:`Copier`; to ask takes some microseconds."""
+        """See :class:`Copier`; the query takes some microseconds."""
         return not self._module.current_stream(self.device).query()
 
 
@@ -93,8 +93,8 @@ class _StreamCopies:
         self._device = device
         self._module = module
         self._event = event
-        self._start = start  # of copies that are timed
-        self._waits: list[Any] = []  # events around the wait of the stream
+        self._start = start  # of timed copies
+        self._waits: list[Any] = []  # events around the stream's wait
 
     def wait(self) -> None:
         stream = self._module.current_stream(self._device)
@@ -115,7 +115,7 @@ class _StreamCopies:
 
 
 class PlainCopier:
-    """Copies to a device that has one stream, in the order of all else."""
+    """Copies to a device with a single stream, in the order of all other work."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -127,7 +127,7 @@ class PlainCopier:
         return _Done(memory, time.monotonic() - began)
 
     def is_busy(self) -> bool:
-        """It does not tell."""
+        """Return False: it is unknown."""
         return False
 
 
@@ -137,14 +137,14 @@ class _Done:
         self._seconds = seconds
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once: the copies are done."""
 
     def times(self) -> tuple[float, float]:
         return self._seconds, 0.0
 
 
 class Carrier:
-    """Brings batches to a device."""
+    """Moves batches to a device."""
 
     def __init__(self, copier: Copier, allocator: Allocator) -> None:
         self.allocator = allocator
@@ -155,19 +155,19 @@ class Carrier:
         """Begin to copy the tensors of a message.
 
         Raises:
-            RuntimeError: The device has no memory left, or is in a state of error.
+            RuntimeError: The device is out of memory, or in a state of error.
         """
-        # In the trainer's thread, too, in which what is made for a validation would be of no use for training.
+        # Also in the trainer's thread, where tensors created in a validation would be useless for training.
         with torch.inference_mode(False), torch.no_grad():
             copies = self._copier.copy(movable.blocks, is_timed)
             movable.move(copies.memory, self._copier.device)
         return copies
 
     def send(self, batch: Any) -> Any:
-        """The batch that would arrive if a worker had made this one.
+        """Return the batch as it would arrive from a worker.
 
         Raises:
-            SerializationError: Some part of it cannot be pickled.
+            SerializationError: A part of it cannot be pickled.
             RuntimeError: As for :meth:`carry`.
         """
         encoded = dumps_reply(batch, name="batch")
@@ -187,18 +187,18 @@ class Carrier:
 
 
 def find_busy_gpu() -> Callable[[], bool] | None:
-    """What :meth:`Copier.is_busy` is where the loop uses a GPU, and copies batches there itself; None without one."""
+    """:meth:`Copier.is_busy` for a loop that uses a GPU, and copies batches there itself; None without one."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return lambda: not torch.cuda.current_stream().query()
 
 
 def make_carrier(device: torch.device, pageable: Allocator) -> Carrier:
-    """A carrier to what :func:`find_device` has found.
+    """Return a carrier to a device from :func:`find_device`.
 
     Args:
-        device: Without an index, the one of its type that is the current one of this thread.
-        pageable: For what cannot be pinned for this device.
+        device: Device; without an index, the current one of its type in this thread.
+        pageable: Memory for blocks that cannot be pinned for this device.
     """
     module = _module_of(device)
     if device == torch.device(device.type) and hasattr(module, "current_device"):  # without an index
@@ -208,14 +208,14 @@ def make_carrier(device: torch.device, pageable: Allocator) -> Carrier:
 
 
 def find_device(device: Any) -> torch.device | None:
-    """The device that is meant; None for the memory of this process.
+    """Return the device; None for the memory of this process.
 
     Args:
-        device: A :class:`torch.device`, what makes one, or None.
+        device: A :class:`torch.device`, an argument of one, or None.
 
     Raises:
-        TypeError: It is no device.
-        ValueError: There is no such device here.
+        TypeError: ``device`` has another type.
+        ValueError: The device does not exist here.
     """
     if device is None:
         return None
@@ -237,6 +237,6 @@ def find_device(device: Any) -> torch.device | None:
 
 
 def _module_of(device: torch.device) -> Any:
-    """``torch.cuda`` and its like; None for what is no accelerator."""
+    """Return ``torch.cuda`` or its equal; None for a device without one."""
     module = getattr(torch, device.type, None)
     return module if hasattr(module, "is_available") and hasattr(module, "device_count") else None

@@ -38,53 +38,53 @@ _TORCHS = {"prefetch_factor", "persistent_workers", "pin_memory_device"}
 class RPCDataloader(LoaderTools[_T_co]):
     """A ``torch.utils.data.DataLoader`` that loads and collates its batches in workers on any machine.
 
-    Arguments, batches, their order, and exceptions are torch's; see its documentation. What differs:
+    Arguments, batches, their order, and exceptions are torch's; see its documentation. Differences:
 
     Args:
         dataset: An :class:`~rpcdataloader.RPCDataset`, whose workers are used; or any dataset, which is pickled and
-            sent to the nodes of ``workers`` when an epoch begins, if it has changed.
-        num_workers: With an ``RPCDataset`` or ``workers``: how many of this process's share of the workers to use, 0
-            for all. Otherwise as in torch: worker processes on this machine, 0 to load in this process.
-        multiprocessing_context: Checked as by torch, and without meaning: workers are forked by their node server.
+            sent to the nodes of ``workers`` at the beginning of an epoch, if it has changed.
+        num_workers: Number of workers: with an ``RPCDataset`` or ``workers``, out of this process's share, 0 for all.
+            Otherwise as in torch: worker processes on this machine, 0 to load in this process.
+        multiprocessing_context: Checked as by torch, without effect: node servers fork their workers.
         prefetch_factor: Batches in flight per worker; 2 if left out.
-        workers: Where the workers are, as for :class:`~rpcdataloader.RPCDataset`. Left out, the environment variable
-            ``RPCDATALOADER_WORKERS`` decides.
-        partition: ``(rank, world size)`` of this process among those that share the workers; None to use all of
-            them, because the list was split by the caller. ``"auto"`` asks torch.distributed, or else the environment
-            variables RANK and WORLD_SIZE.
+        workers: Places of the workers, as for :class:`~rpcdataloader.RPCDataset`; by default those in the environment
+            variable ``RPCDATALOADER_WORKERS``.
+        partition: ``(rank, world size)`` of this process among those that share the workers; None to use all workers of
+            a list that the caller has split. ``"auto"`` asks torch.distributed, or else the environment variables RANK
+            and WORLD_SIZE.
         max_in_flight_bytes: Limit on the bytes of batches that are on their way or wait to be consumed. None for an
-            eighth of the memory of this machine or job as the epoch begins, divided by the ranks on the node.
-        max_retries: What a worker that died was loading is given to another one. A batch at which so many in a row
-            have died is an error, raised when its turn comes.
-        reconnect_timeout: Seconds to wait for a worker when none is left, as when all nodes restart; 0 not to wait.
-        task_timeout: Seconds that a worker may take for a batch. One that takes longer is ended, and the batch given to
-            another worker; after ``max_retries`` of them in a row it is an error, which shows where the last one was.
-            None for any time: a batch that is late by far is sent to a second worker all the same.
-        retry_on: Exceptions of the dataset that may pass, such as ``OSError``: up to ``max_retries`` times, the batch
-            is tried again after a pause, on another node if there is one, with the same random numbers. Not for
-            iterable-style datasets, which cannot be asked again. ``StopIteration`` is a ``RuntimeError`` here.
-        on_error: ``"skip"`` leaves out of its batch a sample whose dataset raises an exception, after ``retry_on``; a
-            batch of which nothing is left is not delivered. ``__getitems__`` is asked for a batch at once, so that is
-            left out as a whole. A warning tells which samples are missing. A sample of a map-style dataset at which
-            ``max_retries`` workers have died is left out, too. ``"raise"`` raises the exception in place of the batch,
-            as torch does.
-        max_skipped: More skipped samples than this in one pass are a
-            :class:`~rpcdataloader.errors.BadSamplesError`.
-        device: Where the tensors of a batch are when it is delivered, such as ``"cuda:0"``; ``"cuda"`` is the current
-            one of the thread that begins a pass. The next batch is copied while this one is used, in few large
-            pieces, out of pinned memory. Arrays, and tensors that are more than a dtype, a shape and strides (sparse
-            and nested ones, subclasses), stay where they are. None or ``"cpu"`` for no device.
-        env: Environment variables that the workers' sessions get: names and patterns of variables of this process, such
-            as ``["HF_*", "AWS_PROFILE"]``, which are read now; or their values, ``{"TZ": "UTC"}``. Not with an
-            ``RPCDataset``, which has its own.
-        py_modules: Modules and packages that the workers' sessions get, as for :class:`~rpcdataloader.RPCDataset`; they
-            are read now. Not with an ``RPCDataset``, which has its own.
-        forward_output: Print on the standard error of this process what workers print, each line with its origin.
-        min_workers: When a pass begins, wait until the node servers that are there have this many workers for this
-            process, at most for the connect timeout; 0 to begin with those that are there.
+            eighth of the memory of this machine or job at the beginning of the epoch, divided by the ranks on the node.
+        max_retries: Limit on deaths in a row. A dead worker's batch goes to another worker; after this many deaths it
+            is an error, raised when the batch's turn comes.
+        reconnect_timeout: Seconds to wait for a worker after the loss of all, as when all nodes restart; 0 to raise at
+            once.
+        task_timeout: Seconds that a worker may take for a batch. After that the worker is ended, and the batch goes to
+            another worker; after ``max_retries`` in a row it is an error, with the stack of the last worker. None for
+            no limit: a straggler still gets a backup task on a second worker.
+        retry_on: Exceptions of the dataset that may pass, such as ``OSError``: the batch is retried after a back-off,
+            up to ``max_retries`` times, on another node if possible, with the same random numbers. Only for map-style
+            datasets, as streams cannot repeat samples. ``StopIteration`` is a ``RuntimeError`` here.
+        on_error: ``"raise"`` raises an exception of the dataset in place of the batch, as torch does. ``"skip"`` leaves
+            the sample out of its batch, after ``retry_on``, and names it in a warning; empty batches are not delivered.
+            A dataset with ``__getitems__`` loads whole batches, so these are left out. A map-style sample at which
+            ``max_retries`` workers have died is left out, too.
+        max_skipped: Number of skipped samples in one pass above which a :class:`~rpcdataloader.errors.BadSamplesError`
+            is raised.
+        device: Device of a delivered batch's tensors, such as ``"cuda:0"``; ``"cuda"`` is the current one of the thread
+            that begins a pass. The next batch is copied while this one is used, in few large pieces, out of pinned
+            memory. Arrays, and tensors that are more than a dtype, a shape and strides (sparse and nested ones,
+            subclasses), stay where they are. None or ``"cpu"`` for no device.
+        env: Environment variables for the workers' sessions: names and patterns of variables of this process, such as
+            ``["HF_*", "AWS_PROFILE"]``, which are read now; or their values, ``{"TZ": "UTC"}``. An ``RPCDataset`` has
+            its own.
+        py_modules: Modules and packages for the workers' sessions, as for :class:`~rpcdataloader.RPCDataset`; they are
+            read now. An ``RPCDataset`` has its own.
+        forward_output: Print the output of workers on this process's standard error, each line with its origin.
+        min_workers: Number of workers that a pass waits for, at most for the connect timeout: until the node servers
+            have this many for this process. 0 to begin with the present ones.
 
     Raises:
-        ValueError: Arguments contradict each other or are out of range, or there is no such ``device``.
+        ValueError: Arguments contradict each other or are out of range, or the ``device`` does not exist.
         TypeError: The dataset is neither iterable-style nor has a ``__getitem__``; or an argument has a wrong type.
     """
 
@@ -131,7 +131,7 @@ class RPCDataloader(LoaderTools[_T_co]):
     ) -> None:
         arguments = locals()
         if isinstance(dataset, type):
-            raise TypeError(f"dataset is a class: give one of it, or RPCDataset(workers, {dataset.__qualname__}, ...)")
+            raise TypeError(f"dataset is a class: give an object, or RPCDataset(workers, {dataset.__qualname__}, ...)")
         check_numbers(num_workers=num_workers, min_workers=min_workers)
         if num_workers < 0:
             raise ValueError("num_workers option should be non-negative; use num_workers=0 to disable multiprocessing.")
@@ -143,9 +143,9 @@ class RPCDataloader(LoaderTools[_T_co]):
         if where is not None and not isinstance(dataset, IterableDataset) and not hasattr(dataset, "__getitem__"):
             raise TypeError(
                 f"dataset of type {type(dataset).__name__} has no __getitem__, which a map-style dataset needs, and is "
-                "no IterableDataset"
+                "not an IterableDataset"
             )
-        # torch refuses these three without workers of its own; those that we have are not its business.
+        # torch refuses these three without workers of its own; it does not know ours.
         own = where is not None
         super().__init__(
             dataset,
@@ -168,17 +168,17 @@ class RPCDataloader(LoaderTools[_T_co]):
         self._where = where
         self._pass: RemoteIterator | InlineIterator | None = None
         self._progress: tuple[PassSettings, Progress] | None = None  # of the last iterator
-        self._saved: Mapping[str, Any] | None = None  # for the next one
+        self._saved: Mapping[str, Any] | None = None  # for the next iterator
         self._shipped: RemoteDataset | None = None
-        # Public attributes are called like arguments: frameworks make another loader of them.
+        # Public attributes have the names of arguments: frameworks recreate the loader from them.
         for name in (RPCDataloader.__init__.__kwdefaults__ or {}).keys() - _TORCHS:
             setattr(self, name, arguments[name])
         if own:
-            self.num_workers = num_workers or 1  # torch refuses a context without workers, and these are some
+            self.num_workers = num_workers or 1  # torch refuses a context without workers
             self.multiprocessing_context = multiprocessing_context
             self.num_workers = num_workers
             self.prefetch_factor = 2 if prefetch_factor is None else prefetch_factor
-            # torch does not let this be changed after its own __init__.
+            # torch forbids changes of this after its own __init__.
             self.__dict__["persistent_workers"] = persistent_workers
             if isinstance(where, Local) and num_workers:
                 self.check_worker_number_rationality()
@@ -202,14 +202,14 @@ class RPCDataloader(LoaderTools[_T_co]):
         if self._where is None:
             return self._iterate_here()
         settings = PassSettings.of(self)
-        # A state of the beginning has nothing to go on with.
+        # A state of the beginning has nothing to resume.
         saved = self._saved if self._saved is not None and "start" in self._saved else None
         iterator: RemoteIterator | InlineIterator
         if not self.persistent_workers:
             with errors_of_rank(settings.partition):
                 iterator = self._begin(settings, None if saved is None or saved["finished"] else saved)
         elif self._pass is None or not self._pass.is_usable or saved is not None:
-            self._pass = None  # ends its workers, whose place is needed
+            self._pass = None  # ends its workers, whose places are needed
             with errors_of_rank(settings.partition):
                 iterator = self._pass = self._begin(settings, saved)
         else:
@@ -226,12 +226,12 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     @property
     def num_skipped(self) -> int:
-        """How many samples were skipped (``on_error="skip"``) in what was delivered of the current or the last pass."""
+        """Number of skipped samples (``on_error="skip"``) among those delivered in the current or the last pass."""
         return self._progress[1].num_skipped if self._progress is not None else 0
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        # Accelerate asks this before it replaces a loader by one of torch's, which knows nothing of our workers.
+        # Accelerate reads this before it replaces a loader by torch's, which does not know our workers.
         if self._where is not None:
             raise LocalProtocolError(
                 "Accelerate would replace this loader by one without its workers: use "
@@ -240,17 +240,17 @@ class RPCDataloader(LoaderTools[_T_co]):
         return False
 
     def add_workers(self, workers: str | Iterable[str] | Elastic) -> None:
-        """Let more node servers help this loader, from the middle of an epoch on if one is under way.
+        """Add node servers to this loader, in the middle of an epoch if one is running.
 
-        Of a pool, a directory or a DNS name, those that come later help, too. Each rank of a distributed job takes its
-        share. Without effect on an iterable-style dataset's number of streams: the new nodes help when others are lost.
+        Servers that join a pool, a directory or a DNS name later help, too. Each rank of a distributed job takes its
+        share. The number of streams of an iterable-style dataset stays: there, new nodes only replace lost ones.
 
         Args:
-            workers: Where they are, as for the loader.
+            workers: Places of the node servers, as for the loader.
 
         Raises:
-            ValueError: An address is malformed, something is in use already, or the loader has no node servers.
-            ConnectError: A node server that is named cannot be reached.
+            ValueError: An address is malformed or already in use, or the loader has no node servers.
+            ConnectError: A named node server cannot be reached.
         """
         where, more = self._node_servers(), _node_servers(workers)
         if twice := set(where.parts) & set(more.parts):
@@ -260,13 +260,13 @@ class RPCDataloader(LoaderTools[_T_co]):
         self._follow(Joined(where.named + more.named, where.places + more.places))
 
     def remove_workers(self, workers: str | Iterable[str] | Elastic) -> None:
-        """Ask no more of some node servers; their workers answer what they have, and end.
+        """Remove node servers from this loader; their workers answer their requests, and end.
 
         Args:
-            workers: Where they are, as the loader or :meth:`add_workers` was told.
+            workers: Places of the node servers, as given to the loader or :meth:`add_workers`.
 
         Raises:
-            ValueError: An address is malformed, something is not in use, or no node server would be left.
+            ValueError: An address is malformed or not in use, or no node server would be left.
         """
         where, fewer = self._node_servers(), _node_servers(workers)
         if unknown := [part for part in fewer.parts if part not in where.parts]:
@@ -291,10 +291,10 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     @property
     def _reported_length(self) -> int | None:
-        return self._IterableDataset_len_called  # what len(self) has said
+        return self._IterableDataset_len_called  # last result of len(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What belongs to this process alone; a copy begins without.
+        # State of this process alone; a copy begins without it.
         own = dict.fromkeys(("_pass", "_shipped", "_progress", "_recorder", "_trace"))
         return {**self.__dict__, **own, "_current": no_iterator}
 
@@ -314,14 +314,14 @@ class RPCDataloader(LoaderTools[_T_co]):
         if isinstance(self.dataset, RPCDataset):
             dataset: RemoteDataset = access_of(self.dataset)
         else:
-            # Kept until the next one, so that one that has not changed is on its nodes already.
+            # Kept until the next one: an unchanged dataset is on its nodes already.
             dataset = self._shipped = ship(self.dataset)
         share = Partition() if self.partition is None else make_partition(self.partition)
         num_streams = len(saved["streams"]) if saved is not None and not saved["finished"] else 0
         num_workers = num_streams or self.num_workers
         placement = place(self._where, partition=share, num_workers=num_workers, min_workers=self.min_workers)
         if num_streams:
-            # Each stream of an iterable-style dataset goes on, on whichever nodes there are now.
+            # Each stream of an iterable-style dataset continues, on the present nodes.
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
             placement = Placement(tuple(homes), placement.others, missing=placement.missing)
         elif isinstance(self._where, Remote) and self.num_workers > len(placement.homes):
@@ -334,9 +334,9 @@ class RPCDataloader(LoaderTools[_T_co]):
 
 
 class _LoaderWithoutState(RPCDataloader[_T_co]):
-    """A loader without workers, in which libraries find as little of a state as in torch's own.
+    """A loader without workers, which like torch's own has no state.
 
-    Lightning and torchdata save the state of each loader that has the methods, so a checkpoint would fail. They ask a
+    Lightning and torchdata save the state of each loader that has the methods, so a checkpoint would fail. They check a
     protocol of :mod:`typing`, which looks at the class before the instance, and for which None is no method.
     """
 
@@ -349,7 +349,7 @@ class _LoaderWithoutState(RPCDataloader[_T_co]):
 
 
 def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: int) -> Where | None:
-    """Where the workers are; None to load in this process, as torch does."""
+    """The places of the workers; None to load in this process, as torch does."""
     if isinstance(dataset, RPCDataset):
         if workers is not None:
             raise ValueError("workers contradicts the RPCDataset, which has its own: leave it out")
@@ -365,5 +365,5 @@ def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: in
 def _node_servers(workers: str | Iterable[str] | Elastic) -> Joined:
     where = find_workers(workers)
     if not isinstance(where, (Remote, Elastic)):
-        raise ValueError(f"name node servers, host:port, and not {where}")
+        raise ValueError(f"expected node servers as host:port, got {where}")
     return Joined.of(where)

@@ -1,4 +1,4 @@
-"""``RPCDataset``: a dataset that is built on the nodes of its workers, and used from here as if it were here."""
+"""``RPCDataset``: a dataset that is built on the nodes of its workers, and used like a local one."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ from rpcdataloader.loader.settings import PassSettings
 class RPCDataset(Dataset[Any]):
     """Build ``dataset(*args, **kwargs)`` on the nodes of the workers.
 
-    ``len``, indexing and attributes are answered there, one question at a time: to train, give this object to an
+    The nodes answer ``len``, indexing and attributes, one request at a time: for training, give this object to an
     :class:`~rpcdataloader.RPCDataloader`. Setting an attribute sets it on every node and in every worker; a method runs
-    in all of them, and returns what it returned in the first. If an ``IterableDataset`` is made, this is one too.
+    in all of them, and returns the result of the first. For an ``IterableDataset``, this is one too.
 
     Args:
-        workers: Where the workers are: a list of ``host:port``, ``[v6]:port`` or ``unix:/path``; a string of them
-            separated by commas; ``@/path`` for those that register in that directory; ``dns://host:port`` for those
+        workers: Places of the workers: a list of ``host:port``, ``[v6]:port`` or ``unix:/path``; a string of them
+            separated by commas; ``@/path`` for servers that register in that directory; ``dns://host:port`` for those
             behind a name; the value of a pool's ``with`` block; ``local:N`` for N processes on this machine; ``inline``
             for this process; or None, for the environment variable ``RPCDATALOADER_WORKERS`` or else a pool on this
             machine.
-        dataset: What makes the dataset: a class, or any callable. Importable on the nodes, or sent by value.
-        *args: Its positional arguments.
+        dataset: Class or other callable that makes the dataset. It is importable on the nodes, or sent by value.
+        *args: Positional arguments of ``dataset``.
         build: ``"node"`` builds it once per node, and workers inherit it by a fork. ``"worker"`` builds it in each
             worker: for datasets that open HDF5 or LMDB files or start threads in their constructor.
-        env: Environment variables that the sessions get before the dataset is built: names and patterns of variables of
-            this process, such as ``["HF_*", "AWS_PROFILE"]``; or their values, ``{"TZ": "UTC"}``.
-        py_modules: Modules and packages that the sessions get before the dataset is built, for nodes that do not see
-            the folder of the script: module objects, names, or paths. Pure Python, with the data files of packages, at
-            most 64 MiB altogether.
-        forward_output: Print on the standard error of this process what workers print, each line with its origin.
-        min_workers: Wait until the node servers that are there have this many workers for this process; 0 to begin with
-            those that are there.
-        **kwargs: Its keyword arguments.
+        env: Environment variables for the sessions before the dataset is built: names and patterns of variables of this
+            process, such as ``["HF_*", "AWS_PROFILE"]``; or their values, ``{"TZ": "UTC"}``.
+        py_modules: Modules and packages for the sessions before the dataset is built, for nodes that do not see the
+            folder of the script: module objects, names, or paths. Pure Python, with the data files of packages, at most
+            64 MiB altogether.
+        forward_output: Print the output of workers on this process's standard error, each line with its origin.
+        min_workers: Number of workers to wait for: until the node servers have this many for this process. 0 to begin
+            with the present ones.
+        **kwargs: Keyword arguments of ``dataset``.
 
     Raises:
         ValueError: ``workers``, ``build``, ``env`` or ``min_workers`` is malformed, a module cannot be sent, or another
             dataset or loader of this process gives a variable another value or has sent another version of a module.
-        TypeError: ``dataset`` cannot be called, or what it makes is no dataset.
-        ConnectError: No node server can be reached, or they have too few workers.
+        TypeError: ``dataset`` cannot be called, or its result is not a dataset.
+        ConnectError: All node servers are unreachable, or have too few workers.
         SerializationError: An argument cannot be pickled.
-        Exception: Whatever the callable raised, with the remote traceback as its cause.
+        Exception: An exception of the callable, with the remote traceback as its cause.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RPCDataset(Dataset[Any]):
         **kwargs: Any,
     ) -> None:
         if callable(workers):
-            raise TypeError(f"workers come first, then what makes the dataset: RPCDataset(None, {workers!r}, ...)")
+            raise TypeError(f"workers come first, then the dataset's class: RPCDataset(None, {workers!r}, ...)")
         if not callable(dataset):
             raise TypeError(
                 f"dataset must be a callable that makes the dataset, but is a {type(dataset).__name__}; "
@@ -104,7 +104,7 @@ class RPCDataset(Dataset[Any]):
         self.__dict__["_where"] = where
         self.__dict__["_access"] = access
         if access.is_iterable():
-            # torch's loader asks for the class. Past __setattr__, too.
+            # torch's loader reads the class. Past __setattr__, too.
             object.__setattr__(self, "__class__", RPCIterableDataset)
 
     def __len__(self) -> int:
@@ -114,7 +114,7 @@ class RPCDataset(Dataset[Any]):
         return self._own("_access").query(_get_item, index)
 
     def __getattr__(self, name: str) -> Any:
-        # Protocols (copying, pickling, numpy's) look for special methods; those are not the dataset's to answer.
+        # Protocols (copying, pickling, numpy's) look for special methods; the dataset does not answer these.
         if name.startswith("__") and name.endswith("__"):
             if name == "__getitems__":
                 self._warn_of_trips()
@@ -125,20 +125,20 @@ class RPCDataset(Dataset[Any]):
         return value
 
     def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # Everywhere, as it may change the dataset: of a copy that came here, nobody would notice the change.
+        # Everywhere, as it may change the dataset: a change of a copy here would be lost unnoticed.
         return self._own("_access").change(_call_method, name, args, kwargs)[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._own("_access").change(setattr, name, value)
 
     def call_all(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Run ``function(dataset)`` wherever the dataset is, and wherever it will be made later.
+        """Run ``function(dataset)`` in all processes that have the dataset, or get it later.
 
         Returns:
-            The results, one for every process that it ran in.
+            The results, one for every process that ran it.
 
         Raises:
-            Exception: Whatever ``function`` raised in any of them.
+            Exception: An exception of ``function`` in one of them.
         """
         return self._own("_access").change(function)  # type: ignore[no-any-return]
 
@@ -154,21 +154,21 @@ class RPCDataset(Dataset[Any]):
         )
 
     def _warn_of_trips(self) -> None:
-        """Warn, once, that torch loads from this dataset: its loader alone looks for ``__getitems__``, for each batch.
+        """Warn, once, that torch's own loader loads from this dataset: only that looks for ``__getitems__`` per batch.
 
-        In a process that torch has started, what comes next is an exception.
+        A process that torch has started gets an exception next.
         """
         if self.__dict__.get("_warned") or isinstance(self._own("_access"), _Inline) or get_worker_info() is not None:
             return
         self.__dict__["_warned"] = True
         warnings.warn(
-            f"{self!r} is loaded by a loader of torch's, in this process: every sample makes a trip of its own. Use "
+            f"{self!r} is loaded by torch's own loader, in this process: every sample makes a trip of its own. Use "
             "RPCDataloader; where another library makes the loader, see rpcdataloader.integrations.",
-            stacklevel=6,  # the user's loop: below are this, __getattr__, and three functions of torch
+            stacklevel=6,  # the user's loop, below this, __getattr__, and three functions of torch
         )
 
     def _own(self, name: str) -> Any:
-        """An attribute of this object itself; in ``__dict__``, so that none of the dataset's is hidden."""
+        """Return an attribute of this object itself; kept in ``__dict__``, so that it hides none of the dataset's."""
         try:
             return self.__dict__[name]
         except KeyError:
@@ -176,13 +176,13 @@ class RPCDataset(Dataset[Any]):
 
 
 class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
-    """What an :class:`RPCDataset` becomes when its dataset is iterable-style.
+    """The class of an :class:`RPCDataset` whose dataset is iterable-style.
 
-    Iterating over it takes a worker, and gives the samples as they are.
+    Iterating over it takes a worker, and yields single samples.
     """
 
     def __bool__(self) -> bool:
-        return True  # without asking for a length, which it may not have
+        return True  # a length may not exist
 
     def __iter__(self) -> Iterator[Any]:
         access = self._own("_access")
@@ -199,18 +199,18 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
 
 
 def where_of(dataset: RPCDataset) -> Where:
-    """Where its workers are."""
+    """Places of its workers."""
     return dataset.__dict__["_where"]  # type: ignore[no-any-return]
 
 
 def access_of(dataset: RPCDataset) -> Any:
-    """What it is behind the face: a :class:`RemoteDataset`, or the dataset itself in this process."""
+    """The object behind an RPCDataset: a :class:`RemoteDataset`, or an :class:`_Inline`."""
     access = dataset.__dict__["_access"]
     return access.dataset if isinstance(access, _Inline) else access
 
 
 class _Inline:
-    """A dataset of this process, behind the same face."""
+    """A dataset of this process, with the same interface as a remote one."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -231,7 +231,7 @@ class _Inline:
 
 def _check_kind(dataset: Any) -> Any:
     if not hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset):
-        raise TypeError(f"{type(dataset).__name__} is no dataset: it has no __getitem__, and is no IterableDataset")
+        raise TypeError(f"{type(dataset).__name__} is not a dataset: define __getitem__ or derive from IterableDataset")
     return dataset
 
 
@@ -240,7 +240,7 @@ def _unchanged(sample: Any) -> Any:
 
 
 class _Method:
-    """Stands for a method of the dataset, which is called where the dataset is."""
+    """A method of the dataset, called where the dataset is."""
 
 
 def _get_attribute(dataset: Any, name: str) -> Any:

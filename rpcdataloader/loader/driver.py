@@ -1,9 +1,9 @@
-"""One pass over a loader: the engine, the condition that guards it, and the way in which its decisions are carried out.
+"""One pass over a loader: the engine, its condition, and the execution of its decisions.
 
-Three sides feed the engine: the consumer (:mod:`~rpcdataloader.loader.iterator`) adds what it draws from the sampler,
-and delivers; the receiver threads of workers (:mod:`~rpcdataloader.loader.seat`) report answers and losses; threads
-that look for a node (:mod:`~rpcdataloader.loader.executor`) report what came of it. Each does so with the condition,
-and carries out the engine's actions without it, so that no thread waits for another one's send.
+Three sides feed the engine: the consumer (:mod:`~rpcdataloader.loader.iterator`) adds tasks from the sampler, and
+delivers; the receiver threads of workers (:mod:`~rpcdataloader.loader.seat`) report answers and losses; threads that
+look for a node (:mod:`~rpcdataloader.loader.executor`) report the result. Each holds the condition for that, and
+carries out the engine's actions without it, so that no thread waits for another one's send.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Sleep:
     """The consumer's wait for the next batch; guarded by the condition.
 
     Attributes:
-        until: Time at which the consumer looks again without being told; before all times while it is awake.
+        until: Time at which the consumer looks again on its own; before all times while it is awake.
         since: Time at which it fell asleep; None while it is awake.
-        later_since: Time from which on a later batch is here meanwhile.
+        later_since: Time since which a later batch is here.
     """
 
     until: float = -math.inf
@@ -58,10 +58,10 @@ class Sleep:
 
 
 class ToDo(NamedTuple):
-    """What the engine wants done.
+    """Pending decisions of the engine.
 
     Attributes:
-        actions: All but those to send a task.
+        actions: All actions but those to send a task.
         seats: Workers that tasks are sent to. They come last: opening, restarting and cancelling are decided before.
     """
 
@@ -74,15 +74,15 @@ class Driver:
     """The state behind an iterator. Workers refer to it and not to the iterator, which can so be collected.
 
     Args:
-        placement: Of the workers; for an iterable-style dataset, of the streams.
+        placement: Nodes of the workers; for an iterable-style dataset, of the streams.
 
     Attributes:
-        pid: The process that has begun the pass; its forks must not go on with it.
-        condition: Guards ``closed`` and the attributes that follow.
+        pid: Process that began the pass; its forks must not continue it.
+        condition: Lock for ``closed`` and the attributes that follow.
         ahead: The batch that is on its way to a device; None without a device.
-        num_streams: Workers that the pass has begun with.
-        is_device_busy: Whether a wait is hidden by what the device has to do; None without one.
-        has_changed: The workers are others than those in the notes.
+        num_streams: Number of workers at the beginning of the pass.
+        is_device_busy: Function that tells whether the device has work that hides a wait; None without a device.
+        has_changed: True if the workers are others than those in the records.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Driver:
 
     @property
     def progress(self) -> Progress:
-        """How far the pass has come; changes with it."""
+        """The progress of the pass; changes with it."""
         return self.begun.progress
 
     @property
@@ -154,7 +154,7 @@ class Driver:
         """Open the first workers.
 
         Raises:
-            SerializationError: What the loader sends them cannot be pickled.
+            SerializationError: Objects of the loader cannot be pickled.
         """
         with self.condition:
             for node in dict.fromkeys(placement.homes):
@@ -162,12 +162,12 @@ class Driver:
                 if session.is_ready and self._dataset.is_on(session):
                     self.engine.node_up(node, session)
                 else:
-                    self.engine.node_missing(node, ConnectionLostError("it is not there"))
+                    self.engine.node_missing(node, ConnectionLostError("it is not reachable"))
             if placement.register is not None:
                 self.engine.expect_more()
             todo = self.act()
         if todo is not None:
-            # All before the first is asked for, so that what cannot be pickled is found early.
+            # All before the first request, so that pickling errors come early.
             places = [action.place for action in todo.actions if isinstance(action, Open)]
             openings = {place: self._executor.opening(place) for place in places}
             self._executor.carry_out(todo.actions, todo.begun, openings)
@@ -175,7 +175,7 @@ class Driver:
             self._watch = self._client.watch(placement.register, self._named, self._register_changed)
 
     def follow(self, where: Joined) -> None:
-        """Use the node servers that are there, from now on and as they come and go; returns at once."""
+        """Follow the node servers from now on, as they come and go; returns at once."""
         with self.condition:
             if self.closed.is_set():
                 return
@@ -213,10 +213,10 @@ class Driver:
             self._watch.close()
         self._executor.close()
 
-    # What happens
+    # Events
 
     def feed(self, event: Callable[[Engine[Node], float], None]) -> None:
-        """Tell the engine what has happened, and do what it wants."""
+        """Report an event to the engine, and carry out its decisions."""
         with self.condition:
             if self.closed.is_set():
                 return
@@ -228,14 +228,14 @@ class Driver:
             self.carry_out(todo)
 
     def fail(self, error: BaseException) -> None:
-        """The pass cannot go on."""
+        """End the pass with an error."""
         with self.condition:
             if self.engine.failure is None and not self.closed.is_set():
                 self.engine.failure = error
             self.condition.notify_all()
 
     def lost(self, number: int, loss: Loss) -> None:
-        """A worker has ended, or never came to be."""
+        """Report that a worker has ended, or could not be started."""
         with self.condition:
             self._executor.seats.pop(number, None)
         if self._client.is_closed:
@@ -244,24 +244,24 @@ class Driver:
             self.feed(lambda engine, now: engine.worker_lost(number, loss, now))
 
     def add_nodes(self, nodes: Iterable[Node]) -> None:
-        """Let more nodes help from now on; returns at once."""
+        """Add nodes to the pass; returns at once."""
         found = list(nodes)
         self.feed(lambda engine, _now: engine.add_nodes(found))
 
     def remove_nodes(self, nodes: Iterable[Node]) -> None:
-        """Ask no more of these nodes: their workers answer what they have, and end."""
+        """Remove nodes from the pass: their workers answer their requests, and end."""
         found = list(nodes)
         self.feed(lambda engine, now: engine.remove_nodes(found, now))
 
     def _register_changed(self, added: Sequence[Address], removed: Sequence[Address]) -> None:
-        # A server that was started again is in both.
+        # A restarted server is in both.
         self.remove_nodes(self._client.node(address, is_registered=True) for address in removed if address not in added)
         self.add_nodes(self._client.node(address, is_registered=True) for address in added)
 
-    # What is done about it
+    # Actions
 
     def act(self) -> ToDo | None:
-        """What the engine wants done, if anything; with the condition, so tasks are queued as they were decided."""
+        """Take the engine's decisions, if any; with the condition, so that tasks are queued in their order."""
         actions = self.engine.act(time.monotonic())
         if not actions or self.closed.is_set():
             return None
@@ -269,22 +269,22 @@ class Driver:
         for action in actions:
             if type(action) is not Load:
                 todo.actions.append(action)
-            elif (seat := self._executor.seats.get(action.worker)) is not None:  # or else it was lost in between
+            elif (seat := self._executor.seats.get(action.worker)) is not None:  # else it was lost in between
                 seat.enqueue(action, self.begun)
                 todo.seats.append(seat)
         return todo
 
     def carry_out(self, todo: ToDo) -> None:
-        """Do what is to be done; without the condition."""
+        """Carry out decisions; without the condition."""
         if todo.actions:
             self._executor.carry_out(todo.actions, todo.begun)
         for seat in todo.seats:
             seat.send()
 
     def wake(self) -> None:
-        """Wake the consumer, which sleeps, if an answer gives it something to do; with the condition.
+        """Wake the sleeping consumer if an answer gives it something to do; with the condition.
 
-        Waking it in vain costs two changes of thread.
+        A needless wake costs two changes of thread.
         """
         if self._has_news():
             self.condition.notify()
@@ -297,19 +297,19 @@ class Driver:
             return True
         if self.ahead is not None and self.ahead.delivery is not None:
             return True
-        # Perhaps it sleeps too long for what the engine will have to do.
+        # The engine's next action may be due before the end of the sleep.
         due = engine.due(time.monotonic())
         return due is not None and due < self.sleep.until
 
-    # What is asked
+    # Queries
 
     @property
     def workers(self) -> list[RemoteWorker]:
-        """The workers that were asked for, and are not lost."""
+        """The requested workers that are not lost."""
         return [seat.worker for seat in list(self._executor.seats.values())]
 
     def stream_at(self, place: int) -> StreamState | None:
-        """How far the stream of a place has come; None where there are no streams."""
+        """The progress of a place's stream; None without streams."""
         return self.streams[place] if self.streams else None
 
     def is_open(self) -> bool:
@@ -317,25 +317,25 @@ class Driver:
         return not self.closed.is_set()
 
     def is_alone(self) -> bool:
-        """Whether no worker is there yet: then a busy node is worth waiting for."""
+        """Whether no worker has started yet: then a busy node is worth waiting for."""
         with self.condition:
             return not self.engine.num_workers and not self.closed.is_set()
 
     def diagnosis(self) -> Diagnosis:
-        """Why the loop waits."""
+        """The reason why the loop waits."""
         with self.condition:
             self._note_setup()
             since = self.sleep.since
         return diagnose(self.recorder.snapshot(0.0 if since is None else time.monotonic() - since))
 
     def note_setup(self) -> None:
-        """Note the workers and limits of the pass if they have changed."""
+        """Record the workers and limits of the pass if they have changed."""
         if self.has_changed:
             with self.condition:
                 self._note_setup()
 
     def _note_setup(self) -> None:
-        # With the condition. Those that it had are kept when it is over.
+        # With the condition. A pass that is over keeps its last ones.
         if self.closed.is_set():
             return
         seats, settings = self._executor.seats, self.settings
@@ -349,9 +349,9 @@ class Driver:
 
 
 class Ahead:
-    """The one batch that is on its way to a device, while the consumer has the one before.
+    """The one batch on its way to a device, while the consumer has the previous one.
 
-    Every method is called with the pass's condition, so they go in order.
+    All methods need the pass's condition, so they run one after the other.
     """
 
     def __init__(self, engine: Engine[Node], carrier: Carrier) -> None:
@@ -360,7 +360,7 @@ class Ahead:
         self.delivery: Delivery | None = None
 
     def take(self) -> Delivery | None:
-        """What is delivered next; None if it is not there. What comes after it follows to the device."""
+        """Return the next delivery, if it is here, and send the following one to the device."""
         self.send()
         delivery, self.delivery = self.delivery, None
         if delivery is not None:
@@ -368,7 +368,7 @@ class Ahead:
         return delivery
 
     def send(self) -> None:
-        """Send the batch that is delivered next to the device, if it has come and none is on its way."""
+        """Send the next delivery's batch to the device, if it is here and none is on its way."""
         if self.delivery is not None or (delivery := self._engine.deliver()) is None:
             return
         self.delivery = delivery
@@ -377,6 +377,6 @@ class Ahead:
             try:
                 answer.copies = self._carrier.carry(answer.movable, answer.probe is not None)
             except BaseException as exc:
-                # What the frames refer to is a batch.
+                # The frames would keep a batch alive.
                 answer.result = Failure(exc.with_traceback(None))
             answer.movable = None

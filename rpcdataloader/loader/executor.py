@@ -1,7 +1,7 @@
-"""Carries out what the engine wants done beside sending tasks: opens and ends workers, looks for nodes.
+"""Executes the engine's decisions other than sending tasks: opens and ends workers, looks for nodes.
 
-Any thread, and never with the pass's condition, so that no thread waits for another one's send. What comes of it is
-told to the driver, in whichever thread notices.
+It runs in any thread, without the pass's condition, so that no thread waits for another one's send. Results go to the
+driver, from the thread that notices them.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ logger = logging.getLogger("rpcdataloader.loader")
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """The first request to a worker, and the epoch that it was made for.
+    """The first request to a worker, and its epoch.
 
     Attributes:
-        job: RANK and WORLD_SIZE that the worker has to see before, if they are those of another rank's stream.
+        job: RANK and WORLD_SIZE that the worker sets before, for a stream of another rank.
     """
 
     payload: bytes
@@ -61,10 +61,10 @@ class _Opening:
 
 
 class Executor:
-    """The workers of a pass, and what is done with them.
+    """The workers of a pass, and the actions on them.
 
     Attributes:
-        seats: The workers that were asked for and are not lost, by number.
+        seats: Requested workers that are not lost, by number.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class Executor:
         closed: threading.Event,
     ) -> None:
         self.seats: dict[int, Seat] = {}
-        # The driver has this object, and must go with its last reference: the two make no circle.
+        # The driver owns this object, and must go with its last reference: no cycle between them.
         self._find_driver = weakref.ref(driver)
         self._client = get_client()
         self._settings = settings
-        self._dataset = dataset  # held for as long as there are workers
+        self._dataset = dataset  # held while workers exist
         self._allocator = allocator
         self._decode = decode
         self._condition = condition
         self._closed = closed
-        self._unwanted: set[int] = set()  # workers that were to be closed before they were asked for
-        self._sought: set[Node] = set()  # whose waits are ended at the end
+        self._unwanted: set[int] = set()  # workers to close before they are requested
+        self._sought: set[Node] = set()  # nodes whose waits end with the pass
 
     @property
     def _driver(self) -> Driver:
@@ -107,10 +107,10 @@ class Executor:
             node.wake()
 
     def carry_out(self, actions: Sequence[Action], begun: Pass, openings: Mapping[int, _Opening] | None = None) -> None:
-        """Do what the engine wants; without the condition.
+        """Carry out actions; without the condition.
 
         Args:
-            openings: First requests that are made already, by place.
+            openings: Ready first requests, by place.
         """
         ends: list[End] = []
         for action in actions:
@@ -157,7 +157,7 @@ class Executor:
         seat.restart(dumps(Call(remote.start_epoch, args, {}, ordered=True).fields()))
 
     def _open(self, action: Open[Node], opening: _Opening | None) -> None:
-        """Ask for a worker, if its node is still there."""
+        """Request a worker, if its node is still up."""
         while True:
             if opening is None:
                 try:
@@ -171,38 +171,38 @@ class Executor:
                 if opening.begun is self._driver.begun:
                     error = self._ask(action, opening)
                     break
-            opening = None  # another epoch has begun meanwhile
+            opening = None  # another epoch has begun
         if error is not None:
             self._driver.feed(lambda engine, _now: engine.open_failed(action.worker, error))
 
     def _ask(self, action: Open[Node], opening: _Opening) -> RPCError | None:
-        """Ask for a worker; returns why it cannot be had.
+        """Request a worker; returns the error of a failure.
 
-        With the condition, so that it is ready only after its first request is on the way.
+        With the condition, so that the worker is ready only after its first request was sent.
         """
         try:
             session = action.node.session()
-        except RPCError as exc:  # an embedded pool that does not start again
+        except RPCError as exc:  # an embedded pool that cannot restart
             return exc
         if action.worker in self._unwanted or not session.is_ready or not self._dataset.is_on(session):
             self._unwanted.discard(action.worker)
-            return ConnectionLostError("it is not there any more")
+            return ConnectionLostError("it is gone")
         seat = Seat(self._driver, action.worker, self._allocator, self._decode)
         keep_waiting = self._driver.is_open if action.is_promised else self._driver.is_alone
         seat.worker = self._dataset.open_worker(session, seat, keep_waiting)
         self.seats[action.worker] = seat
-        # Fails where it is lost already, which is about to be reported.
+        # Fails if the worker is lost already, which is about to be reported.
         with contextlib.suppress(RPCError):
-            if opening.job is not None:  # first, as the dataset may be built with the other request
+            if opening.job is not None:  # first, as the other request may build the dataset
                 call = dumps(Call(set_rank, opening.job, {}, ordered=True).fields())
                 seat.worker.submit(call.payload, call.buffers, lambda _reply: None)
             seat.worker.submit(opening.payload, opening.buffers, seat.started)
         return None
 
     def opening(self, place: int) -> _Opening:
-        """The first request to a worker, in which there is what is the user's to pickle."""
+        """Make the first request to a worker, which contains the user's pickled objects."""
         settings, begun = self._settings, self._driver.begun
-        # Of a worker that has joined later, the number may be a higher one.
+        # Workers that join later may have a higher number.
         num_workers = max(self._driver.num_streams, place + 1)
         spec = loader_spec(settings, begun, place, num_workers, self._driver.stream_at(place))
         call = Call(remote.open_loader, (self._dataset.ref, spec), {}, ordered=True)
@@ -211,11 +211,11 @@ class Executor:
         return _Opening(encoded.payload, encoded.buffers, begun, spec.job)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:
-        """The persistent id of the dataset, also where a function of the user holds it, as a bound method does."""
+        """The persistent id of the dataset, also inside a user's function, such as a bound method."""
         return reference_of(self._dataset.ref if value is self._settings.dataset else value)
 
     def _end(self, ends: Sequence[End], begun: Pass) -> None:
-        """End workers that are at a task for too long, and note in the tasks where they were."""
+        """End workers that exceed a task's time limit, and record their stacks in the tasks."""
         with self._condition:
             late = [
                 # Not the engine's task: another worker may have answered it, and it may be delivered.
@@ -241,10 +241,10 @@ class Executor:
             )
 
     def _report_wait(self, action: ReportWait) -> None:
-        """Say what the consumer has waited for, and where that is; in a thread of its own, as the stack takes time."""
+        """Report the batch that the consumer waits for, and its worker; in a new thread, as the stack takes time."""
         with self._condition:
             seat = None if action.worker is None else self.seats.get(action.worker)
-        where, stack = "which no worker has", ""
+        where, stack = "which is not assigned", ""
         if seat is not None:
             where, stack = f"which is at {seat.worker.name}", "\n" + seat.worker.session.stack_of(seat.worker.number)
         label = self._settings.partition.label
@@ -252,7 +252,7 @@ class Executor:
         logger.warning("%sthe loop has waited %.0f s for %s, %s%s", label, action.seconds, task, where, stack)
 
     def _seek(self, node: Node, delay: float) -> None:
-        """Connect to a node, and build the dataset there; in a thread of its own."""
+        """Connect to a node, and build the dataset there; in a new thread."""
         if self._closed.wait(delay) or (driver := self._find_driver()) is None:
             return
         try:

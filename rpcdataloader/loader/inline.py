@@ -1,6 +1,6 @@
-"""A pass over a loader without workers, with the batches that one worker would make: ``workers="inline"``.
+"""A pass over a loader without workers, with the batches that one worker would load: ``workers="inline"``.
 
-A debugger stops in the dataset, and what it sees is what a worker sees: worker info, seeds by position.
+A debugger stops in the dataset, which sees the same as in a worker: worker info, seeds by position.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 
 
 class InlineIterator:
-    """What ``iter(loader)`` returns then."""
+    """The result of ``iter(loader)`` for ``workers="inline"``."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class InlineIterator:
             if self._settings.iterable:
                 batch, stream = batch
         except Exception:
-            # It takes the place of the batch. An interrupt does not.
+            # The exception takes the place of the batch; an interrupt does not.
             self._delivered(task, None)
             raise
         if self._settings.iterable and stream is None:
@@ -95,7 +95,7 @@ class InlineIterator:
 
     @property
     def progress(self) -> Progress:
-        """How far this pass has come; changes with it."""
+        """The progress of this pass; changes with it."""
         return self._pass.progress
 
     is_usable = True

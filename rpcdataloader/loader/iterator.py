@@ -1,4 +1,4 @@
-"""What ``iter(loader)`` returns when workers load: the consumer's side of a pass."""
+"""The result of ``iter(loader)`` with workers: the consumer's side of a pass."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
@@ -32,33 +33,31 @@ from rpcdataloader.wire.status import LoopStatus, Value
 
 logger = logging.getLogger("rpcdataloader.loader")
 
-# As torch's profiler names the ranges of its own loaders, which it finds by the beginning.
+# The names of the ranges of torch's loaders, which its profiler finds by the beginning.
 _RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
 
-# Seconds without news after which a loop is not reported: another one may run in its middle.
+# Seconds without news after which a loop is not reported: another loop may be running inside it.
 _PAUSE = 60.0
-
-_is_profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def _shown(stage: str, call: Callable[..., Any], *args: Any) -> Any:
-    """Call something that the profiler shows as a range."""
+    """Call something inside a range that the profiler shows."""
     with torch.profiler.record_function(f"RPCDataloader.{stage}"):
         return call(*args)
 
 
-# A loop that waits for a larger share of its time is told why when the pass ends.
+# A loop that waits for a larger share of its time is told the reason at the end of a pass.
 _TOLD_SHARE = 0.05
 
-# Seconds. Whether a shorter wait was hidden by what the device had to do does not matter.
+# Seconds. It does not matter whether the device's work hid a shorter wait.
 _LEAST_HIDDEN = 1e-4
 
 
 class RemoteIterator:
-    """What ``iter(loader)`` returns when workers load. Dropping it ends its workers.
+    """The result of ``iter(loader)`` with workers. Dropping it ends the workers.
 
     Args:
-        placement: Of the workers; for an iterable-style dataset, of the streams.
+        placement: Nodes of the workers; for an iterable-style dataset, of the streams.
     """
 
     def __init__(
@@ -73,18 +72,18 @@ class RemoteIterator:
         self._settings = settings
         self._name = dataset.name
         self._reported_length = reported_length
-        self._drawn: Task | None = None  # from the sampler, and not in the engine yet
-        self._ready = 0.0  # seconds asleep for the next batch with a later one here
-        self._is_told = False  # why the loop has waited in this pass
+        self._drawn: Task | None = None  # from the sampler, not yet in the engine
+        self._ready = 0.0  # seconds asleep while a later batch was here
+        self._is_told = False  # True once the diagnosis of this pass is logged
         self._timed: tuple[Probe, Copies] | None = None  # the last probe
-        self._is_shown = False  # to a profiler, what is done now
+        self._is_shown = False  # True while a profiler shows the present work
         with undone_afterwards(saved):
             self._driver = Driver(settings, dataset, placement, saved, recorder)
             self._advance(wants_input=True, now=time.monotonic())
-        # Seconds. A sleep of this length is noted at once; a shorter one is only added up.
+        # Seconds of a sleep from which on it is recorded at once; shorter ones are summed.
         self._noted = NOTED_WAIT if self._driver.is_device_busy is None else _LEAST_HIDDEN
         self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
-        self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # of the last report, and when it came
+        self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # last news, and their time
         get_client().reporter.add(self.report)
         weakref.finalize(self, get_client().janitor.leave, self._driver.close).atexit = False
         try:
@@ -101,15 +100,15 @@ class RemoteIterator:
         """The next batch.
 
         Raises:
-            StopIteration: The sampler is at its end, and everything was delivered.
-            RuntimeError: No batch within the loader's timeout.
-            ConnectionLostError: No worker is left and none came back in time, or a batch has ended too many of them.
-            Exception: What the dataset, the collate function or the init function raised on a worker.
+            StopIteration: The sampler is at its end, and every batch was delivered.
+            RuntimeError: No batch came within the loader's timeout.
+            ConnectionLostError: All workers are lost and none came back in time, or a batch has ended too many workers.
+            Exception: An exception of the dataset, the collate function or the init function on a worker.
             BadSamplesError: More samples were skipped than the loader allows.
         """
         try:
-            # torch's loaders open a range for every batch, which takes as long as all that is noted of it.
-            while type(batch := self._profiled_next() if _is_profiled() else self._next()) is Reduced:
+            # torch's loaders open a range for every batch, which takes as long as all recording.
+            while type(batch := self._profiled_next() if profiler._is_profiler_enabled else self._next()) is Reduced:
                 self.progress.account_reduced(batch, self._settings.max_skipped)
                 if not batch.is_empty:
                     batch = batch.batch
@@ -140,7 +139,7 @@ class RemoteIterator:
         while True:
             with driver.condition:
                 delivery = None
-                if engine.failure is None:  # what has failed has brought errors that say less
+                if engine.failure is None:  # the failure has caused errors that say less
                     delivery = engine.deliver() if driver.ahead is None else driver.ahead.take()
                 if delivery is None:
                     blocked += self._wait(deadline)
@@ -176,17 +175,17 @@ class RemoteIterator:
         return answer.result
 
     def _note(self, answer: Answer, now: float, waited: float, blocked: float) -> None:
-        """Note a long sleep for a batch, before its stream waits for the copies, and the way of a probe."""
+        """Record a long sleep for a batch, before its stream waits for the copies, and the times of a probe."""
         driver, recorder = self._driver, self._driver.recorder
         if blocked >= self._noted and driver.is_device_busy is not None and driver.is_device_busy():
-            waited = blocked = 0.0  # hidden by what the device had to do
+            waited = blocked = 0.0  # hidden by the device's work
         elif blocked:
             recorder.slept(now, blocked, self._ready, answer.worker)
         self._ready = 0.0
         if (probe := answer.probe) is None:
             recorder.delivered(now, waited, blocked)
             return
-        # The copies of this batch are not done yet, and those of the probe before are.
+        # The copies of this batch are unfinished; those of the previous probe are done.
         if (timed := self._timed) is not None and (times := timed[1].times()) is not None:
             timed[0].copy, timed[0].stalled = times
         self._timed = None if answer.copies is None else (probe, answer.copies)
@@ -194,14 +193,14 @@ class RemoteIterator:
         recorder.probed(probe, answer.worker, now, waited, blocked)
 
     def _wait(self, deadline: float | None) -> float:
-        """Wait, with the condition, until the next batch may be there, or there is something else to do.
+        """Wait, with the condition, until the next batch or another action is due.
 
         Returns:
             Seconds asleep.
 
         Raises:
-            StopIteration: Everything is delivered.
-            RuntimeError: The deadline is over.
+            StopIteration: Every batch is delivered.
+            RuntimeError: The deadline has passed.
             BaseException: The pass cannot go on.
         """
         driver, engine, sleep = self._driver, self._driver.engine, self._driver.sleep
@@ -214,10 +213,10 @@ class RemoteIterator:
                 driver.close()
             raise StopIteration
         if engine.table.wants_input:
-            return 0.0  # a stream has ended, and left its place to the others
+            return 0.0  # a stream has ended, which makes room for others
         now = time.monotonic()
         if deadline is not None and deadline <= now:
-            # torch's exception and text, which scripts may look for.
+            # torch's exception and text, which scripts may match.
             label = self._settings.partition.label
             raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
         engine.consumer_waits(now)
@@ -241,7 +240,7 @@ class RemoteIterator:
         return slept
 
     def _advance(self, wants_input: bool, now: float) -> None:
-        """Fill the window from the sampler, which is user code and so runs outside of the lock, and do what follows."""
+        """Fill the window from the sampler, outside of the lock as it is user code, and carry out what follows."""
         driver, engine = self._driver, self._driver.engine
         while True:
             if wants_input and self._drawn is None:
@@ -272,11 +271,11 @@ class RemoteIterator:
             task.probe = self._driver.recorder.probe(ended, ended - began, task.number)
 
     def _explained(self, error: BaseException, task: Task) -> BaseException:
-        """The same error, naming the rank; with the last stack, if it is that of a task that took too long."""
+        """Add to an error the rank and, after a timeout, the last stack of the task."""
         if task.stack and isinstance(error, ConnectionLostError):
             error = RPCTimeoutError(f"{error}\n{task.stack}")
         if isinstance(error.__cause__, RemoteTraceback):
-            error = error.with_traceback(None)  # what matters was raised on the worker, and not where it was received
+            error = error.with_traceback(None)  # the relevant frames are the worker's
         return of_rank(error, self._settings.partition)
 
     def _tell(self) -> None:
@@ -292,7 +291,7 @@ class RemoteIterator:
 
     @property
     def progress(self) -> Progress:
-        """How far this pass has come; changes with it."""
+        """The progress of this pass; changes with it."""
         return self._driver.progress
 
     @property
@@ -301,11 +300,11 @@ class RemoteIterator:
         return self._driver.is_usable
 
     def diagnosis(self) -> Diagnosis:
-        """Why the loop waits."""
+        """The reason why the loop waits."""
         return self._driver.diagnosis()
 
     def report(self) -> LoopStatus | None:
-        """The diagnosis for node servers; None if the pass is over, or neither takes nor awaits a batch for a while."""
+        """The diagnosis for node servers; None if the pass is over, or the loop has been elsewhere for a while."""
         if self.progress.finished or not self._driver.is_open():
             return None
         diagnosis, now = self.diagnosis(), time.monotonic()
@@ -315,7 +314,7 @@ class RemoteIterator:
         return to_status(diagnosis, self._name, self._rank) if now - self._news[1] < _PAUSE else None
 
     def follow(self, where: Joined) -> None:
-        """Use the node servers that are there, from now on."""
+        """Follow the node servers from now on."""
         self._driver.follow(where)
 
     def reset(self, reported_length: int | None = None) -> None:
@@ -329,7 +328,7 @@ class RemoteIterator:
 
 
 def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None) -> LoopStatus:
-    """A diagnosis as a report; ``dataset`` is the name of a class."""
+    """Turn a diagnosis into a report; ``dataset`` is the name of a class."""
     evidence = diagnosis.evidence
     delivered = evidence.get("delivered_rate", 0.0)
     return LoopStatus(

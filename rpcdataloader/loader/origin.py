@@ -1,11 +1,10 @@
-"""Whose pass a saved state is of: which rank of how many has drawn which samples, in whose order.
+"""The origin of a saved state: its rank and number of ranks, its samples, and their order.
 
-The middle of a pass is continued exactly where these are the same, or refused. What is compared are plain values, which
-a state keeps: classes of samplers, and those of their attributes that decide about the order.
+A pass can be resumed in the middle only where these are the same. They are compared as plain values in the state:
+classes of samplers, and their attributes that decide about the order.
 
 A stream's dataset has chosen its samples by rank, world size, worker id and number of workers, and its random numbers
-come from these. A stream that goes on with another number of ranks therefore keeps its :class:`Identity`, whichever
-rank it is dealt to.
+follow from these. So a stream that continues with another number of ranks keeps its :class:`Identity`, on any rank.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-# Attributes of a sampler for its rank and the number of ranks: of torch's, of Accelerate's, and of others.
+# Names of samplers' attributes for rank and number of ranks: torch's, Accelerate's, and others'.
 _RANKS = (("rank", "num_replicas"), ("process_index", "num_processes"), ("rank", "world_size"))
 
-# Other attributes that decide which samples are behind a place, where they are plain numbers. drop_last and the like
-# change the end of the order alone.
+# Other attributes that decide about the samples, where they are plain numbers. drop_last and the like only change the
+# end of the order.
 _VALUES = ("batch_size", "split_batches", "seed", "initial_seed", "shuffle", "replacement", "num_samples")
 
-# Attributes that hold what a sampler draws from.
+# Attributes that hold the source of a sampler.
 _SOURCES = ("data_source", "dataset", "indices", "weights")
 
-# Samplers whose order is the same on all ranks, without any generator.
+# Samplers with the same order on all ranks, without any generator.
 _ORDERED = ("SequentialSampler", "list", "tuple", "range")
 
-# Goes on with what any number of ranks has begun.
+# Continues a pass of any number of ranks.
 RESUMABLE = "ResumableDistributedSampler"
 
 _RANK_KEYS = {"kind", "rank", "num_ranks", "set_epoch"}
@@ -35,14 +34,14 @@ _RANK_KEYS = {"kind", "rank", "num_ranks", "set_epoch"}
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a pass takes place, and in whose order.
+    """The ranks and samplers of a pass.
 
     Attributes:
         job: Rank and world size of the process.
-        partition: Rank and world size that the loader was given; usually the same.
-        samplers: What decides about the order, from the outermost sampler to the innermost. Empty for an
-            iterable-style dataset.
-        one_order: All ranks together take the samples of one order in turn, and a state knows the place in it.
+        partition: Rank and world size that the loader was given; usually equal to ``job``.
+        samplers: Description of the order, from the outermost sampler to the innermost. Empty for an iterable-style
+            dataset.
+        one_order: True if all ranks together take the samples of one order in turn, and a state knows the place in it.
     """
 
     job: list[int]
@@ -62,7 +61,7 @@ class Origin:
 
     @property
     def ranks(self) -> list[list[int]]:
-        """Rank and number of ranks, each pair that decides who gets which samples."""
+        """Rank and number of ranks, for each pair that decides about the samples."""
         found = [[sampler["rank"], sampler["num_ranks"]] for sampler in self.samplers if "num_ranks" in sampler]
         return found or ([self.job] if self.job == self.partition else [self.job, self.partition])
 
@@ -72,12 +71,12 @@ class Origin:
 
     @property
     def place(self) -> str:
-        """In words."""
+        """The ranks in words."""
         return "rank " + " and ".join(f"{rank} of {number}" for rank, number in self.ranks)
 
 
 def describe_samplers(samplers: Iterable[Any]) -> list[dict[str, Any]]:
-    """What decides about the order that these samplers draw, from the outermost one to the innermost."""
+    """Describe the order of these samplers, from the outermost one to the innermost."""
     return [_describe(sampler) for sampler in samplers]
 
 
@@ -109,16 +108,16 @@ def _plain(value: Any) -> int | None:
 
 
 def check_order(saved: Origin, here: Origin, *, epochs: bool = True) -> None:
-    """Check that as many ranks as before draw the same samples here, in the same order.
+    """Check that the same number of ranks draw the same samples here, in the same order.
 
     Args:
-        epochs: Also compare the epochs that samplers count by themselves.
+        epochs: True to compare the epoch counters of samplers, too.
 
     Raises:
-        ValueError: They do not.
+        ValueError: They draw others.
     """
     if saved.one_order and here.one_order and here.kinds[-1] == RESUMABLE:
-        # Any number of ranks goes on, with any batch size.
+        # Any number of ranks can continue, with any batch size.
         return
     kinds, kinds_here = (" over ".join(origin.kinds) or "an iterable-style dataset" for origin in (saved, here))
     if kinds != kinds_here or saved.num_ranks != here.num_ranks:
@@ -138,18 +137,18 @@ def check_order(saved: Origin, here: Origin, *, epochs: bool = True) -> None:
 
 
 def check_rank(saved: Origin, here: Origin, *, in_step: bool) -> None:
-    """Check that the state of one rank is good for this one.
+    """Check that the state of one rank suits this one.
 
     Args:
-        in_step: All ranks had delivered batches of the same numbers.
+        in_step: True if all ranks had delivered batches of the same numbers.
 
     Raises:
-        ValueError: It is not, so that each rank needs its own.
+        ValueError: It does not, so that each rank needs its own.
     """
     if saved.ranks == here.ranks or (not in_step and saved.num_ranks == [1]):
         return
     if not in_step:
-        why = "with in_order=False, or where whole batches were left out, each rank has delivered other ones"
+        why = "with in_order=False, or where whole batches were left out, each rank has delivered different ones"
     elif not saved.samplers:
         why = "each rank has streams of its own"
     elif saved.divides or saved.kinds[-1] in _ORDERED:
@@ -180,8 +179,8 @@ class Identity(NamedTuple):
     """A stream as its dataset sees it.
 
     Attributes:
-        job: RANK and WORLD_SIZE of the trainer that it began in; None for this one.
-        partition: Rank and world size of its loader, which may be another one (``partition=``).
+        job: RANK and WORLD_SIZE of the trainer in which it began; None for this one.
+        partition: Rank and world size of its loader, which may differ (``partition=``).
     """
 
     job: tuple[int, int] | None
@@ -205,14 +204,14 @@ def identities_of(state: Mapping[str, Any]) -> list[Identity]:
 def deal(
     states: Sequence[Mapping[str, Any]], rank: int, world_size: int, origin: Mapping[str, Any], *, is_iterable: bool
 ) -> Mapping[str, Any]:
-    """Make the state that this rank goes on from, out of the states of all ranks.
+    """Combine the states of all ranks into the state from which this rank continues.
 
     Args:
-        states: In any order; checked one by one.
-        origin: What ``state_dict`` says of this rank.
+        states: States of all ranks in any order; checked one by one.
+        origin: Origin of this rank.
 
     Raises:
-        ValueError: A rank is missing or there twice, ranks were in different epochs, or the streams cannot be dealt out
+        ValueError: A rank is missing or given twice, ranks were in different epochs, or the streams cannot be dealt out
             evenly.
     """
     begun = [state for state in states if "start" in state]
@@ -237,7 +236,7 @@ def deal(
     streams: list[list[Any]] = []
     for _rank, state in sorted(by_rank.items()):
         identities += identities_of(state)
-        # A rank that was at its end knows so; its streams may not, where their last batch was full.
+        # A finished rank knows its end; its streams may not, where their last batch was full.
         streams += [[*stream[:4], stream[4] or state["finished"]] for stream in state["streams"]]
     if len(streams) % world_size:
         raise ValueError(
@@ -262,7 +261,7 @@ def deal(
 
 
 def _check_in_step(states: Sequence[Mapping[str, Any]]) -> None:
-    """Check that ranks that share one order have come as far in it as each other, so that any state is that of all."""
+    """Check that ranks that share one order have come equally far in it, so that any state serves all."""
     places = [
         (state["num_batches"], state["whole"], state["finished"], (state["start"]["order"] or {}).get("start"))
         for state in states

@@ -1,4 +1,4 @@
-"""How a pass over a sampler begins: anew, or in the middle of one that an earlier process has saved."""
+"""The beginning of a pass over a sampler: anew, or in the middle of a saved one."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Order:
     """The samples of this rank in the order of all ranks: ``first + rank``, then every ``world_size``-th.
 
     Attributes:
-        first: Place at which all ranks together begin; above 0 where a sampler goes on in the middle.
-        pipe_seed: Of an IterDataPipe: all workers shuffle alike, and then take their parts.
+        first: Place at which all ranks together begin; above 0 where a sampler resumes in the middle.
+        pipe_seed: Seed of an IterDataPipe: all workers shuffle alike, and then take their parts.
     """
 
     first: int
@@ -37,7 +37,7 @@ class Order:
 
 @dataclass(slots=True)
 class Pass:
-    """A pass that has begun."""
+    """A begun pass."""
 
     source: TaskSource
     progress: Progress
@@ -45,17 +45,17 @@ class Pass:
 
 
 def draw_base_seed(generator: torch.Generator | None) -> int:
-    """Draw the seed of a pass, at the moment and in the way torch's loader does, so that both leave the same state."""
+    """Draw the seed of a pass at the time and in the way of torch's loader, so that both leave the same state."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
 def warn_if_longer(num_yielded: int, reported: int | None, name: str) -> None:
-    """Warn, as torch does, when an iterable-style dataset gives more than ``len(loader)`` has said.
+    """Warn, as torch does, when an iterable-style dataset yields more than ``len(loader)``.
 
-    To be called by ``__next__`` of an iterator, so that the warning shows the line of the user's loop.
+    For ``__next__`` of an iterator, so that the warning shows the line of the user's loop.
 
     Args:
-        reported: What it said; None if nobody asked.
+        reported: Length that was reported; None if it was not queried.
     """
     if reported is not None and num_yielded > reported:
         warnings.warn(
@@ -67,10 +67,10 @@ def warn_if_longer(num_yielded: int, reported: int | None, name: str) -> None:
 
 
 def undone_afterwards(saved: Mapping[str, Any] | None) -> contextlib.AbstractContextManager[None]:
-    """Around :func:`begin_pass`, and around drawing the first tasks.
+    """Restore global generators after :func:`begin_pass` and the first tasks of a resumed pass.
 
-    Going on draws from the global generators as they were when the saved pass began. They are the trainer's, who does
-    not want to be taken back.
+    Resuming draws from the global generators as they were when the saved pass began. They are the trainer's, which
+    needs its present state.
     """
     return contextlib.nullcontext() if saved is None or saved["finished"] else generators_restored()
 
@@ -79,9 +79,8 @@ def begin_pass(settings: PassSettings, saved: Mapping[str, Any] | None = None, *
     """Begin a pass: iterate over the sampler and draw the base seed, in torch's order.
 
     Args:
-        saved: What :func:`to_state` made of the pass to go on with; if that is finished, of the one before, of
-            persistent workers.
-        makes_requests: The tasks go to workers.
+        saved: Pass to resume, from :func:`to_state`; a finished pass is the one before, with persistent workers.
+        makes_requests: True if the tasks go to workers.
 
     Raises:
         ValueError: The state does not fit this loader.
@@ -132,9 +131,9 @@ def _new_source(settings: PassSettings, samples: Iterator[Any], makes_requests: 
 
 
 def _order(settings: PassSettings) -> Order:
-    """The order of the samples that the sampler will give when it is iterated over next.
+    """Return the order of the samples in the sampler's next iteration.
 
-    For a pipe of torch, this draws its seed, which torch's loader does for each pass before it does anything else.
+    A pipe of torch needs a seed, which torch's loader draws for each pass before anything else.
     """
     sampler = settings.resumable
     if sampler is not None:
@@ -146,7 +145,7 @@ def _order(settings: PassSettings) -> Order:
 def loader_spec(
     settings: PassSettings, begun: Pass, worker_id: int, num_workers: int, stream: StreamState | None
 ) -> LoaderSpec:
-    """What a worker has to know to load for a pass."""
+    """Describe a pass for its workers."""
     progress, ranks = begun.progress, (begun.order.rank, begun.order.world_size)
     own = Identity(None, ranks, worker_id, num_workers, progress.base_seed)
     if progress.identities:

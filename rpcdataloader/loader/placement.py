@@ -1,4 +1,4 @@
-"""On which nodes the workers of a loader are."""
+"""The nodes of a loader's workers."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ from rpcdataloader.plan.actions import PlanOptions
 
 logger = logging.getLogger("rpcdataloader.loader")
 
-# Seconds that named nodes are waited for when another one is there. Jobs start node servers at the same time, but these
-# import torch on machines of different speed; and shares of ranks fit together where all see the same nodes.
+# Seconds to wait for further named nodes after the first. Jobs start node servers at the same time, but these import
+# torch on machines of different speed; and shares of ranks only fit together where all ranks see the same nodes.
 PATIENCE = 10.0
 
-# Seconds between two looks at a directory or name, where node servers come and go.
+# Seconds between two looks at a directory or name of node servers.
 _LOOK_PAUSE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the workers of a pass should be.
+    """The intended nodes of a pass's workers.
 
     Attributes:
-        homes: The node of each worker; one that has several appears as often. Some may be away.
-        others: More nodes, which help out while all of these are away; those that this rank should ask first come
-            first.
-        max_workers: Of this process, however many nodes there come to be; 0 for no limit.
-        register: Where nodes come and go; None if they are named.
-        missing: Nodes that were never there; they join when they come.
+        homes: Node of each worker, as often as it has workers; nodes may be away.
+        others: Further nodes, which help while all homes are away, in this rank's order of preference.
+        max_workers: Limit on this process's workers, also when nodes join; 0 for no limit.
+        register: Place where node servers come and go; None for named nodes.
+        missing: Nodes that have not come yet; they join when they do.
     """
 
     homes: tuple[Node, ...]
@@ -59,28 +58,28 @@ def place(
     num_workers: int = 0,
     min_workers: int = 0,
 ) -> Placement:
-    """Choose the workers of this process.
+    """Choose the nodes of this process's workers.
 
     Args:
-        partition: This process's place among those that share the workers; None finds it out. The embedded pool is
-            not shared.
-        num_workers: How many to use; 0 for all of this process's share (of the embedded pool: as many as CPUs). Of a
-            remote pool never more than the share.
-        min_workers: Wait until this process's share has this many.
+        partition: Rank and size of this process among those that share the workers; None to find it out. The embedded
+            pool is not shared.
+        num_workers: Number of workers; 0 for all of this process's share (in the embedded pool: one per CPU). In a
+            remote pool, never more than the share.
+        min_workers: Number of workers in this process's share to wait for.
 
     Raises:
         ConnectError: No node server can be reached, or too few.
-        RPCError: One of those that are named refuses this client.
-        Exception: A node cannot have what was added to its session, such as modules.
+        RPCError: A named node server refuses this client.
+        Exception: A node refuses an addition to its session, such as modules.
     """
     partition = partition or current_partition()
 
     def choose(nodes: Sequence[Node]) -> list[int]:
-        # Servers come and go in a register, in the order in which they came: those before keep their shares.
+        # Servers come and go in a register. The order of coming keeps the shares of earlier ones.
         offered = [node.num_workers() for node in nodes]
         return share_of(offered, partition, by_node=isinstance(where, Elastic))[: num_workers or None]
 
-    least = min(min_workers, num_workers or min_workers)  # streams that go on may be fewer
+    least = min(min_workers, num_workers or min_workers)  # resumed streams may be fewer
     nodes, missing = _find_nodes(where, lambda nodes: len(choose(nodes)), least)
     _let_follow([session for session in (node.session() for node in nodes) if session.is_ready])
     offered = [node.num_workers() for node in nodes]
@@ -89,7 +88,7 @@ def place(
     if partition.world_size > sum(offered):
         _warn_of_doubling(partition.world_size, sum(offered))
     share = choose(nodes)
-    # Ranks that lose their nodes at the same time do not all ask the same one.
+    # Ranks that lose their nodes at the same time ask different ones.
     first = partition.rank % len(nodes)
     others = [node for node in nodes[first:] + nodes[:first] if node not in {nodes[index] for index in share}]
     return Placement(
@@ -99,13 +98,13 @@ def place(
         sum(offered),
         num_workers,
         where if isinstance(where, Elastic) else None,
-        # Those in a register are seen by who watches that.
+        # Registers are watched elsewhere.
         () if isinstance(where, Elastic) else tuple(missing),
     )
 
 
 def _let_follow(sessions: Sequence[RemoteSession]) -> None:
-    """Tell sessions what has changed, all at the same time. Those that are lost meanwhile are found to be later."""
+    """Send the changes to all sessions at the same time. Lost sessions are noticed later."""
     waits = []
     for session in sessions:
         with contextlib.suppress(ConnectionLostError):
@@ -116,25 +115,25 @@ def _let_follow(sessions: Sequence[RemoteSession]) -> None:
 
 
 def check_min_workers(min_workers: int, num_workers: int, where: Where | None) -> None:
-    """Raise a ``ValueError`` if what the user has chosen is negative, or contradicts the rest."""
+    """Raise a ``ValueError`` if the user's choice is negative, or contradicts others."""
     if min_workers < 0:
         raise ValueError(f"min_workers must be 0 or more, but is {min_workers}")
     if min_workers and not isinstance(where, (Remote, Elastic)):
-        raise ValueError("min_workers is how many workers of node servers are waited for: name these in workers=")
+        raise ValueError("min_workers needs node servers: name them in workers=")
     if 0 < num_workers < min_workers:
         raise ValueError(f"num_workers={num_workers} and min_workers={min_workers} contradict each other")
 
 
 def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = True) -> None:
-    """Have a dataset on those of ``nodes`` that are there.
+    """Build a dataset on those of ``nodes`` that can be reached.
 
     Args:
-        wait: When none is there, wait for one.
+        wait: True to wait for one node if none can be reached.
 
     Raises:
-        ConnectError: None can be reached.
-        ConnectionLostError: All have gone meanwhile.
-        Exception: What building it raised.
+        ConnectError: All nodes are unreachable.
+        ConnectionLostError: All nodes have gone meanwhile.
+        Exception: An exception from building the dataset.
     """
     sessions = [node.session() for node in dict.fromkeys(nodes)]
     ready = [session for session in sessions if session.is_ready]
@@ -148,7 +147,7 @@ def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = Tru
 
 
 def _wait_for_one(sessions: Sequence[RemoteSession]) -> RemoteSession:
-    """The first of ``sessions``, which all connect already, that comes to be; the error of the last if none does."""
+    """Return the first of the connecting ``sessions`` that succeeds; raise the last error if all fail."""
     for session in sessions[:-1]:
         with contextlib.suppress(RPCError):
             session.wait()
@@ -160,9 +159,9 @@ def _wait_for_one(sessions: Sequence[RemoteSession]) -> RemoteSession:
 def _find_nodes(
     where: Local | Remote | Elastic, count: Callable[[Sequence[Node]], int], min_workers: int
 ) -> tuple[list[Node], list[Node]]:
-    """The nodes that are there, or were before, and those that never were; ``count`` is this process's share of them.
+    """Return the nodes that are or were connected, and those that never were; ``count`` is this process's share.
 
-    The first one is waited for, and all others for :data:`PATIENCE` after it, once; for longer if it is too little.
+    It waits for the first node, and :data:`PATIENCE` longer for all others, once; longer if the share is too small.
     """
     limit, began, patient_until = connect_timeout(), time.monotonic(), math.inf
     sessions: dict[Node, RemoteSession] = {}
@@ -182,8 +181,8 @@ def _find_nodes(
         elif now >= began + limit or not (connecting or (there and isinstance(where, Elastic))):
             if there:
                 break
-            sessions[nodes[0]].wait()  # raises its error, at the latest when it has connected for as long
-            continue  # it has just come
+            sessions[nodes[0]].wait()  # raises its error, at the latest after the same time
+            continue  # it has just connected
         pause = (patient_until if is_enough else began + limit) - now
         waited_for = [sessions[node] for node in connecting]
         get_client().wait_for_any(waited_for, min(pause, _LOOK_PAUSE) if isinstance(where, Elastic) else pause)
@@ -191,11 +190,11 @@ def _find_nodes(
         try:
             sessions[node].wait(lambda: False)
         except RPCError as error:
-            # One that is not what it should be does not become so by itself.
+            # A node of another kind does not change by waiting.
             if isinstance(where, Remote) and not isinstance(error, (ConnectError, ConnectionLostError)):
                 raise
             if not node.is_missed:
-                # The text alone: who keeps the error keeps its frames, in which the iterator is about to be.
+                # Only the text: an error keeps its frames alive, and with them the iterator to be.
                 label, reason = current_partition().label, str(error)
                 logger.warning("%sgoing on without %s until it comes: %s", label, node, reason)
         node.is_missed = True
@@ -209,9 +208,9 @@ def _find_nodes(
 
 @functools.cache  # once, and not for every epoch of every loader
 def warn_of_few(num_workers: int, num_offered: int, where: str) -> None:
-    """Say that there are fewer workers than the user has asked for."""
+    """Warn that there are fewer workers than the user has requested."""
     logger.warning(
-        "num_workers is %d, but this process's share of what %s offer is %d: start them with more --num-workers",
+        "num_workers is %d, but this process's share of the workers of %s is %d: start them with more --num-workers",
         num_workers,
         where,
         num_offered,
@@ -224,7 +223,7 @@ def _warn_of_doubling(world_size: int, num_workers: int) -> None:
 
 
 def plan_options(settings: PassSettings, placement: Placement) -> PlanOptions:
-    """What the engine has to know of both."""
+    """Return the engine's options."""
     return PlanOptions(
         num_workers=len(placement.homes),
         is_iterable=settings.iterable,

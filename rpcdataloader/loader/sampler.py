@@ -1,4 +1,4 @@
-"""A distributed sampler whose pass can be continued by other ranks than those that began it."""
+"""A distributed sampler whose pass other ranks can resume."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch.utils.data import DistributedSampler
 class ResumableDistributedSampler(DistributedSampler[Any]):
     """torch's ``DistributedSampler``, in the same order, that can begin in the middle of an epoch.
 
-    The ranks take the samples of one global order in turn. What a checkpoint keeps is how many of them were delivered
-    on all ranks together, so any number of ranks with any batch size can go on: every sample that was not seen yet is
-    seen once (apart from the padding at the end, as in torch), with the random numbers it would have had.
+    The ranks take the samples of one global order in turn. A checkpoint keeps the number of samples delivered on all
+    ranks together, so any number of ranks with any batch size can resume: every unseen sample is seen once (apart from
+    the padding at the end, as in torch), with the random numbers it would have had.
 
-    With :class:`~rpcdataloader.RPCDataloader`, its ``state_dict()`` takes care of this sampler; all ranks load the
-    state of any one of them.
+    :class:`~rpcdataloader.RPCDataloader` includes this sampler in its ``state_dict()``; all ranks load the state of any
+    one of them.
 
     Args:
-        dataset: Anything with a length.
+        dataset: Any object with a length.
         num_replicas: Number of ranks; by default that of torch.distributed.
-        rank: Of this process.
+        rank: Rank of this process.
         shuffle: Another order in each epoch, see ``set_epoch``; False for the order of the dataset.
-        seed: Of the order, the same on all ranks.
-        drop_last: Leave out the tail that is not enough for all ranks, instead of repeating samples.
+        seed: Seed of the order, the same on all ranks.
+        drop_last: Leave out the tail that is too short for all ranks, instead of repeating samples.
 
     Attributes:
-        start: Place in the global order at which the next pass begins; 0 but after :meth:`load_state_dict`.
+        start: Place in the global order at which the next pass begins; 0 except after :meth:`load_state_dict`.
     """
 
     def __init__(
@@ -59,25 +59,25 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         return iter(rest[self.rank : total : self.num_replicas].tolist())
 
     def __len__(self) -> int:
-        """Samples of this rank in the next pass."""
+        """Number of this rank's samples in the next pass."""
         rest = self._length - self.start
         return rest // self.num_replicas if self.drop_last else -(-rest // self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass; another epoch than before begins at its start."""
+        """Choose the order of the next pass; a new epoch begins at its start."""
         if epoch != self.epoch:
             self.start = 0
         super().set_epoch(epoch)
 
     def state_dict(self, start: int | None = None) -> dict[str, Any]:
-        """What :meth:`load_state_dict` needs to begin at place ``start`` of this epoch's order.
+        """Return the state for :meth:`load_state_dict` to begin at place ``start`` of this epoch's order.
 
-        Left out, it is where the next pass begins: the sampler does not know what was delivered, its loader does.
+        The default is the start of the next pass: only the loader knows what was delivered.
         """
         return order_of(self, self._length, self.start if start is None else min(start, self._length))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass go on where the saved one was.
+        """Let the next pass resume from the saved place.
 
         Raises:
             ValueError: The state belongs to a dataset of another length.
@@ -93,7 +93,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
 
 
 def order_of(sampler: DistributedSampler[Any], length: int, start: int) -> dict[str, Any]:
-    """The order that all ranks of torch's sampler or ours share, and a place in it: what ours needs to go on there."""
+    """Return the order that all ranks of torch's sampler or ours share, with a place in it, as a state of ours."""
     return {
         "epoch": sampler.epoch,
         "seed": sampler.seed,

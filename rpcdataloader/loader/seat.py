@@ -1,4 +1,4 @@
-"""A worker of a pass: what was sent to it, and what it answers, decoded in the thread that has received it."""
+"""A worker of a pass: its tasks, and its answers, decoded in the thread that receives them."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class Failure:
 
 @dataclass(slots=True)
 class Answer:
-    """What a worker has answered to a task.
+    """A worker's answer to a task.
 
     Attributes:
-        result: The batch, or what stands for it: a :class:`Failure`, or a ``Reduced``.
-        timings: Seconds that the worker took to fetch and to collate; None of an exception.
+        result: Batch, or its substitute: a :class:`Failure`, or a ``Reduced``.
+        timings: Seconds that the worker took to fetch and to collate; None for an exception.
         arrived: Time of the first bytes, and
-        received: that of the last ones, if they were waited for; otherwise 0.
-        stream: How far the worker's stream has come; None if there is none, or it has ended.
+        received: time of the last bytes, if they were waited for; otherwise 0.
+        stream: Progress of the worker's stream; None without one, or at its end.
     """
 
     result: Any
@@ -75,11 +75,11 @@ class Answer:
 
 
 def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, moves: bool) -> Answer:
-    """Make the batch of a reply.
+    """Turn a reply into a batch.
 
     Args:
-        iterable: It comes with the state of its stream.
-        pins: ``allocator`` is that of pinned memory.
+        iterable: True if the reply includes the state of its stream.
+        pins: True if ``allocator`` has pinned memory.
     """
     answer = Answer(None, len(reply.payload))
     for block in reply.blocks:
@@ -92,7 +92,7 @@ def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, 
         if iterable:
             result, answer.stream = result
         if pins:
-            # What came in band, and batch types with a pin_memory method of their own. What is pinned stays.
+            # In-band data, and batch types with a pin_memory method of their own. Pinned data stays.
             result = pin(result)
         answer.result, answer.movable = result, movable
     except StopIteration as exc:
@@ -100,13 +100,13 @@ def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, 
         error.__cause__ = exc
         return Answer(Failure(error), answer.size_bytes)
     except BaseException as exc:
-        # Another one: the traceback refers to this frame, and would keep what refers to the exception.
+        # A new exception: the traceback refers to this frame, and would keep the referents of the exception.
         return Answer(Failure(exc), answer.size_bytes)
     return answer
 
 
 def pin(batch: Any) -> Any:
-    """Pin what is not pinned yet, the way torch's loader does."""
+    """Pin unpinned tensors, the way torch's loader does."""
     return torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
 
 
@@ -115,8 +115,8 @@ class Sent:
     """A copy of a task that was sent to a worker.
 
     Attributes:
-        request: That of the task, or of its last try.
-        request_id: Of its connection; 0 while it is being sent.
+        request: Request of the task, or of its last attempt.
+        request_id: Id on its connection; 0 while it is being sent.
     """
 
     task: Task
@@ -129,25 +129,25 @@ class Sent:
 
 
 class Seat(WorkerOwner):
-    """A worker of a pass. The worker's receiver thread tells it what happens.
+    """A worker of a pass. The worker's receiver thread reports events to it.
 
     Attributes:
-        sent: What it has not answered, by the number of the task.
+        sent: Unanswered copies, by the number of the task.
     """
 
     def __init__(self, driver: Driver, number: int, allocator: Allocator, decode: Callable[[Message], Answer]) -> None:
         self.number = number
-        self.worker: RemoteWorker  # as soon as it was asked for
+        self.worker: RemoteWorker  # set once it was requested
         self.sent: dict[int, Sent] = {}
-        # In the order of the engine's decisions, whichever thread carries them out: a stream's tasks are not swapped.
-        self._queue: deque[Sent] = deque()  # to be sent
-        self._sending = threading.Lock()  # held while it is emptied
+        # In the order of the engine's decisions, whichever thread carries them out: a stream's tasks keep their order.
+        self._queue: deque[Sent] = deque()  # to send
+        self._sending = threading.Lock()  # held while the queue is emptied
         self._driver = driver
         self._allocator = allocator
         self._decode = decode
 
     def enqueue(self, load: Load, begun: Pass) -> None:
-        """Note a task that is to be sent; with the pass's condition, so that the order is that of the decisions."""
+        """Queue a task; with the pass's condition, so that the order is that of the decisions."""
         task = load.payload
         sent = Sent(task, load.number, begun, task.last_request if load.is_last else task.request, load.left_out)
         if task.probe is not None:
@@ -155,7 +155,7 @@ class Seat(WorkerOwner):
         self._queue.append(sent)
 
     def send(self) -> None:
-        """Send what is to be sent; without the condition."""
+        """Send the queued tasks; without the condition."""
         with self._sending:
             while self._queue:
                 sent = self._queue.popleft()
@@ -166,15 +166,15 @@ class Seat(WorkerOwner):
                 request = Request(functools.partial(self._replied, sent), self._allocator, cancellable=True)
                 if (probe := sent.probe) is not None:
                     request.flags, probe.sent = Flag.MEASURED, time.monotonic()
-                # Fails where the worker was lost in between, which is about to be reported, and puts the task back.
+                # Fails if the worker was just lost, which is about to be reported, and puts the task back.
                 with contextlib.suppress(RPCError):
                     sent.request_id = self.worker.connection.submit(MessageType.CALL, sent.request, (), request)
                 if probe is not None:
                     probe.sent = time.monotonic()
 
     def restart(self, starting: Encoded) -> None:
-        """Tell the worker that another epoch begins, in place of what it was to be sent for the last one."""
-        # Fails where the worker was lost in between, which is about to be reported.
+        """Tell the worker that another epoch begins, in place of its queued tasks of the last one."""
+        # Fails if the worker was just lost, which is about to be reported.
         with self._sending, contextlib.suppress(RPCError):
             self._queue.clear()
             self.sent.clear()
@@ -182,7 +182,7 @@ class Seat(WorkerOwner):
             self.worker.submit(starting.payload, starting.buffers, self.started)
 
     def started(self, reply: Message | RPCError) -> None:
-        """The worker has answered the first request of an epoch; what the user's code raised there ends the pass."""
+        """Handle the answer to an epoch's first request; an exception of user code there ends the pass."""
         if not isinstance(reply, Message):
             return
         try:
@@ -206,7 +206,7 @@ class Seat(WorkerOwner):
         with driver.condition:
             if sent.begun is not driver.begun or driver.closed.is_set():
                 return
-            # Not before: the numbers of another epoch begin anew.
+            # Only now: numbers restart in another epoch.
             self.sent.pop(sent.number, None)
             self._tell_engine(sent, answer)
             if driver.ahead is not None:
@@ -244,7 +244,7 @@ class Seat(WorkerOwner):
         if counts and stream is not None and answer.stream is not None:
             driver.streams[stream] = answer.stream
 
-    def worker_ready(self, worker: RemoteWorker) -> None:  # noqa: ARG002  there is one
+    def worker_ready(self, worker: RemoteWorker) -> None:  # noqa: ARG002  the only one
         self._driver.feed(lambda engine, now: engine.worker_ready(self.number, now))
 
     def worker_draining(self, worker: RemoteWorker) -> None:  # noqa: ARG002
@@ -267,20 +267,20 @@ class Seat(WorkerOwner):
         self._driver.lost(self.number, loss)
 
     def _interrupted(self, exited: Exited) -> Sent | None:
-        """What the worker was at when it ended, if that is not answered."""
+        """Return the unanswered task at which the worker ended, if any."""
         return next((sent for sent in list(self.sent.values()) if sent.task.number == exited.batch), None)
 
 
 def note_reply(probe: Probe | None, reply: Message) -> None:
-    """A reply has come that is measured, or should be; what it tells is taken off its payload.
+    """Take the measurements off a reply's payload.
 
     Raises:
-        RemoteProtocolError: The worker has measured what it was not asked to measure, or says something else.
+        RemoteProtocolError: The worker has measured without a request, or sent something else.
     """
     if not reply.flags & Flag.MEASURED:
         return  # an exception
     if probe is None:
-        raise RemoteProtocolError("the worker has measured a batch without being asked to")
+        raise RemoteProtocolError("the worker measured a batch without a request for it")
     start = len(reply.payload) - stages.SIZE_BYTES
     probe.stages = Stages.unpack(reply.payload[max(0, start) :])
     reply.payload = reply.payload[:start]
@@ -294,7 +294,7 @@ def note_reply(probe: Probe | None, reply: Message) -> None:
 
 
 def note_answer(probe: Probe, timings: tuple[float, float], size_bytes: int, now: float) -> None:
-    """The batch of a measured reply is decoded, in the thread that has received it."""
+    """Record that the batch of a measured reply is decoded, in the thread that has received it."""
     probe.size_bytes = size_bytes
     if probe.stages is None:
         return

@@ -1,4 +1,4 @@
-"""What an iterator takes from its loader, whichever kind of iterator it is."""
+"""The settings of an iterator, from its loader; the same for all kinds of iterators."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rpcdataloader.loader.sampler import ResumableDistributedSampler
 
 @dataclass(frozen=True, slots=True)
 class PassSettings:
-    """The arguments of a loader as its iterators use them, checked; ``RPCDataloader`` says what they mean.
+    """The checked arguments of a loader as its iterators use them; ``RPCDataloader`` documents them.
 
     Attributes:
-        dataset: What the loader was given; a function of the user may refer to it, as a bound method does.
-        sampler: The batch sampler or, without automatic batching, the sampler.
-        partition: This process among the trainers, for the seeds.
+        dataset: Dataset that the loader was given; a user's function may refer to it, as a bound method does.
+        sampler: Batch sampler or, without automatic batching, the sampler.
+        partition: Place of this process among the trainers, for the seeds.
 
     Raises:
         ValueError: A value is out of range.
@@ -62,7 +62,7 @@ class PassSettings:
 
     @classmethod
     def of(cls, loader: Any) -> PassSettings:
-        """Those of a loader, by the attributes that are called like its arguments, which users may have changed."""
+        """Read a loader's attributes with the names of its arguments, which users may have changed."""
         values: dict[str, Any] = {each.name: getattr(loader, each.name, None) for each in fields(cls)}
         values |= {
             "sampler": loader._index_sampler,
@@ -104,35 +104,35 @@ class PassSettings:
             py_modules=choose_modules(self.py_modules),
         )
         if self.retry_on and self.iterable:
-            raise ValueError("retry_on is for map-style datasets: a stream that has raised cannot be asked again")
+            raise ValueError("retry_on is for map-style datasets: a stream cannot be retried after an exception")
 
     @property
     def additions(self) -> Additions:
-        """What the sessions get."""
+        """Additions to the sessions."""
         return Additions.of(self.env, self.py_modules, self.forward_output)
 
     @property
     def skips(self) -> bool:
-        """Whether samples whose dataset raises an exception are left out."""
+        """Whether to leave out samples whose dataset raises an exception."""
         return self.on_error == "skip"
 
     @property
     def marks_last_try(self) -> bool:
-        """Whether the last try of a batch is another request: only then are samples left out that may still come."""
+        """Whether a batch's last attempt is another request: only then are samples left out that may still come."""
         return self.skips and bool(self.retry_on)
 
     @property
     def samplers(self) -> tuple[Any, ...]:
-        """The sampler, and what it draws from."""
+        """The sampler, and its source."""
         return self.sampler, getattr(self.sampler, "sampler", None)
 
     @property
     def chain(self) -> list[Any]:
-        """The sampler, what it draws from, and so on: other libraries put samplers around samplers."""
+        """The sampler, its source, and so on: other libraries wrap samplers in samplers."""
         found, sampler = [], self.sampler
         while sampler is not None:
             found.append(sampler)
-            # Lightning's for distributed jobs has the one inside as a dataset. One that is not here must not be asked.
+            # Lightning's distributed sampler has the inner one as a dataset. Remote datasets must not be queried.
             inside = vars(sampler).get("dataset") if hasattr(sampler, "__dict__") else None
             inside = vars(inside).get("_sampler") if hasattr(inside, "__dict__") else None
             sampler = getattr(sampler, "sampler", getattr(sampler, "batch_sampler", inside))
@@ -140,7 +140,7 @@ class PassSettings:
 
     @property
     def distributed(self) -> DistributedSampler[Any] | None:
-        """The sampler of which all ranks take samples in turn, torch's own or ours, if batches keep its order."""
+        """The sampler whose samples all ranks take in turn, torch's own or ours, if batches keep its order."""
         batches, sampler = self.samplers
         if type(batches).__iter__ is not BatchSampler.__iter__:
             sampler = batches
@@ -149,26 +149,26 @@ class PassSettings:
 
     @property
     def resumable(self) -> ResumableDistributedSampler | None:
-        """The same, if it is ours: its place is computed."""
+        """The distributed sampler, if it is ours: its place is computed."""
         sampler = self.distributed
         return sampler if isinstance(sampler, ResumableDistributedSampler) else None
 
     @property
     def own_generators(self) -> list[torch.Generator]:
-        """Generators that belong to loader and samplers, each once; who has none draws from the global ones."""
+        """Generators of the loader and its samplers, each once; samplers without one draw from the global ones."""
         found = [getattr(owner, "generator", None) for owner in (self, *self.chain)]
         return list(dict.fromkeys(generator for generator in found if isinstance(generator, torch.Generator)))
 
 
 def check_numbers(**values: Any) -> None:
-    """Raise a ``TypeError`` if one of the values is no number."""
+    """Raise a ``TypeError`` if one of the values is not a number."""
     for name, value in values.items():
         if not isinstance(value, numbers.Real):
             raise TypeError(f"{name} must be a number, but is {value!r}")
 
 
 def make_partition(partition: Any) -> Partition | None:
-    """What the user means by ``partition``; None for what :func:`current_partition` says.
+    """Check the user's ``partition``; None for the result of :func:`current_partition`.
 
     Raises:
         ValueError: It is malformed.

@@ -1,9 +1,9 @@
-"""What a checkpoint keeps of a pass, and how another process goes on from it.
+"""The state of a pass in a checkpoint, and resuming from it.
 
-It keeps where the random generators stood when the pass began, and how many batches were delivered. To go on, the
-sampler is started again in the same state and skips as much; no sample is loaded twice for that. A sampler with a state
-of its own, as torchdata's have, is asked for it after each batch and skips nothing. It also keeps which rank that was,
-and whose order (see ``origin``), so that what cannot go on exactly is refused.
+It has the states of the random generators at the beginning of the pass, and the number of delivered batches. To resume,
+the sampler is started again in the same state and skips that many batches, without loading samples. A sampler with a
+state of its own, as torchdata's, is queried after each batch and skips nothing. The state also has the rank and the
+order (see ``origin``), so that inexact resuming is refused.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from rpcdataloader.loader.sampler import ResumableDistributedSampler, order_of
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, skip
 
-# 1 knew neither ranks nor samplers.
+# Version 1 had neither ranks nor samplers.
 VERSION = 2
 
-# Whose len is the number of batches of the next pass.
+# Samplers whose len is the number of batches of the next pass.
 _SIZED = (
     BatchSampler,
     RandomSampler,
@@ -48,13 +48,13 @@ _SIZED = (
 
 
 def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
-    """What to keep of a pass: plain containers, numbers and strings, apart from states that are not ours."""
+    """Return the state of a pass: plain containers, numbers and strings, apart from states of other objects."""
     if progress.ahead and settings.resumable is not None:
         raise ValueError("a ResumableDistributedSampler cannot be saved with in_order=False: batches are missing")
     start = progress.start
     order, sampler = start["order"], settings.distributed
     if order is not None and sampler is not None:
-        # How far all ranks together have come in it.
+        # Place of all ranks together in the order.
         consumed = order["start"] + progress.num_samples * sampler.num_replicas
         order = None if progress.ahead else {**order, "start": min(consumed, order["length"])}
     return {
@@ -78,19 +78,19 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
 
 
 def _is_whole(progress: Progress) -> bool:
-    """Whether it is known that nothing is left, on any rank, though the consumer has not been told of the end."""
+    """Whether nothing is left on any rank, though the consumer has not reached the end."""
     return progress.in_step and not progress.ahead and progress.num_batches == progress.start["num_batches"]
 
 
 def check_state(settings: PassSettings, state: Any, *, is_of_any_rank: bool = False) -> None:
-    """Check that this loader can go on from a state.
+    """Check that this loader can resume from a state.
 
     Args:
-        is_of_any_rank: The state is one of those of all ranks.
+        is_of_any_rank: True if the state is one of those of all ranks.
 
     Raises:
-        TypeError: It is no mapping.
-        ValueError: It is from something else.
+        TypeError: It is not a mapping.
+        ValueError: It is not a state of such a loader.
     """
     if not isinstance(state, Mapping):
         raise TypeError(
@@ -99,14 +99,14 @@ def check_state(settings: PassSettings, state: Any, *, is_of_any_rank: bool = Fa
         )
     if state.get("version") != VERSION:
         raise ValueError(
-            f"this is no state of an RPCDataloader of this version: its version is {state.get('version')!r}, not "
+            f"this is not a state of this version's RPCDataloader: its version is {state.get('version')!r}, not "
             f"{VERSION}"
         )
     if state.keys() <= {"version"}:
         return
     new = to_state(settings, Progress(0, 0, start=capture_start(settings)))
     if missing := new.keys() - state.keys():
-        raise ValueError(f"this state of an RPCDataloader is not whole: {', '.join(sorted(missing))} is missing")
+        raise ValueError(f"this state of an RPCDataloader is incomplete: {', '.join(sorted(missing))} is missing")
     kinds = ("a map-style dataset", "an iterable-style dataset")
     _check_same("dataset", kinds[bool(state["streams"])], kinds[settings.iterable])
     if _is_midway(state) and not is_of_any_rank:
@@ -123,7 +123,7 @@ def check_state(settings: PassSettings, state: Any, *, is_of_any_rank: bool = Fa
 
 
 def _is_midway(state: Mapping[str, Any]) -> bool:
-    """Whether some of the pass was delivered, and some may be left. Anything can follow upon the end of one."""
+    """Whether a part of the pass was delivered, and a part may be left. Any pass can follow a finished one."""
     if state["finished"] or state["whole"]:
         return False
     order = state["start"]["order"]
@@ -131,7 +131,7 @@ def _is_midway(state: Mapping[str, Any]) -> bool:
 
 
 def _is_same_pass(settings: PassSettings, saved: Mapping[str, Any]) -> bool:
-    """Whether the samplers would give again what was delivered."""
+    """Whether the samplers would yield again what was delivered."""
     here = _origin(_capture_samplers(settings))
     try:
         check_order(_origin(saved["start"]), here)
@@ -151,11 +151,11 @@ def _check_same(what: str, saved: str, here: str) -> None:
 
 
 def state_of_rank(settings: PassSettings, states: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """What this rank goes on from: its own state, or what the states of all ranks say for it.
+    """Return the state from which this rank resumes: its own, or one combined from those of all ranks.
 
     Raises:
-        TypeError: One is no mapping.
-        ValueError: There is none, one is from something else, or they do not fit together.
+        TypeError: A state is not a mapping.
+        ValueError: The list is empty, a state is of another kind, or they do not fit together.
     """
     if isinstance(states, Mapping) or not isinstance(states, Sequence):
         check_state(settings, states)
@@ -165,7 +165,7 @@ def state_of_rank(settings: PassSettings, states: Mapping[str, Any] | Sequence[M
     for state in states:
         check_state(settings, state, is_of_any_rank=True)
     if len(states) != settings.partition.world_size and isinstance(settings.dataset, IterDataPipe):
-        raise ValueError("pipes of torch divide themselves among the ranks, and go on with as many as they began with")
+        raise ValueError("pipes of torch divide themselves among the ranks: resume with the same number of ranks")
     origin = _capture_samplers(settings)["origin"]
     rank, world_size = settings.partition.rank, settings.partition.world_size
     dealt = deal(states, rank, world_size, origin, is_iterable=settings.iterable)
@@ -174,13 +174,13 @@ def state_of_rank(settings: PassSettings, states: Mapping[str, Any] | Sequence[M
 
 
 def check_one_stream(saved: Mapping[str, Any]) -> None:
-    """Check that a single iterator over the dataset can go on from a state.
+    """Check that a single iterator over the dataset can resume from a state.
 
     Raises:
-        ValueError: It is of several.
+        ValueError: It has several streams.
     """
     if saved.get("identities") and not saved["finished"]:
-        raise ValueError("streams of other ranks cannot go on in the training process: give workers")
+        raise ValueError("streams of other ranks cannot resume in the training process: give workers")
     if len(saved["streams"]) > 1 and not saved["finished"]:
         raise ValueError(
             f"the state is of {len(saved['streams'])} workers, and an iterable-style dataset goes on with as many as "
@@ -189,7 +189,7 @@ def check_one_stream(saved: Mapping[str, Any]) -> None:
 
 
 def capture_start(settings: PassSettings) -> dict[str, Any]:
-    """What a pass that begins now begins with."""
+    """Capture the state at the beginning of a pass."""
     return {
         "global": states_to_plain(get_states()),
         "generators": [_to_hex(generator.get_state()) for generator in settings.own_generators],
@@ -198,7 +198,7 @@ def capture_start(settings: PassSettings) -> dict[str, Any]:
 
 
 def _capture_samplers(settings: PassSettings) -> dict[str, Any]:
-    """Which ranks draw the samples, and in whose order."""
+    """Describe the ranks and the samplers with their order."""
     job, partition = current_partition(), settings.partition
     samplers = [] if settings.iterable else settings.chain
     is_sized = bool(samplers) and all(type(sampler) in _SIZED for sampler in samplers)
@@ -214,7 +214,7 @@ def _capture_samplers(settings: PassSettings) -> dict[str, Any]:
 
 
 def _capture_order(settings: PassSettings) -> dict[str, Any] | None:
-    """What a ResumableDistributedSampler needs to go on with this pass, if one can."""
+    """The state for a ResumableDistributedSampler to resume this pass, if one can."""
     if settings.resumable is not None:
         return settings.resumable.state_dict()
     sampler = settings.distributed
@@ -222,7 +222,7 @@ def _capture_order(settings: PassSettings) -> dict[str, Any] | None:
 
 
 def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Bring generators, also the global ones, and samplers to where the saved pass began; returns the new start.
+    """Bring generators, also the global ones, and samplers to the beginning of the saved pass; returns the new start.
 
     Raises:
         ValueError: Another rank draws another order.
@@ -250,14 +250,14 @@ def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str,
 
 
 def _restore_epochs(settings: PassSettings, samplers: Sequence[Mapping[str, Any]]) -> None:
-    """Choose the order of the saved pass; others may have been chosen before the state was loaded, or none."""
+    """Choose the order of the saved pass; the user may have chosen another since, or none."""
     for sampler, saved in zip(settings.chain, samplers, strict=False):
         if type(sampler).__qualname__ == saved["kind"] and "set_epoch" in saved and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(saved["set_epoch"])
 
 
 def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
-    """The progress of a saved pass, but for the number of samples."""
+    """The progress of a saved pass, except for the number of samples."""
     return Progress(
         saved["base_seed"],
         saved["epoch"],
@@ -276,10 +276,10 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
 def skip_delivered(
     settings: PassSettings, saved: Mapping[str, Any], samples: Iterator[Any]
 ) -> tuple[Iterator[Any], int]:
-    """What is left of a sampler that has just begun, and how many samples were in what was delivered.
+    """Return the rest of a sampler that has just begun, and the number of delivered samples.
 
     Raises:
-        ValueError: The sampler is shorter than that, or its batches have another size.
+        ValueError: The sampler is too short, or its batches have another size.
     """
     if saved["whole"] and not _is_same_pass(settings, saved):
         # Nothing is left for other samplers and ranks, either.
@@ -288,7 +288,7 @@ def skip_delivered(
     if saved["streams"]:
         return samples, 0
     if settings.resumable is not None:
-        # It begins there by itself; now, so that its length is that of a whole epoch again.
+        # The sampler begins there; reset now, so that its length is that of a whole epoch again.
         return skip(samples, settings.sampler, 0, auto_collation=settings.auto_collation)
     anchor = saved["sampler"]
     if anchor is None:
@@ -317,7 +317,7 @@ def skip_delivered(
 
 
 def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:
-    """Bring the loader's own generators and its sampler to where they were when a finished pass was saved."""
+    """Bring the loader's own generators and its sampler to their state after a finished saved pass."""
     anchor = saved["sampler"]
     if anchor is not None:
         with generators_restored():
@@ -333,16 +333,16 @@ def _restore_generators(settings: PassSettings, states: Iterable[str]) -> None:
 
 
 def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[], Any] | None:
-    """What to call after each batch, for the state of the sampler; None if it has none."""
+    """Return a function that gives the sampler's state after each batch; None without a state."""
     stateful = _stateful(settings, samples)
     if not stateful:
         return None
-    # It may be the object that the sampler goes on changing.
+    # The sampler may go on changing the same object.
     return lambda: {name: copy.deepcopy(owner.state_dict()) for name, owner in stateful.items()}
 
 
 def _stateful(settings: PassSettings, samples: Iterator[Any]) -> dict[str, Any]:
-    """The sampler and the iterator over it, if they have states of their own."""
+    """The sampler and its iterator, as far as they have states of their own."""
     found: dict[str, Any] = {}
     if not settings.iterable and settings.resumable is None:
         for sampler in filter(_is_stateful, settings.samplers):
@@ -353,7 +353,7 @@ def _stateful(settings: PassSettings, samples: Iterator[Any]) -> dict[str, Any]:
 
 
 def _is_stateful(value: Any) -> bool:
-    # Ours knows its place by itself, or not at all.
+    # Ours knows its place, or cannot know it.
     is_ours = isinstance(value, ResumableDistributedSampler)
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict") and not is_ours
 

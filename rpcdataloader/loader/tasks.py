@@ -1,4 +1,4 @@
-"""What a pass draws from the sampler, numbered and made into requests to workers, and what of it was delivered."""
+"""Tasks of a pass: batches from the sampler, numbered, as requests to workers; and their delivery."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ logger = logging.getLogger("rpcdataloader.loader")
 
 @dataclass(slots=True)
 class Task:
-    """A batch to load: what the sampler gave, and the request made of it.
+    """A batch to load: indices from the sampler, and the request for them.
 
     Attributes:
-        number: In the whole pass, of which this process may have taken up only the rest.
-        position: Of its first sample in the epoch.
-        sampler_state: After this batch, if the sampler has one.
-        request: To a worker; empty where no worker is asked.
-        last_request: That of the last try, which may be another one.
-        stack: Where the last worker was that took too long.
-        probe: What is noted of its way so far, if that is timed; each copy that is sent gets one of its own.
+        number: Number in the whole pass, of which this process may have resumed only the rest.
+        position: Place of its first sample in the epoch.
+        sampler_state: State of the sampler after this batch, if it has one.
+        request: Request to a worker; empty without workers.
+        last_request: Request of the last attempt, which may differ.
+        stack: Stack of the last worker that exceeded the time limit.
+        probe: Times of its way so far, if measured; each copy that is sent gets its own.
     """
 
     indices: Any
@@ -54,8 +54,8 @@ class TaskSource:
     """Tasks from a sampler, numbered by batch and by the position of their first sample in the epoch.
 
     Args:
-        leave_out: Numbers of batches that are not needed.
-        get_state: Called after each batch, for the state of the sampler; None if it has none.
+        leave_out: Numbers of batches to leave out.
+        get_state: Function that gives the sampler's state after each batch; None without a state.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class TaskSource:
                 if not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
                     # A sampler may yield tensors, arrays or generators; torch only iterates over them.
                     indices = list(indices)
-                # What is no batch at all is an error where the batch is loaded.
+                # Other types become an error where the batch is loaded.
                 num_samples = len(indices) if isinstance(indices, (list, tuple)) else 1
             position, number = self._position, self._number
             self._position += num_samples
@@ -115,30 +115,30 @@ class TaskSource:
 
 
 def _pickle_part(value: Any) -> bytes:
-    """A pickle without its first and last opcodes, PROTO and STOP, to be joined to others.
+    """Return a pickle without its first and last opcodes, PROTO and STOP, to be joined to others.
 
     Protocol 3 is the last one without frames, whose lengths would become wrong.
     """
     return pickle.dumps(value, protocol=3)[2:-1]
 
 
-# Around the arguments of a call of remote.load. Pickling it each time takes longer than all the rest: the pickler
-# imports a function to see whether it is the one of that name.
+# Prefix and suffix of the arguments of a call of remote.load. Pickling them each time takes longer than everything
+# else: the pickler imports a function to check its name.
 _LOAD, _, *_OPTIONS = Call(remote.load, (), {}, ordered=True, task=True).fields()
 _BEFORE_ARGS = pickle.PROTO + b"\x03" + pickle.MARK + _pickle_part(_LOAD)
 _AFTER_ARGS = b"".join(map(_pickle_part, _OPTIONS)) + pickle.TUPLE + pickle.STOP + NO_TENSORS
 
 
 def load_request(task: Task, *, last_try: bool = False, left_out: Mapping[int, str] | None = None) -> bytes:
-    """The payload of a call of ``remote.load``."""
+    """Return the payload of a call of ``remote.load``."""
     args = (task.indices, task.position, task.number, last_try, left_out)[: 5 if left_out else 4 if last_try else 3]
     try:
-        pickled = pickle.dumps(args, protocol=3)[2:-1]  # as _pickle_part
-        # Not of a class of the training script, which has to be sent along.
+        pickled = pickle.dumps(args, protocol=3)[2:-1]  # as in _pickle_part
+        # Not of a class of the training script, which must be sent along.
         if b"_main__" not in pickled:
             return _BEFORE_ARGS + pickled + _AFTER_ARGS
     except Exception:
-        logger.debug("not for the plain pickler: %r", task.indices, exc_info=True)
+        logger.debug("too complex for the plain pickler: %r", task.indices, exc_info=True)
     encoded = dumps(Call(remote.load, args, {}, ordered=True, task=True).fields(), name="indices")
     if encoded.buffers:
         raise ValueError("the sampler yields large tensors or arrays; yield lists of indices")
@@ -146,47 +146,48 @@ def load_request(task: Task, *, last_try: bool = False, left_out: Mapping[int, s
 
 
 def describe(task: Task) -> str:
-    """A batch in an error message; one of a stream has no indices."""
+    """Name a batch in an error message; batches of a stream have no indices."""
     indices = task.indices[0] if isinstance(task.indices, list) and task.indices else task.indices
     return f"batch {task.number}" + ("" if indices is None else f" (indices {describe_indices(task.indices)})")
 
 
 def place_of(task: Task, sample: int) -> int | None:
-    """The place in a batch of what a worker was at; ``ALL`` for all places, None where it was at no sample."""
+    """The place in a batch of a worker's present sample; ``ALL`` for all places, None between samples."""
     place = sample if sample == ALL else sample - task.position
     return place if place == ALL or 0 <= place < task.num_samples else None
 
 
 def describe_end(task: Task, sample: int) -> str:
-    """What a worker was at when it ended; ``sample`` is a number of its whereabouts."""
+    """Describe the end of a worker's last task; ``sample`` is a number of its whereabouts."""
     if sample in (ALL, DONE):
         return f"{'while it' if sample == ALL else 'after it had'} loaded batch {task.number}"
     index, place = task.indices, place_of(task, sample)
     if isinstance(index, (list, tuple)) and len(index) == task.num_samples:
         index = None if place is None else index[place]
-    # There are none in a stream.
+    # Batches of a stream have no indices.
     where = f"{sample} of its stream" if index is None else describe_indices(index)
     return f"while it loaded sample {where}"
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a pass has come.
+    """Progress of a pass.
 
     Attributes:
-        base_seed: Of the pass, or of all passes of persistent workers.
-        epoch: From 0, grows with persistent workers.
-        num_batches: Batches that were delivered without a gap.
-        ahead: Later ones that were delivered too, by number: how many samples they have, and the state of the sampler
-            after them (``in_order=False``).
-        streams: Of an iterable-style dataset, each after the last batch of it that was delivered.
-        identities: Of the streams, if they began on other ranks; empty otherwise.
-        turn: The stream whose batch comes next.
-        num_yielded: Batches delivered in this process, without empty ones.
-        num_skipped: Samples that were missing in what was delivered.
-        in_step: No batch was left out as a whole, so that other ranks have delivered batches of the same numbers.
-        start: What the pass began with: states of the generators, and rank and samplers.
-        sampler: The last state of a sampler that has one, and how many batches and samples it had given then.
+        base_seed: Seed of the pass, or of all passes of persistent workers.
+        epoch: Number from 0, which grows with persistent workers.
+        num_batches: Number of batches delivered without a gap.
+        ahead: Later delivered batches by number: their number of samples, and the state of the sampler after them
+            (``in_order=False``).
+        streams: States of an iterable-style dataset's streams, each after its last delivered batch.
+        identities: Identities of the streams, if they began on other ranks; empty otherwise.
+        turn: Stream whose batch comes next.
+        num_yielded: Number of batches delivered in this process, without empty ones.
+        num_skipped: Number of samples missing in the delivered batches.
+        in_step: True while no batch was left out as a whole, so that other ranks have delivered batches of the same
+            numbers.
+        start: State at the beginning of the pass: generators, rank and samplers.
+        sampler: Last state of a sampler that has one, and its number of batches and samples then.
     """
 
     base_seed: int
@@ -205,7 +206,7 @@ class Progress:
     sampler: dict[str, Any] | None = None
 
     def delivered(self, number: int, num_samples: int, sampler_state: Any = None) -> None:
-        """Batch ``number`` of the sampler was handed to the consumer, or an exception in its place."""
+        """Note that batch ``number`` of the sampler, or an exception in its place, was delivered to the consumer."""
         self.num_yielded += 1
         self.ahead[number] = num_samples, sampler_state
         while self.num_batches in self.ahead:
@@ -218,7 +219,7 @@ class Progress:
                 }  # fmt: skip
 
     def stream_delivered(self, stream: int, state: StreamState | None) -> None:
-        """A batch of a stream was handed to the consumer, or an exception, which has no state."""
+        """Note that a stream's batch was delivered to the consumer, or an exception, which has no state."""
         self.num_yielded += 1
         self.num_batches += 1
         if state is not None:
@@ -226,7 +227,7 @@ class Progress:
         self.turn = stream + 1
 
     def account_reduced(self, reduced: Reduced, max_skipped: int) -> None:
-        """Count, and report, what is missing in the batch that was delivered last.
+        """Count and report the missing samples of the last delivered batch.
 
         Raises:
             BadSamplesError: More than ``max_skipped`` samples are missing in this pass.
@@ -245,29 +246,29 @@ class Progress:
 # Iterators that can be set to a place.
 _PLACED: tuple[type, ...] = (type(iter([])), type(iter(range(0))))
 
-# Samples that are thrown away at once.
+# Number of samples that are thrown away at once.
 _CHUNK_SIZE = 1 << 14
 
 
 def skip(samples: Iterator[Any], sampler: Any, num_batches: int, *, auto_collation: bool) -> tuple[Iterator[Any], int]:
-    """The iterator after so many batches, and how many samples were in them.
+    """Skip batches; returns the iterator after them, and their number of samples.
 
     Args:
-        samples: Iterator over the sampler, at its beginning or where its own state has taken it.
-        num_batches: To leave out; without ``auto_collation``, samples.
+        samples: Iterator over the sampler, at its beginning or at its own saved place.
+        num_batches: Number of batches to skip; without ``auto_collation``, of samples.
 
     Raises:
-        ValueError: There are not so many.
+        ValueError: The sampler has fewer batches.
     """
     if num_batches == 0:
-        # Samplers choose their order when they are asked for the first batch, which must not wait.
+        # Samplers choose their order at the first batch, so this must not wait.
         for first in samples:
             return itertools.chain([first], samples), 0
         return samples, 0
     if not auto_collation:
         num_skipped = num_samples = _consume(samples, num_batches)
     elif type(sampler) is BatchSampler:
-        # Batches need not be made to be thrown away: 30 ns for a sample, where making them takes 100.
+        # Skipping samples takes 30 ns each, making batches of them 100.
         batch_size = sampler.batch_size
         indices = iter(sampler.sampler)
         num_samples = _consume(indices, num_batches * batch_size)
@@ -288,11 +289,11 @@ def skip(samples: Iterator[Any], sampler: Any, num_batches: int, *, auto_collati
 
 
 def _consume(iterator: Iterator[Any], count: int) -> int:
-    """Throw away ``count`` elements; returns how many there were."""
+    """Throw away ``count`` elements; returns the number that existed."""
     num_consumed = 0
     while num_consumed < count:
         num_consumed += _jump(iterator, count - num_consumed)
-        # As a list, 30 ns for each instead of 60 for counting.
+        # As a list, 30 ns per element instead of 60 for counting.
         num_taken = len(list(itertools.islice(iterator, min(count - num_consumed, _CHUNK_SIZE))))
         num_consumed += num_taken
         if not num_taken:
@@ -301,10 +302,10 @@ def _consume(iterator: Iterator[Any], count: int) -> int:
 
 
 def _jump(iterator: Any, count: int) -> int:
-    """Throw away up to ``count`` elements at once, where that is possible; returns how many.
+    """Throw away up to ``count`` elements at once, where possible; returns the number.
 
-    torch's samplers are iterators over a list or range, or generators that have come to one. Those can be set to a
-    place, as copying and unpickling do, so that millions of samples take no time.
+    torch's samplers are iterators over a list or range, or generators suspended in one. Those can be set to a place, as
+    for copying and unpickling, so that millions of samples take no time.
     """
     while getattr(iterator, "gi_yieldfrom", None) is not None:
         iterator = iterator.gi_yieldfrom

@@ -1,7 +1,7 @@
-"""What a loader has beside torch's methods: its state, to be saved and gone on from, and what it tells of its speed.
+"""Additions to torch's loader: a state for resuming, and tools for its speed.
 
-The state is that of torchdata's protocol. Of its speed, it tells why the loop waits for it, the way of each batch, and
-how fast the loop is without it.
+The state follows torchdata's protocol. The tools show why the loop waits, the way of each batch, and the speed of the
+loop without a loader.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _T_co = TypeVar("_T_co", covariant=True)
 
 
 def no_iterator() -> None:
-    """In place of a reference to an iterator that there is not."""
+    """Stand in for a reference to an iterator that does not exist."""
 
 
 class _NoStateError(LocalProtocolError, AttributeError):
-    """Also what ``hasattr`` expects."""
+    """The error of a missing state; an AttributeError for ``hasattr``."""
 
 
 class LoaderTools(DataLoader[_T_co]):
-    """What ``RPCDataloader`` has beside torch's methods."""
+    """Methods of ``RPCDataloader`` beyond torch's."""
 
-    _current: Callable[[], RemoteIterator | None] = staticmethod(no_iterator)  # the last iterator, while it is in use
+    _current: Callable[[], RemoteIterator | None] = staticmethod(no_iterator)  # the last iterator while in use
     _recorder: Recorder | None = None  # of the last iterator
-    _trace: Trace | None = None  # of all passes, while it is written
+    _trace: Trace | None = None  # of all passes, while active
     _where: Where | None
     _saved: Mapping[str, Any] | None
     _progress: tuple[PassSettings, Progress] | None
 
     def diagnosis(self) -> Diagnosis:
-        """Why the training loop waits for its batches, and what to do about it.
+        """Return why the training loop waits for its batches, and a remedy.
 
-        It is about the last 60 s, or the last 200 batches if these took longer, of the pass under way; or of the last
-        pass, until the new one has delivered more than its first window. Takes some milliseconds, in any thread.
-        :doc:`waiting` tells what each bound means.
+        It covers the last 60 s, or the last 200 batches if these took longer, of the present pass; or of the last pass,
+        until the new one has delivered more than its first window. It takes some milliseconds, in any thread.
+        :doc:`waiting` explains each bound.
 
         Raises:
             LocalProtocolError: The loader has no workers (``num_workers=0``, ``workers="inline"``), or no pass has
@@ -68,20 +68,20 @@ class LoaderTools(DataLoader[_T_co]):
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Write the way of every batch into a file, in the Chrome trace format, while the block runs.
+        """Write the way of every batch into a file, in the Chrome trace format, for the duration of a block.
 
-        Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` show it, and :doc:`waiting` tells what is in it.
-        Batches that were drawn before are left out. The file has at most 50 MB, and so has the one before it,
-        ``trace.before.json``; what is older goes. The environment variable ``RPCDATALOADER_TRACE`` does the same for
+        Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` show it, and :doc:`waiting` explains it. Batches
+        drawn before the block are left out. The file has at most 50 MB, and so has its predecessor,
+        ``trace.before.json``; older data is dropped. The environment variable ``RPCDATALOADER_TRACE`` does the same for
         all loaders of a process.
 
         Args:
-            path: Of the file, in which ``{rank}`` stands for the rank of this process.
+            path: Path of the file, in which ``{rank}`` stands for the rank of this process.
 
         Raises:
             LocalProtocolError: The loader has no workers (``num_workers=0``, ``workers="inline"``).
             OSError: The file cannot be written.
-            ValueError: There are several ranks, and ``path`` is the same for all.
+            ValueError: Several ranks have the same ``path``.
         """
         self._check_has_workers("a trace")
         trace = self._trace = Trace(path)
@@ -98,23 +98,23 @@ class LoaderTools(DataLoader[_T_co]):
     def _check_has_workers(self, purpose: str) -> None:
         if self._where is None or isinstance(self._where, Inline):
             raise LocalProtocolError(
-                "this loader loads in the training process, so the loop waits for all of the loading: give "
+                "this loader loads in the training process, so the loop waits for each batch: give "
                 f"num_workers=1 or more for {purpose}"
             )
 
     def replay(self, num_batches: int = 20) -> Iterator[_T_co]:
-        """Take a few batches, then repeat them without end: how fast is the training loop without a loader?
+        """Take a few batches, then repeat them without end, to measure the training loop without a loader.
 
         The batches are taken here, in a pass of their own that :meth:`state_dict` does not count. They stay in memory,
-        with ``device`` on the device. A loop that changes a batch in place meets its own changes when the batch comes
-        again; to give it a copy, clone what is changed.
+        with ``device`` on the device. A loop that changes a batch in place gets the changed batch again: clone what it
+        changes.
 
         Args:
-            num_batches: Batches to take; all of them if the loader has fewer.
+            num_batches: Number of batches to take; all of a loader that has fewer.
 
         Raises:
-            ValueError: ``num_batches`` is less than 1, or the loader has no batch at all.
-            Exception: What the loader raised in place of one of these batches.
+            ValueError: ``num_batches`` is less than 1, or the loader has no batches.
+            Exception: An exception of the loader in place of one of these batches.
         """
         if num_batches < 1:
             raise ValueError(f"num_batches must be at least 1, not {num_batches}")
@@ -128,16 +128,16 @@ class LoaderTools(DataLoader[_T_co]):
         return itertools.cycle(batches)
 
     def _new_recorder(self) -> Recorder:
-        """What takes notes of the next pass."""
+        """Return the recorder of the next pass."""
         before = None if self._recorder is None else self._recorder.snapshot()
         return Recorder(threading.Lock(), time.monotonic(), before, self._trace or trace_of_process())
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last iterator of this loader is, for :meth:`load_state_dict`; that of torchdata's loaders.
+        """Return the state of this loader's last iterator for :meth:`load_state_dict`, as torchdata's loaders do.
 
-        It counts what was delivered, not what is being prefetched, and takes some 25 KB as JSON, mostly the states of
-        the global generators when the epoch began, from which samplers draw. The states of samplers and of
-        iterable-style datasets that have a ``state_dict()`` of their own are part of it.
+        It counts delivered batches, without prefetched ones, and takes some 25 KB as JSON: mostly the states of the
+        global generators at the beginning of the epoch, from which samplers draw. It includes the states of samplers
+        and iterable-style datasets that have a ``state_dict()`` of their own.
 
         Raises:
             LocalProtocolError: The loader has no workers (``num_workers=0``).
@@ -148,16 +148,16 @@ class LoaderTools(DataLoader[_T_co]):
         return to_state(*self._progress)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Let the next iterator go on where the saved one was: the remaining batches, bit for bit.
+        """Let the next iterator resume from the saved place: the remaining batches, bit for bit.
 
-        The number of workers may be another one for map-style datasets; iterable-style ones get as many as before. With
-        the states of all ranks, they go on with another number of ranks, each with its share of the streams. What was
-        delivered is not loaded again, and the global generators of this process stay as they are. A state of the end of
-        an epoch lets the next one begin.
+        Map-style datasets may have another number of workers; iterable-style ones get the same number as before. With
+        the states of all ranks, another number of ranks can resume, each with its share of the streams. Delivered
+        samples are not loaded again, and the global generators of this process stay as they are. A state from the end
+        of an epoch lets the next one begin.
 
         Args:
-            state_dict: What :meth:`state_dict` has returned here; or a list of what it has returned on all ranks, as
-                :func:`~rpcdataloader.integrations.gather_states` makes it.
+            state_dict: Result of :meth:`state_dict` on this rank; or a list of the results on all ranks, as from
+                :func:`~rpcdataloader.integrations.gather_states`.
 
         Raises:
             LocalProtocolError: The loader has no workers (``num_workers=0``).

@@ -1,7 +1,7 @@
-"""Files with the way of every batch: ``RPCDATALOADER_TRACE=trace.json``, and ``loader.trace("trace.json")``.
+"""Trace files: ``RPCDATALOADER_TRACE=trace.json``, and ``loader.trace("trace.json")``.
 
-A file is an array of JSON without its last bracket until it is closed. Only whole events are written, so that the file
-of a script that is killed can be opened, too. What goes wrong with a file is logged once, and never ends a training.
+A file is a JSON array that lacks its last bracket until it is closed. Only whole events are written, so the file of a
+killed script can be opened, too. Problems with a file are logged once, and never end a training.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ logger = logging.getLogger("rpcdataloader.loader")
 
 VARIABLE = "RPCDATALOADER_TRACE"
 
-# The file goes on in a new one when it has this size, and one before it is kept: 100 MB in all.
+# Size at which a new file begins; its predecessor is kept: 100 MB in all.
 MAX_FILE_BYTES = 50_000_000
 
-# Events are written when there are this many bytes of them, or when the last ones were written this long ago.
+# Bytes of pending events, or seconds since the last write, after which events are written.
 _BUFFER_BYTES = 1 << 16
 _BUFFER_SECONDS = 0.5
 
@@ -36,13 +36,13 @@ _END = b"\n]\n"
 
 
 class Trace:
-    """A file that is being written. Thread-safe.
+    """A trace file. Thread-safe.
 
     Args:
-        path: Of the file, in which ``{rank}`` stands for the rank of this process.
+        path: Path of the file, in which ``{rank}`` stands for the rank of this process.
 
     Raises:
-        ValueError: There are several ranks, and ``path`` is the same for all.
+        ValueError: Several ranks have the same ``path``.
         OSError: The file cannot be written.
     """
 
@@ -54,7 +54,7 @@ class Trace:
         self._tracks = Tracks(f"{partition.label}trainer (pid {os.getpid()})", time.monotonic())
         self._descriptor: int | None = None
         self._buffer = bytearray()
-        self._size_bytes, self._write_at = 0, 0.0  # of the file, and when the buffer goes there
+        self._size_bytes, self._write_at = 0, 0.0  # of the file, and time of the next write
         try:
             self._begin_file()
             self._before.unlink(missing_ok=True)
@@ -64,11 +64,11 @@ class Trace:
 
     @property
     def _before(self) -> Path:
-        """The file before this one."""
+        """The predecessor of this file."""
         return self.path.with_name(f"{self.path.stem}.before{self.path.suffix}")
 
     def __call__(self, probe: Probe, setup: Setup, worker: int) -> None:
-        """Add a batch that was delivered to the calling thread."""
+        """Add a batch that the calling thread was delivered."""
         with self._lock, self._never_failing():
             if self._descriptor is None or os.getpid() != self._pid:
                 return
@@ -81,7 +81,7 @@ class Trace:
                 self._write_buffer(self._descriptor)
 
     def close(self) -> None:
-        """Write what is left; idempotent."""
+        """Write pending events; idempotent."""
         with self._lock, self._never_failing():
             if self._descriptor is not None and os.getpid() == self._pid:
                 self._buffer += _END
@@ -90,7 +90,7 @@ class Trace:
 
     @contextlib.contextmanager
     def _never_failing(self) -> Iterator[None]:
-        """From the first failure on, there is no file any more."""
+        """Close the file for good at the first failure in the block."""
         try:
             yield
         except Exception as error:
@@ -151,7 +151,7 @@ _opening = threading.Lock()
 
 
 def trace_of_process() -> Trace | None:
-    """The trace that the environment asks for, the same for all loaders; None if it asks for none, or it fails."""
+    """The environment's trace, the same for all loaders; None without one, or after a failure."""
     path = os.environ.get(VARIABLE)
     with _opening:
         return _open(path, os.getpid()) if path else None
@@ -162,7 +162,7 @@ def _open(path: str, _pid: int) -> Trace | None:
     try:
         trace = Trace(path)
     except (OSError, ValueError) as error:
-        logger.warning("no trace, though %s=%s asks for one: %s", VARIABLE, path, error)
+        logger.warning("cannot write the trace of %s=%s: %s", VARIABLE, path, error)
         return None
     atexit.register(trace.close)
     return trace

@@ -1,6 +1,6 @@
-"""The two ends of the engine: what the user has chosen, as far as it decides anything, and what is to be done. Pure.
+"""Input and output of the engine: the user's choices that decide anything, and the actions to carry out. Pure.
 
-The driver carries actions out without its lock, in the order in which they came.
+The driver carries actions out without its lock, in the order of their creation.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ N = TypeVar("N", bound=Hashable)
 
 
 class Load(NamedTuple):
-    """Send a task to a worker: what was added under its number; ``is_last`` asks for the request of the last try.
+    """Send a task to a worker, by the number under which it was added; ``is_last`` asks for the last attempt's request.
 
-    The samples at the places ``left_out`` are not to be loaded, each for a reason.
+    The worker leaves out the samples at the places ``left_out``, each for a reason.
     """
 
     worker: int
@@ -26,7 +26,7 @@ class Load(NamedTuple):
 
 
 class Cancel(NamedTuple):
-    """A worker need not load a task any more. It answers all the same."""
+    """Tell a worker that a task is no longer needed. It answers all the same."""
 
     worker: int
     number: int
@@ -34,7 +34,7 @@ class Cancel(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Open(Generic[N]):
-    """Ask a node for a worker. ``is_promised``: there will be room for it, so a busy node is waited for."""
+    """Ask a node for a worker. ``is_promised``: the node will have room, so a busy node is waited for."""
 
     worker: int
     place: int
@@ -43,34 +43,34 @@ class Open(Generic[N]):
 
 
 class Close(NamedTuple):
-    """End a worker that has nothing to do here any more."""
+    """End a worker that is no longer needed."""
 
     worker: int
 
 
 class End(NamedTuple):
-    """End a worker that is over its time with a task, and keep its stack for the error."""
+    """End a worker that exceeds the task's time limit, and keep its stack for the error."""
 
     worker: int
     number: int
 
 
 class Restart(NamedTuple):
-    """Tell a worker that another epoch begins, before anything else is sent to it."""
+    """Tell a worker that another epoch begins, before any other message."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Seek(Generic[N]):
-    """Try to reach a node after ``delay`` seconds, and say what came of it."""
+    """Try to reach a node after ``delay`` seconds, and report the result."""
 
     node: N
     delay: float
 
 
 class ReportWait(NamedTuple):
-    """Tell the user that the consumer has waited for this task for ``seconds``; ``worker`` is None if none has it."""
+    """Tell the user that the consumer has waited ``seconds`` for this task; ``worker`` is None if none has it."""
 
     worker: int | None
     payload: Any
@@ -89,22 +89,22 @@ Action = Load | Cancel | Open[Any] | Close | End | Restart | Seek[Any] | ReportW
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the user has chosen of a pass.
+    """The user's choices for a pass.
 
     Attributes:
-        num_workers: Workers of this process when the pass begins; streams of an iterable-style dataset.
-        prefetch_factor: Tasks per worker that are asked for in advance.
-        max_in_flight_bytes: Limit of what is answered and on its way, in bytes.
-        max_retries: Tries of a task that kills its workers, or fails with an exception that may pass.
-        task_timeout: Seconds that a task may take; None for any time.
+        num_workers: Workers of this process at the beginning of the pass; streams of an iterable-style dataset.
+        prefetch_factor: Tasks requested per worker in advance.
+        max_in_flight_bytes: Limit on the bytes of answers and of tasks in flight.
+        max_retries: Attempts for a task that kills its workers, or fails with an exception of ``retry_on``.
+        task_timeout: Seconds that a task may take; None for no limit.
         reconnect_timeout: Seconds to wait for nodes when no worker is left.
-        marks_last_try: The last try of a task is another request than those before.
-        leaves_out: A sample that kills its workers is left out of its task.
-        label: Beginning of every message: the rank, if there are several.
-        rank: Of this process, among those that share the nodes.
-        world_size: Number of these.
+        marks_last_try: True if the last attempt at a task is another request than those before.
+        leaves_out: True to leave out a sample that kills its workers.
+        label: Beginning of every message: the rank in a distributed job.
+        rank: Rank of this process among those that share the nodes.
+        world_size: Number of processes that share the nodes.
         num_offered: Workers of all nodes together.
-        max_workers: Of this process, however many nodes there come to be; 0 for no limit.
+        max_workers: Limit on this process's workers, also when nodes join; 0 for no limit.
     """
 
     num_workers: int

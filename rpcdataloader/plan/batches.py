@@ -1,10 +1,9 @@
-"""Which worker gets which batch of a map-style dataset. Pure.
+"""Assignment of a map-style dataset's batches to workers. Pure.
 
-Each task that was added and not delivered is in exactly one of three places: waiting for a worker, in flight at one or
-two workers, or answered.
+Each undelivered task is in one of three states: waiting for a worker, in flight at one or two workers, or answered.
 
-A batch that everybody waits for may be at two workers. The second copy is sent when the batch is late by far, for
-which see :mod:`rpcdataloader.plan.workers`; the first answer counts, be it an exception. The other copy occupies its
+If the batch that the consumer needs next is a straggler (see :mod:`rpcdataloader.plan.workers`), a backup task is sent:
+a second copy, at another worker. The first answer counts, even if it is an exception. The other copy occupies its
 worker until that has answered or left.
 """
 
@@ -22,19 +21,19 @@ from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.table import Entry, Table
 from rpcdataloader.plan.workers import Pace, Ranking, WorkerPace, choose, choose_second, keep_until
 
-# One batch is in flight twice for so many workers, at most, and one in any case. A file system that stalls for all
-# workers must not be asked for everything once more.
+# At most one batch per this many workers has a second copy, and one in any case. A file system that stalls for all
+# workers must not get every request twice.
 _WORKERS_PER_HEDGE = 16
 
 
 @dataclass(slots=True)
 class _BatchEntry(Entry):
-    holders: list[WorkerPace] = field(default_factory=list)  # workers with a copy, the first one first
-    failed_at: WorkerPace | None = None  # where it is not to be tried again, if there is another place
+    holders: list[WorkerPace] = field(default_factory=list)  # workers with a copy, oldest first
+    failed_at: WorkerPace | None = None  # worker that the retry avoids, if possible
 
     @property
     def may_be_doubled(self) -> bool:
-        """Whether a second copy helps: one is in flight, and the task has killed no worker yet."""
+        """Whether a second copy helps: one copy is in flight, and the task has killed no worker yet."""
         return self.size_bytes is None and len(self.holders) == 1 and not self.num_deaths
 
 
@@ -42,22 +41,22 @@ class BatchTable(Table[_BatchEntry]):
     """The tasks of one pass over a map-style dataset; see :class:`~rpcdataloader.plan.table.Table`.
 
     Args:
-        options: ``num_workers * prefetch_factor`` tasks at most are undelivered at any time, so that the sampler is
-            consumed as far ahead as by torch's loader. That follows :meth:`resize`, not the workers that join or leave.
-            At most ``prefetch_factor`` tasks are in flight per worker, second copies not counted.
-        batch_size_bytes: Estimate to start with.
+        options: Limits. At most ``num_workers * prefetch_factor`` tasks are undelivered at any time: the sampler is
+            consumed as far ahead as by torch's loader. :meth:`resize` changes that; joining and leaving workers do not.
+            At most ``prefetch_factor`` tasks are in flight per worker, besides second copies.
+        batch_size_bytes: Initial estimate.
     """
 
     def __init__(self, options: PlanOptions, batch_size_bytes: float = 0.0) -> None:
         super().__init__(options, batch_size_bytes)
         self._pace = Pace(self._window)
         self._waiting: list[int] = []  # sorted
-        self._pausing: list[tuple[float, int]] = []  # heap of tasks that wait from a moment on
+        self._pausing: list[tuple[float, int]] = []  # heap of tasks that pause until a time
         self._workers: dict[int, WorkerPace] = {}
-        # Those that are not draining: the ones that may be given a task, and the ones that are full.
+        # Workers that are not draining: those with room for a task, and full ones.
         self._open, self._full = Ranking(), Ranking()
         self._num_joined = 0
-        self._kept_until = math.inf  # until when a task is kept for a worker that is full, though another has room
+        self._kept_until = math.inf  # time until which a task is kept for a full worker, though another has room
 
     # Workers
 
@@ -92,9 +91,9 @@ class BatchTable(Table[_BatchEntry]):
     def blame(self, number: int, *, is_too_many: bool) -> bool:
         """See :meth:`Table.blame`.
 
-        The death counts, but does not condemn the task while another worker has a copy, which may still be answered.
-        If that one leaves without a word about the task, it is given out once more. From the first death on there is
-        no second copy: a task that is late because it kills its workers would always have one somewhere.
+        The death counts, but does not condemn the task while another worker has a copy, which may still be answered. If
+        that worker leaves without reporting the task, the task is assigned once more. After the first death there are
+        no second copies: a task that is late because it kills its workers would always have one somewhere.
         """
         task = self.tasks.get(number)
         if task is None or task.size_bytes is not None:
@@ -106,14 +105,14 @@ class BatchTable(Table[_BatchEntry]):
         self._condemn(task)
         return True
 
-    def needs(self, place: int) -> bool:  # noqa: ARG002  a place is as good as any other
+    def needs(self, place: int) -> bool:  # noqa: ARG002  all places are equal
         return True
 
     def resize(self, num_workers: int) -> None:
         """See :meth:`Table.resize`.
 
-        The window grows at once. It shrinks when the next task is delivered, and what is undelivered by then stays: so
-        the driver can ask the sampler in between, without holding a lock.
+        The window grows at once. It shrinks with the next delivery, without dropping tasks: so the driver can ask the
+            sampler in between, without holding a lock.
         """
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, not {num_workers}")
@@ -143,7 +142,7 @@ class BatchTable(Table[_BatchEntry]):
         earliest = min(
             self._kept_until,
             self._pausing[0][0] if self._pausing else math.inf,
-            late_at if late_at > now else math.inf,  # late already: no worker can take a second copy
+            late_at if late_at > now else math.inf,  # late already, and no worker can take a second copy
             math.inf if self._timeouts is None or self._timeouts.due is None else self._timeouts.due,
         )
         return None if earliest == math.inf else earliest
@@ -162,8 +161,8 @@ class BatchTable(Table[_BatchEntry]):
     def assign(self, now: float) -> tuple[int, int] | None:
         """See :meth:`Table.assign`.
 
-        It is the lowest task that waits, or else a second copy of one that is late. It goes where it is expected to be
-        finished first, which is where the fewest are in flight while nothing is known.
+        It is the lowest waiting task, or else a second copy of a straggler. It goes to the worker that is expected to
+        finish it first: without measurements, the one with the fewest tasks in flight.
         """
         while self._pausing and self._pausing[0][0] <= now:
             bisect.insort(self._waiting, heapq.heappop(self._pausing)[1])
@@ -171,8 +170,8 @@ class BatchTable(Table[_BatchEntry]):
         if self._waiting and self._open:
             for number in self._waiting:
                 task = self.tasks[number]
-                # What the consumer waits for must never be held back, or nothing would ever free a byte. Copies
-                # of delivered tasks do not count here, as their workers may hang.
+                # The task that the consumer needs next is always allowed, or no byte would ever be freed. Copies of
+                # delivered tasks do not count here, as their workers may hang.
                 if self._in_order:
                     is_next = number == next(iter(self.tasks))
                 else:
@@ -188,11 +187,11 @@ class BatchTable(Table[_BatchEntry]):
                     return record.id, number
                 self._kept_until = min(self._kept_until, kept_until)
                 if task.failed_at is None:
-                    break  # the same is true of all others; a task that has failed is more particular
+                    break  # the same holds for all others; only a failed task is more particular
         return self._hedge(now) if self._late_at(or_doubled=True) <= now else None
 
     def _send(self, record: WorkerPace, task: _BatchEntry, now: float) -> None:
-        """A copy goes to the worker."""
+        """Note that a copy goes to the worker."""
         if self._timeouts is not None and not record.in_flight:
             self._timeouts.begin(record.id, now)
         record.sent(task.number, now)
@@ -229,7 +228,7 @@ class BatchTable(Table[_BatchEntry]):
         raise LocalProtocolError(f"task {number} of worker {worker} is no task of a stream, and cannot be its end")
 
     def _take_answer(self, worker: int, number: int, task_seconds: float | None, now: float) -> _BatchEntry | None:
-        """Note that a worker has answered; returns the task, None if the answer is to be ignored."""
+        """Note a worker's answer; returns the task, None if the answer is to be ignored."""
         if not 0 <= number < self._num_added:
             raise LocalProtocolError(f"task {number} was never added")
         record = self._workers.get(worker)
@@ -246,7 +245,7 @@ class BatchTable(Table[_BatchEntry]):
         return self._drop_copy(record, number)
 
     def _drop_copy(self, record: WorkerPace, number: int) -> _BatchEntry | None:
-        """A copy is in flight no more; returns its task, None if another worker has answered that."""
+        """Note that a copy is no longer in flight; returns its task, None if another worker has answered that."""
         task = self.tasks.get(number)
         if task is None:
             return None
@@ -262,10 +261,10 @@ class BatchTable(Table[_BatchEntry]):
     # Second copies
 
     def _late_at(self, *, or_doubled: bool = False) -> float:
-        """When the task that everybody waits for is late by far; infinite if no second copy is possible then.
+        """Time at which the next needed task becomes a straggler; infinite if no second copy is possible then.
 
         Args:
-            or_doubled: Also if it has a second copy already: then one of another task that is late may be sent.
+            or_doubled: True to count a task with a second copy, too: then another straggler may get one.
         """
         if not self.tasks or self.num_doubled >= max(1, len(self._workers) // _WORKERS_PER_HEDGE):
             return math.inf
@@ -280,11 +279,11 @@ class BatchTable(Table[_BatchEntry]):
             return math.inf
         if len(task.holders) > 1 and not or_doubled:
             return math.inf
-        # If it is behind another one, its worker hangs at that.
+        # A task behind another one has a worker that hangs at the first.
         return task.holders[0].since + self._pace.late_seconds
 
     def _hedge(self, now: float) -> tuple[int, int] | None:
-        """Send a second copy of a late task, the oldest first."""
+        """Send a second copy of a straggler, the oldest first."""
         for task in self.tasks.values():
             if task.may_be_doubled and task.holders[0].since + self._pace.late_seconds <= now:
                 record = choose_second(self._workers.values(), task.holders[0], now)

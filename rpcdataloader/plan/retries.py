@@ -1,4 +1,4 @@
-"""Which tasks have gone wrong, how often, and what becomes of them. Pure."""
+"""Tasks that went wrong, how often, and the consequences. Pure."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# Seconds until a batch is tried again after an exception that may pass: the first time, and at most.
+# Seconds until a batch is retried after an exception: first and longest back-off.
 RETRY_PAUSE = 0.5
 MAX_RETRY_PAUSE = 30.0
 
 
 @dataclass(slots=True)
 class _Trouble:
-    """What has gone wrong with a task that is not delivered."""
+    """The failures of an undelivered task."""
 
-    # How each worker that was at work on it has ended, and at which place, since a sample was left out.
+    # How each worker at this task has ended, and at which place, since a sample was left out.
     killed: list[str] = field(default_factory=list)
     places: Counter[int | None] = field(default_factory=Counter)
     left_out: dict[int, str] = field(default_factory=dict)
-    num_retries: int = 0  # exceptions after which it was tried again
-    error: str | None = None  # to be raised in its place
+    num_retries: int = 0  # exceptions after which it was retried
+    error: str | None = None  # raised in its place
 
 
 class Retries:
-    """The tasks of one epoch that have failed.
+    """The failed tasks of one epoch.
 
     Args:
-        max_retries: Tries after an exception that may pass, and workers that may die at a task.
-        marks_last_try: The last try is another request than those before.
-        leaves_out: Leave out a sample at which ``max_retries`` workers have died.
+        max_retries: Limit on retries after an exception, and on workers that die at a task.
+        marks_last_try: True if the last attempt is another request than those before.
+        leaves_out: True to leave out a sample at which ``max_retries`` workers have died.
 
     Attributes:
-        is_needed: Something has failed in this epoch. Before, what is sent, answered and delivered need not be told.
+        is_needed: True after a failure in this epoch. Before, events of sent, answered and delivered tasks may be
+            omitted.
     """
 
     def __init__(self, max_retries: int, *, marks_last_try: bool, leaves_out: bool = False) -> None:
@@ -41,10 +42,10 @@ class Retries:
         self._marks_last_try = marks_last_try
         self.is_needed = False
         self._troubles: dict[int, _Trouble] = {}
-        self._last_copies: set[tuple[int, int]] = set()  # those sent as the last try; by worker and task
+        self._last_copies: set[tuple[int, int]] = set()  # copies of a last attempt, by worker and task
 
     def delay(self, worker: int, number: int) -> float | None:
-        """Seconds until a task that has failed is tried again; None if its exception stands."""
+        """Return the back-off in seconds before a failed task is retried; None if its exception is final."""
         trouble = self._troubles.get(number)
         num_retries = 0 if trouble is None else trouble.num_retries
         is_last = not self._marks_last_try or (worker, number) in self._last_copies
@@ -54,14 +55,14 @@ class Retries:
         return float(min(RETRY_PAUSE * 2**num_retries, MAX_RETRY_PAUSE))
 
     def tried_again(self, number: int) -> None:
-        """A task that has failed is tried again."""
+        """Note that a failed task is retried."""
         self._get(number).num_retries += 1
 
     def died(self, number: int, how: str, place: int | None = None) -> bool:
-        """A worker died at a task, at the sample of ``place`` if that is known; returns whether that was one too many.
+        """Note a worker's death at a task, at the sample of ``place`` if known; returns True for one death too many.
 
-        A sample at which too many have died is left out, and all deaths before are forgiven. What condemns a task are
-        deaths elsewhere than at the most suspect sample: one by chance, between two of these, does not.
+        A sample at which too many workers have died is left out, and earlier deaths are forgiven. A task is condemned
+        by deaths elsewhere than at its most suspect sample: a single death between two of those does not condemn it.
         """
         trouble = self._get(number)
         place = place if self._leaves_out else None
@@ -76,17 +77,17 @@ class Retries:
         return len(trouble.killed) - suspected >= self._max_retries
 
     def condemn(self, number: int, task: str) -> None:
-        """A task, which is named ``task`` in the error, is not tried again after the deaths of its workers."""
+        """Give up a task after the deaths of its workers; ``task`` is its name in the error."""
         trouble = self._get(number)
         trouble.error = f"{task} {_describe(trouble.killed)}"
 
     def left_out(self, number: int) -> Mapping[int, str] | None:
-        """The places whose samples are to be left out, each with the reason."""
+        """The places of samples that are left out, each with the reason."""
         trouble = self._troubles.get(number)
         return dict(trouble.left_out) if trouble is not None and trouble.left_out else None
 
     def sent(self, worker: int, number: int) -> bool:
-        """A copy of a task goes to a worker; returns whether it is the last try."""
+        """Note that a copy of a task goes to a worker; returns True for the last attempt."""
         trouble = self._troubles.get(number)
         if trouble is None or trouble.num_retries < self._max_retries:
             return False
@@ -94,11 +95,11 @@ class Retries:
         return True
 
     def copy_ended(self, worker: int, number: int) -> None:
-        """A copy of a task was answered, or is lost with its worker."""
+        """Note that a copy of a task was answered, or is lost with its worker."""
         self._last_copies.discard((worker, number))
 
     def delivered(self, number: int) -> str | None:
-        """A task is done; returns the text of its error if it was condemned."""
+        """Note that a task is done; returns the text of its error if it was condemned."""
         trouble = self._troubles.pop(number, None)
         return None if trouble is None else trouble.error
 

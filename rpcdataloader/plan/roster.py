@@ -1,9 +1,9 @@
-"""Where each worker of a pass is, and where it should be, as nodes go and come back.
+"""The present and intended node of each worker of a pass, as nodes come and go.
 
-Every place has a home: the node that this rank's share gave it. A place is vacant while its worker is gone. It is
-filled at home again when home is there. While none of the homes is there, all places are filled on the other nodes,
-spread evenly, and given back later. For an iterable-style dataset a place is a stream, which cannot be missing: it is
-filled elsewhere as soon as its home is gone, and stays there. Nodes may be added and removed.
+Every place has a home: the node that this rank's share gave it. A place is vacant while its worker is gone, and is
+filled at home again when home is back. While all homes are gone, all places are filled on the other nodes, spread
+evenly, and given back later. For an iterable-style dataset a place is a stream, which cannot be missing: it is filled
+elsewhere as soon as its home is gone, and stays there. Nodes may be added and removed.
 
 Pure: events go in, decisions come out, and the caller holds one lock around every call.
 """
@@ -21,20 +21,20 @@ N = TypeVar("N", bound=Hashable)
 @dataclass(slots=True, eq=False)
 class _Place(Generic[N]):
     home: N
-    node: N | None = None  # where its worker is or is being opened
-    is_closed: bool = False  # nobody needs a worker there any more, or none can be had
-    is_given_up: bool = False  # its workers died, one after the other, so that there is none, though it is needed
+    node: N | None = None  # node where its worker is, or is being opened
+    is_closed: bool = False  # a worker is no longer needed, or unavailable
+    is_given_up: bool = False  # its workers died one after the other; it is vacant though needed
     refused_by: set[N] = field(default_factory=set)
 
 
 class Roster(Generic[N]):
-    """Decide on which node a worker is opened, and which nodes are worth connecting to.
+    """Decides on which node a worker is opened, and which nodes are worth connecting to.
 
     Args:
-        needs_all: No place can be missing (those of streams).
+        needs_all: True if no place may be missing (those of streams).
 
     Attributes:
-        expects_more: Whether nodes may be added that nobody knows of yet.
+        expects_more: True if unknown nodes may still be added.
     """
 
     def __init__(self, homes: Sequence[N], others: Sequence[N] = (), *, needs_all: bool = False) -> None:
@@ -43,7 +43,7 @@ class Roster(Generic[N]):
         self._needs_all = needs_all
         self._up: set[N] = set()
         self._trying: set[N] = set()
-        self._failed: set[N] = set()  # of those that are being tried, those that did not answer in time
+        self._failed: set[N] = set()  # nodes being tried that did not answer in time
         self._hopeless: set[N] = set()
         self.expects_more = False
 
@@ -55,54 +55,54 @@ class Roster(Generic[N]):
     # Nodes
 
     def node_up(self, node: N) -> None:
-        """Workers can be opened there now."""
+        """Note that workers can be opened there."""
         self._up.add(node)
         self._forget_trying(node)
         for place in self._places:
             place.refused_by.discard(node)
 
     def node_down(self, node: N) -> None:
-        """No worker can be opened there any more."""
+        """Note that workers can no longer be opened there."""
         self._up.discard(node)
 
     def node_failed(self, node: N) -> None:
-        """A try has failed, and others follow: it is no reason not to ask another node."""
+        """Note a failed attempt that others follow, so that other nodes may be asked."""
         self._failed.add(node)
 
     def node_hopeless(self, node: N) -> None:
-        """There is no use in trying that node again, as it refuses us or cannot build the dataset."""
+        """Give up a node that refuses this client or cannot build the dataset."""
         self._up.discard(node)
         self._forget_trying(node)
         self._hopeless.add(node)
 
     def is_hopeless(self, node: N) -> bool:
-        """Whether a node is not used any more, or was removed."""
+        """Whether a node is no longer used, or was removed."""
         return node in self._hopeless
 
     def add(self, node: N, num_places: int) -> None:
-        """A node is there for this pass, or is again after it was removed: it has the places that it had then.
+        """Add a node to this pass, or a removed one again, with the places that it had then.
 
         Args:
-            num_places: Of a new node, whose home it is; 0 for one that helps others.
+            num_places: Number of places of a new node, as their home; 0 for a node that helps others.
         """
         self._hopeless.discard(node)
         if node not in self._nodes:
             self._nodes.append(node)
             self._places += [_Place(node) for _ in range(num_places)]
         for place in self._places:
-            # A stream's place is closed when the stream has ended, unless it was given up.
+            # A stream's place closes when the stream has ended, unless it was given up.
             if place.home == node and (place.is_given_up or not self._needs_all):
                 place.is_closed = place.is_given_up = False
 
     def remove(self, node: N) -> None:
-        """A node is not for this pass any more: its places go, unless there are no others."""
+        """Remove a node from this pass, with its places, unless there are no others."""
         self.node_hopeless(node)
         if not self._needs_all and any(place.home != node for place in self._places if not place.is_closed):
             for place in self._places:
                 place.is_closed = place.is_closed or place.home == node
 
     def to_try(self) -> list[N]:
-        """Nodes to connect to from now on, until each is up or hopeless: homes, and others while all homes are gone."""
+        """Nodes to connect to until each is up or hopeless: homes, and others while all homes are gone."""
         homes = [place.home for place in self._places if not place.is_closed]
         wanted = [*homes, *self._others(homes)] if self._is_deserted else homes
         new = [
@@ -114,7 +114,7 @@ class Roster(Generic[N]):
         return new
 
     def _others(self, homes: Sequence[N]) -> list[N]:
-        """As many nodes as there are places to fill, not counting those that do not answer."""
+        """As many nodes as there are places to fill, without those that do not answer."""
         others: list[N] = []
         for node in self._nodes:
             if sum(other not in self._failed for other in others) == len(homes):
@@ -129,20 +129,20 @@ class Roster(Generic[N]):
 
     @property
     def is_hopeful(self) -> bool:
-        """Whether some node is being tried, or may be added."""
+        """Whether a node is being tried, or may be added."""
         return bool(self._trying) or self.expects_more
 
     @property
     def num_places(self) -> int:
-        """Workers that there should be."""
+        """Intended number of workers."""
         return sum(not place.is_closed for place in self._places)
 
     # Places
 
     def to_open(self) -> list[tuple[int, N]]:
-        """Places to open a worker for, and where: from now on these count as filled.
+        """Return places to open a worker for, and the nodes: these places count as filled from now on.
 
-        A place that is filled elsewhere, and whose home is back, is among them: the worker elsewhere is to leave then.
+        They include places that are filled elsewhere and whose home is back: the worker elsewhere leaves then.
         """
         opened: list[tuple[int, N]] = []
         is_deserted = self._is_deserted
@@ -156,16 +156,16 @@ class Roster(Generic[N]):
         return opened
 
     def vacated(self, number: int, node: N, stand_in: N | None = None) -> None:
-        """The worker at a place has ended, at ``node``; ignored if the place is filled on another one since.
+        """Note that a place's worker has ended at ``node``; ignored if the place is filled at another node since.
 
         Args:
-            stand_in: The node of a worker that has stood in for this one, and goes on doing so.
+            stand_in: Node of a worker that has stood in for this one, and continues to.
         """
         if self._places[number].node == node:
             self._places[number].node = stand_in
 
     def refused(self, number: int, node: N, stand_in: N | None = None) -> None:
-        """The node has no room for a worker."""
+        """Note that the node has no room for a worker."""
         place = self._places[number]
         place.refused_by.add(node)
         self.vacated(number, node, stand_in)
@@ -173,20 +173,20 @@ class Roster(Generic[N]):
             place.is_closed = True
 
     def close(self, number: int) -> None:
-        """A place needs no worker any more."""
+        """Close a place that no longer needs a worker."""
         self._places[number].is_closed = True
 
     def give_up(self, number: int) -> None:
-        """A place needs a worker, and gets no other one."""
+        """Leave a place vacant though it needs a worker."""
         self._places[number].is_closed = self._places[number].is_given_up = True
 
     def is_home_up(self, number: int) -> bool:
-        """Whether a worker will be opened at home for a vacant place."""
+        """Whether a vacant place gets a worker at home."""
         place = self._places[number]
         return not place.is_closed and place.home in self._up
 
     def reopen(self) -> None:
-        """Another epoch begins: every place is needed again."""
+        """Begin another epoch: every place is needed again."""
         for place in self._places:
             place.is_closed = place.home in self._hopeless and self._has_other_homes
             place.is_given_up = False
@@ -194,7 +194,7 @@ class Roster(Generic[N]):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the pass cannot go on with the places that are filled."""
+        """Whether the pass cannot go on with the filled places."""
         if self._needs_all:
             return any(place.node is None and (place.is_given_up or not place.is_closed) for place in self._places)
         return all(place.node is None for place in self._places)
@@ -216,5 +216,5 @@ class Roster(Generic[N]):
 
     @property
     def _is_deserted(self) -> bool:
-        """Whether no home is there, so that others have to help."""
+        """Whether all homes are gone, so that others have to help."""
         return not any(place.home in self._up for place in self._places if not place.is_closed)

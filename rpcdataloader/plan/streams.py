@@ -1,13 +1,12 @@
-"""Which task of an iterable-style dataset goes to which stream, and in which order the answers are delivered. Pure.
+"""Assignment of an iterable-style dataset's tasks to streams, and the order of delivery. Pure.
 
 A stream is what one worker iterates over. Tasks are dealt to the streams in turn and delivered in that order, as by
-torch's loader, so the order of the batches depends on the number of streams and on nothing else. A stream that ends
-leaves the turn, and the tasks that it still had are dropped.
+torch's loader, so the order of the batches depends on the number of streams alone. A stream that ends leaves the turn,
+and its pending tasks are dropped.
 
-What :class:`~rpcdataloader.plan.batches.BatchTable` does with a task, a stream cannot do: a second copy would come from
-another stream, and nothing can be asked for again, because an iterator that has raised an exception has come to its
-end, or is past the place. So an exception is an answer here, whatever its type. The number of streams never changes,
-either, because the order of the batches depends on it.
+Streams have neither second copies nor retries, unlike :class:`~rpcdataloader.plan.batches.BatchTable`: a second copy
+would come from another stream, and an iterator that has raised an exception has ended, or is past the place. So any
+exception is an answer. The number of streams is fixed, because the order of the batches depends on it.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ class StreamTable(Table[_StreamEntry]):
     """The tasks of one pass over an iterable-style dataset; see :class:`~rpcdataloader.plan.table.Table`.
 
     Args:
-        options: ``num_workers`` is the number of streams, each the work of one worker. At most ``prefetch_factor``
-            tasks are undelivered per stream that has not ended.
-        batch_size_bytes: Estimate to start with.
-        turn: The stream whose batch comes first.
+        options: ``num_workers`` is the number of streams, each served by one worker. At most ``prefetch_factor`` tasks
+            are undelivered per stream that has not ended.
+        batch_size_bytes: Initial estimate.
+        turn: Stream whose batch comes first.
     """
 
     def __init__(self, options: PlanOptions, batch_size_bytes: float = 0.0, turn: int = 0) -> None:
         super().__init__(options, batch_size_bytes)
-        # The streams that have not ended; the first one gets the next task.
+        # Streams that have not ended; the first one gets the next task.
         self._turn = deque(range(options.num_workers))
         self._turn.rotate(-turn)
         self._workers: dict[int, int] = {}
         self._owners: dict[int, int] = {}
-        self._waiting: list[int] = []  # tasks to be sent; sorted
+        self._waiting: list[int] = []  # unsent tasks, sorted
         self._num_undelivered: Counter[int] = Counter()  # by stream
 
     # Workers
@@ -58,7 +57,7 @@ class StreamTable(Table[_StreamEntry]):
         self._owners[stream] = worker
 
     def worker_draining(self, worker: int) -> None:
-        """Its stream has no other worker: it answers what it can, and what it cannot goes to the next one."""
+        """Wait for the worker's answers: its stream has no other worker, and unanswered tasks go to the next one."""
 
     def worker_left(self, worker: int, now: float) -> list[int]:  # noqa: ARG002  every event carries its time
         stream = self._get(worker)
@@ -76,7 +75,7 @@ class StreamTable(Table[_StreamEntry]):
         return place in self._turn
 
     def resize(self, num_workers: int) -> None:
-        """The number of streams never changes."""
+        """Change nothing: the number of streams is fixed."""
 
     def in_flight(self, worker: int) -> list[int]:
         stream = self._get(worker)
@@ -86,7 +85,7 @@ class StreamTable(Table[_StreamEntry]):
         return self._first_in_flight(self._get(worker))
 
     def blame(self, number: int, *, is_too_many: bool) -> bool:
-        """See :meth:`Table.blame`. The stream of a condemned task ends with it: no worker gets past it."""
+        """See :meth:`Table.blame`. The stream of a condemned task ends with it: no worker gets past the task."""
         task = self.tasks[number]
         task.num_deaths += 1
         if not is_too_many:
@@ -115,8 +114,8 @@ class StreamTable(Table[_StreamEntry]):
     def add_task(self, payload: Any) -> int | None:
         """See :meth:`Table.add_task`; the task is for the stream whose turn it is.
 
-        Out of order, a stream that has all of its share of the window is passed over, as by torch's loader: the
-        others do not wait for a slow one.
+        Out of order, a stream with a full share of the window is passed over, as by torch's loader: other streams do
+        not wait for a slow one.
         """
         if not self.wants_input:
             return None
@@ -133,7 +132,7 @@ class StreamTable(Table[_StreamEntry]):
         return number
 
     def end_of_input(self) -> None:
-        """Streams end by themselves."""
+        """Do nothing: streams report their own ends."""
 
     def assign(self, now: float) -> tuple[int, int] | None:
         """See :meth:`Table.assign`; it is the lowest task whose stream has a worker."""
@@ -142,7 +141,7 @@ class StreamTable(Table[_StreamEntry]):
             worker = self._owners.get(_stream(task))
             if worker is None:
                 continue
-            # What the consumer waits for must never be held back, or nothing would ever free a byte.
+            # The task that the consumer needs next is always allowed, or no byte would ever be freed.
             if self._in_order:
                 is_next = number == next(iter(self.tasks))
             else:
@@ -175,7 +174,7 @@ class StreamTable(Table[_StreamEntry]):
         self._num_in_flight -= 1
         self._settle(task, size_bytes, answer)
         if self._timeouts is not None:
-            # It begins with what is next in its queue.
+            # It begins with the next task in its queue.
             if self._first_in_flight(_stream(task)) is None:
                 self._timeouts.end(worker)
             else:
@@ -183,7 +182,7 @@ class StreamTable(Table[_StreamEntry]):
         return True
 
     def retry(self, worker: int, number: int, *, delay: float, now: float) -> None:
-        """Nothing is tried again: a stream that has raised an exception is past the place, or at its end."""
+        """Retry nothing: a stream that has raised an exception is past the place, or at its end."""
 
     def ended(self, worker: int, number: int, now: float = 0.0) -> bool:  # noqa: ARG002  every event carries its time
         task = self.tasks.get(number)
@@ -207,7 +206,7 @@ class StreamTable(Table[_StreamEntry]):
     # Helpers
 
     def _drop_from(self, stream: int, first: int) -> None:
-        """The stream has ended before task ``first``."""
+        """End a stream before task ``first``."""
         for number in [number for number, task in self.tasks.items() if task.stream == stream and number >= first]:
             self._num_undelivered[stream] -= 1
             if self.tasks.pop(number).is_sent:

@@ -1,12 +1,12 @@
-"""The undelivered tasks of one pass: in which order they are delivered, and how many bytes they may have. Pure.
+"""The undelivered tasks of one pass: their order of delivery, and their limit in bytes. Pure.
 
-Two kinds of tables decide which worker gets a task. :class:`~rpcdataloader.plan.batches.BatchTable` is that of a
-map-style dataset, where any worker may load any task. :class:`~rpcdataloader.plan.streams.StreamTable` is that of an
-iterable-style dataset, where a task belongs to a stream. What one of them cannot do, it answers with "no": a stream is
-not asked twice, and a batch is no end of a stream.
+Two kinds of tables decide which worker gets a task: :class:`~rpcdataloader.plan.batches.BatchTable` for a map-style
+dataset, where any worker may load any task, and :class:`~rpcdataloader.plan.streams.StreamTable` for an iterable-style
+dataset, where a task belongs to a stream. Each refuses what it cannot do: a stream has no retries, and a batch is never
+the end of a stream.
 
-Workers are named by numbers. Delivered tasks leave nothing behind but their second copies, until the workers have
-answered these too, so an event costs the same in the millionth batch as in the first.
+Workers are named by numbers. A delivered task leaves nothing behind but its second copy, until that is answered, so an
+event costs the same in the millionth batch as in the first.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, Generic, TypeVar
 from rpcdataloader.plan.actions import PlanOptions
 
 # The estimated size of a batch jumps up to the largest seen and sinks this fraction of the way towards smaller ones. A
-# limit on memory must hold when sizes vary, where an average is too low half of the time; without the sinking, one
-# giant batch at the start would throttle the whole epoch.
+# memory limit must hold when sizes vary, where an average is too low half of the time; without the sinking, one giant
+# batch at the start would throttle the whole epoch.
 _SIZE_DECAY = 1 / 16
 
 
@@ -30,9 +30,9 @@ class Entry:
     """A batch to load.
 
     Attributes:
-        size_bytes: Of the answer; None until it is there.
-        num_deaths: Workers that died while they were at work on it.
-        stream: That it belongs to; None where there are no streams.
+        size_bytes: Bytes of the answer; None until it is here.
+        num_deaths: Number of workers that died at work on it.
+        stream: Stream that it belongs to; None without streams.
     """
 
     number: int
@@ -51,16 +51,16 @@ class Table(ABC, Generic[T]):
 
     Args:
         options: ``num_workers`` and ``prefetch_factor`` make the window. ``max_in_flight_bytes`` limits the bytes of
-            answers that are not delivered, plus the estimated bytes of what is in flight; the task that is next to be
-            delivered is always allowed. Nothing is known before the first answer, so only the window limits the first
-            tasks, as in torch's loader.
-        batch_size_bytes: Estimate to start with, for example that of the epoch before.
+            undelivered answers plus the estimated bytes of tasks in flight; the next task to be delivered is always
+            allowed. Sizes are unknown before the first answer, so only the window limits the first tasks, as in torch's
+            loader.
+        batch_size_bytes: Initial estimate, for example that of the epoch before.
 
     Attributes:
-        tasks: Those that are not delivered, by number, in the order of the numbers.
+        tasks: Undelivered tasks by number, in the order of the numbers.
         batch_size_bytes: Estimated size of a batch, 0 before the first answer.
-        num_doubled: Tasks in flight at two workers.
-        answered_bytes: Bytes of what is answered and not delivered.
+        num_doubled: Number of tasks in flight at two workers.
+        answered_bytes: Bytes of undelivered answers.
 
     Raises:
         ValueError: An option is out of its range.
@@ -79,60 +79,60 @@ class Table(ABC, Generic[T]):
         self._num_added = 0
         self._ended = False
         self._window = self._wanted_window = options.num_workers * options.prefetch_factor
-        self._num_in_flight = 0  # copies that were sent and not answered
+        self._num_in_flight = 0  # unanswered copies
         self.answered_bytes = 0
-        self._answered: deque[T] = deque()  # in the order of the answers; unused when in order
+        self._answered: deque[T] = deque()  # in the order of the answers; unused with in_order
         self._timeouts: Timeouts | None = None if options.task_timeout is None else Timeouts(options.task_timeout)
 
     # Workers
 
     @abstractmethod
     def worker_joined(self, worker: int, now: float, host: Hashable = None, place: int = 0) -> None:
-        """A worker takes tasks from now on. One that left may join again, with nothing remembered of it.
+        """Add a worker. One that left may join again; its past is forgotten.
 
         Args:
-            host: Where it runs, for second copies and retries, which prefer another one; None if that is not known.
-            place: Of the worker: the stream that it serves.
+            host: Host of the worker, which second copies and retries of its tasks avoid; None if unknown.
+            place: Place of the worker: the stream that it serves.
         """
 
     @abstractmethod
     def worker_draining(self, worker: int) -> None:
-        """A worker gets no new tasks, if others can have them; it still answers those that it has."""
+        """Give a worker no new tasks if others can have them; it still answers those that it has."""
 
     @abstractmethod
     def worker_left(self, worker: int, now: float) -> list[int]:
-        """A worker is gone; returns its unanswered tasks, oldest first, which wait for another one now."""
+        """Remove a worker; returns its unanswered tasks, oldest first, which wait for another one now."""
 
     @abstractmethod
     def needs(self, place: int) -> bool:
-        """Whether a worker is missed at this place while there is none."""
+        """Whether this place misses a worker when it is vacant."""
 
     @abstractmethod
     def resize(self, num_workers: int) -> None:
-        """The window is that of this number of workers from now on, if it may change at all."""
+        """Set the window to that of this number of workers, if it may change at all."""
 
     @abstractmethod
     def in_flight(self, worker: int) -> list[int]:
-        """Tasks that a worker has not answered, oldest first; another one may have answered and delivered them."""
+        """Unanswered tasks of a worker, oldest first; another worker may have answered and delivered them."""
 
     @abstractmethod
     def running(self, worker: int, said: int | None = None) -> int | None:
-        """The task to be blamed for a worker's death; None if it is at none that is still waited for.
+        """The task to blame for a worker's death; None if it is at no task that is still needed.
 
-        ``said`` is what it was at in its own words, as an answer before may be lost with it.
+        ``said`` is its last task from its own record, as an earlier answer may be lost with it.
         """
 
     @abstractmethod
     def blame(self, number: int, *, is_too_many: bool) -> bool:
-        """A worker died at work on this task, and has left; ``is_too_many`` for another one to try.
+        """Note that a worker died at work on this task, and has left; ``is_too_many`` if no other one may try.
 
         Returns:
-            Whether the task is condemned: it counts as answered, and what is delivered for it is an error.
+            True if the task is condemned: it counts as answered, and an error is delivered in its place.
         """
 
     @abstractmethod
     def holder(self, task: T) -> int | None:
-        """The worker that loads a task which is not answered; None if it waits for one."""
+        """The worker that loads an unanswered task; None if it waits for one."""
 
     def awaited(self) -> T | None:
         """The oldest unanswered task; None if all are answered."""
@@ -147,36 +147,36 @@ class Table(ABC, Generic[T]):
 
     @abstractmethod
     def timed_out(self, now: float) -> list[tuple[int, int]]:
-        """Workers whose running task is over its time, each once per task, with the number of the task.
+        """Workers whose running task exceeds its time, each once per task, with the number of the task.
 
-        The driver ends such a worker, and reports that it left, and which task to :meth:`blame`.
+        The driver ends such a worker, reports that it left, and passes the task to :meth:`blame`.
         """
 
     @abstractmethod
     def due(self, now: float) -> float | None:
-        """When to ask :meth:`assign` and :meth:`timed_out` again if nothing happens before; None for never.
+        """Time for the next :meth:`assign` and :meth:`timed_out` without further events; None for never.
 
-        Later than ``now``, if both have been asked at ``now`` and have nothing more to say.
+        It is later than ``now``, if both were called at ``now`` and returned nothing more.
         """
 
     # Tasks, from the input to a worker
 
     @property
     def wants_input(self) -> bool:
-        """Whether :meth:`add_task` takes a task. Stays true until one is added or delivered, or the input ends."""
+        """Whether :meth:`add_task` takes a task. Stays true until a task is added or delivered, or the input ends."""
         return not self._ended and len(self.tasks) < self._window
 
     @abstractmethod
     def add_task(self, payload: Any) -> int | None:
-        """Add the next task of the input; returns its number, or None if there is no room for it now."""
+        """Add the next task of the input; returns its number, or None without room for it."""
 
     def end_of_input(self) -> None:
-        """The sampler has no more tasks."""
+        """Note that the sampler has no more tasks."""
         self._ended = True
 
     @abstractmethod
     def assign(self, now: float) -> tuple[int, int] | None:
-        """Send a task; returns worker and number, None while none may be sent."""
+        """Send a task; returns worker and number, None while no task may be sent."""
 
     def _has_room(self) -> bool:
         """Whether the bytes allow one more task."""
@@ -188,21 +188,21 @@ class Table(ABC, Generic[T]):
     def replied(
         self, worker: int, number: int, *, size_bytes: int, task_seconds: float | None, now: float, answer: Any = None
     ) -> bool:
-        """A worker answered a task.
+        """Note a worker's answer to a task.
 
         Args:
-            size_bytes: What the answer occupies in this process.
-            task_seconds: Working time, without the time that the task was queued or travelling; None if that says
-                nothing about the worker's speed, as for an exception or a task that was cancelled.
-            answer: Kept until the task is delivered.
+            size_bytes: Bytes that the answer occupies in this process.
+            task_seconds: Working time, without queueing and travelling; None if that says nothing about the worker's
+                speed, as for an exception or a cancelled task.
+            answer: The answer, kept until the task is delivered.
 
         Returns:
-            False if the answer is to be ignored: the task is not in flight at that worker (any more), or another
-            worker was faster.
+            False if the answer is to be ignored: the task is not in flight at that worker, or another worker was
+                faster.
         """
 
     def _settle(self, task: T, size_bytes: int, answer: Any) -> None:
-        """A task is answered."""
+        """Note that a task is answered."""
         task.size_bytes, task.answer = size_bytes, answer
         self.answered_bytes += size_bytes
         if size_bytes > self.batch_size_bytes:
@@ -214,29 +214,29 @@ class Table(ABC, Generic[T]):
 
     @abstractmethod
     def retry(self, worker: int, number: int, *, delay: float, now: float) -> bool | None:
-        """A worker answered that it could not do a task, which is to be tried again: instead of :meth:`replied`.
+        """Note a worker's answer that a task failed and is to be retried: instead of :meth:`replied`.
 
-        The task waits for another worker, on another host if possible. If it is in flight at another one already,
-        that is the new attempt. The caller counts the attempts.
+        The task waits for another worker, on another host if possible. A copy in flight at another worker is the new
+        attempt. The caller counts the attempts.
 
         Args:
-            delay: Seconds until it may be given out again.
+            delay: Seconds before it may be assigned again.
 
         Returns:
-            False as :meth:`replied` does; None if nothing can be tried again.
+            False as for :meth:`replied`; None if retries are impossible.
         """
 
     @abstractmethod
     def ended(self, worker: int, number: int, now: float) -> bool:
-        """A worker answered that its stream ended before this task; returns False as :meth:`replied` does."""
+        """Note a worker's answer that its stream ended before this task; returns False as :meth:`replied` does."""
 
     @abstractmethod
     def losers(self, number: int) -> list[int]:
-        """Workers that have a copy of an answered task, which is not delivered yet: they may as well drop it."""
+        """Workers with a superfluous copy of an answered task that is not delivered yet."""
 
     @property
     def window(self) -> int:
-        """Tasks that may be undelivered."""
+        """Limit on the number of undelivered tasks."""
         return self._window
 
     @property
@@ -262,12 +262,12 @@ class Table(ABC, Generic[T]):
         return task
 
     def stream_of(self, number: int) -> int | None:
-        """The stream that a task belongs to, until it is delivered; None where there are no streams."""
+        """The stream of a task, until it is delivered; None without streams."""
         task = self.tasks.get(number)
         return None if task is None else task.stream
 
     def forget(self) -> None:
-        """Let all tasks go."""
+        """Drop all tasks."""
         self.tasks.clear()
         self._answered.clear()
 
@@ -278,10 +278,10 @@ class Table(ABC, Generic[T]):
 
 
 class Timeouts:
-    """Which workers are at a task for longer than a task may take. An event costs the same for any number of workers.
+    """Time limits of running tasks. An event costs the same for any number of workers.
 
-    What counts is the task at the head of a worker's queue, from the moment it came there: a task that waits behind
-    another one is not running.
+    Only the task at the head of a worker's queue counts, from the time it came there: a task behind another one is not
+    running.
 
     Args:
         task_timeout: Seconds that a task may run.
@@ -289,26 +289,26 @@ class Timeouts:
 
     def __init__(self, task_timeout: float) -> None:
         self._task_timeout = task_timeout
-        # When the limit ends for each worker that is at work: the limit is the same for all, so whoever began first
-        # is over it first, and the order of the dictionary is that of the deadlines.
+        # Deadline of each worker at work: the limit is the same for all, so deadlines come in the order of the
+        # beginnings, which is that of the dictionary.
         self._deadlines: dict[int, float] = {}
 
     def begin(self, worker: int, now: float) -> None:
-        """A task has come to the head of the worker's queue."""
+        """Note that a task has come to the head of the worker's queue."""
         self._deadlines.pop(worker, None)
         self._deadlines[worker] = now + self._task_timeout
 
     def end(self, worker: int) -> None:
-        """The worker has no task any more, or has left."""
+        """Note that the worker has no task, or has left."""
         self._deadlines.pop(worker, None)
 
     @property
     def due(self) -> float | None:
-        """When the next worker is over its time, if its task goes on; None for never."""
+        """Time at which the next worker exceeds the limit, if its task goes on; None for never."""
         return next(iter(self._deadlines.values()), None)
 
     def expire(self, now: float) -> list[int]:
-        """The workers that are over their time. Each is named once, until it begins another task."""
+        """Workers that exceed their limit. Each is named once, until it begins another task."""
         expired: list[int] = []
         for worker, deadline in self._deadlines.items():
             if now < deadline:

@@ -1,11 +1,11 @@
-"""How fast the workers are, and which of them gets a task. Pure.
+"""Speed of the workers, and the choice of one for a task. Pure.
 
-Two measures are kept apart. The *task time* is what a worker says it has worked, without the time that a task was
-queued or travelling: it says which worker is the faster one. How long answers took *as seen from here*, travelling
-included, says what is unusual: where a network is full, all answers take long, and none of them is late.
+Two measures are kept apart. The *task time* is a worker's own working time, without queueing and travelling: it tells
+which worker is faster. The time of answers *as seen from here*, travelling included, tells which are unusual: where a
+network is full, all answers take long, and none is a straggler.
 
-A task goes where it is expected to be finished first; while nothing is known, that is where the fewest are in flight.
-A worker whose running task is overdue comes last, whatever else is known of it.
+A task goes to the worker that is expected to finish it first: without measurements, the one with the fewest tasks in
+flight. A worker whose running task is overdue comes last.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import NamedTuple
 
-# Weight of the newest measurement in an average task time. The second answer of a worker replaces the first, which says
-# more about imports and cold caches than about speed.
+# Weight of the newest measurement in an average task time. A worker's second answer replaces the first, which says more
+# about imports and cold caches than about speed.
 _SMOOTHING = 0.25
 
-# A running task is overdue by far when it takes this many times its worker's average. Wrong alarms are harmless: the
-# worker only gets no second task while others may take it. Exponentially distributed times pass 4 in 2 % of tasks. A
-# measurement counts for at most that much as well, so that one outlier does not make a slow worker.
+# Ratio to its worker's average above which a running task is overdue. Wrong alarms are harmless: the worker only gets
+# no second task while others may take it. Exponentially distributed times exceed 4 in 2 % of tasks. A measurement
+# counts for at most that ratio as well, so that one outlier does not make a slow worker.
 _OVERDUE_FACTOR = 4.0
 
-# Shorter times count as this: an average of zero could never grow again.
+# Least task time in an average: an average of zero could never grow again.
 _CLOCK_SECONDS = 1e-6
 
-# What is known of a worker is old when it was idle for this many of its own task times. It is tried again then, if it
-# was passed over, and its next answer replaces what was known. While it is at the task the others may have to wait for
-# it: with 16, one that is still slow costs less than 6 % of the throughput.
+# A worker's measurements are old after this many of its own task times of idleness. If it was passed over, it is tried
+# again then, and its next answer replaces them. The others may have to wait for that task: with 16, a worker that is
+# still slow costs less than 6 % of the throughput.
 _STALE_FACTOR = 16.0
 
-# An answer is late by far when it takes this many times the median of the recent ones. A median, because one worker
-# that hangs must not move it. Wrong alarms cost the work of one task, at a time when the others mostly have to wait.
+# Ratio to the median of the recent answers above which an answer is a straggler. A median, because one worker that
+# hangs must not move it. Wrong alarms cost the work of one task, at a time when the others mostly have to wait.
 _LATE_FACTOR = 5.0
 
-# An answer that takes less is never late by far: lost packets, page faults and the trainer's own threads may delay any.
+# Least time of a straggler: lost packets, page faults and the trainer's own threads may delay any answer.
 _LATE_SECONDS = 1.0
 
-_NUM_RECENT = 64  # answers that the median is taken of
-_NUM_ENOUGH = 8  # answers after which it is believed
-_RENEWAL = 8  # answers after which it is computed again, so that it costs little when answers come fast
+_NUM_RECENT = 64  # answers in the median
+_NUM_ENOUGH = 8  # answers from which on it is used
+_RENEWAL = 8  # answers between two computations, which keeps it cheap
 
-# A worker is passed over when waiting for a full one is expected to be this many times faster. Without, the slowest
-# worker dictates the pace: it holds a task that all others, with the window full, come to wait for.
+# A worker is passed over when waiting for a full one is expected to be this many times faster. Otherwise the slowest
+# worker dictates the pace: all others, with the window full, come to wait for its task.
 _PATIENCE = 1.5
 
 
@@ -56,12 +56,12 @@ class Pace:
     """The speed of all workers together.
 
     Args:
-        num_tasks: Undelivered tasks at most. Half as many answers are enough to call another one late: if one worker of
-            two hangs from the start, there are no more.
+        num_tasks: Most undelivered tasks. Half as many answers are enough to recognise a straggler: if one worker of
+            two hangs from the start, no more will come.
 
     Attributes:
-        task_seconds: Average task time, expected of workers without an answer so far; None before the first answer.
-        late_seconds: An answer that takes longer is late by far; infinite while too little is known.
+        task_seconds: Average task time, assumed for workers without an answer; None before the first answer.
+        late_seconds: Time above which an answer is a straggler; infinite while too little is known.
     """
 
     def __init__(self, num_tasks: int) -> None:
@@ -72,11 +72,11 @@ class Pace:
         self._num_answers = 0
 
     def answered(self, task_seconds: float, seen_seconds: float | None) -> None:
-        """A task was answered.
+        """Note that a task was answered.
 
         Args:
-            task_seconds: Time that it took on its worker.
-            seen_seconds: From when its worker could begin with it until the answer was here; None if that is not known.
+            task_seconds: Seconds that it took on its worker.
+            seen_seconds: Seconds from when its worker could begin until the answer was here; None if unknown.
         """
         self.task_seconds = _smooth(self.task_seconds, task_seconds)
         if seen_seconds is None:
@@ -91,14 +91,14 @@ class Pace:
 
 @dataclass(slots=True, eq=False)
 class WorkerPace:
-    """What one worker is at, and how fast it is.
+    """The tasks and the speed of one worker.
 
     Attributes:
-        host: Where it is; None if that is not known.
-        order: Of joining, which breaks ties.
-        since: When the first task in flight began or, without one, when the worker fell idle.
-        in_flight: Task numbers, an ordered set; the first one runs.
-        task_seconds: Average of recent answers; None before the first one. It is expected to be like the others then.
+        host: Host of the worker; None if unknown.
+        order: Number in the order of joining, which breaks ties.
+        since: Time at which the first task in flight began or, without one, the worker fell idle.
+        in_flight: Task numbers as an ordered set; the first one runs.
+        task_seconds: Average of recent answers; None before the first one, when the others' average is assumed.
     """
 
     id: int
@@ -110,11 +110,11 @@ class WorkerPace:
     draining: bool = False
     task_seconds: float | None = None
     _num_averaged: int = 0  # answers in the average
-    _ranked: list[_Entry] | None = None  # the list that it is in, and under what
+    _ranked: list[_Entry] | None = None  # its list, and its entry there
     _entry: _Entry | None = None
 
     def sent(self, number: int, now: float) -> None:
-        """The worker was given a task."""
+        """Note that the worker was given a task."""
         if not self.in_flight:
             if self.stale_at() <= now:
                 self._num_averaged = min(self._num_averaged, 1)
@@ -122,10 +122,10 @@ class WorkerPace:
         self.in_flight[number] = None
 
     def answered(self, number: int, task_seconds: float | None, now: float) -> bool:
-        """The worker answered a task; ``task_seconds`` is None if that says nothing about its speed.
+        """Note that the worker answered a task; ``task_seconds`` is None if that says nothing about its speed.
 
         Returns:
-            Whether it was the one that the worker was at, and not one that was cancelled behind it.
+            True if it was the running task; False for one that was cancelled behind it.
         """
         was_running = next(iter(self.in_flight)) == number
         del self.in_flight[number]
@@ -138,40 +138,40 @@ class WorkerPace:
         return was_running
 
     def expect_finish(self) -> float:
-        """Seconds until the worker would answer one more task; in units of a task while nothing is known."""
+        """Seconds until the worker would answer one more task; in units of a task before any measurement."""
         expected = self.common.task_seconds if self.task_seconds is None else self.task_seconds
         return (len(self.in_flight) + 1) * (1.0 if expected is None else expected)
 
     def overdue_at(self) -> float:
-        """When the running task is overdue; infinite if there is none, or nothing is known."""
+        """Time at which the running task is overdue; infinite without a task or without measurements."""
         expected = self.common.task_seconds if self.task_seconds is None else self.task_seconds
         if expected is None or not self.in_flight:
             return math.inf
         return self.since + _OVERDUE_FACTOR * expected
 
     def stale_at(self) -> float:
-        """When what is known of the worker is too old to be believed; infinite while it is at work."""
+        """Time at which the worker's measurements become too old; infinite while it is at work."""
         return math.inf if self.in_flight else self.since + _STALE_FACTOR * self.expect_finish()
 
     def leave_ranking(self) -> None:
-        """Take the worker out of the ranking that it is in, if any."""
+        """Remove the worker from its ranking, if any."""
         if self._ranked is not None and self._entry is not None:
             del self._ranked[bisect_left(self._ranked, self._entry)]
             self._ranked = self._entry = None
 
 
-# What it is ordered by, the order of joining, which is unique, and the worker.
+# Key of the order, number in the order of joining, which is unique, and the worker.
 _Entry = tuple[float, int, WorkerPace]
 _WORKER = itemgetter(2)
 
 
 class Ranking:
-    """A set of workers, iterated over with the soonest first; ties in the order of joining. A worker is in one only.
+    """A set of workers, iterated over with the soonest first; ties in the order of joining. Each worker is in one only.
 
-    Kept in order, so that a look for the soonest is a look at few workers, however many there are. A worker's place
-    changes only with what it is given and answers: the owner puts it again then. What is expected of workers that have
-    never answered changes with each answer of the others; but that is the same for all of them, so they keep their
-    order among themselves, and are merged with the others by the iterator.
+    It is kept in order, so that finding the soonest looks at few workers, however many there are. A worker's place
+    changes only with its tasks and answers: the owner puts it again then. The assumed speed of workers without answers
+    changes with each answer of the others, but alike for all of them: they keep their order among themselves, and the
+    iterator merges them with the others.
     """
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class Ranking:
         self._unmeasured: list[_Entry] = []  # sorted, by tasks
 
     def put(self, worker: WorkerPace) -> None:
-        """Add a worker, out of any other ranking, or put it where it belongs now."""
+        """Add a worker, out of any other ranking, or move it to its present place."""
         if worker._ranked is not None and worker._entry is not None:
             del worker._ranked[bisect_left(worker._ranked, worker._entry)]
         if worker.task_seconds is not None:
@@ -201,7 +201,7 @@ class Ranking:
 
 
 class _Rank(NamedTuple):
-    """The lowest is the best."""
+    """Key of a choice; the lowest is the best."""
 
     is_overdue: bool
     nearness: int
@@ -210,11 +210,11 @@ class _Rank(NamedTuple):
 
 
 def choose(candidates: Iterable[WorkerPace], failed_at: WorkerPace | None, now: float) -> WorkerPace:
-    """The best of the workers that have room, for a task that has failed at this worker, or at none.
+    """The best of the workers with room, for a task that has failed at ``failed_at``, or nowhere.
 
     Args:
-        candidates: At least one; the one expected to be finished soonest first, if the task has not failed: this is
-            asked for each task, and must not look at all of hundreds of workers.
+        candidates: Workers, at least one; the soonest first, if the task has not failed: that is the case for most
+            tasks, and must not look at all of hundreds of workers.
     """
     if failed_at is None:
         for worker in candidates:
@@ -225,9 +225,9 @@ def choose(candidates: Iterable[WorkerPace], failed_at: WorkerPace | None, now: 
 
 
 def choose_second(workers: Collection[WorkerPace], first: WorkerPace, now: float) -> WorkerPace | None:
-    """The worker for a second copy of a task that is late at this one; None if no other worker is on time.
+    """The worker for a second copy of a straggler at ``first``; None if no other worker is on time.
 
-    A full one will do: behind two tasks it still comes sooner than from a worker that hangs.
+    A full worker will do: behind two tasks, a copy still comes sooner than from a worker that hangs.
     """
     candidates = [
         worker for worker in workers if worker is not first and not worker.draining and now < worker.overdue_at()
@@ -236,13 +236,13 @@ def choose_second(workers: Collection[WorkerPace], first: WorkerPace, now: float
 
 
 def keep_until(best: WorkerPace, workers: Iterable[WorkerPace], failed_at: WorkerPace | None, now: float) -> float:
-    """Until when a task for the best worker that has room is better kept for one of the others, which are full.
+    """Time until which a task is better kept for one of the full workers than given to the best one with room.
 
-    That is until the other one is overdue, as far as can be said now, so each task is sent in the end. It is not
-    later than ``now`` if the worker may have it.
+    That is the time at which the full worker is overdue, as far as is known, so each task is sent in the end. It is not
+    later than ``now`` if the best worker with room gets the task.
 
     Args:
-        workers: The others; the one expected to be finished soonest first, if the task has not failed.
+        workers: Full workers; the soonest first, if the task has not failed.
     """
     nearness = _nearness(best, failed_at)
     stale_at = best.stale_at()
@@ -269,7 +269,7 @@ def _rank(worker: WorkerPace, avoided: WorkerPace, now: float) -> _Rank:
 
 
 def _nearness(worker: WorkerPace, avoided: WorkerPace | None) -> int:
-    """How much a worker has in common with one that is better avoided."""
+    """How much a worker has in common with one to avoid."""
     if worker is avoided:
         return 2
     return int(avoided is not None and avoided.host is not None and worker.host == avoided.host)

@@ -1,4 +1,4 @@
-"""Node servers as actors of Dask, one on each of its workers that have the threads."""
+"""Node servers as actors of Dask, one on each Dask worker with enough threads."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ def dask_pool(
 ) -> Pool:
     """Node servers in a Dask cluster: ``with dask_pool(client, num_nodes=4, cpus_per_node=32) as workers:``.
 
-    Each is on a Dask worker with at least as many threads, the least busy ones first, and occupies that many of them
-    until the block ends.
+    Each occupies ``cpus_per_node`` threads of a Dask worker, the least busy ones first, until the block ends.
 
     Args:
-        client: A ``distributed.Client``, not an asynchronous one.
-        num_nodes: How many; or the least, for which the block waits, and the most, such as ``(2, 8)``. While there are
-            fewer than the most, the scheduler has tasks that wait, and ``adapt`` adds workers.
+        client: A synchronous ``distributed.Client``.
+        num_nodes: Number of node servers; or the least, for which the block waits, and the most, such as ``(2, 8)``.
+            Below the most, tasks wait at the scheduler, for which ``adapt`` adds Dask workers.
         cpus_per_node: Threads that each takes from its Dask worker, and workers that it offers.
         launch: More options of ``python -m rpcdataloader.launch``.
         timeout: Seconds to wait for the least number of node servers.
 
     Raises:
         ImportError: Dask is missing.
-        ValueError: An argument makes no sense.
+        ValueError: An argument is invalid.
         ConnectError: When the block begins: the node servers did not start.
     """
     order = make_order(cpus_per_node, launch, _find_host)
@@ -68,7 +67,7 @@ def _hold(name: str) -> None:
 
 
 def _read(name: str) -> Sequence[str]:
-    """Ask the scheduler, from any process of the cluster."""
+    """Read the addresses, in any process of the cluster."""
     distributed = import_engine("distributed", "dask")
     return distributed.Variable(name, distributed.get_client()).get(timeout=10.0)  # type: ignore[no-any-return]
 
@@ -80,7 +79,7 @@ class _Dask:
         taken: Dask workers that have a node server.
     """
 
-    advice = "see client.scheduler_info(): do Dask workers have as many threads?"
+    advice = "see client.scheduler_info(): do Dask workers have that many threads?"
 
     def __init__(self, client: Any) -> None:
         distributed = import_engine("distributed", "dask")
@@ -90,7 +89,7 @@ class _Dask:
         self.taken: set[str] = set()
         self._name = f"rpcdataloader-pool-{secrets.token_hex(4)}"
         self._board = distributed.Variable(self._name, client)
-        # Tasks that no Dask worker can run, of the kind that occupies threads for long: adapt() adds workers for them.
+        # Tasks that no Dask worker can run, and that would occupy threads for long: adapt() adds workers for them.
         self._wishes: list[Any] = []
 
     def start(self, order: Order) -> _Node | None:
@@ -108,7 +107,7 @@ class _Dask:
         return _Node(self, order, min(free, key=lambda name: len(tasks.get(name, ()))))
 
     def occupy(self, actor: str, num_threads: int, **where: Any) -> list[Any]:
-        """Have a task in each of several threads, for as long as the node server of ``actor`` is there."""
+        """Run a task in each of several threads, for as long as the node server of ``actor`` lives."""
         keys = [("rpcdataloader-hold", secrets.token_hex(8)) for _ in range(num_threads)]
         return [self.client.submit(_hold, actor, key=key, **where) for key in keys]
 
@@ -143,10 +142,10 @@ class _Node:
 
     def poll(self) -> str | None:
         if self._actor is None and self._future.status != "pending":
-            self._actor = self._future.result()  # raises what the constructor has raised
+            self._actor = self._future.result()  # raises the constructor's exception
             self._holds = self._engine.occupy(self._name, self._num_threads, **self._where)
         if self._actor is not None:
-            # A question that is asked when the Dask worker has gone is answered after 30 s.
+            # A call to an actor whose Dask worker has gone is answered after 30 s.
             if self._future.status != "finished":
                 raise RuntimeError(f"the Dask worker {self._worker} has gone")
             if self._question is None:

@@ -1,4 +1,4 @@
-"""A node server beside an actor of an engine: what runs on the machines of a cluster.
+"""A node server beside an actor of an engine, on a machine of the cluster.
 
 The server lives as long as the actor: it watches its standard input, which ends with the process of the actor, or with
 the object (Dask drops an actor when its client has gone).
@@ -26,13 +26,13 @@ _READY = re.compile(r"rpcdataloader ready (\S+) num_workers=\d+ pid=\d+")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What node servers a pool wants.
+    """A pool's description of its node servers.
 
     Attributes:
         credentials: Their secret; not shown by ``repr``.
-        num_workers: How many workers each offers, and CPUs it takes.
+        num_workers: Number of workers that each offers, and CPUs that it takes.
         launch: More options of ``launch``.
-        find_host: Gives the address of the machine that it is called on, by which trainers reach it.
+        find_host: Function for the address at which trainers reach the machine that runs it.
     """
 
     credentials: Credentials
@@ -42,7 +42,7 @@ class Order:
 
 
 class NodeActor:
-    """Starts a node server on this machine, and returns at once."""
+    """Starts a node server on this machine, without waiting for it."""
 
     def __init__(self, order: Order) -> None:
         self._process = process = subprocess.Popen(
@@ -55,7 +55,7 @@ class NodeActor:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             bufsize=0,
-            # What can be imported here can be imported there: engines bring packages along (runtime_env of Ray).
+            # The server can import what this process can: engines bring packages along (runtime_env of Ray).
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             start_new_session=True,  # Ctrl-C in a terminal of the engine
         )
@@ -66,13 +66,13 @@ class NodeActor:
         self._close = weakref.finalize(self, closing.set)
         self._ready: list[str] = []
         self._last_words: list[str] = []
-        # Threads that hold no reference to this object.
+        # Threads without a reference to this object.
         follow = (process, self._ready, self._last_words, self.ended, closing)
         for name, function, args in ("beat", _beat, (process, closing)), ("follow", _follow, follow):
             threading.Thread(target=function, args=args, name=f"rpcdl-pool-{name}", daemon=True).start()
 
     def address(self) -> str | None:
-        """Where clients connect to; None before it takes connections.
+        """Address for clients; None before the server is ready.
 
         Raises:
             RuntimeError: The server has ended.
@@ -83,17 +83,17 @@ class NodeActor:
         return self._ready[0] if self._ready else None
 
     def stop(self) -> None:
-        """Let the server drain, and end; returns at once."""
+        """Let the server drain and end; does not wait."""
         if not self._ready:
             self._process.kill()
         self._close()
 
 
 def _beat(process: subprocess.Popen[bytes], closing: threading.Event) -> None:
-    """Tell the server that its actor is there, until it is to end."""
+    """Send the server signs of life until it is to end."""
     assert process.stdin is not None
     while True:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the server has ended
             process.stdin.write(b"\n")
         if closing.wait(HEARTBEAT):
             return process.stdin.close()
@@ -106,7 +106,7 @@ def _follow(
     ended: threading.Event,
     closing: threading.Event,
 ) -> None:
-    """Look for the ready line, and pass on the log to where the engine collects it, until the server has ended."""
+    """Read the ready line, and pass the log on to where the engine collects it, until the server has ended."""
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:

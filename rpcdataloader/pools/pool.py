@@ -1,7 +1,6 @@
 """A pool of node servers on the machines of an engine, for as long as a ``with`` block.
 
-One thread of the training process keeps it: it asks the engine for node servers, asks each of them whether it is there
-still, and starts another one in the place of one that is not.
+One thread of the training process asks the engine for node servers, polls them, and replaces those that are lost.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ logger = logging.getLogger("rpcdataloader.pools")
 # Seconds between two looks at each node server.
 PAUSE = 0.3
 
-# Seconds until another node server is started in the place of one that was lost: at first, and at most.
+# Back-off in seconds before a lost node server is replaced: the first delay, and the longest.
 FIRST_DELAY, LAST_DELAY = 0.5, 30.0
 
-# Seconds that node servers get to drain, over their --grace of 30.
+# Seconds for node servers to drain, beyond their --grace of 30.
 DRAIN_TIMEOUT = 40.0
 
 
@@ -38,45 +37,45 @@ class Node(Protocol):
     """A node server that an engine runs, or is about to."""
 
     def poll(self) -> str | None:
-        """Its address; None while it is on its way. Never waits.
+        """Its address; None while it starts. Never waits.
 
         Raises:
-            Exception: It has ended, or its machine has.
+            Exception: The server, or its machine, has ended.
         """
 
     def stop(self) -> bool:
-        """Let it drain; returns at once. False if it never came to be, and there is nothing to wait for."""
+        """Let it drain, without waiting. False if it never started, so that there is nothing to wait for."""
 
     def release(self) -> None:
         """Give back what the engine holds for it, dead or alive."""
 
 
 class Engine(Protocol):
-    """What differs between engines.
+    """The differences between engines.
 
     Attributes:
-        advice: What to look at when it gives no node servers.
+        advice: Hint for a user whose engine gives no node servers.
     """
 
     advice: str
 
     def start(self, order: Order) -> Node | None:
-        """Ask for a node server somewhere; None to ask again later. Never waits for it."""
+        """Request a node server; None to ask again later. Never waits for it."""
 
     def publish(self, addresses: Sequence[str]) -> None:
-        """Let :meth:`reader` give these, in every process of the engine."""
+        """Make these addresses the result of :meth:`reader`, in every process of the engine."""
 
     def reader(self) -> Callable[[], Sequence[str]]:
-        """A function that can be pickled, and gives what was published last."""
+        """A picklable function that returns the addresses published last."""
 
     def close(self) -> None:
-        """Give back everything that is left."""
+        """Give back everything."""
 
 
 class PoolWorkers(Elastic, Iterable[str]):
-    """Where the workers of a pool are: for ``workers=``, here and in other processes of the engine.
+    """Address of a pool's workers: for ``workers=``, here and in other processes of the engine.
 
-    To iterate over it gives the addresses at this moment.
+    Iterating over it gives the current addresses.
     """
 
     def __init__(self, read: Callable[[], Sequence[str]], credentials: Credentials, anywhere: Any = None) -> None:
@@ -92,17 +91,17 @@ class PoolWorkers(Elastic, Iterable[str]):
 
     @property
     def token(self) -> str:
-        """The secret of the pool, for ``RPCDATALOADER_TOKEN`` of other processes; it opens nothing else."""
+        """The pool's secret, for ``RPCDATALOADER_TOKEN`` of other processes; it opens nothing else."""
         return self._credentials.secret.decode()
 
     def open(self) -> PoolWorkers:
         return self
 
     def look(self) -> tuple[Registration, ...]:
-        """The node servers that are there now, in the order in which they came."""
+        """The current node servers, in the order in which they came."""
         try:
             found = [Address.parse(text) for text in self._read()]
-        except Exception as exc:  # whatever the engine raises
+        except Exception as exc:  # any exception of the engine
             self.problems = {"the pool": str(exc)}
             return self._found
         for address in found:
@@ -122,14 +121,14 @@ class PoolWorkers(Elastic, Iterable[str]):
 
 
 class Pool:
-    """Node servers of an engine; the value of its ``with`` block is where the workers are.
+    """Node servers of an engine; the value of its ``with`` block is for ``workers=``.
 
     Args:
-        num_nodes: How many: a number, or the least and the most.
+        num_nodes: Number of node servers; or the least and the most.
         timeout: Seconds to wait for the least.
 
     Raises:
-        ValueError: ``num_nodes`` makes no sense.
+        ValueError: ``num_nodes`` is invalid.
     """
 
     def __init__(self, engine: Engine, num_nodes: int | tuple[int, int], order: Order, timeout: float) -> None:
@@ -144,17 +143,17 @@ class Pool:
         self._addresses: list[str] = []
         self._problem: Exception | None = None
         self._is_ending = False
-        # Of the thread, and of close() when that has ended:
+        # For the thread, and for close() once that has ended:
         self._nodes: list[Node] = []
         self._known: dict[Node, str] = {}
         self._delay, self._retry_at = FIRST_DELAY, 0.0
         self._thread = threading.Thread(target=self._keep, name="rpcdl-pool", daemon=True)
 
     def __enter__(self) -> PoolWorkers:
-        """Returns when the least number of node servers is there.
+        """Returns when the least number of node servers is ready.
 
         Raises:
-            ConnectError: One did not start, or they were too few before the timeout.
+            ConnectError: A node server did not start, or too few were ready before the timeout.
         """
         try:
             self._thread.start()
@@ -162,7 +161,7 @@ class Pool:
                 self._changed.wait_for(lambda: self._problem or len(self._addresses) >= self._least, self._timeout)
                 if (found := len(self._addresses)) < self._least:
                     raise ConnectError(
-                        f"{found} of {self._least} node servers of the pool are there: "
+                        f"{found} of {self._least} node servers of the pool are ready: "
                         f"{self._problem or f'no more came within {self._timeout:g} s; {self._engine.advice}'}"
                     ) from self._problem
         except BaseException:
@@ -176,7 +175,7 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """Let all node servers drain, and give back what the engine gave. Interrupted, it ends them at once."""
+        """Let all node servers drain, and give back what the engine gave. Ctrl-C ends them at once."""
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
@@ -190,8 +189,8 @@ class Pool:
             for give_back in *(node.release for node in self._nodes), self._engine.close:
                 try:
                     give_back()
-                except Exception as exc:  # when the cluster has gone, so has what it gave
-                    logger.warning("cannot give back what the engine gave: %s", exc)
+                except Exception as exc:  # a vanished cluster has taken all back
+                    logger.warning("cannot release the resources of the pool: %s", exc)
 
     def _keep(self) -> None:
         while True:
@@ -225,21 +224,21 @@ class Pool:
     def _lose(self, node: Node, error: Exception) -> None:
         self._nodes.remove(node)
         address = self._known.pop(node, None)
-        # Ray puts a traceback and advice around it, in twenty lines.
+        # Ray wraps it in twenty lines of traceback and advice.
         problem: Exception = getattr(error, "cause", None) or error
         if address is None:
-            # What is wrong with one that did not start is likely to be wrong with all: the block does not begin.
+            # The fault of a server that did not start is likely to be common to all: the block does not begin.
             with self._changed:
                 self._problem = problem
                 self._changed.notify_all()
         self._retry_at, self._delay = time.monotonic() + self._delay, min(2 * self._delay, LAST_DELAY)
         try:
             node.release()
-        except Exception as exc:  # whatever the engine raises, as its node may be gone
-            logger.debug("cannot give back a node server that was lost: %s", exc)
+        except Exception as exc:  # any exception of the engine, whose node may be gone
+            logger.debug("cannot release a lost node server: %s", exc)
         logger.warning(
-            "another node server takes the place of %s: %s",
-            address or "one that did not start",
+            "replacing the node server %s: %s",
+            address or "that did not start",
             (str(problem).splitlines() or [repr(problem)])[0],
         )
 
@@ -253,10 +252,10 @@ def _is_there(node: Node) -> bool:
 
 
 def make_order(cpus_per_node: int, launch: Sequence[str], find_host: Callable[[], str]) -> Order:
-    """What each node server is, with a secret that is made for them alone.
+    """Describe each node server, with a secret made for this pool alone.
 
     Raises:
-        ValueError: An option makes no sense.
+        ValueError: An option is invalid.
     """
     if cpus_per_node < 1:
         raise ValueError(f"cpus_per_node must be at least 1, but is {cpus_per_node}")
@@ -270,7 +269,7 @@ def import_engine(name: str, extra: str) -> ModuleType:
     """Import an engine's package.
 
     Raises:
-        ImportError: It is not there; the message names the extra to install.
+        ImportError: The package is missing; the message names the extra to install.
     """
     try:
         return importlib.import_module(name)

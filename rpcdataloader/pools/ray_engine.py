@@ -20,20 +20,20 @@ def ray_pool(
 ) -> Pool:
     """Node servers in a Ray cluster: ``with ray_pool(num_nodes=4, cpus_per_node=32) as workers:``.
 
-    Call ``ray.init()`` before. Ray chooses the machines, and starts nothing else on the CPUs until the block ends.
+    Call ``ray.init()`` first. Ray chooses the machines, and starts nothing else on the CPUs until the block ends.
 
     Args:
-        num_nodes: How many; or the least, for which the block waits, and the most, such as ``(2, 8)``. While there are
-            fewer than the most, Ray's autoscaler sees what is wanted.
+        num_nodes: Number of node servers; or the least, for which the block waits, and the most, such as ``(2, 8)``.
+            Below the most, Ray's autoscaler sees the demand.
         cpus_per_node: CPUs that each takes from Ray, and workers that it offers.
         launch: More options of ``python -m rpcdataloader.launch``.
         timeout: Seconds to wait for the least number of node servers.
-        **options: Of the actors, as Ray's ``.options()`` takes them: ``runtime_env``, ``resources``,
+        **options: Options of the actors, as for Ray's ``.options()``: ``runtime_env``, ``resources``,
             ``scheduling_strategy`` (``"SPREAD"`` unless given) and so on.
 
     Raises:
         ImportError: Ray is missing.
-        ValueError: An argument makes no sense, or Ray is not connected.
+        ValueError: An argument is invalid, or Ray is not connected.
         ConnectError: When the block begins: the node servers did not start.
     """
     order = make_order(cpus_per_node, launch, _find_host)
@@ -58,14 +58,14 @@ class _Board:
 
 
 def _read(board: Any) -> Sequence[str]:
-    """Ask the board, from any process of the cluster."""
+    """Read the board, in any process of the cluster."""
     return import_engine("ray", "ray").get(board.read.remote(), timeout=10.0)  # type: ignore[no-any-return]
 
 
 class _Ray:
     """The engine."""
 
-    advice = "see ray status: do machines have as many CPUs free?"
+    advice = "see ray status: do machines have that many CPUs free?"
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._ray = ray = import_engine("ray", "ray")
@@ -75,7 +75,7 @@ class _Ray:
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             ray.get_runtime_context().get_node_id(), soft=False
         )
-        # Where the trainer is: it is lost with the trainer alone.
+        # Beside the trainer: it is lost with the trainer alone.
         self._board = ray.remote(_Board).options(num_cpus=0, scheduling_strategy=here).remote()
 
     def start(self, order: Order) -> _Node:
@@ -114,5 +114,5 @@ class _Node:
         return self._has_begun
 
     def release(self) -> None:
-        # The server would end at once, with what it is at, had it not ended before.
+        # Kills a server that has not ended yet, in the middle of its work.
         self._ray.kill(self._actor)

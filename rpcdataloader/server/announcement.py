@@ -1,6 +1,6 @@
 """The file by which clients find a node server: ``launch --register``.
 
-It appears whole, under a name that nobody else uses, so that there is nothing to lock, and nothing of others to remove.
+A server's file appears whole and under a name of its own, so that servers need no lock and touch no other file.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ logger = logging.getLogger("rpcdataloader.server")
 
 
 class Announcement:
-    """Says in ``directory`` that a server is there, from the beginning of a ``with`` block until its end.
+    """Announces a server in ``directory`` for the duration of a ``with`` block.
 
     Args:
-        directory: Absolute path. It is made if it is missing, for its owner alone.
-        registration: What to say; the time in it is replaced by that of the file system.
+        directory: Absolute path; created if it is missing, for its owner alone.
+        registration: Content of the file; its time is replaced by that of the file system.
 
     Attributes:
-        due: When to :meth:`renew` it, on the clock of :func:`time.monotonic`.
+        due: Time of the next :meth:`renew`, on the clock of :func:`time.monotonic`.
 
     Raises:
-        ConnectError: When the block begins: nothing can be written there.
+        ConnectError: The directory cannot be written when the block begins.
     """
 
     def __init__(self, directory: str, registration: Registration) -> None:
@@ -59,7 +59,7 @@ class Announcement:
         self.end()
 
     def renew(self) -> None:
-        """Say that the server still lives; to be called when it is :attr:`due`. Problems are logged."""
+        """Show that the server still lives, when that is :attr:`due`; logs problems."""
         if self._has_ended:
             return
         self.due = time.monotonic() + RENEWAL_PERIOD
@@ -67,7 +67,7 @@ class Announcement:
             try:
                 os.utime(self._path)  # the clock of the file server
             except FileNotFoundError:
-                logger.warning("%s was removed by somebody else: registered again", self._path)
+                logger.warning("%s was removed by another process: registered again", self._path)
                 self._write()
             self._has_failed = False
         except OSError as exc:
@@ -93,7 +93,7 @@ class Announcement:
         try:
             with open(descriptor, "wb") as file:
                 if is_first:
-                    # Not this machine's clock: the order of the servers must be that in which they came.
+                    # Time of the file server: all clients must see the servers in the order of their coming.
                     started = os.fstat(descriptor).st_mtime
                     self._registration = dataclasses.replace(self._registration, started=started)
                 file.write(self._registration.encode())

@@ -1,4 +1,4 @@
-"""What a node server knows of the processes that it has forked, and that have a connection: one class per kind."""
+"""A node server's view of its forked processes that have a connection: one class per kind."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rpcdataloader.wire.lines import LineLimit
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Child:
-    """A process with a connection; by itself, one that tells somebody the status of this node.
+    """A process with a connection; this class itself is for one that serves the node's status.
 
     Attributes:
-        sock: The connection. It is kept to see the other end go away while the process is busy.
-        has_unsent: Whether something was posted to it that had no room.
+        sock: The connection, kept to see the peer leave while the process is busy.
+        has_unsent: True while a posted event waits for room.
     """
 
     process: Process
@@ -31,7 +31,7 @@ class Child:
     has_unsent: bool = False
 
     def post(self, event: Event) -> None:
-        """Tell it something, now or when it has room."""
+        """Send an event, now or when the link has room."""
         self.has_unsent = not self.link.post(event)
 
     def end(self, reason: str) -> None:
@@ -39,24 +39,24 @@ class Child:
         self.process.kill(reason)
 
     def close(self) -> None:
-        """Give the descriptors back of one that has ended."""
+        """Close the descriptors of a process that has ended."""
         self.link.close()
         self.sock.close()
 
     def forget_in_child(self) -> None:
-        """Close, in a fork, what belongs to the node server."""
+        """Close the node server's descriptors in a fork."""
         self.close()
         os.close(self.process.fileno())
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OpenGate(Child):
-    """A gate whose connection has not become anything yet.
+    """A gate whose connection is still undecided.
 
     Attributes:
-        deadline: When it must have become something else; None when it is being ended.
-        is_refused: Whether it has refused its connection, and waits for the other end to close.
-        wanted: The session that its connection is for, and that has no room for it now.
+        deadline: Time by which the gate must have become something else; None while it is being ended.
+        is_refused: True once it has refused its connection and waits for the peer to close.
+        wanted: The session that its connection is for, while that session has no room for it.
     """
 
     deadline: float | None
@@ -70,7 +70,7 @@ class OpenGate(Child):
 
 @dataclass(frozen=True, slots=True)
 class AdmittedWorker:
-    """A worker that counts."""
+    """An admitted worker."""
 
     connection: AcceptedConnection
     row: int
@@ -81,9 +81,9 @@ class ClientSession(Child):
     """A session.
 
     Attributes:
-        folder: Where it may put modules of its client.
-        output: Limits the lines of it and its workers that are sent to its client; None if that wants none.
-        is_asked: Whether it was asked for stacks, and has not looked at that yet.
+        folder: Path for modules of its client.
+        output: Limit on the printed lines that are sent to its client; None if the client wants no output.
+        is_asked: True while a request for stacks is unread.
     """
 
     id: str
@@ -100,5 +100,5 @@ _Kind = TypeVar("_Kind", bound=Child)
 
 
 def become(gate: OpenGate, kind: type[_Kind], **more: Any) -> _Kind:
-    """The same process, as what its gate has become."""
+    """Turn a gate into another kind of child: the same process and connection."""
     return kind(**{each.name: getattr(gate, each.name) for each in fields(Child)}, **more)

@@ -1,10 +1,10 @@
-"""The log of connections: one line for each that is accepted, refused or closed, for ``grep`` and ``awk``.
+"""The log of connections: one line for each accepted, refused or closed connection, for ``grep`` and ``awk``.
 
-Lines of level INFO say which client has come, and what was refused; those of level DEBUG are of all other connections.
+Level INFO has the arrival of each client and all refusals; level DEBUG has the rest.
 
-A line is ``key=value`` pairs in a fixed order, with ``-`` for what is not known. No value holds a blank, an equals
-sign or a quotation mark, whatever a stranger calls himself, except the reason, which comes last, in quotation marks,
-and may hold blanks. So nobody can write a pair, or a line, that is not his.
+A line has ``key=value`` pairs in a fixed order, with ``-`` for an unknown value. Values contain no blanks, equals signs
+or quotation marks, whatever a peer calls itself. Only the reason, last and in quotation marks, may contain blanks. So a
+peer cannot forge a pair or a line.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ logger = logging.getLogger("rpcdataloader.connections")
 Event = Literal["accepted", "refused", "closed"]
 Kind = Literal["control", "worker", "status"]
 
-# Names of hosts have at most 253 characters.
+# Host names have at most 253 characters.
 MAX_VALUE_CHARS = 255
 MAX_REASON_CHARS = 600
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whose connection it is, as he has said and proved.
+    """The owner of a connection, as it has said and proved.
 
     Attributes:
         client: Host and process id, ``"gpu01:2304"``.
-        rank: In a distributed job; None outside of one.
-        job: Of Slurm; empty outside of one.
+        rank: Rank in a distributed job; None outside of one.
+        job: Slurm job; empty outside of one.
     """
 
     client: str
@@ -42,15 +42,15 @@ class Origin:
 
     @classmethod
     def of(cls, identity: Identity) -> Origin:
-        """That of a peer that has proved that it knows the secret."""
+        """The origin of an authenticated peer."""
         return cls(f"{identity.host}:{identity.pid}", identity.rank, identity.job)
 
 
 class AcceptedConnection:
-    """A connection that was accepted, from then on; writes the line when it is made.
+    """An accepted connection; logs its beginning when created, and its end.
 
     Args:
-        traffic: Bytes received and sent, in shared memory, so that they are known of a process that was killed, too.
+        traffic: Bytes received and sent, in shared memory: they outlive a killed process.
     """
 
     def __init__(self, peer: str, origin: Origin, traffic: memoryview, worker: int = 0) -> None:
@@ -62,7 +62,7 @@ class AcceptedConnection:
         self._log("accepted")
 
     def closed(self, reason: str) -> None:
-        """Write the line of its end."""
+        """Log the end."""
         received, sent = self._traffic
         seconds = f"{time.monotonic() - self._start:.3f}"
         self._log("closed", seconds=seconds, received=received, sent=sent, reason=reason)
@@ -86,7 +86,7 @@ def describe(
     sent: int | None = None,
     reason: str = "",
 ) -> str:
-    """One line, without time and line feed."""
+    """Return the line, without time and line feed."""
     values = {
         "event": event,
         "kind": kind,
@@ -112,6 +112,6 @@ def _escape(value: object, max_chars: int) -> str:
 
 
 def _code(char: str) -> str:
-    """Such as ``\\x3d``."""
+    """Escape a character, as in ``\\x3d``."""
     number = ord(char)
     return f"\\x{number:02x}" if number < 256 else f"\\u{{{number:x}}}"

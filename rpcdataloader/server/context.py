@@ -1,4 +1,4 @@
-"""What every process of a node server knows of it; handed down by the forks."""
+"""Settings that every process of a node server inherits through the forks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rpcdataloader.wire.handshake import TlsError
 
 logger = logging.getLogger("rpcdataloader.server")
 
-# Anybody who reaches the port can be refused as often as he likes. Of that, the log gets this many lines per ten
-# seconds, whichever processes write them.
+# Strangers who reach the port can be refused at any rate. All processes together log this many refusals per period (in
+# seconds).
 MAX_REFUSALS = 20
 REFUSALS_PERIOD = 10.0
 
@@ -28,11 +28,11 @@ class ServerContext:
 
     Attributes:
         parallel: Threads per worker for ``rpc_async`` calls.
-        timeout: Seconds for an ``rpc_async`` call whose caller set no limit; 0 for none.
+        timeout: Seconds for an ``rpc_async`` call whose caller set no limit; 0 for no limit.
         max_tasks: Tasks of a loader after which a worker retires; 0 for no limit.
-        tls: Files for TLS, read anew for every connection; None to do without.
-        tells_clients: Whether warnings go to the client, too; not when the log is the client's terminal.
-        refusals: Counts the lines of :meth:`log_refusal`.
+        tls: Files for TLS, read again for every connection; None for no TLS.
+        tells_clients: True if warnings go to the client, too; False where the log is the client's terminal.
+        refusals: Limit on the lines of :meth:`log_refusal`.
     """
 
     node: str
@@ -50,7 +50,7 @@ class ServerContext:
     def log_refusal(
         self, peer: str, reason: RPCError | str, kind: Kind | None = None, origin: Origin | None = None
     ) -> None:
-        """Count and log, within limits, that a connection was refused; a wrong secret is a warning."""
+        """Count a refused connection and log it, within limits; a wrong secret is logged as a warning."""
         self.counters.refused()
         num_left_out = self.refusals.take()
         if num_left_out is None:

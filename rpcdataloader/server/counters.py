@@ -1,12 +1,12 @@
-"""One row per process of a node server, in memory that all of them share: what it is, does and has done.
+"""One row per process of a node server, in shared memory: its identity, present work and past work.
 
-The node server maps the memory before it forks. It alone gives rows out, and takes them back when it hears that their
-process has ended. The owner of a row, the process itself, stores its numbers one by one as aligned words: counting
-takes no lock and no system call. A reader copies the rows and disturbs no process.
+The node server maps the memory before its first fork. It alone assigns rows, and frees them when their process has
+ended. Each process writes its own row, one aligned word at a time: counting takes no lock and no system call. Readers
+copy the rows without disturbing any process.
 
-A copy may show a row in the middle of a change, such as a request that is counted as answered and as running. Totals
-never go back: what an ended process has done moves to the row of its session, and from there to that of the node
-server. A reader that copies meanwhile sees from a sequence counter that it must copy again.
+A copy may show a row in the middle of a change, such as a request counted both as answered and as running. Totals never
+decrease: the counts of an ended process move to the row of its session, and then to that of the node server. A sequence
+counter tells readers to copy again if rows moved meanwhile.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ import numpy as np
 
 from rpcdataloader.wire.status import MAX_REPORT_BYTES
 
-# Memory that was never touched takes no room.
+# Untouched memory takes no room.
 NUM_ROWS = 8192
 
 FREE, NODE, GATE, SESSION, WORKER = range(5)
 
-# What moves to the row above when a process has ended.
+# Counts that move to the row above when a process has ended.
 TOTALS = ("tasks", "calls", "errors", "traffic", "ended_workers")
 
-# All numbers have 8 bytes, so that a store is never seen in parts. Texts are cut at their length in bytes. Times are
-# those of CLOCK_MONOTONIC in nanoseconds, which is the same for all processes of a machine.
+# All numbers have 8 bytes, so that readers never see half a store. Texts are cut at their length in bytes. Times are
+# CLOCK_MONOTONIC in nanoseconds, the same for all processes of a machine.
 ROW = np.dtype(
     [
         # Written by the node server:
         ("kind", "i8"),
-        ("pid", "i8"),  # stays when the row is taken back, to see whether the process has gone
+        ("pid", "i8"),  # kept in a freed row, to see whether the process has gone
         ("started", "i8"),
         ("session", "i8"),  # place of a worker's session; 0, the place of the node server, for all others
         ("number", "i8"),  # of a worker in its session
@@ -47,40 +47,40 @@ ROW = np.dtype(
         ("client", "S264"),  # host and process id
         ("job", "S64"),  # of Slurm
         # Written by the owner:
-        ("running", "i8"),  # requests under way
-        ("since", "i8"),  # time of the last change of running
-        ("unanswered", "i8"),  # requests that were received, including those under way
-        ("draining", "i8"),  # 1 if no further requests are taken
-        ("batch", "i8"),  # that a worker of a loader is at,
-        ("sample", "i8"),  # and which of its samples: see fetch/whereabouts.py
+        ("running", "i8"),  # running requests
+        ("since", "i8"),  # time at which running changed last
+        ("unanswered", "i8"),  # received requests without a reply, including running ones
+        ("draining", "i8"),  # 1 if new requests are declined
+        ("batch", "i8"),  # present batch of a loader's worker,
+        ("sample", "i8"),  # and its sample: see fetch/whereabouts.py
         ("socket", "i8"),  # inode of a worker's connection
         ("control", "i8", 2),  # bytes received and sent by a gate or session
-        # The work of a worker; in a row above, that of the processes below it that have ended:
+        # Work of a worker; in a row above, that of its ended processes:
         ("tasks", "i8"),
         ("calls", "i8"),
         ("errors", "i8"),
         ("traffic", "i8", 2),  # bytes received and sent
         ("ended_workers", "i8"),
-        ("failed", "i8"),  # time of the last error; 0 if there was none
+        ("failed", "i8"),  # time of the last error; 0 without one
         ("error", "S192"),
-        ("num_reports", "i8"),  # of a client; the last one is in the half of its memory with this parity
-        # Used in the first row only, which is the node server's:
+        ("num_reports", "i8"),  # of a client; the parity selects the half with the last one
+        # Used in the first row only, that of the node server:
         ("generation", "i8"),  # odd while rows are moved about
-        ("num_used", "i8"),  # rows up to the last one that was ever used
+        ("num_used", "i8"),  # rows up to the last one ever used
         ("refused", "i8"),  # connections
     ]
 )
 
-# A reader that never finds the rows at rest takes them as they are.
+# After this many attempts, a reader takes rows that are still moving.
 _MAX_TRIES = 100
 
 
-# A row for its owner, with a view of each field under its name: ``row.tasks[0] += 1``. Or one in a reader's copy, with
-# plain values.
+# A row: for its owner, with a view of each field under its name (``row.tasks[0] += 1``); in a reader's copy, with plain
+# values.
 Row = SimpleNamespace
 
 
-# Each client's memory for reports has two halves, one of which is whole at any time: time, size, and the report.
+# Each client's memory for reports has two halves, of which one is whole at any time: time, size and report.
 _REPORT = struct.Struct("<qq")
 _SLOT_BYTES = _REPORT.size + MAX_REPORT_BYTES
 
@@ -100,12 +100,12 @@ def _is_gone(pid: int) -> bool:
 
 
 class CounterTable:
-    """The rows. Made once, before the first fork; only the process that made it gives rows out and takes them back.
+    """The rows. Created before the first fork; only the creating process assigns and frees them.
 
     Args:
-        num_rows: Processes that have room, this one included.
-        is_gone: Tells whether no process has this number. The workers of a session that was killed end by themselves, a
-            moment later; their rows are not given to other processes before.
+        num_rows: Number of rows, and so of processes, this one included.
+        is_gone: Function that tells whether a process id is unused. Workers outlive a killed session for a moment, and
+            keep their rows until then.
     """
 
     def __init__(self, num_rows: int = NUM_ROWS, is_gone: Callable[[int], bool] = _is_gone) -> None:
@@ -127,11 +127,11 @@ class CounterTable:
     # --- the node server
 
     def open(self, kind: int, pid: int, now: int, **values: int) -> int:
-        """Give a row to a process; returns its place.
+        """Assign a row to a process; returns its place.
 
         Args:
             kind: ``GATE`` or ``WORKER``.
-            values: What else is known of it, under the names of :data:`ROW`.
+            values: Further known fields, under the names of :data:`ROW`.
 
         Raises:
             OSError: All rows are in use.
@@ -145,17 +145,17 @@ class CounterTable:
                 self._head["num_used"] = max(self._head["num_used"], place + 1)
                 self.describe(place, pid=pid, started=now, since=now, **values, kind=kind)
                 return place
-        raise OSError(errno.ENOSPC, f"no more than {len(self._rows) - 1} processes can serve connections")
+        raise OSError(errno.ENOSPC, f"at most {len(self._rows) - 1} processes can serve connections")
 
     def describe(self, place: int, **values: int | str) -> None:
-        """Write what is known of the process at ``place``."""
+        """Fill in fields of the process at ``place``."""
         row = self._rows[place]
         with self._changing():
             for name, value in values.items():
                 row[name] = value.encode(errors="replace") if isinstance(value, str) else value
 
     def close(self, place: int) -> None:
-        """The process at ``place`` has ended, and with a session all of its workers."""
+        """Free the row of an ended process and, for a session, those of its workers."""
         with self._changing():
             used = self._rows[: self._head["num_used"]]
             for worker in np.flatnonzero((used["kind"] == WORKER) & (used["session"] == place)).tolist():
@@ -176,7 +176,7 @@ class CounterTable:
     # --- every process
 
     def row(self, place: int) -> Row:
-        """The row at ``place``, for its owner, in which one thread writes at a time.
+        """The row at ``place``, for its owner; only one thread may write at a time.
 
         A store through a view of a number takes a tenth of the time of a store by name.
         """
@@ -186,23 +186,23 @@ class CounterTable:
         return Row(place=place, **fields)
 
     def report(self, place: int, payload: bytes | bytearray | memoryview, now: int) -> None:
-        """Keep the last report of a client, for its session at ``place``, unless it is too long."""
+        """Keep a client's last report, for its session at ``place``; longer ones than fit are dropped."""
         if len(payload) <= MAX_REPORT_BYTES:
             row = self._rows[place]
-            # Readers go on with the one before until this one is whole.
+            # Readers use the previous report until this one is whole.
             number = row["num_reports"] + 1
             start, content = _slot(place, number), _REPORT.pack(now, len(payload)) + payload
             self._reports[start : start + len(content)] = content
             row["num_reports"] = number
 
     def refused(self) -> None:
-        """A connection was refused. Processes that refuse at the same instant may overlook one another."""
+        """Count a refused connection; approximately, if several processes refuse at the same instant."""
         self._head["refused"] += 1
 
     def look(self) -> list[Row]:
-        """The rows in use at this moment; the first one is that of the node server.
+        """Return the rows in use; the first is that of the node server.
 
-        Each has its ``place``, and its ``report``, which is empty if there is none, from the time ``reported``.
+        Each has its ``place`` and its ``report`` (empty without one) with the time ``reported``.
         """
         for _ in range(_MAX_TRIES):
             generation = self._head["generation"]
@@ -223,7 +223,7 @@ class CounterTable:
             if not (number := int(row["num_reports"])):
                 break
             content = self._reports[(start := _slot(place, number)) : start + _SLOT_BYTES]
-            # Otherwise two more have come meanwhile, perhaps.
+            # Otherwise two newer reports may have come meanwhile.
             if row["num_reports"] == number:
                 reported, size = _REPORT.unpack_from(content)
                 return reported, content[_REPORT.size : _REPORT.size + size]

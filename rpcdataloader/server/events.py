@@ -1,7 +1,7 @@
-"""What the processes of one node tell each other over links: one class per event.
+"""Messages between the processes of one node: one class per event.
 
-The comments say who tells whom; a descriptor that goes with an event stands there too. Nothing that came from the
-network travels here.
+Each docstring names sender and receiver, and the descriptor that travels with the event. Bytes from the network never
+travel here.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rpcdataloader.wire.plain import Json
 
 @dataclass(frozen=True)
 class Event:
-    """What one process tells another."""
+    """A message from one process to another."""
 
 
 @dataclass(frozen=True)
 class Accepted(Event):
-    """Node server to gate, with the connection: it is yours."""
+    """Node server to gate, with the connection: serve it."""
 
     peer: str
     row: int
@@ -35,26 +35,26 @@ class Accepted(Event):
 
 @dataclass(frozen=True)
 class Refused(Event):
-    """Gate to node server: the connection was refused, and its other end is expected to close."""
+    """Gate to node server: the connection was refused, and the peer is expected to close it."""
 
 
 @dataclass(frozen=True)
 class TellsStatus(Event):
-    """Gate to node server: the connection asks for the status, and nothing waits for its end."""
+    """Gate to node server: the connection is for status, and a drain does not wait for it."""
 
 
 @dataclass(frozen=True)
 class WantsStacks(Event):
     """Status gate to node server, and node server to session: write the stacks of all workers.
 
-    With it come a file, for a line per worker, which is a :class:`WorkerStack`; and the end of a pipe, which the
+    Its descriptors are a file, for one line per worker (a :class:`WorkerStack`), and the end of a pipe, which the
     session closes when it has written all lines.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStack(Json):
-    """What there is to say of the worker with this process id."""
+    """The line about one worker, by its process id."""
 
     pid: int
     text: str
@@ -62,7 +62,7 @@ class WorkerStack(Json):
 
 @dataclass(frozen=True)
 class StacksBegun(Event):
-    """Session to node server: it has looked at :class:`WantsStacks`, and can be asked again."""
+    """Session to node server: it has read :class:`WantsStacks`, and can be asked again."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,12 @@ class HandedOver(Event):
 
 @dataclass(frozen=True)
 class UnknownSession(Event):
-    """Node server to gate: there is no such session."""
+    """Node server to gate: the session is unknown."""
 
 
 @dataclass(frozen=True)
 class SessionBegun(Event):
-    """Gate to node server, with the pipe of its output: it has become a session."""
+    """Gate to node server, with the pipe of its output: the gate is a session now."""
 
     id: str
     name: str
@@ -98,7 +98,7 @@ class SessionKnown(Event):
     """Node server to session: worker connections may come.
 
     Attributes:
-        folder: Where it may put modules of its client; the node server removes it.
+        folder: Path for modules of its client; the node server removes it.
     """
 
     folder: str
@@ -106,7 +106,7 @@ class SessionKnown(Event):
 
 @dataclass(frozen=True)
 class WorkerConnection(Event):
-    """Node server to session, with the connection of a worker to be. ``peer`` is the address at its other end."""
+    """Node server to session, with the connection of a future worker; ``peer`` is its remote address."""
 
     peer: str
     preamble: str
@@ -114,12 +114,12 @@ class WorkerConnection(Event):
 
 @dataclass(frozen=True)
 class WantsOutput(Event):
-    """Session to node server: its client wants to see what it and its workers print."""
+    """Session to node server: the client wants the output of the session and its workers."""
 
 
 @dataclass(frozen=True)
 class Printed(Event):
-    """Node server to session: a line for its client; as :class:`~rpcdataloader.wire.messages.Log` says."""
+    """Node server to session: a line for its client; fields as in :class:`~rpcdataloader.wire.messages.Log`."""
 
     text: str
     printed_by: str
@@ -134,7 +134,7 @@ class WorkerForked(Event):
 
 @dataclass(frozen=True)
 class Authenticated(Event):
-    """Worker to session: its client has proved that it knows the secret."""
+    """Worker to session: the client has proved that it knows the secret."""
 
     origin: Origin
 
@@ -154,8 +154,8 @@ class Decided(Event):
     """Node server to session, and session to worker.
 
     Attributes:
-        reason: Why there is no room; None if there is.
-        row: Place of the worker among the counters; 0 if there is no room.
+        reason: Why the worker is refused; None if it is admitted.
+        row: Place of the worker among the counters; 0 if it is refused.
     """
 
     worker: int
@@ -165,7 +165,7 @@ class Decided(Event):
 
 @dataclass(frozen=True)
 class GaveUp(Event):
-    """Worker to session, as its last words."""
+    """Worker to session, before it exits."""
 
     reason: str
 
@@ -180,7 +180,7 @@ class WorkerEnded(Event):
 
 @dataclass(frozen=True)
 class Drain(Event):
-    """Node server to session, and session to worker: answer what you have, and end."""
+    """Node server to session, and session to worker: answer pending requests, then end."""
 
 
 _CLASSES = {kind.__name__: kind for kind in Event.__subclasses__()}
@@ -192,29 +192,29 @@ def encode(event: Event) -> bytes:
 
 
 def decode(data: bytes) -> Event:
-    """The event again.
+    """Return the event.
 
     Raises:
-        ValueError: It is none.
+        ValueError: ``data`` is not an event.
     """
     fields = plain.load(data)
     kind = _CLASSES.get(str(fields.get("event")))
     if kind is None:
-        raise ValueError(f"{fields.get('event')!r} is not an event")
+        raise ValueError(f"unknown event {fields.get('event')!r}")
     return plain.make(kind, fields)
 
 
 MAX_MESSAGE = 16384
 MAX_DESCRIPTORS = 4
 
-# What a full queue, or too many descriptors under way, look like.
+# Errors of a full queue, or of too many descriptors in transit.
 _NO_ROOM = {errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS}
 
 
 class Link:
-    """One end of a socketpair that keeps message boundaries, so that several processes may write to it.
+    """One end of a socketpair that keeps message boundaries; several processes may write to it.
 
-    A closed other end reads as None; writing to it does nothing.
+    Reading yields None once the other end is closed; writing to it then does nothing.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -223,7 +223,7 @@ class Link:
 
     @classmethod
     def pair(cls) -> tuple[Link, Link]:
-        """Two ends, not inherited by programs that are executed."""
+        """Two ends, which executed programs do not inherit."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours), cls(theirs)
 
@@ -235,25 +235,25 @@ class Link:
         """Send one event; waits while the other end is busy and its queue is full.
 
         Returns:
-            Whether the event is on its way: somebody has the other end open, and the system has room for it.
+            True if the event is on its way: the other end is open, and the system has room for it.
         """
         return self._send(encode(event), descriptors, 0) is None
 
     def post(self, event: Event) -> bool:
-        """Send one event without ever waiting: what has no room now goes with a later :meth:`flush`.
+        """Send one event without waiting; events without room go with a later :meth:`flush`.
 
         Returns:
-            Whether all that was posted has gone.
+            True if every posted event has gone.
         """
         self._unsent.append(encode(event))
         return self.flush()
 
     def offer(self, event: Event, descriptors: Sequence[int]) -> bool:
-        """Send one event with descriptors if there is room for it now; returns whether it is on its way."""
+        """Send one event with descriptors if there is room for it now; returns True if it is on its way."""
         return self.flush() and self._send(encode(event), descriptors, socket.MSG_DONTWAIT) is None
 
     def flush(self) -> bool:
-        """Send what was posted, as far as there is room; returns whether all of it has gone."""
+        """Send posted events as far as there is room; returns True if all have gone."""
         while self._unsent:
             if self._send(self._unsent[0], (), socket.MSG_DONTWAIT) in _NO_ROOM:
                 return False
@@ -272,14 +272,14 @@ class Link:
         return None
 
     def recv(self, *, wait: bool = True) -> tuple[Event, list[int]] | None:
-        """The next event and its descriptors, which the caller owns; None when the other end is closed.
+        """Return the next event and its descriptors, which the caller owns; None when the other end is closed.
 
         Raises:
-            BlockingIOError: There is none yet.
+            BlockingIOError: No event has come yet.
             OSError: This process has no room for the descriptors; the event is lost.
-            ValueError: What came is no event; its descriptors are closed.
+            ValueError: The message is not an event; its descriptors are closed.
         """
-        # Closed when another program is executed: what user code starts must not hold the sockets of clients.
+        # Closed on exec: programs that user code starts must not hold the sockets of clients.
         how = socket.MSG_CMSG_CLOEXEC | (0 if wait else socket.MSG_DONTWAIT)
         space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize)
         try:

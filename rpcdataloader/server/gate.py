@@ -1,9 +1,9 @@
-"""Gates: processes that wait for a connection, and what each does with its own.
+"""Gates: processes that wait for a connection and decide what becomes of it.
 
-One is forked for every connection, some before anybody connects. It reads the preamble, and becomes a session, lets one
-have the socket, or tells the status of the node. Whatever arrives before the secret was proved is read here and never
-in the node server, which ends a gate that takes too long, so nothing here has a clock. A gate may have been forked long
-before its connection came, and has nothing of the sessions that there are.
+Each connection gets its own gate; some are forked in advance. A gate reads the preamble, then becomes a session, hands
+the socket to a session, or serves the node's status. Everything that arrives before the secret is proved is read here
+and never in the node server. The node server ends slow gates, so gates need no clock. A gate may be older than the
+present sessions, and knows none of them.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ logger = logging.getLogger("rpcdataloader.server")
 
 
 def run_gate(node: Link, context: ServerContext) -> None:
-    """Wait for a connection and serve it until it has become something else.
+    """Wait for a connection and serve it, or hand it over.
 
     Args:
-        node: Link to the node server, which gives the connection, and takes it again if it is that of a worker.
+        node: Link to the node server, which sends the connection, and keeps it if it is a worker's.
     """
     received = node.recv()
     if received is None:
         return
     event, descriptors = received
     if not isinstance(event, Accepted):
-        raise TypeError(f"a gate waits for its connection, and not for {event}")
+        raise TypeError(f"a gate expects its connection, got {event}")
     name_process("rpcdl-gate")
     peer = event.peer
     row = context.counters.row(event.row)
@@ -74,7 +74,7 @@ def _serve_status(channel: Channel, node: Link, context: ServerContext) -> None:
     try:
         serve_status(channel, node, context)
     except RPCError as exc:
-        logger.info("a status connection of %s ends: %s", channel.name, exc)
+        logger.info("the status connection of %s ended: %s", channel.name, exc)
 
 
 def _hand_over(stream: Stream, preamble: Preamble, node: Link, context: ServerContext) -> None:
@@ -82,7 +82,7 @@ def _hand_over(stream: Stream, preamble: Preamble, node: Link, context: ServerCo
     received = node.recv()
     if received is None or isinstance(received[0], HandedOver):
         return
-    text = "there is no such session on this node server (it ended, or the server was restarted)"
+    text = "there is no such session on this node server: it ended, or the server was restarted"
     refusal = json.dumps({"code": "protocol", "text": text}).encode()
     stream.send(encode(None, MessageType.REFUSED, payload=refusal))
     context.log_refusal(stream.name, "unknown session", "worker")
@@ -90,10 +90,10 @@ def _hand_over(stream: Stream, preamble: Preamble, node: Link, context: ServerCo
     stream.linger()
 
 
-# At most so many wait, as the first batch comes from one of the first workers. Each occupies 2.4 MB.
+# Most spare gates: the first batch comes from one of the first workers. Each takes 2.4 MB.
 MAX_SPARES = 4
 
-# Seconds since the last connection after which new ones are forked.
+# Seconds without connections after which spare gates are forked.
 QUIET_SECONDS = 0.2
 
 
@@ -105,14 +105,14 @@ class Gate:
     link: Link
 
     def end(self) -> None:
-        """End it, and wait until it has ended."""
-        self.process.kill("nobody has connected")
+        """End the process, and wait until it has ended."""
+        self.process.kill("it was not needed")
         self.process.reap(wait=True)
         self.link.close()
 
 
 def fork_gate(forget: Callable[[], None], context: ServerContext) -> Gate:
-    """Fork a gate, which waits for its connection.
+    """Fork a gate.
 
     Raises:
         OSError: The system has no room for a process or a descriptor.
@@ -135,12 +135,12 @@ def fork_gate(forget: Callable[[], None], context: ServerContext) -> Gate:
 
 
 class SpareGates:
-    """Gates that are forked before anybody connects, so that no connection waits for the fork of a large process.
+    """Gates forked in advance, so that no connection waits for the fork of a large process.
 
-    The node server forks them while nothing comes in: beside workers that begin, they would take their time.
+    The node server forks them while no connections arrive: otherwise they would compete with starting workers.
 
     Args:
-        num_wanted: So many, at most :data:`MAX_SPARES`.
+        num_wanted: Number of spare gates, at most :data:`MAX_SPARES`.
     """
 
     def __init__(self, num_wanted: int, fork: Callable[[], Gate]) -> None:
@@ -151,11 +151,11 @@ class SpareGates:
 
     @property
     def pids(self) -> set[int]:
-        """Their process ids."""
+        """Process ids of the gates."""
         return {gate.process.pid for gate in self._gates}
 
     def take(self, now: float) -> Gate:
-        """The one that has waited longest, or a new one.
+        """Return the oldest gate, or a new one.
 
         Raises:
             OSError: The system has no room for a process or a descriptor.
@@ -165,19 +165,19 @@ class SpareGates:
             gate = self._gates.popleft()
             if gate.process.reap() is None:
                 return gate
-            gate.end()  # somebody has killed it
+            gate.end()  # it was killed from outside
         return self._fork()
 
     def give_back(self, gate: Gate) -> None:
-        """Keep one that was taken, and that has no connection yet."""
+        """Keep a gate that was taken and has no connection yet."""
         self._gates.append(gate)
 
     def wait(self, now: float) -> None:
-        """Fork no more before it has been quiet for a while."""
+        """Postpone forking until no connection has come for a while."""
         self.due = now + QUIET_SECONDS
 
     def refill(self, now: float) -> None:
-        """Fork one, if it is time for that and one is missing."""
+        """Fork a gate, if that is due and one is missing."""
         if now < self.due:
             return
         if len(self._gates) >= self._num_wanted:
@@ -190,13 +190,13 @@ class SpareGates:
             self.due = now + EXHAUSTED_PAUSE
 
     def forget_in_child(self) -> None:
-        """Close, in a fork, what belongs to the node server."""
+        """Close the node server's descriptors in a fork."""
         for gate in self._gates:
             gate.link.close()
             os.close(gate.process.fileno())
 
     def close(self) -> None:
-        """End them; idempotent."""
+        """End all gates; idempotent."""
         self.due = math.inf
         while self._gates:
             self._gates.pop().end()

@@ -1,4 +1,4 @@
-"""The loop of a process with one thread, and what a node server watches with it besides its children."""
+"""The event loop of a single-threaded process, and a node server's descriptors other than its children."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from collections.abc import Callable
 
 
 class Loop:
-    """Waits for descriptors; of a node server and of a session."""
+    """Waits for descriptors, in a node server or a session."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
         self._handlers: dict[int, Callable[[], object]] = {}
 
     def watch(self, descriptor: int, handler: Callable[[], object], events: int = select.POLLIN) -> None:
-        """Call ``handler`` whenever one of ``events`` is there. It must not believe that there is something to read."""
+        """Call ``handler`` on any of ``events``. The handler must cope with finding nothing to read."""
         self._handlers[descriptor] = handler
         self._poll.register(descriptor, events)
 
     def unwatch(self, descriptor: int) -> None:
-        """Call its handler no more; idempotent. To be called before the descriptor is closed."""
+        """Stop calling its handler; idempotent. Call this before the descriptor is closed."""
         if self._handlers.pop(descriptor, None):
             self._poll.unregister(descriptor)
 
     def wait(self, timeout: float | None) -> None:
-        """Wait for something to happen, and call the handlers.
+        """Wait for events, and call their handlers.
 
         Args:
             timeout: Seconds; None for no limit.
         """
         for descriptor, _events in self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000 + 1):
-            # An earlier handler of this round may have dropped it, or even used its number again.
+            # An earlier handler of this round may have dropped the descriptor, or even reused its number.
             if handler := self._handlers.get(descriptor):
                 handler()
 
 
 class Door:
-    """The listening socket of a node server, which is not watched while there is no room for another connection.
+    """The listening socket of a node server, unwatched while there is no room for another connection.
 
     Args:
         listener: Owned by this object.
 
     Attributes:
-        due: When to :meth:`open` it again.
+        due: Time of the next :meth:`open`.
     """
 
     def __init__(self, listener: socket.socket, loop: Loop, on_connection: Callable[[], object]) -> None:
@@ -59,7 +59,7 @@ class Door:
         self.due = math.inf
 
     def open(self) -> None:
-        """Take connections; idempotent."""
+        """Accept connections; idempotent."""
         self.due = math.inf
         if not self._is_open and not self._is_closed:
             self._is_open = True
@@ -76,26 +76,25 @@ class Door:
             self._loop.unwatch(self.listener.fileno())
 
     def close(self) -> None:
-        """Take no more connections at all; idempotent."""
+        """Stop accepting for good; idempotent."""
         self._unwatch()
         self._is_closed = True
         self.due = math.inf
         self.listener.close()
 
 
-# Seconds after which an owner that has written to the lifeline must have written again: one whose machine has vanished
-# does not close it.
+# Seconds of silence after which an owner that writes to the lifeline counts as gone: a machine that vanished does not
+# close it.
 LIFELINE_SILENCE = 60.0
 
 
 class Lifeline:
-    """A descriptor that the owner of a node server holds open: the other end of its standard input.
+    """A descriptor that the owner of a node server holds open: the write end of the server's standard input.
 
-    Its end of file means that the owner has gone. So does silence for ``LIFELINE_SILENCE`` seconds, once something has
-    come from it.
+    End of file means that the owner has gone. So does silence for ``LIFELINE_SILENCE`` seconds after a first byte.
 
     Attributes:
-        deadline: When the owner counts as gone, on the clock of :func:`time.monotonic`.
+        deadline: Time at which the owner counts as gone, on the clock of :func:`time.monotonic`.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -107,7 +106,7 @@ class Lifeline:
         return self._descriptor
 
     def read(self) -> None:
-        """Take what the owner has written."""
+        """Read what the owner has written."""
         try:
             has_written = bool(os.read(self._descriptor, 4096))
         except OSError:  # a terminal that was closed

@@ -1,4 +1,4 @@
-"""Measures the requests of a worker that ask for it: at most some 50 per second, whatever the others are."""
+"""Timing of those requests of a worker that ask for it: about 50 per second at most."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ class Meter:
         self._stream = stream
         self._schedstat: int | None = None  # descriptor; -1 where the kernel does not tell
         self._idle = self._cpu = self._runqueue = self._encode = 0.0
-        self._sending = self._peer_limited = 0.0  # at the measured reply before
-        self._reply = 0.0  # seconds of the one before
-        self._leaving: collections.deque[float] = collections.deque()  # since when measured replies wait to be written
+        self._sending = self._peer_limited = 0.0  # at the previous measured reply
+        self._reply = 0.0  # seconds of the previous one
+        self._leaving: collections.deque[float] = collections.deque()  # times since which measured replies wait
 
     def begin(self, idle: float) -> None:
-        """A request that is measured begins.
+        """Start timing a request.
 
         Args:
-            idle: Seconds that the worker has waited for it; 0 if it was there.
+            idle: Seconds that the worker has waited for the request; 0 if it was already here.
         """
         self._idle = idle
         self._runqueue = self._read_runqueue()
         self._cpu = time.process_time()
 
     def encodes(self) -> None:
-        """The result is there, and is pickled now."""
+        """Note that the result is ready to be pickled."""
         self._encode = time.perf_counter()
 
     def end(self) -> bytes:
-        """The reply is made, and will be sent now; returns its stages."""
+        """Return the stages of a reply that is ready to be sent."""
         encode = time.perf_counter() - self._encode
         cpu, runqueue = time.process_time() - self._cpu, self._read_runqueue() - self._runqueue
         sending, peer_limited = self._stream.sending_times()
@@ -55,7 +55,7 @@ class Meter:
         return stages.pack()
 
     def left(self) -> None:
-        """The first of the measured replies that wait was written; in whichever thread has done so."""
+        """Note that the oldest waiting measured reply was written, in any thread."""
         self._reply = time.perf_counter() - self._leaving.popleft()
 
     def _read_runqueue(self) -> float:

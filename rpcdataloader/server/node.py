@@ -1,7 +1,6 @@
-"""The node server: listen, fork a gate per connection, reap, drain; ``sessions.py`` is what it has to do with sessions.
+"""The node server: listen, fork a gate per connection, reap, drain; ``sessions.py`` handles the sessions.
 
-One thread, which never reads a byte from the network and runs no user code: whatever is received or built happens in
-forks.
+The server has one thread, which never reads from the network and runs no user code: forks do both.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from rpcdataloader.wire.connecting import accept, peer_name
 
 logger = logging.getLogger("rpcdataloader.server")
 
-# Seconds in which a connection must prove that it knows the secret, and how many may be at it at once. When there are
-# too many, one that has had this long makes room, and until there is one, the others wait in the kernel's queue: the
-# workers of a large job come all at once, and none of them is to blame for that.
+# Seconds in which a connection must prove that it knows the secret, and the most connections that may be at it. At the
+# limit, a connection older than the patience makes room. Until there is one, new connections wait in the kernel's
+# queue: the workers of a large job come all at once.
 GATE_TIMEOUT = 10.0
 GATE_PATIENCE = 1.0
 MAX_GATES = 128
 
-# Seconds until another try when a session has no room for a message.
+# Seconds until a retry when a session has no room for a message.
 RETRY_PAUSE = 0.05
 
 # poll(2) takes milliseconds in 32 bits.
@@ -48,7 +47,7 @@ _MAX_POLL_TIMEOUT = 3600.0
 
 
 def write_to_stderr(line: str) -> None:
-    """The default place of the output of workers."""
+    """Write a line of output to standard error, the default."""
     sys.stderr.write(line)
     sys.stderr.flush()
 
@@ -59,10 +58,10 @@ class NodeServer:
     Args:
         listener: Listening socket; closed when the server ends or drains.
         max_connections_per_client: Cap on the workers of one client; None for no cap.
-        grace: Seconds that a drain may take before everything is ended.
-        write_output: Takes the lines that sessions and workers print.
-        lifeline: A descriptor by which the owner of this server says that it lives (see ``loop.py``); None without one.
-        announcement: What lets clients find it, renewed here, and ended when the server drains; None without one.
+        grace: Seconds of a drain after which all processes are ended.
+        write_output: Function that takes the lines that sessions and workers print.
+        lifeline: Descriptor that shows whether the owner of this server lives (see ``loop.py``); None without an owner.
+        announcement: File by which clients find the server, renewed here and ended by a drain; None without one.
     """
 
     def __init__(
@@ -85,9 +84,9 @@ class NodeServer:
         self._sessions = Sessions(context, admission, self._loop, self._outputs)
         self._lifeline = None if lifeline is None else Lifeline(lifeline)
         self._announcement = announcement
-        # By process id: gates, the sessions that they have become, and those that tell the status.
+        # By process id: gates, sessions, and status connections.
         self._children: dict[int, Child] = {}
-        # For the session and the workers of a client that comes.
+        # Enough for the session and the workers of one client.
         self._spares = SpareGates(context.num_workers + 1, lambda: fork_gate(self._forget_in_child, context))
         self._stop_requests = 0
         self._drain_deadline: float | None = None
@@ -114,7 +113,7 @@ class NodeServer:
             os.write(self._wake_write, b".")
 
     def wakeup_fileno(self) -> int:
-        """A descriptor that ends the server's wait when something is written to it (:func:`signal.set_wakeup_fd`)."""
+        """A descriptor that ends the server's wait when written to (:func:`signal.set_wakeup_fd`)."""
         return self._wake_write
 
     def _close(self) -> None:
@@ -127,7 +126,7 @@ class NodeServer:
         self._door.close()
 
     def close(self) -> None:
-        """Give the descriptors back, once nothing can call :meth:`stop` any more."""
+        """Close the descriptors, once :meth:`stop` can no longer be called."""
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -135,7 +134,7 @@ class NodeServer:
         return (child for child in list(self._children.values()) if isinstance(child, OpenGate))
 
     def _busy(self) -> list[Child]:
-        """Those whose end a drain waits for: not those that tell the status."""
+        """The children that a drain waits for: all but status connections."""
         return [*self._gates(), *self._sessions]
 
     # --- connections
@@ -144,7 +143,7 @@ class NodeServer:
         if not self._has_room():
             return
         try:
-            # Before there is a connection, which a gate that is forked now would hold as well.
+            # Before the connection is accepted, as a gate that is forked later would inherit it.
             gate = self._spares.take(time.monotonic())
             with contextlib.ExitStack() as failed:
                 failed.callback(self._spares.give_back, gate)
@@ -155,7 +154,7 @@ class NodeServer:
                     self._open_gate(gate, row, *accepted)
                     failed.pop_all()
         except (ConnectError, OSError) as exc:
-            logger.warning("cannot take a connection now: %s", getattr(exc, "strerror", exc))
+            logger.warning("cannot accept a connection now: %s", getattr(exc, "strerror", exc))
             self._door.pause(EXHAUSTED_PAUSE)
 
     def _open_gate(self, spare: Gate, row: int, sock: socket.socket, source: str) -> None:
@@ -177,10 +176,10 @@ class NodeServer:
         self._loop.watch(gate.link.fileno(), lambda: self._on_link(pid))
         self._loop.watch(process.fileno(), lambda: self._on_end(pid))
         if not has_it:
-            gate.end("it could not be given its connection")
+            gate.end("its connection could not be handed over")
 
     def _has_room(self) -> bool:
-        """Whether another gate may be forked; too many unproved connections: the oldest of the busiest source goes."""
+        """Whether a gate may be forked; at the limit, the oldest gate of the busiest source is ended to make room."""
         gates = [(gate.deadline, gate) for gate in self._gates() if gate.deadline is not None]
         if len(gates) < MAX_GATES:
             return True
@@ -195,7 +194,7 @@ class NodeServer:
         return True
 
     def _forget_in_child(self) -> None:
-        """Close, in a fork, what belongs to this process."""
+        """Close the node server's descriptors in a fork."""
         self._door.listener.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
@@ -206,10 +205,10 @@ class NodeServer:
             child.forget_in_child()
         self._spares.forget_in_child()
 
-    # --- what children say, and their end
+    # --- events and ends of children
 
     def _on_link(self, pid: int) -> bool:
-        """Take one event; returns whether there was one."""
+        """Handle one event of a child; returns False without one."""
         child = self._children[pid]
         try:
             received = child.link.recv(wait=False)
@@ -219,7 +218,7 @@ class NodeServer:
         except BlockingIOError:
             return False
         except (OSError, ValueError, LookupError) as exc:
-            # No room for a descriptor, or user code wrote to what is not its own.
+            # No room for a descriptor, or user code wrote to a descriptor of ours.
             whose = child.client if isinstance(child, ClientSession) else child.source
             logger.error("the session of %s has lost its link: %s", whose, exc)
             child.end(f"its link to the node server broke ({exc})")
@@ -249,10 +248,10 @@ class NodeServer:
         if reason is None:
             return
         self._loop.unwatch(descriptor)
-        # What it said last.
+        # Its last events.
         while self._on_link(pid):
             pass
-        child = self._children.pop(pid)  # perhaps it said that it had become something else
+        child = self._children.pop(pid)  # its last event may have replaced it
         self._loop.unwatch(child.link.fileno())
         self._loop.unwatch(child.sock.fileno())
         child.close()
@@ -290,7 +289,7 @@ class NodeServer:
         if self._announcement is not None:
             self._announcement.end()
         self._door.close()
-        # Who reads this may start another server at the same address.
+        # Readers of this line may start another server at the same address.
         logger.info("draining: %d sessions, at most %g s", len(self._sessions), self._grace)
         for gate in self._gates():
             gate.end("the node server is draining")
@@ -302,7 +301,7 @@ class NodeServer:
             child.end(reason)
 
     def _next_due(self) -> float:
-        """When something is due."""
+        """The time of the next action."""
         now = time.monotonic()
         times = [now + _MAX_POLL_TIMEOUT, self._sessions.due, self._spares.due, self._door.due]
         times += [gate.deadline for gate in self._gates() if gate.deadline is not None]
@@ -343,7 +342,7 @@ class NodeServer:
 
 @contextlib.contextmanager
 def stopping_on_signals(server: NodeServer) -> Iterator[None]:
-    """Let SIGTERM and SIGINT drain ``server``; only where signals can be handled, in a main thread."""
+    """Let SIGTERM and SIGINT drain ``server``; without effect outside of the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,8 @@
-"""Where standard output, warnings and log records of sessions and workers go.
+"""Destinations of standard output, warnings and log records of sessions and workers.
 
-Output goes through a pipe to the node server, which writes it to its log with the origin in front of every line. The
-descriptors themselves are replaced, so that C libraries are caught. Warnings, and log records of that level and
-above, also go to the client that they belong to.
+Output goes through a pipe to the node server, which logs each line with its origin in front. The descriptors themselves
+are replaced, so that output of C libraries is caught. Warnings, and log records of that level and above, also go to the
+client.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, TextIO
 
 from rpcdataloader.server.loop import Loop
 
-# A line of output is cut here, so that a worker without line feeds cannot grow the node server.
+# Longest line of output, so that a worker without line feeds cannot grow the node server.
 MAX_LINE = 8192
 
-# What is taken from a pipe after the end of whoever was meant to write to it; more than it holds by default.
+# Bytes read from a pipe after the end of its process; more than a pipe holds by default.
 MAX_LEFT_BYTES = 1 << 20
 
-# What a client is told of its workers' warnings: each text once, and this many different ones per ten seconds.
+# Limit on the warnings that a client gets: each text once, and this many different ones per ten seconds.
 MAX_RECORDS = 20
 RECORDS_PERIOD = 10.0
 MAX_REMEMBERED = 1000
@@ -39,16 +39,16 @@ def redirect_output() -> int:
     os.close(write_end)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
-            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # not if somebody replaced it
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # not if user code replaced it
     return read_end
 
 
 class OutputReader:
-    """The node server's end of such a pipe.
+    """The node server's end of an output pipe.
 
     Args:
         descriptor: Read end; owned by this object.
-        take: Takes each finished line, without its line feed.
+        take: Function that takes each finished line, without its line feed.
     """
 
     def __init__(self, descriptor: int, take: Callable[[str], None]) -> None:
@@ -62,7 +62,7 @@ class OutputReader:
         return self._descriptor
 
     def read(self) -> bool:
-        """Take what is there; returns False, and closes the pipe, once all writers have closed theirs."""
+        """Read what is there; returns False, and closes the pipe, once all writers have closed theirs."""
         try:
             data = os.read(self._descriptor, 65536)
         except BlockingIOError:
@@ -78,9 +78,9 @@ class OutputReader:
         return bool(data)
 
     def finish(self) -> None:
-        """Take what has been written so far and close, whoever still holds the other end."""
+        """Read what has been written so far and close, even while other processes hold the other end."""
         with contextlib.suppress(BlockingIOError):
-            # As much as a pipe holds, and no more: there may be somebody who never stops.
+            # No more than a pipe holds: a writer may never stop.
             for _ in range(MAX_LEFT_BYTES // 65536):
                 self._rest += os.read(self._descriptor, 65536)
         for line in self._rest.splitlines():
@@ -97,11 +97,11 @@ class Outputs:
         self._readers: set[OutputReader] = set()
 
     def add(self, descriptor: int, prefix: str, forward: Callable[[str], bool] = lambda _line: False) -> None:
-        """Read from a pipe, which is owned by this object from now on, until its other end is closed.
+        """Read from a pipe until its other end is closed; this object owns the descriptor.
 
         Args:
-            prefix: Put in front of every line.
-            forward: Asked for every line before it is written; True for one that is not to be.
+            prefix: Text in front of every line.
+            forward: Function called with every line first; True keeps the line out of the log.
         """
         reader = OutputReader(descriptor, lambda line: None if forward(line) else self._write(f"{prefix} {line}\n"))
         self._readers.add(reader)
@@ -113,25 +113,25 @@ class Outputs:
             self._readers.discard(reader)
 
     def _write(self, line: str) -> None:
-        # A full disk, or a terminal that is gone, must not take the datasets of all clients with it.
+        # A full disk, or a closed terminal, must not cost all clients their datasets.
         with contextlib.suppress(OSError, ValueError):
             self._write_line(line)
 
     def finish(self) -> None:
-        """Write what was printed last, which is still in the pipes of those that have ended."""
+        """Write the last output of ended processes, which is still in their pipes."""
         for reader in self._readers:
             reader.finish()
 
     def forget_in_child(self) -> None:
-        """Close, in a fork, what belongs to the node server."""
+        """Close the node server's descriptors in a fork."""
         for reader in self._readers:
             os.close(reader.fileno())
 
 
 class SharedLimit:
-    """A limit on how often something is done, shared with every process that is forked from here on.
+    """A rate limit, shared with all processes that are forked from here on.
 
-    There is no lock: processes that count at the same instant may overlook one another, which a limit can bear.
+    It has no lock: processes that count at the same instant may miss each other, which a limit can bear.
 
     Args:
         period: Seconds.
@@ -140,11 +140,11 @@ class SharedLimit:
     def __init__(self, count: int, period: float) -> None:
         self._count = count
         self._period = period
-        # Anonymous memory, which forks do not copy: start of the period, and how often was asked in it.
+        # Anonymous memory, which forks share: start of the period, and number of requests in it.
         self._shared = memoryview(mmap.mmap(-1, 16)).cast("d")
 
     def take(self) -> int | None:
-        """Ask to do it once: None for no, else how often the answer has been no in the period before."""
+        """Request one turn: None if it is refused, else the number of refusals in the period before."""
         start, num_asked = self._shared
         now = time.monotonic()
         num_refused = 0
@@ -156,10 +156,10 @@ class SharedLimit:
 
 
 class ClientHandler(logging.Handler):
-    """Passes records of warning level and above to the client, each text once and not too many at a time.
+    """Passes records of warning level and above to the client: each text once, and within a rate limit.
 
     Args:
-        send: Takes the fields of one LOG message; called from any thread and must not block.
+        send: Function that takes the fields of one LOG message; called from any thread, must not block.
     """
 
     def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
@@ -169,7 +169,7 @@ class ClientHandler(logging.Handler):
         self._limit = SharedLimit(MAX_RECORDS, RECORDS_PERIOD)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass ``record`` on, unless it was seen before or the limit is reached."""
+        """Pass ``record`` on, unless it is a repetition or the limit is reached."""
         try:
             text = record.getMessage()
             if record.exc_info:
@@ -188,9 +188,9 @@ class ClientHandler(logging.Handler):
 
 
 def tell_client(send: Callable[[dict[str, Any]], None]) -> None:
-    """Pass on warnings and log records of this process from now on; ``send`` as in :class:`ClientHandler`.
+    """Pass this process's warnings and log records to the client from now on; ``send`` as in :class:`ClientHandler`.
 
-    Called again, it replaces what was set up before.
+    A second call replaces the first.
     """
     tell_nobody()
     logging.getLogger().addHandler(ClientHandler(send))
@@ -198,7 +198,7 @@ def tell_client(send: Callable[[dict[str, Any]], None]) -> None:
 
 
 def tell_nobody() -> None:
-    """Undo :func:`tell_client`: in a fork, whose connection is another one."""
+    """Undo :func:`tell_client`, in a fork with another connection."""
     for handler in _client_handlers():
         logging.getLogger().removeHandler(handler)
 

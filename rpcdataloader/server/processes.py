@@ -1,7 +1,7 @@
-"""Forking, how far a child is, and what is known of it afterwards: that it dies with its parent, and why it ended.
+"""Forked processes: their stages, their exit status, and their end with their parent.
 
-Linux only: children are watched through descriptors, so no signal handler and no ``waitpid(-1)`` can disturb the
-process that calls :func:`~rpcdataloader.server.run.run_worker`.
+Linux only: children are watched through descriptors, without signal handlers and ``waitpid(-1)``, which could disturb
+the caller of :func:`~rpcdataloader.server.run.run_worker`.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import sys
 import threading
 from collections.abc import Callable, Container
 
-# By its full name: numpy imports it when it is first used, which would be in every fork.
+# Under its full name: numpy imports it at first use, which would be in every fork.
 import numpy.random
 import torch
 
 
 class Life(enum.Enum):
-    """How far a process is; it never goes back."""
+    """Stages of a process, which only advance."""
 
     STARTING = "has not authenticated its client"
     SERVING = "takes requests"
-    DRAINING = "answers what it has, and takes no more, since the node server ends"
-    RETIRING = "answers what it has, and takes no more, since it has done its share"
+    DRAINING = "finishes its requests, as the node server ends"
+    RETIRING = "finishes its requests, as it has served its share of tasks"
     ENDED = "has ended, or is being ended"
 
 
@@ -42,10 +42,10 @@ _M_MMAP_THRESHOLD = -3
 _SYS_PIDFD_OPEN = 434  # the same on every architecture that torch runs on
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Seconds until another try when the system has no room for a process or a descriptor.
+# Seconds until a retry when the system has no room for a process or a descriptor.
 EXHAUSTED_PAUSE = 1.0
 
-# Above the trainer's and the node server's own: when memory runs out, a worker goes first.
+# Above the trainer's and the node server's own: the kernel ends a worker first when memory runs out.
 WORKER_OOM_SCORE = 500
 
 _QUIET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -55,7 +55,7 @@ class Process:
     """A forked child.
 
     Attributes:
-        ended: How it ended, once :meth:`reap` has seen it.
+        ended: How the process ended, in words, once :meth:`reap` has seen it.
     """
 
     def __init__(self, pid: int, descriptor: int) -> None:
@@ -69,20 +69,20 @@ class Process:
         return self._descriptor
 
     def kill(self, reason: str) -> None:
-        """End it at once, and let :meth:`reap` tell why; does nothing to a process that has ended."""
+        """End it at once, with a reason for :meth:`reap`; without effect on a process that has ended."""
         if self.ended is None:
             self._killed_because = self._killed_because or reason
-            # Its number is not given to another process before it was reaped, which happens here alone.
+            # Its id is not reused before the process is reaped, which happens here alone.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def reap(self, *, wait: bool = False) -> str | None:
-        """Collect the exit status, if there is one yet: how the process ended, in words."""
+        """Collect the exit status, if there is one; returns how the process ended, in words."""
         if self.ended is None:
             try:
                 pid, status = os.waitpid(self.pid, 0 if wait else os.WNOHANG)
             except ChildProcessError:
-                # Somebody else's waitpid(-1) took it: run_worker shares its process with a caller.
+                # Another waitpid(-1) took it: run_worker shares its process with a caller.
                 self.ended = "ended"
             else:
                 if pid:
@@ -95,7 +95,7 @@ class Process:
 
 
 def describe_exit(status: int) -> str:
-    """Put the status of ``waitpid`` into words: ``"was killed by SIGKILL (perhaps out of memory)"``."""
+    """Put a status of ``waitpid`` into words: ``"was killed by SIGKILL (perhaps out of memory)"``."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exited with status {code}"
@@ -114,16 +114,16 @@ def describe_exit(status: int) -> str:
 def fork(run: Callable[[], None]) -> Process:
     """Run ``run`` in a forked child, which dies with this process and leaves by ``os._exit``.
 
-    In the child the signals that a terminal or a job manager sends to everybody have no effect: it learns of an end
-    from its parent. What user code starts there can be terminated as ever. Its standard input is empty. Its global
-    random generators are seeded afresh and torch uses one thread, because a fork of a process that used OpenMP hangs in
-    the next parallel region.
+    In the child, signals that a terminal or job manager sends to all processes have no effect: its parent tells it to
+    end. Programs that user code starts there can be terminated as usual. Its standard input is empty. Its global random
+    generators are seeded afresh. Torch uses one thread, because a fork of a process that used OpenMP hangs in the next
+    parallel region.
 
     Raises:
         OSError: The system has no room for another process or descriptor.
     """
     parent = os.getpid()
-    _flush_output()  # or the child would write what is buffered here once more
+    _flush_output()  # or the child would write our buffers again
     pipe = None if _has_pidfd() else os.pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _QUIET_SIGNALS)
     try:
@@ -151,22 +151,22 @@ def fork(run: Callable[[], None]) -> Process:
 
 
 def _be_deaf_to(number: int) -> None:
-    # Not SIG_IGN, which programs and forks of user code would inherit: nobody could terminate them, and whoever waits
-    # for that, as a multiprocessing.Pool does at its end, would wait for ever.
+    # Not SIG_IGN, which programs and forks of user code would inherit: they could not be terminated, and a
+    # multiprocessing.Pool would wait for that without limit.
     if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup says
         signal.signal(number, _do_nothing)
         signal.siginterrupt(number, False)
 
 
 def _do_nothing(_number: int, _frame: object) -> None:
-    """What sessions and workers do about signals for everybody."""
+    """Handle a broadcast signal in sessions and workers: do nothing."""
 
 
-_forking = threading.local()  # the signals that this thread had blocked
+_forking = threading.local()  # signals that this thread had blocked before
 
 
 def _hold_signals() -> None:
-    # One that comes before the fork hears again must not be lost: whoever has sent it may wait for an end.
+    # A signal before the fork hears again must not be lost: its sender may wait for an end.
     _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _QUIET_SIGNALS)
 
 
@@ -175,7 +175,7 @@ def _release_signals() -> None:
 
 
 def _hear_again() -> None:
-    """In a fork that user code makes, signals do what they do in any process; in one of ours, they are still held."""
+    """Restore usual signals in a fork that user code makes; our own forks still hold them."""
     for number in _QUIET_SIGNALS:
         if signal.getsignal(number) is _do_nothing:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -201,7 +201,7 @@ def _be_child(run: Callable[[], None], parent: int) -> None:
         run()
         status = 0
     except BaseException:
-        # A child never returns into its parent's code, whatever happened.
+        # A child never returns into its parent's code.
         logger.exception("a forked process ended by an error")
     finally:
         _flush_output()
@@ -209,14 +209,14 @@ def _be_child(run: Callable[[], None], parent: int) -> None:
 
 
 def name_process(name: str) -> None:
-    """Let ``ps`` and ``top`` show what this process is, in 15 characters at most; forks begin with the same name."""
+    """Set the name that ``ps`` and ``top`` show, of 15 characters at most; forks inherit it."""
     _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def _pidfd_open(pid: int) -> int:
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
-    # The Pythons of conda and uv are built against headers that are older than the kernels they run on.
+    # The Pythons of conda and uv are built against headers older than the running kernels.
     descriptor: int = _libc.syscall(_SYS_PIDFD_OPEN, pid, 0)
     if descriptor < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -225,10 +225,10 @@ def _pidfd_open(pid: int) -> int:
 
 @functools.cache
 def _has_pidfd() -> bool:
-    """Whether this kernel has them (Linux 5.3, but not the 4.18 of RHEL 8).
+    """Whether this kernel has pidfds (Linux 5.3, but not the 4.18 of RHEL 8).
 
-    Without them the child holds one end of a pipe. That is worse: a process that the child has forked, and that lives
-    on, keeps its end from being noticed.
+    Without them the child holds one end of a pipe. That is worse: an orphan of the child keeps the pipe open, and hides
+    the child's end.
     """
     try:
         os.close(_pidfd_open(os.getpid()))
@@ -245,7 +245,7 @@ def _flush_output() -> None:
 
 
 def _empty_stdin() -> None:
-    """Whatever user code reads there, or a program that it starts, must not take it from the terminal or a socket."""
+    """Keep user code, and programs that it starts, from reading the terminal or a socket."""
     descriptor = os.open(os.devnull, os.O_RDONLY)
     if descriptor == 0:  # it was closed
         os.set_inheritable(0, True)
@@ -262,11 +262,11 @@ def _seed_afresh() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep what is freed, instead of giving it back to the kernel and faulting it in again per sample.
+    """Let malloc keep freed memory, instead of returning it to the kernel and faulting it in again per sample.
 
-    glibc raises these thresholds by itself when large chunks of its heap are freed. A worker whose batches live in
-    recycled buffers never frees one, and then returns the memory of every decoded image: 735 page faults and 1 ms of
-    kernel time each, for a photograph of 640x427.
+    glibc raises these thresholds when large chunks of its heap are freed. A worker whose batches live in recycled
+    buffers never frees one, and then returns the memory of every decoded image: 735 page faults and 1 ms of kernel
+    time each, for a photograph of 640x427.
     """
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
@@ -274,19 +274,19 @@ def keep_freed_memory() -> None:
 
 
 def prefer_for_oom() -> None:
-    """Ask the kernel to choose this process first when memory runs out; ignored where that is not allowed."""
+    """Ask the kernel to choose this process first when memory runs out; ignored where forbidden."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(str(WORKER_OOM_SCORE))
 
 
 def reap_orphans(known: Container[int]) -> None:
-    """Collect children that have ended and that nobody here has forked.
+    """Collect ended children that this process has not forked.
 
-    For a node server that is process 1 of a container, as without ``docker run --init``: it inherits the workers of a
-    session that has ended, and whatever user code has left behind.
+    A node server may be process 1 of a container, as without ``docker run --init``: it then inherits the workers of
+    ended sessions, and orphans of user code.
 
     Args:
-        known: Process ids that somebody else here waits for.
+        known: Ids of processes that are reaped elsewhere in this process.
     """
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in known:
@@ -294,21 +294,21 @@ def reap_orphans(known: Container[int]) -> None:
 
 
 def num_threads() -> int:
-    """How many threads this process has that a fork would miss, those of C libraries included."""
-    # A progress bar of tqdm starts one that only adjusts how often it is drawn.
+    """Number of threads that a fork would miss, including those of C libraries."""
+    # A progress bar of tqdm starts one that only adjusts its refresh rate.
     missed_by_nobody = [thread for thread in threading.enumerate() if type(thread).__module__ == "tqdm._monitor"]
     return len(os.listdir("/proc/self/task")) - len(missed_by_nobody)
 
 
 def memory_of_its_own() -> int:
-    """Bytes of this process in no file, those that it shares with the process that forked it included."""
+    """Bytes of anonymous memory, including pages shared with the parent process."""
     with open("/proc/self/statm") as file:
         _size, resident, of_files, *_rest = map(int, file.read().split())
     return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
 
 def open_files() -> set[tuple[int, int]]:
-    """Regular files that this process holds open, as (device, inode): what forked workers would share offsets of."""
+    """Regular files that this process holds open, as (device, inode): forked workers would share their offsets."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:

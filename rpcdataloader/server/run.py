@@ -1,4 +1,4 @@
-"""Bringing a node server up and serving with it: what ``launch``, ``run_worker`` and the embedded pool share."""
+"""Starting a node server and serving with it: shared by ``launch``, ``run_worker`` and the embedded pool."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from rpcdataloader.wire.registration import Registration
 
 logger = logging.getLogger("rpcdataloader.server")
 
-# What clients have sessions and workers run, and this part of the package does not know of. To import it would take
-# each worker 15 ms, for which the first batch waits.
+# Modules that clients make sessions and workers run, and that this part of the package does not use itself. Importing
+# them in each worker would delay the first batch by 15 ms.
 _CALLED = ("rpcdataloader.fetch.remote", "rpcdataloader.host.additions")
 
 
 def run_worker(host: str, port: int, timeout: float = 120, parallel: int = 1) -> None:
-    """Run a node server in this process until SIGTERM or SIGINT; what ``python -m rpcdataloader.launch`` does.
+    """Run a node server in this process until SIGTERM or SIGINT, like ``python -m rpcdataloader.launch``.
 
-    Sessions and workers are forked from this process, which should not have started threads. It may itself be a
-    daemonic ``multiprocessing.Process``.
+    Sessions and workers are forked from this process, which should not have started threads. It may be a daemonic
+    ``multiprocessing.Process``.
 
     Args:
         host: Address or name to listen on, or ``unix:/path``.
@@ -45,8 +45,8 @@ def run_worker(host: str, port: int, timeout: float = 120, parallel: int = 1) ->
 
     Raises:
         ValueError: An argument is out of range.
-        AuthenticationError: There is no usable secret.
-        ConnectError: The port is in use, or the host is not one of this machine.
+        AuthenticationError: No usable secret is set.
+        ConnectError: The port is in use, or the host is not an address of this machine.
     """
     if host.startswith("unix:"):
         settings = ServerSettings(host=host, timeout=timeout, parallel=parallel)
@@ -55,7 +55,7 @@ def run_worker(host: str, port: int, timeout: float = 120, parallel: int = 1) ->
     try:
         run_server(settings, load_credentials())
     finally:
-        gc.unfreeze()  # this process may have other plans
+        gc.unfreeze()  # the caller may want these objects collected
 
 
 def run_server(
@@ -70,10 +70,10 @@ def run_server(
     """Serve until told to stop.
 
     Args:
-        embedded: Whether this is the pool of one trainer: workers are not capped, and warnings only go to the
-            log, which is the trainer's terminal.
-        ready: Takes the ready line once clients can connect.
-        write_output: Takes the lines that workers print.
+        embedded: True for the pool of one trainer: workers are not capped, and warnings only go to the log, which is
+            the trainer's terminal.
+        ready: Function that takes the ready line once clients can connect.
+        write_output: Function that takes the lines that workers print.
         lifeline: See :class:`~rpcdataloader.server.node.NodeServer`.
 
     Raises:
@@ -81,19 +81,19 @@ def run_server(
         ConnectError: The port is in use, a host does not resolve, or the directory to register in cannot be written.
         ImportError: A module to preload is missing.
     """
-    # Three descriptors for a connection that is new, one for each worker: a thousand, the usual limit, is soon gone.
-    # What is allowed costs nothing; only select(2), which nothing here uses, minds numbers above a thousand.
+    # A new connection takes three descriptors, and a worker's one: a thousand, the usual limit, is soon used up. A
+    # higher limit costs nothing; only select(2), which is not used here, fails above a thousand.
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     tls = settings.tls
     if tls is not None:
-        tls.load("server")  # each connection does so again; here it tells what is wrong before anything is started
+        tls.load("server")  # each connection does so again; here errors come before anything is started
     _preload([*_CALLED, *settings.preload])
     listener, address = _listen(settings)
     made = _identity(settings)
-    # Looks up versions, which takes milliseconds: once here instead of in every fork.
+    # Looking up versions takes milliseconds: once here instead of in every fork.
     local_identity("server")
-    # A collection that visits all that torch has made takes 0.1 s, and copies 50 MB in a fork.
+    # A collection that visits all objects of torch takes 0.1 s, and copies 50 MB in a fork.
     gc.collect()
     gc.freeze()
     collapse_pages()
@@ -126,7 +126,7 @@ def run_server(
             server.serve()
     finally:
         listener.close()
-        # While this server drained, another one may have taken its place.
+        # Another server may have taken this one's place while it drained.
         with contextlib.suppress(OSError):
             if made is not None and _identity(settings) == made:
                 os.unlink(settings.unix_path)
@@ -151,7 +151,7 @@ def _preload(modules: Sequence[str]) -> None:
 
 
 def _identity(settings: ServerSettings) -> tuple[int, int, int] | None:
-    """Of the socket file; with its time, since numbers of files are used again."""
+    """Identity of the socket file, with its time, since inode numbers are reused."""
     if not settings.is_unix:
         return None
     status = os.stat(settings.unix_path)

@@ -1,8 +1,8 @@
-"""One client on this node: imports its modules, builds its datasets once, forks its workers.
+"""A session serves one client on this node: imports its modules, builds its datasets once, forks its workers.
 
-A session has one thread, so that its forks are safe, and serves its control connection in order. While it builds, new
-workers wait, as they want the dataset anyway. It ends when the control connection does: at end of file, or killed by
-the node server, which watches the connection even while user code runs here.
+A session has one thread, so that its forks are safe, and serves its control connection in order. New workers wait while
+it builds, as they need the dataset anyway. It ends with the control connection: at end of file, or killed by the node
+server, which watches the connection even while user code runs here.
 """
 
 from __future__ import annotations
@@ -57,27 +57,27 @@ from rpcdataloader.wire.transport import Stream
 
 logger = logging.getLogger("rpcdataloader.server")
 
-# A forked worker has this many seconds to authenticate its client, and only so many may be at it at the same time:
-# session ids travel in the clear, so anybody who listens on the network can make a session fork. More than the workers
-# that a client asks for at once: the oldest has to go.
+# Seconds in which a forked worker must authenticate its client, and the most workers that may be at it; above that, the
+# oldest is ended. Session ids travel in the clear, so a listener on the network can make a session fork. The limit
+# exceeds the workers that a client asks for at once.
 HANDSHAKE_TIMEOUT = 10.0
 MAX_UNAUTHENTICATED = 256
 
 
 def run_session(channel: Channel, node: Link, context: ServerContext, peer: str, row: Row) -> None:
     """Serve an authenticated control connection until it ends."""
-    # With --insecure, or in the embedded pool, nobody has read and removed it.
+    # With --insecure, or in the embedded pool, the variable is still set.
     os.environ.pop(TOKEN_VARIABLE, None)
     name_process("rpcdl-session")
-    # Of its own group, so that user code that signals its group does not end the node server and everybody's work.
+    # A process group of its own, so that user code that signals its group does not end the node server.
     os.setpgid(0, 0)
     session_id = os.urandom(16)
     output = redirect_output()
     node.send(SessionBegun(session_id.hex(), channel.name, peer, Origin.of(channel.peer)), [output])
     os.close(output)
-    # Into the log: a constructor of a dataset may hang as well.
+    # The stacks go to the log: a constructor of a dataset may hang as well.
     dump_stacks_on_signal(2)
-    # The node server knows the session before the client does, so that no worker connection can come too early.
+    # The node server knows the session before the client does, so that no worker connection comes too early.
     received = node.recv()
     if received is None or not isinstance(received[0], SessionKnown):
         return
@@ -89,7 +89,7 @@ def run_session(channel: Channel, node: Link, context: ServerContext, peer: str,
     except ConnectionLostError as exc:
         logger.info("the session ends: %s", exc)
     except RPCError as exc:
-        # Somebody on the way altered what the client sent, for example. The client hears of it as well.
+        # For example, the client's data was altered on the way. The client gets this warning, too.
         logger.warning("the session ends: %s", exc)
 
 
@@ -112,7 +112,7 @@ class Session:
         pool = PageablePool()
         channel.allocate_with(lambda _id, sizes: [pool.allocate(size) for size in sizes])
         self._workers: dict[int, ForkedWorker] = {}
-        self._last_number = 0  # of a worker
+        self._last_number = 0  # of the youngest worker
         self._life = Life.SERVING
         self._loop = Loop()
         self._logs: deque[Log] = deque()
@@ -121,10 +121,10 @@ class Session:
         )
 
     def serve(self) -> None:
-        """Run until the client has gone, or until a drain is over.
+        """Run until the client has gone, or a drain is over.
 
         Raises:
-            RPCError: The connection ended otherwise.
+            RPCError: The connection ended in another way.
         """
         if self._context.tells_clients:
             tell_client(self._tell_client)
@@ -140,12 +140,12 @@ class Session:
 
     def _tell_client(self, fields: dict[str, Any]) -> None:
         self._logs.append(Log(**fields))
-        # The loop sees for itself when the client is gone; user code that warns has nothing to do with that.
+        # The loop itself notices that the client is gone; code that warns must not fail from it.
         with contextlib.suppress(RPCError):
             self._flush_logs()
 
     def _flush_logs(self) -> None:
-        # A warning may come from a finalizer, in the middle of a message that this very thread sends: it waits then.
+        # A finalizer may warn in the middle of a message that this thread sends: that warning waits.
         while self._logs and not self._channel.is_sending:
             with contextlib.suppress(IndexError):  # another thread was faster
                 log = self._logs.popleft()
@@ -153,7 +153,7 @@ class Session:
 
     def _on_control(self) -> None:
         self._receive()
-        # Over TLS, what came with it would not wake this loop again.
+        # Over TLS, later messages of the same record would not wake this loop.
         while self._life is not Life.ENDED and self._channel.stream.has_unread:
             self._receive()
 
@@ -171,10 +171,10 @@ class Session:
             self._datasets.release(unpack_handles(message.payload))
         elif message.type == MessageType.REPORT:
             self._context.counters.report(self._row.place, message.payload, time.monotonic_ns())
-        # CANCEL: what arrived before it has been answered already.
+        # CANCEL: requests before it are answered already.
 
     def _answer(self, message: Message, serve: Callable[[Message], Any]) -> None:
-        """One reply per request, whatever happens in it."""
+        """Send exactly one reply to a request."""
         self._row.since[0], self._row.running[0] = time.monotonic_ns(), 1
         try:
             encoded = dumps_reply(serve(message))
@@ -192,7 +192,7 @@ class Session:
         dataset, reason = self._datasets.add(build.key, recipe, shared=build.shared)
         if reason is not None:
             logger.warning(
-                "dataset %s is built in every worker instead of once on %s: %s; build='worker' says so on purpose",
+                "dataset %s is built in every worker instead of once on %s: %s; set build='worker' if that is intended",
                 build.name,
                 self._context.node,
                 reason,
@@ -217,8 +217,8 @@ class Session:
         except BlockingIOError:
             return
         except OSError as exc:
-            # No descriptor left for a connection: its client sees it closed.
-            logger.warning("cannot take a connection: %s", exc)
+            # No descriptor is left for a connection: its client sees it closed.
+            logger.warning("cannot accept a connection: %s", exc)
             return
         if received is None:
             # The node server was killed; its children end with it.
@@ -233,7 +233,7 @@ class Session:
                     worker.row = event.row
                     worker.link.send(event)
             case Printed():
-                self._logs.append(Log(0, "", event.text, event.printed_by))  # until the loop comes round
+                self._logs.append(Log(0, "", event.text, event.printed_by))  # sent in the loop's next round
             case WantsStacks():
                 self._node.send(StacksBegun())
                 self._stacks.ask_all(*descriptors)
@@ -260,7 +260,7 @@ class Session:
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as failed:
             sock = stack.enter_context(socket.socket(fileno=descriptor))
             if _has_hung_up(sock):
-                # Session ids travel in clear: strangers' connections must not cost a fork each.
+                # Session ids travel in the clear: strangers' connections must not cost a fork each.
                 return
             try:
                 ours, theirs = Link.pair()
@@ -280,7 +280,7 @@ class Session:
                     stacks.become_worker()
                     self._forget_in_child()
                     ours.close()
-                    stream = Stream(sock, peer, [PREAMBLE_SIZE, 0])  # what the gate has read
+                    stream = Stream(sock, peer, [PREAMBLE_SIZE, 0])  # already read by the gate
                     run_worker_process(stream, Preamble.decode(preamble), theirs, self._datasets, number, self._context)
 
                 process = fork(run)
@@ -297,7 +297,7 @@ class Session:
         self._loop.watch(process.fileno(), lambda: self._on_worker_end(worker))
 
     def _forget_in_child(self) -> None:
-        """Close, in a forked worker, what belongs to the session."""
+        """Close the session's descriptors in a forked worker."""
         tell_nobody()
         self._channel.stream.close()
         self._node.close()
@@ -312,7 +312,7 @@ class Session:
             received = worker.link.recv(wait=False)
         except BlockingIOError:
             return
-        except ValueError as exc:  # its code wrote to what is not its own
+        except ValueError as exc:  # its code wrote to a descriptor of ours
             worker.process.kill(f"its link to the session broke ({exc})")
             received = None
         if received is None:
@@ -335,7 +335,7 @@ class Session:
             return
         self._loop.unwatch(descriptor)
         if worker.link.fileno() >= 0:
-            # Its last words may have come in the same round.
+            # Its last event may have come in the same round.
             self._on_worker(worker)
         if worker.failure:
             reason = f"gave up: {worker.failure}"
@@ -348,18 +348,18 @@ class Session:
         del self._workers[worker.number]
         row = self._context.counters.row(worker.row)
         exited = Exited(worker.number, worker.process.pid, reason, row.batch[0] - 1, row.sample[0])
-        self._node.send(WorkerEnded(worker.number, reason))  # which gives the row to others
+        self._node.send(WorkerEnded(worker.number, reason))  # which frees the row
         if worker.life is Life.SERVING:
             self._channel.send(MessageType.EXITED, payload=exited.encode())
         self._finish_drain()
 
     def _on_stack(self, worker: ForkedWorker) -> None:
         if not worker.stack.read():
-            # Its code has closed the pipe, or it ends.
+            # Its code has closed the pipe, or the worker ends.
             self._loop.unwatch(worker.stack.fileno())
 
     def _pause(self) -> float | None:
-        """Seconds until something is due."""
+        """Seconds until the next action; None if none is due."""
         if (pause := self._stacks.pause) is not None:
             return pause
         deadlines = [worker.deadline for worker in self._workers.values() if worker.life is Life.STARTING]
@@ -372,7 +372,7 @@ class Session:
                 self._refuse(worker, f"no handshake within {HANDSHAKE_TIMEOUT:g} s")
 
     def _refuse(self, worker: ForkedWorker, reason: str) -> None:
-        """End a worker whose client has not proved anything."""
+        """End a worker whose client is not authenticated."""
         self._context.log_refusal(worker.peer, reason, "worker")
         worker.life = Life.ENDED
         worker.process.kill(reason)

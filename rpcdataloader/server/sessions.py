@@ -1,4 +1,4 @@
-"""The sessions as their node server sees them: what they tell it, whom it admits, what it counts, logs and removes."""
+"""The node server's view of its sessions: their events, admission of workers, counting, logging and clean-up."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Sessions:
         self._folders = Folders()
         self._by_id: dict[str, ClientSession] = {}
         self._is_draining = False
-        self._look_at = math.inf  # while there are sessions: when to look whether their clients have vanished
+        self._look_at = math.inf  # time to look for vanished clients; infinite without sessions
 
     def __iter__(self) -> Iterator[ClientSession]:
         return iter(self._by_id.values())
@@ -68,7 +68,7 @@ class Sessions:
         return len(self._by_id)
 
     def begin(self, gate: OpenGate, begun: SessionBegun, output: int) -> ClientSession:
-        """A gate has become a session; ``output`` is the pipe of what it prints."""
+        """Register a gate that has become a session; ``output`` is the pipe of its output."""
         origin = begun.origin
         rank = -1 if origin.rank is None else origin.rank
         self._counters.describe(gate.row, kind=SESSION, client=origin.client, rank=rank, job=origin.job)
@@ -85,7 +85,7 @@ class Sessions:
         if session.sock.family != socket.AF_UNIX:
             self._look_at = min(self._look_at, time.monotonic() + transport.LOOK_INTERVAL)
         self._add_output(session, output, "session")
-        # The session ends with its client, even while user code keeps it from looking.
+        # The session ends with its client, even while it is busy with user code.
         self._loop.watch(session.sock.fileno(), lambda: self._on_client_gone(session), _CLIENT_GONE)
         session.post(SessionKnown(session.folder))
         if self._is_draining:
@@ -93,7 +93,7 @@ class Sessions:
         return session
 
     def receive(self, session: ClientSession, event: Event, descriptors: list[int]) -> None:
-        """A session has said something."""
+        """Handle an event of a session."""
         match event:
             case WorkerForked():
                 self._add_output(session, descriptors[0], f"worker {event.worker}")
@@ -110,12 +110,12 @@ class Sessions:
         def forward(line: str) -> bool:
             if session.output is None:
                 return False
-            # Of a progress bar, which goes back to its beginning, the last state counts.
+            # A progress bar rewrites its line: only its last state counts.
             text = line.rstrip("\r").rpartition("\r")[2][:MAX_CHARS]
             # The session may be busy, and the node server never waits for it.
             if session.output.admits(text, time.monotonic()) and not session.link.offer(Printed(text, name), []):
                 session.output.leave_out()
-            # The log of an embedded pool is the terminal of its client, which would show the line twice.
+            # The log of an embedded pool is its client's terminal, which would show the line twice.
             return not self._context.tells_clients
 
         prefix = f"[{self._context.node} {session.client}{'' if name == 'session' else ' ' + name}]"
@@ -146,12 +146,12 @@ class Sessions:
         self._counters.close(worker.row)
         self._admission.release(session.id)
         if event.reason != "exited with status 0":
-            # Of an embedded pool this is the trainer's own terminal, and the trainer says so itself.
+            # The log of an embedded pool is the trainer's terminal, and the trainer reports this itself.
             level = logging.WARNING if self._context.tells_clients else logging.INFO
             logger.log(level, "worker %d of %s %s", event.worker, session.client, event.reason)
 
     def hand_over(self, gate: OpenGate, wanted: IsForWorker) -> None:
-        """Let a session have the connection of a gate: now or, while it is too busy to look, later."""
+        """Pass the connection of a gate to its session; later, while the session has no room."""
         gate.wanted = None
         session = self._by_id.get(wanted.session)
         if session is None:
@@ -162,10 +162,10 @@ class Sessions:
             gate.wanted = wanted
 
     def ask_for_stacks(self, descriptors: list[int]) -> None:
-        """Let every session write the stacks of its workers to the one descriptor."""
+        """Let every session write the stacks of its workers to one descriptor."""
         try:
             for session in self:
-                # One that is busy would pile them up.
+                # A busy session would accumulate requests.
                 if not session.is_asked:
                     session.is_asked = session.link.offer(WantsStacks(), descriptors)
         finally:
@@ -179,11 +179,11 @@ class Sessions:
 
     @property
     def due(self) -> float:
-        """When to call :meth:`do_what_is_due`."""
+        """Time of the next :meth:`do_what_is_due`."""
         return min([self._look_at, *(session.output.due for session in self if session.output is not None)])
 
     def do_what_is_due(self, now: float) -> None:
-        """Look for clients, and tell them what was left out of their output."""
+        """Look for vanished clients, and tell clients how much of their output was left out."""
         for session in self:
             if session.output is not None:
                 session.output.tell(now)
@@ -191,28 +191,28 @@ class Sessions:
             self._look_for_clients(now)
 
     def _look_for_clients(self, now: float) -> None:
-        """End the sessions of clients whose host has vanished while something was under way to it."""
+        """End the sessions of clients whose host vanished while data was under way to it."""
         self._look_at = now + transport.LOOK_INTERVAL if self._by_id else math.inf
         for session in self:
             if not session.is_client_gone and transport.is_cut_off(session.sock):
                 self._on_client_gone(session)
 
     def drain(self) -> None:
-        """No further clients and workers come."""
+        """Refuse further clients and workers, and let sessions drain."""
         self._is_draining = True
         for session in self:
             session.post(Drain())
 
     def close(self) -> None:
-        """Every session has ended, and its end was not told."""
+        """Clean up after sessions whose end was not reported."""
         for session in self:
             self._folders.remove(session.folder, wait=True)
 
     def ended(self, session: ClientSession, reason: str) -> None:
-        """A session has ended, and with it its workers; ``reason`` is how its process did."""
+        """Clean up after an ended session and its workers; ``reason`` is the end of its process."""
         del self._by_id[session.id]
         self._folders.remove(session.folder)
-        session.output = None  # its workers' last lines go to the log alone
+        session.output = None  # the last lines of its workers go to the log only
         if session.workers:
             self._admission.release(session.id, len(session.workers))
         if session.is_client_gone or reason == "exited with status 0":
@@ -225,10 +225,10 @@ class Sessions:
 
 
 class Admission:
-    """Who gets a worker: a cap on all of them with a fair share for every client, and a cap on those of one client.
+    """Admission of workers: a cap on all of them with a fair share for every client, and a cap per client.
 
-    Clients are any hashable. A client that has reached its share waits, and one that came late gets its own as soon as
-    workers end; those that run are never taken away.
+    Clients are any hashable. A client at its share waits. A late client gets its share as soon as workers end; running
+    workers are never taken away.
 
     Args:
         max_workers: Cap on all workers together; None for no cap.
@@ -244,7 +244,7 @@ class Admission:
         self.held: Counter[Hashable] = Counter()
 
     def admit(self, client: Hashable) -> str | None:
-        """Give ``client`` one more worker; returns None, or why it gets none now."""
+        """Give ``client`` one more worker; returns None, or the reason for a refusal."""
         if self._max_per_client is not None and self.held[client] >= self._max_per_client:
             return f"this client has its {self._max_per_client} connections (--max-connections-per-client)"
         if self._max_workers is not None:
@@ -259,7 +259,7 @@ class Admission:
         return None
 
     def release(self, client: Hashable, count: int = 1) -> None:
-        """``count`` workers of ``client`` have ended."""
+        """Count ended workers of ``client``."""
         self.held[client] -= count
         if self.held[client] <= 0:
             del self.held[client]
@@ -268,28 +268,27 @@ class Admission:
 class Folders:
     """The folders in which the sessions of a node server keep modules of their clients.
 
-    Named here, made by a session that gets modules, and removed when that has ended, however it did.
+    A session that gets modules creates its folder. The node server names it, and removes it after the session's end.
     """
 
     def __init__(self) -> None:
         self._ended: set[str] = set()
 
     def name(self) -> str:
-        """A path that is used by one session alone; empty if there is no place for temporary files."""
+        """Return a path for one session; empty if there is no place for temporary files."""
         try:
             return os.path.join(tempfile.gettempdir(), f"rpcdataloader-{secrets.token_hex(16)}")
         except FileNotFoundError:
             return ""
 
     def remove(self, path: str, *, wait: bool = False) -> None:
-        """Remove the folder of a session that has ended, if there is one.
+        """Remove the folder of an ended session, if it exists.
 
-        A program does it, as the client may have put any number of files there, at any depth. A worker that the session
-        has left behind may write a file until the kernel has ended it: what could not be removed then goes with the
-        next one.
+        A program does the work, as the client may have put any number of files there, at any depth. An orphaned worker
+        may write until the kernel has ended it: what is left then goes with the next folder.
 
         Args:
-            wait: Until it is done; otherwise this returns at once.
+            wait: True to wait until the folder is gone; False to return at once.
         """
         self._ended = {folder for folder in {*self._ended, path} if _is_ours(folder)}
         if self._ended:

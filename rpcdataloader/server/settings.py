@@ -1,4 +1,4 @@
-"""The settings of a node server, validated when built; the command line and ``run_worker`` derive from them."""
+"""Settings of a node server, validated when created; the command line and ``run_worker`` derive from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _option(default: Any, text: str, metavar: str | None = None) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What a node server can be told. The help texts give units, and apply to ``run_worker`` as well.
+    """Settings of a node server. The help texts give units, and apply to ``run_worker`` as well.
 
     Raises:
         ValueError: A value is out of range, or two contradict each other.
@@ -29,18 +29,18 @@ class ServerSettings:
 
     host: str = _option(
         "127.0.0.1",
-        "address or name to listen on, such as that of one network card, or unix:/path for a Unix socket; "
+        "address or name to listen on, such as one network card's, or unix:/path for a Unix socket; "
         "0.0.0.0 or :: for every interface",
     )
     port: str = _option("6543", "port: a number, 0 for any free one, or FIRST-LAST for the first free one of a range")
     advertise: str = _option(
         "",
-        "host name or address that clients shall use, shown in the ready line "
+        "host name or address that clients use, shown in the ready line "
         "(default: the address listened on, or this machine's name when it listens on every interface)",
     )
     num_workers: int = _option(
         0,
-        "worker processes that the server offers; 0 for as many as there are CPUs for it: the least of CPU "
+        "worker processes that the server offers; 0 for one per available CPU: the least of CPU "
         "affinity, cgroup quota and SLURM_CPUS_PER_TASK",
     )
     parallel: int = _option(
@@ -54,26 +54,24 @@ class ServerSettings:
     )
     max_connections_per_client: int = _option(
         0,
-        "cap on the workers of one client, which is one training process; 0 for none but its fair share of "
-        "--max-connections",
+        "cap on the workers of one client, which is one training process; 0 for its fair share of --max-connections",
     )
     max_tasks_per_worker: int = _option(
         0,
-        "batches after which a worker of a loader ends and another one takes its place, so that memory "
-        "which decoders leak is given back; 0 for no limit",
+        "batches after which a loader's worker is replaced, so that memory "
+        "leaked by decoders is returned; 0 for no limit",
     )
     preload: tuple[str, ...] = _option(
-        (), "modules to import before the first client comes, separated by commas: every worker shares them"
+        (), "modules to import at the start, separated by commas: all workers share them"
     )
     tls_cert: str = _option(
         "",
-        "speak TLS, with nobody who does not, and show the certificate in this PEM file; needs --tls-key "
-        "and --tls-ca (default: none)",
+        "require TLS, and show the certificate in this PEM file; needs --tls-key and --tls-ca (default: none)",
         "FILE",
     )
     tls_key: str = _option("", "PEM file with the private key of --tls-cert (default: none)", "FILE")
     tls_ca: str = _option(
-        "", "PEM file with the certificates of the CA that has signed those of clients (default: none)", "FILE"
+        "", "PEM file with the certificates of the CA that signed the clients' certificates (default: none)", "FILE"
     )
     grace: float = _option(
         30.0, "seconds that running tasks get to finish after SIGTERM; a second SIGTERM ends them at once"
@@ -81,8 +79,8 @@ class ServerSettings:
 
     register: str = _option(
         "",
-        "directory in which clients find this server, with workers='@DIR', for as long as it takes any; "
-        "made if it is missing (default: none)",
+        "directory to register in until the server drains: clients find it with workers='@DIR'; "
+        "created if missing (default: none)",
         "DIR",
     )
 
@@ -98,7 +96,7 @@ class ServerSettings:
         if not self.host:
             raise ValueError("host is empty; write 0.0.0.0 or :: to listen on every interface")
         if self.is_unix and (self.advertise or self.port != _default("port")):
-            raise ValueError("a Unix socket has no port, and nothing to advertise")
+            raise ValueError("a Unix socket takes neither port nor advertise")
         if self.is_unix and not self.unix_path.startswith("/"):
             raise ValueError(f"a Unix socket needs an absolute path, but host is {self.host!r}")
         if not self.is_unix:
@@ -132,16 +130,16 @@ class ServerSettings:
 
     @property
     def tls(self) -> TlsFiles | None:
-        """Files for TLS; None to do without.
+        """Files for TLS; None for no TLS.
 
         Raises:
-            ValueError: Some of the three are given, and some are missing.
+            ValueError: Some of the three files are missing.
         """
         return name_files(("tls_cert", "tls_key", "tls_ca"), (self.tls_cert, self.tls_key, self.tls_ca))
 
     @property
     def workers(self) -> int:
-        """How many workers the server offers."""
+        """Number of workers that the server offers."""
         return self.num_workers or available_cpus()
 
     @property
@@ -155,7 +153,7 @@ class ServerSettings:
         return os.path.abspath(os.path.expanduser(self.register)) if self.register else ""
 
     def advertised_host(self) -> str:
-        """Host that clients shall use."""
+        """Host that clients use."""
         if self.advertise:
             return self.advertise
         return socket.gethostname() if self.host in WILDCARDS else self.host

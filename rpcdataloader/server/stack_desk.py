@@ -1,4 +1,4 @@
-"""Who wants to know where the code of a session's workers is, and what they are told. Never waits for a worker."""
+"""Pending requests for the stacks of a session's workers, and their answers. Never waits for a worker."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rpcdataloader.wire.messages import StackRequest
 
 @dataclass(slots=True, eq=False)
 class ForkedWorker:
-    """A worker as its session sees it.
+    """A session's view of one worker.
 
     Attributes:
-        deadline: When it must have authenticated its client; of one that is starting.
-        failure: Why it gave up, in its own words.
+        deadline: Time by which a starting worker must have authenticated its client.
+        failure: The worker's own reason for giving up; empty otherwise.
     """
 
     number: int
@@ -35,10 +35,10 @@ class ForkedWorker:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Look:
-    """A status gate wants the stacks of all workers.
+    """A status gate's request for the stacks of all workers.
 
     Attributes:
-        waiting: Numbers of the workers whose line is not there yet.
+        waiting: Numbers of the workers whose line is missing.
     """
 
     file: int
@@ -47,7 +47,7 @@ class _Look:
 
     def tell(self, worker: ForkedWorker, text: str) -> None:
         self.waiting.discard(worker.number)
-        with contextlib.suppress(OSError):  # a limit on the size of files costs a stack, and not the session
+        with contextlib.suppress(OSError):  # a limit on file sizes costs a stack, not the session
             os.write(self.file, WorkerStack(worker.process.pid, text).encode() + b"\n")
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class _Look:
 
 
 class StackDesk:
-    """The requests for stacks that are under way."""
+    """Pending requests for stacks."""
 
     def __init__(self, workers: Mapping[int, ForkedWorker], reply: Callable[[int, str], None]) -> None:
         self._workers = workers
@@ -65,19 +65,19 @@ class StackDesk:
         self._looks: list[_Look] = []
 
     def ask(self, request_id: int, request: StackRequest) -> None:
-        """The client wants one stack."""
+        """Request one stack for the client."""
         self._requests[request_id] = request
         if worker := self._workers.get(request.worker):
             worker.stack.ask()
 
     def ask_all(self, file: int, pipe: int) -> None:
-        """A status gate wants the stacks of all workers, in ``file``, until ``pipe`` is closed."""
+        """Request the stacks of all workers for a status gate: in ``file``, until ``pipe`` is closed."""
         self._looks.append(_Look(file, pipe, set(self._workers)))
         for worker in self._workers.values():
             worker.stack.ask()
 
     def finish(self, last_number: int) -> None:
-        """Answer what has got its stack, or will get none; ``last_number`` is that of the youngest worker so far."""
+        """Answer requests that are complete or hopeless; ``last_number`` is that of the youngest worker so far."""
         for worker in self._workers.values():
             if worker.stack.is_asked and worker.stack.is_done():
                 self._tell(worker.number, f"worker {worker.number} (pid {worker.process.pid}): {worker.stack.take()}")
@@ -95,27 +95,27 @@ class StackDesk:
         for look in looks:
             look.tell(self._workers[number], text)
         if not requests and not looks:
-            # Somebody on this node wanted to know: into its log.
+            # Requested on this node by a signal: for its log.
             os.write(1, f"{text}\n".encode())
         for id, request in requests.items():
             del self._requests[id]
             if request.end_because is not None and number in self._workers:
-                # It may outlive this for a while, if it waits in the kernel. Nobody waits for it.
+                # A worker that waits in the kernel may outlive this look for a while. Nothing waits for it.
                 self._workers[number].process.kill(request.end_because)
             self._reply(id, text)
 
     def ended(self, worker: ForkedWorker) -> None:
-        """A worker has ended; requests of the client are answered by :meth:`finish`."""
+        """Note that a worker has ended; :meth:`finish` answers the client's requests."""
         for look in self._looks:
             if worker.number in look.waiting:
                 look.tell(worker, "it has ended")
 
     @property
     def pause(self) -> float | None:
-        """Seconds until :meth:`finish` may have something to do; None if nothing is under way."""
+        """Seconds until the next :meth:`finish`; None if nothing is pending."""
         return STACK_LOOK_INTERVAL if any(worker.stack.is_asked for worker in self._workers.values()) else None
 
     def forget_in_child(self) -> None:
-        """Close, in a forked worker, what belongs to the session."""
+        """Close the session's descriptors in a forked worker."""
         for look in self._looks:
             look.close()

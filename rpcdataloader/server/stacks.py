@@ -1,12 +1,12 @@
-"""Where the Python code of a worker is, also while it hangs.
+"""The Python stacks of a worker, even while it hangs.
 
-A thread of the worker waits until the session asks, and writes the stacks into a pipe that the session reads. It has
-the interpreter lock then, so no frame moves. A signal handler has no lock. It may find frames that are half made, also
-those of its own thread, and ends the process by SIGSEGV once in some hundred times.
+A thread of the worker waits for the session's request, and writes the stacks into a pipe to the session. It holds the
+interpreter lock then, so no frame moves. A signal handler holds no lock: it may find half-made frames, even of its own
+thread, and once in some hundred times ends the process by SIGSEGV.
 
-C code may keep the lock, though. When the thread has waited long for it, a signal handler of ``faulthandler`` writes
-the stacks after all: no frame moves as long as that C code runs. A stopped process runs no handler; the session tells
-what the kernel says of it.
+But C code may keep the lock. After a long wait of the thread, a signal handler of ``faulthandler`` writes the stacks:
+frames do not move while that C code runs. A stopped process runs no handler; the session then reports the state that
+the kernel gives.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ import signal
 import threading
 import time
 
-# By hand: the stacks go into the log. It means the same to a Java or Go program, and neither torch nor multiprocessing
-# uses it.
+# For users: the stacks go into the log. Java and Go programs use the same signal so, and neither torch nor
+# multiprocessing uses it.
 STACK_SIGNAL = signal.SIGQUIT
 
-# What the session sends where C code keeps the interpreter lock. The last of the real-time signals: libraries that want
-# one for themselves begin with the first.
+# Sent by the session where C code keeps the interpreter lock. The last real-time signal: libraries that need one start
+# from the first.
 LOCKED_SIGNAL = signal.SIGRTMAX
 
-# A worker writes its stacks in less than a millisecond, once the kernel lets it run.
+# A worker writes its stacks in less than a millisecond of its own time.
 STACK_TIMEOUT = 1.0
 
-# For so long the lock must be kept: Python code hands it on after 5 ms when another thread waits.
+# Seconds for which the lock must be kept: Python code hands it on after 5 ms when another thread waits.
 LOCK_TIMEOUT = 0.5
 
-# How often to see whether a worker is done (in seconds), as nothing says that it never will be.
+# Seconds between two looks whether a worker is done, as it may never tell.
 STACK_LOOK_INTERVAL = 0.005
 
-# What is kept of one dump, and as much as a pipe holds.
+# Size of one dump, and of a pipe.
 MAX_DUMP = 65536
 
-# Around the stacks that the thread writes; faulthandler writes ASCII, and signals have smaller numbers.
+# Marks around the stacks of the thread; faulthandler writes ASCII, and signals have smaller numbers.
 _BEGIN, _END = b"\xfe", b"\xff"
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -49,17 +49,17 @@ _libc = ctypes.CDLL(None)
 
 
 def dump_stacks_on_signal(descriptor: int) -> None:
-    """Let this process, a session, write its stacks to ``descriptor`` when it gets the signal.
+    """Let this process, a session, write its stacks to ``descriptor`` on the signal.
 
-    It has no second thread, so this is for Python code, and for system calls that Python makes.
+    A session has no second thread. So this covers Python code, and system calls that Python makes.
     """
     signal.signal(STACK_SIGNAL, lambda *_: faulthandler.dump_traceback(descriptor))
-    # Somebody above us may have blocked it.
+    # A parent process may have blocked it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
 
 
 class StackPipe:
-    """What a worker and its session need for the stacks; made before the fork.
+    """A pipe between a worker and its session for the stacks, created before the fork.
 
     Raises:
         OSError: No descriptor is left.
@@ -72,16 +72,16 @@ class StackPipe:
         except OSError:
             os.close(self._request)
             raise
-        # Neither side ever waits: what the pipe does not hold is lost.
+        # Neither side ever waits: excess output is lost.
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)
 
     def become_worker(self) -> None:
-        """In the fork: write there from now on."""
+        """Write to the pipe from now on, in the fork."""
         os.close(self._read_end)
         faulthandler.register(LOCKED_SIGNAL, self._write_end, all_threads=True)
-        # The number of the signal goes into the pipe, without the lock, and the session asks then. The handler does
-        # nothing. It is in C, as a Python function would stand in the stack.
+        # The handler does nothing, but the signal's number goes into the pipe, without the lock; then the session asks.
+        # The handler is in C, as a Python function would show up in the stack.
         signal.signal(STACK_SIGNAL, operator.is_)
         signal.siginterrupt(STACK_SIGNAL, False)
         signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
@@ -91,19 +91,19 @@ class StackPipe:
     def _answer(self) -> None:
         while True:
             os.eventfd_read(self._request)
-            # The pipe may be full, or closed by code that closes what it does not know.
+            # The pipe may be full, or closed by user code.
             with contextlib.suppress(OSError):
                 os.write(self._write_end, _BEGIN)
                 faulthandler.dump_traceback(self._write_end)
                 os.write(self._write_end, _END)
 
     def become_session(self, pid: int) -> StackReader:
-        """In the parent: read what the worker ``pid`` writes."""
+        """Read the output of worker ``pid``, in the parent."""
         os.close(self._write_end)
         return StackReader(pid, self._read_end, self._request)
 
     def close(self) -> None:
-        """Close everything, if there was no fork."""
+        """Close everything, if the fork failed."""
         for descriptor in self._request, self._read_end, self._write_end:
             os.close(descriptor)
 
@@ -122,9 +122,9 @@ class StackReader:
         self._descriptor = descriptor
         self._request = request
         self._dump = bytearray()
-        self._deadline: float | None = None  # of the dump under way
+        self._deadline: float | None = None  # of the pending dump
         self._is_signalled = False
-        self._ticks: dict[int, int] = {}  # of each thread, when it was asked
+        self._ticks: dict[int, int] = {}  # of each thread, at the request
         self._is_closed = False
         self._state = ""
 
@@ -134,11 +134,11 @@ class StackReader:
 
     @property
     def is_asked(self) -> bool:
-        """Whether a dump is under way."""
+        """Whether a dump is pending."""
         return self._deadline is not None
 
     def ask(self) -> None:
-        """Let the worker write its stacks, unless it is at it."""
+        """Request the worker's stacks, unless a request is pending."""
         if self.is_asked:
             return
         self._deadline = time.monotonic() + STACK_TIMEOUT
@@ -150,7 +150,7 @@ class StackReader:
         os.eventfd_write(self._request, 1)
 
     def read(self) -> bool:
-        """Take what is in the pipe, perhaps a request made by hand; False when it is closed at the other end."""
+        """Read the pipe, perhaps a user's request; False when it is closed at the other end."""
         try:
             data = os.read(self._descriptor, MAX_DUMP)
         except BlockingIOError:
@@ -162,7 +162,7 @@ class StackReader:
         return bool(data)
 
     def is_done(self) -> bool:
-        """Whether there is no more to come. Asks the kernel for help if the worker takes long."""
+        """Whether the dump is complete or hopeless. Sends the signal if the worker takes long."""
         assert self._deadline is not None
         self.read()
         remaining = self._deadline - time.monotonic()
@@ -173,15 +173,15 @@ class StackReader:
         return _letter(_status(self._pid, self._pid)) in "TtZX"
 
     def take(self) -> str:
-        """What the worker does, as text: its state, and the stacks or why there are none."""
+        """Describe the worker as text: its state, and the stacks or why they are missing."""
         self._deadline = None
         dump = self._written() or self._dump
-        # A fork has the main thread's identifier from its parent.
+        # A fork inherits the main thread's identifier from its parent.
         stacks = arrange(dump.decode("ascii", "replace"), threading.get_ident(), _PACKAGE)
         return f"state: {self._state}\n{stacks or 'no Python stack: ' + self._explain()}"
 
     def _written(self) -> bytearray | None:
-        """What the worker's thread has written last; None if that is not all."""
+        """The last stacks of the worker's thread; None if they are incomplete."""
         _before, begin, rest = self._dump.rpartition(_BEGIN)
         stacks, end, _after = rest.partition(_END)
         return stacks if begin and end else None
@@ -191,20 +191,19 @@ class StackReader:
         if letter in "ZX":
             return "it has ended"
         if letter in "Tt":
-            return "it is stopped, and runs nothing before it gets SIGCONT"
+            return "it is stopped until it gets SIGCONT"
         if self._is_closed:
             return "its code has closed the pipe"
         if letter == "D":
-            return "it waits in the kernel, and no signal reaches it"
+            return "it waits in the kernel, out of reach of signals"
         return f"it did not let another of its threads run within {STACK_TIMEOUT:g} s"
 
     def _signal(self) -> bool:
-        """Let a signal handler write the stacks; returns False if it is not safe now, or no thread runs one.
+        """Let a signal handler write the stacks; returns False if that is unsafe now, or no thread can run one.
 
-        If one thread has run since the worker was asked, it has the lock, and stays in its C code while its handler
-        runs. If two have, the lock may go from one to the other, and the machine is slow. If none has, the one with the
-        lock sleeps. It may be unable to run a handler, as when it waits for a file server that does not answer; then
-        any other will do.
+        If one thread has run since the request, it has the lock, and stays in its C code while its handler runs. If two
+        have, the machine is slow, and the lock may pass between them. If none has, the thread with the lock sleeps. It
+        may be unable to run a handler, for example while it waits for a file server; then any other thread will do.
         """
         threads = {thread: _status(self._pid, thread) for thread in _threads(self._pid)}
         busy = [
@@ -216,27 +215,27 @@ class StackReader:
             return False
         for thread in busy or threads:
             status = threads[thread]
-            # Without a handler the signal would end it.
+            # Without a handler the signal would end the worker.
             if _letter(status) != "D" and _has_signal(status, "SigCgt") and not _has_signal(status, "SigBlk"):
                 _send_to_thread(self._pid, thread)
                 return True
         return False
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         os.close(self._descriptor)
         os.close(self._request)
 
 
 def _threads(pid: int) -> list[int]:
-    """Oldest first, but the main one last, which runs user code; empty when the process is gone."""
+    """Threads, oldest first but the main one last, which runs user code; empty when the process is gone."""
     with contextlib.suppress(OSError):
         return sorted(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda thread: (thread == pid, thread))
     return []
 
 
 def _status(pid: int, thread: int) -> dict[str, str]:
-    """What the kernel says of a thread; empty when it is gone."""
+    """The kernel's status of a thread; empty when it is gone."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/status", errors="replace") as file:
         return dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
     return {}
@@ -259,7 +258,7 @@ def _has_signal(status: dict[str, str], field: str) -> bool:
 
 
 def _describe(pid: int) -> str:
-    """State of the main thread and, where the kernel says so, the function in which it waits."""
+    """State of the main thread and, where the kernel shows it, the function in which it waits."""
     state = _status(pid, pid).get("State", "gone")
     with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/wchan") as file:
         function = file.read().strip()
@@ -276,7 +275,7 @@ def _send_to_thread(pid: int, thread: int) -> None:
             os.kill(pid, LOCKED_SIGNAL)
 
 
-# A recursion in every one of many threads fills pages; what matters stands in front.
+# Recursion in many threads fills pages; the important part comes first.
 MAX_CHARACTERS = 16384
 
 _HEADER = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:$", re.MULTILINE)
@@ -284,14 +283,14 @@ _FRAME = re.compile(r'^  File "(.*)", line ')
 
 
 def arrange(dump: str, main: int, package: str) -> str:
-    """Put the main thread first; leave out threads that run no user code, and what lies below user code in the others.
+    """Put the main thread first; leave out threads without user code, and frames below user code in the others.
 
     Args:
-        dump: Of all threads, each with its most recent call first.
+        dump: Stacks of all threads, each with its most recent call first.
         main: Identifier of the main thread (:func:`threading.get_ident`).
-        package: Folder of this package, as it stands in file names.
+        package: Folder of this package, as in file names.
     """
-    # The text before the first header, then an identifier and the lines below it for each thread.
+    # The text before the first header, then for each thread its identifier and lines.
     _before, *parts = _HEADER.split(dump)
     stacks = [
         (int(ident, 16), text.strip("\n").split("\n")) for ident, text in zip(parts[::2], parts[1::2], strict=True)
@@ -317,13 +316,13 @@ def _file(line: str) -> str:
 
 
 def _shows_nothing(lines: list[str], package: str) -> bool:
-    """Whether a thread has no code in it but this package's and that of the standard library's ``threading``."""
+    """Whether a thread runs only this package and the standard library's ``threading``."""
     files = [_file(line) for line in lines]
     return all(file.startswith(f"{package}/") or file.endswith("/threading.py") for file in files)
 
 
 def _without_base(lines: list[str], package: str) -> list[str]:
-    """Keep one frame of the server, the one that has called user code or waits for something to do."""
+    """Keep one frame of the server: the caller of user code, or the one that waits for work."""
     for position, line in enumerate(lines):
         if _file(line).startswith(f"{package}/server/"):
             return lines[: position + 1]

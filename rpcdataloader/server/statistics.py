@@ -1,8 +1,7 @@
-"""A status connection: the gate that took it answers, from memory that all processes share and from ``/proc``.
+"""A status connection: its gate answers from shared memory and ``/proc``.
 
-No session and no worker has anything to do with it, unless stacks are asked for: then the node server passes a
-descriptor on to the sessions, which write there what they find. A session that does not get to it costs its own
-stacks, and two seconds.
+Sessions and workers are involved only if stacks are requested: the node server then passes the sessions a descriptor to
+which they write them. A session that is too busy costs its own stacks, and two seconds.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.status import ClientStatus, NodeStatus, Report, StatusRequest, WorkerStatus
 
-# A session answers within one second, even if a worker does not, unless it is busy building.
+# A session that is not busy building answers within one second, even if a worker does not.
 STACK_TIMEOUT = 2.0
 
-# Seconds after which the last report of a client says nothing any more. One comes every 5 s.
+# Seconds after which a client's last report is too old. Clients report every 5 s.
 MAX_REPORT_AGE = 30.0
 
 
@@ -34,15 +33,15 @@ def serve_status(channel: Channel, node: Link, context: ServerContext) -> None:
     """Answer an authenticated status connection until its client has gone.
 
     Args:
-        node: Link to the node server, which is told that this is no gate any more.
+        node: Link to the node server, which stops treating this process as a gate.
 
     Raises:
-        RPCError: The connection broke, or something else than a question came.
+        RPCError: The connection broke, or another message than a question came.
     """
     node.send(TellsStatus())
     while (message := channel.recv()) is not None:
         if message.type != MessageType.STATS:
-            raise RemoteProtocolError(f"message type {message.type} has no place on a status connection")
+            raise RemoteProtocolError(f"unexpected message type {message.type} on a status connection")
         request = StatusRequest.decode(message.payload)
         stacks = ask_for_stacks(node) if request.stacks else None
         status = describe(context.counters.look(), time.monotonic_ns(), context, stacks)
@@ -50,12 +49,12 @@ def serve_status(channel: Channel, node: Link, context: ServerContext) -> None:
 
 
 def describe(rows: Sequence[Row], now: int, context: ServerContext, stacks: dict[int, str] | None) -> NodeStatus:
-    """What is told of the node.
+    """Return the status of the node.
 
     Args:
-        rows: Rows of the processes, that of the node server first.
+        rows: Rows of the processes, first that of the node server.
         now: CLOCK_MONOTONIC in nanoseconds.
-        stacks: By process id of a worker; None if they were not asked for.
+        stacks: Stacks by process id of the worker; None if they were not requested.
     """
     node, memory, unread = rows[0], memory_bytes(), unread_bytes()
     clients = []
@@ -116,7 +115,7 @@ def _describe_worker(worker: Row, now: int, unread: dict[int, int], stacks: dict
     )
 
 
-_NO_STACK = f"no stack: its session did not answer within {STACK_TIMEOUT:g} s, perhaps as it is busy building"
+_NO_STACK = f"no stack: its session did not answer within {STACK_TIMEOUT:g} s (perhaps it is building a dataset)"
 
 
 def _state(row: Row, now: int) -> dict[str, Any]:
@@ -128,7 +127,7 @@ def _state(row: Row, now: int) -> dict[str, Any]:
 
 
 def _loops(session: Row, now: int) -> dict[str, Any]:
-    """What the client has reported of its loops. It may be anything, and is told only if it is well-formed."""
+    """Return the loops that the client has reported, if its report is well-formed; clients may send anything."""
     age = _seconds(now, session.reported)
     with contextlib.suppress(RemoteProtocolError):
         if session.report and age <= MAX_REPORT_AGE:
@@ -147,9 +146,9 @@ def _seconds(now: int, then: int) -> float:
 
 
 def ask_for_stacks(node: Link) -> dict[int, str]:
-    """The stacks of the workers of all sessions, by process id, as far as their sessions answer in time.
+    """Return the stacks of the workers of all sessions that answer in time, by process id.
 
-    They come in a file in memory, so that no session ever waits for its reader.
+    They come in a file in memory, so that no session waits for its reader.
     """
     told = os.memfd_create("rpcdl-stacks")
     ended, open_while_told = os.pipe()
@@ -161,7 +160,7 @@ def ask_for_stacks(node: Link) -> dict[int, str]:
         poll = select.poll()
         poll.register(ended)
         poll.poll(STACK_TIMEOUT * 1000)
-        # Behind the last line feed is what a late session is writing now.
+        # A late session is still writing after the last line feed.
         lines = os.pread(told, os.fstat(told).st_size, 0).split(b"\n")[:-1]
         return {stack.pid: stack.text for stack in map(WorkerStack.decode, lines)}
     finally:

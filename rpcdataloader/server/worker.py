@@ -1,14 +1,13 @@
-"""What a forked worker does with its connection: authenticate, decode, execute, reply.
+"""A forked worker and its connection: authenticate, decode, execute, reply.
 
-Threads: the main thread receives requests and runs them, one after the other, and sends small replies itself; a
-sender sends large ones, while the next request is computed; a watcher sees a drain, and the end of the client or the
-session, in the middle of a task; one of ``stacks.py`` tells where the others are. With ``parallel`` above 1, requests
-of ``rpc_async`` run in a pool of threads and may overtake each other.
+Threads: the main thread receives requests, runs them one after the other, and sends small replies itself. A sender
+sends large replies while the next request is computed. A watcher notices, in the middle of a task, a drain or the end
+of the client or session. A thread of ``stacks.py`` reports the stacks of the others. With ``parallel`` above 1,
+requests of ``rpc_async`` run in a pool of threads and may overtake each other.
 
-No thread only reads: between two tasks the main thread takes in all that has arrived, so a request that is cancelled
-in the meantime is not begun, and a small task costs no change of thread. While much waits to be sent, nothing more is
-computed, and while many large requests wait, nothing more is received: so a client that asks for more than it reads
-is the one that waits.
+No thread only reads: between two tasks the main thread takes in everything that has arrived. So a cancelled request is
+not begun, and a small task costs no change of thread. The worker pauses computing while many bytes wait to be sent, and
+receiving while many large requests wait. So a client that requests more than it reads is the one that waits.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ from rpcdataloader.wire.transport import Stream
 
 logger = logging.getLogger("rpcdataloader.worker")
 
-# With requests at hand, new ones and cancellations are looked for this often (in nanoseconds): a look is a system call,
-# which is a good part of a task of a hundred microseconds.
+# Nanoseconds between two looks for new requests and cancellations while requests are at hand: a look is a system call,
+# a good part of a task of a hundred microseconds.
 LOOK_INTERVAL = 1_000_000
 
 
@@ -55,8 +54,8 @@ def run_worker_process(
     """Serve one worker connection until its client has gone; the session limits the time of the handshake.
 
     Args:
-        session: Link to the session, which asks the node server whether there is room.
-        number: Of this worker in its session, from 1.
+        session: Link to the session, which asks the node server for admission.
+        number: Number of this worker in its session, from 1.
     """
     name_process("rpcdl-worker")
     prefer_for_oom()
@@ -86,7 +85,7 @@ def run_worker_process(
     try:
         channel.send(MessageType.WELCOME, payload=welcome.encode())
     except ConnectionLostError:
-        # A pass that was over before its last worker was there.
+        # The pass was over before its last worker had started.
         return
     row = context.counters.row(decided.row)
     keep_whereabouts(row.batch, row.sample)
@@ -96,7 +95,7 @@ def run_worker_process(
 
 
 class Worker:
-    """The threads of one worker, and what they share."""
+    """The threads of one worker, and their shared state."""
 
     def __init__(
         self, channel: Channel, session: Link, datasets: DatasetTable, number: int, context: ServerContext, row: Row
@@ -110,12 +109,12 @@ class Worker:
         pool = PageablePool()
         channel.allocate_with(lambda _id, sizes: [pool.allocate(size) for size in sizes])
         channel.stream.read_ahead()
-        # Main thread only: requests that were received and not begun, in order, each with its size; the number of the
+        # Main thread only: received requests that are not begun, in order, each with its size; and the number of the
         # last one.
         self._inbox: collections.deque[tuple[Message, int]] = collections.deque()
         self._last_request = 0
         self._next_look = 0
-        self._idle = 0  # nanoseconds that the first request of the inbox was waited for, if that was looked at
+        self._idle = 0  # measured wait for the first request of the inbox, in nanoseconds
         self._next_idle = 0
         self._meter = Meter(channel.stream)
         self._life = Life.SERVING
@@ -123,7 +122,7 @@ class Worker:
         # From main and pool threads to the sender.
         self._outbox = Outbox(MAX_WAITING_BYTES)
         self._pool = ThreadPoolExecutor(context.parallel, "rpcdl-call") if context.parallel > 1 else None
-        # Written by the watcher when the session says drain.
+        # Written by the watcher on a drain.
         self._drain_read, self._drain_write = os.pipe()
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
@@ -131,11 +130,11 @@ class Worker:
         self._requests = Requests()
         self._lock = threading.Lock()
         # Guarded by the lock:
-        self._num_running = 0  # where there is a pool
+        self._num_running = 0  # with a pool only
         self._row = row
 
     def run(self) -> None:
-        """Serve; returns after a drain or a retirement. The process ends here and there when the client goes."""
+        """Serve until a drain or a retirement; the process exits inside when the client goes."""
         if self._context.tells_clients:
             tell_client(
                 lambda fields: self._outbox.put(
@@ -150,7 +149,7 @@ class Worker:
         watcher.start()
         try:
             while self._life is Life.SERVING or self._inbox:
-                # Before looking for what has come, so that a request that is cancelled meanwhile is not begun.
+                # Before receiving, so that a request that is cancelled meanwhile is not begun.
                 if self._outbox.num_waiting:
                     self._outbox.wait()
                 self._receive()
@@ -162,7 +161,7 @@ class Worker:
             self._outbox.put(Outgoing(MessageType.GOAWAY, payload=goaway.encode()))
             self._outbox.close()
             sender.join()
-            # Closing with unread input would reset the connection and lose what the client has not read yet.
+            # Closing with unread input would reset the connection and lose replies that the client has not read yet.
             self._channel.stream.finish()
             while self._channel.recv() is not None:
                 pass
@@ -171,17 +170,17 @@ class Worker:
             return
         except RPCError as exc:
             logger.warning("%s: %s", self._where, exc)
-            # The client hears of it on its control connection.
+            # The client gets it on its control connection.
             self._session.send(GaveUp(str(exc)))
             os._exit(1)
 
     # --- the main thread receives
 
     def _receive(self) -> None:
-        """Take in what has arrived; wait only while there is nothing to do."""
+        """Receive what has arrived; wait only while there is nothing to do."""
         stream = self._channel.stream
         if self._requests.is_full:
-            if not self._inbox:  # all of it is with the threads of the pool
+            if not self._inbox:  # all requests are with the threads of the pool
                 self._requests.wait_for_room()
             return
         now = time.monotonic_ns()
@@ -190,7 +189,7 @@ class Worker:
         self._next_look = now + LOOK_INTERVAL
         if not self._inbox and self._pool is None:
             self._row.since[0], self._row.running[0], self._row.unanswered[0] = now, 0, 0
-        # Nothing that was read ahead is left: a round takes all of it.
+        # Nothing that was read ahead is left: each round reads all of it.
         ready = dict(self._poll.poll(0)) if self._inbox else self._wait(now)
         if self._drain_read in ready:
             self._begin_drain(Life.DRAINING)
@@ -200,9 +199,9 @@ class Worker:
                 self._take()
 
     def _wait(self, now: int) -> dict[int, int]:
-        """Wait for input; returns what there is.
+        """Wait for input; returns the ready descriptors.
 
-        A wait that begins with a look tells how long it was, and whether there was one at all.
+        A wait that begins with a look also measures its own length.
         """
         looks = now >= self._next_idle
         ready = dict(self._poll.poll(0)) if looks else {}
@@ -215,7 +214,7 @@ class Worker:
         return ready
 
     def _begin_drain(self, life: Life) -> None:
-        """The client will be told the last request that it gets an answer to: take what has come this far."""
+        """Begin to drain: receive what has arrived, since the client is told the last request that gets an answer."""
         stream = self._channel.stream
         while not self._requests.is_full and (stream.has_unread or stream.has_input()):
             self._take()
@@ -226,12 +225,12 @@ class Worker:
     def _take(self) -> None:
         message = self._channel.recv()
         if message is None:
-            # The client is gone, and with it everybody who could want a reply.
+            # The client is gone, so replies are useless.
             os._exit(0)
         if message.type == MessageType.CALL:
             if self._life is not Life.SERVING:
-                # Above the last request of the GOAWAY to come: the client gives it to another worker then. With it, a
-                # client that keeps its workers supplied would keep this one from ending.
+                # Above the last request of the GOAWAY to come: the client gives it to another worker then. Accepting it
+                # would let a busy client keep this worker from ending.
                 return
             self._last_request = message.request_id
             size_bytes = len(message.payload)
@@ -256,7 +255,7 @@ class Worker:
                 self._outbox.sent(message)
                 del message
         except RPCError:
-            # Gone while we wrote.
+            # The client left while we wrote.
             os._exit(0)
         except BaseException:
             logger.exception("%s: the sender failed", self._where)
@@ -276,7 +275,7 @@ class Worker:
             self._reply_error(request_id, exc)
             return
         idle, self._idle = self._idle, 0
-        # Only a loader asks for it, and its requests run in this thread.
+        # Only loaders ask for it, and their requests run in this thread.
         measured = bool(message.flags) and call.task
         if measured:
             self._meter.begin(idle / 1e9)
@@ -302,7 +301,7 @@ class Worker:
         if self._outbox.num_waiting:
             self._outbox.wait()
         if self._pool is None:
-            # It rests when nothing more is there, which costs less than to say so after each request.
+            # The idle time is noted when nothing more is there, which costs less than after each request.
             row = self._row
             row.since[0], row.running[0], row.unanswered[0] = time.monotonic_ns(), 1, self._requests.num_unanswered
         else:
@@ -319,7 +318,7 @@ class Worker:
                 self._meter.encodes()
             encoded = dumps_reply(result)
         except BaseException as exc:
-            # Also SystemExit and KeyboardInterrupt: a request that gets no reply is a client that waits for ever.
+            # Also SystemExit and KeyboardInterrupt: without a reply the client would wait without limit.
             self._reply_error(request_id, exc)
         else:
             if measured:
@@ -335,7 +334,7 @@ class Worker:
                 timer.cancel()
 
     def _count_running(self, change: int) -> None:
-        """One request more, or one less, is being run in some thread."""
+        """Note that one request more, or one less, is running in some thread."""
         with self._lock:
             self._num_running += change
             self._row.since[0], self._row.running[0] = time.monotonic_ns(), self._num_running
@@ -365,7 +364,7 @@ class Worker:
         error: str | None = None,
         flags: int = 0,
     ) -> bool:
-        """Answer a request, once; returns False if it was answered before, by the time limit."""
+        """Answer a request, once; returns False if the time limit has answered it before."""
         if (is_wanted := self._requests.answer(request_id)) is None:
             return False
         # Before the client has the answer, so that it finds it counted.
@@ -390,7 +389,7 @@ class Worker:
         try:
             return self._channel.send_now(type, request_id, encoded.payload, encoded.buffers, flags)
         except RPCError:
-            # The main thread sees the same and ends this process.
+            # The main thread sees the same error and ends this process.
             return True
 
 
@@ -399,7 +398,7 @@ def _given_up() -> RPCTimeoutError:
 
 
 def _watch(session: Link, channel: Channel, drain_write: int) -> None:
-    """See a drain, and the end of the client or the session, in the middle of a task."""
+    """Notice a drain, and the end of the client or the session, in the middle of a task."""
     poll = select.poll()
     poll.register(session.fileno(), select.POLLIN)
     # Only the end of the connection, never its data, so this thread sleeps while requests come in.

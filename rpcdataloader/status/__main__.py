@@ -1,4 +1,4 @@
-"""From the command line to questions to text; nothing else. Imports no torch: a probe must be cheap."""
+"""From the command line over questions to text. Imports no torch: a probe must be cheap."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rpcdataloader.status.report import Tree, make_document
 from rpcdataloader.status.text import as_text
 from rpcdataloader.wire.certificates import client_tls
 
-# The alternate screen of a terminal, which leaves what the user had on it alone, without wrapping long lines.
+# The alternate screen of a terminal, which keeps the user's screen, without wrapping long lines.
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?7l", "\x1b[?7h\x1b[?1049l"
-# Cursor to the upper left corner; away with the rest of a line, and of the screen.
+# Cursor to the upper left corner; clear the rest of a line; clear the rest of the screen.
 _HOME, _END_OF_LINE, _END_OF_SCREEN = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
@@ -30,16 +30,16 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m rpcdataloader.status",
         allow_abbrev=False,
-        description="What node servers are doing: clients, what these wait for, workers, and what they have done.",
-        epilog="Exit status: 0 if all node servers are there and take clients, 1 if one is not reachable or drains, or "
-        "if there is none, 2 for a wrong command line, secret, certificate or version. Secret and certificates "
-        "come from where a training script takes them: RPCDATALOADER_TOKEN_FILE and so on.",
+        description="State of node servers: their clients, what these wait for, their workers, and the work done.",
+        epilog="Exit status: 0 if all node servers are ready, 1 if one is unreachable or drains, or if "
+        "none is found, 2 for a wrong command line, secret, certificate or version. Secret and certificates "
+        "come from the same variables as for a training script: RPCDATALOADER_TOKEN_FILE and so on.",
     )
     parser.add_argument(
         "places",
         nargs="*",
         metavar="ADDRESS",
-        help="host:port, [v6]:port, unix:/path, several of them separated by commas, or @DIRECTORY in which they "
+        help="host:port, [v6]:port, unix:/path, several separated by commas, or the @DIRECTORY where they "
         "register (default: RPCDATALOADER_WORKERS)",
     )
     parser.add_argument(
@@ -48,26 +48,24 @@ def make_parser() -> argparse.ArgumentParser:
         type=_seconds,
         const=2.0,
         metavar="SECONDS",
-        help="look again every SECONDS (default: %(const)g), until Ctrl-C; on a terminal's alternate screen",
+        help="refresh every SECONDS (default: %(const)g), until Ctrl-C; on a terminal's alternate screen",
     )
     parser.add_argument(
         "--serve",
         metavar="[HOST:]PORT",
-        help="serve a live page, and metrics for Prometheus at /metrics, until Ctrl-C; look every 2 s, or as --watch "
-        "says (default of HOST: 127.0.0.1; others need RPCDATALOADER_STATUS_TOKEN_FILE)",
+        help="serve a live page, and metrics for Prometheus at /metrics, until Ctrl-C; refreshed every 2 s, or as "
+        "--watch says (default of HOST: 127.0.0.1; others need RPCDATALOADER_STATUS_TOKEN_FILE)",
     )
-    parser.add_argument("--workers", action="store_true", help="show each client and each worker, too")
-    parser.add_argument("--why", action="store_true", help="show the numbers that tell what training loops wait for")
-    parser.add_argument("--json", action="store_true", help="print a JSON document per look (default: text)")
-    parser.add_argument(
-        "--stacks", action="store_true", help="show where each worker is in its Python code; implies --workers"
-    )
+    parser.add_argument("--workers", action="store_true", help="show every client and worker")
+    parser.add_argument("--why", action="store_true", help="show the numbers behind what training loops wait for")
+    parser.add_argument("--json", action="store_true", help="print one JSON document per refresh (default: text)")
+    parser.add_argument("--stacks", action="store_true", help="show the Python stack of each worker; implies --workers")
     parser.add_argument(
         "--timeout",
         type=_seconds,
         default=5.0,
         metavar="SECONDS",
-        help="limit for the answer of each node server (default: %(default)g)",
+        help="time limit for each node server's answer (default: %(default)g)",
     )
     return parser
 
@@ -75,12 +73,12 @@ def make_parser() -> argparse.ArgumentParser:
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds <= threading.TIMEOUT_MAX or math.isnan(seconds):
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text}")
     return seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Look, once or again and again; returns the exit status of the last look."""
+    """Look once or repeatedly; returns the exit status of the last look."""
     parser = make_parser()
     options = parser.parse_args(arguments)
     try:
@@ -117,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         pass
     except BrokenPipeError:
-        # The reader has seen enough; what is left in the buffer must not be tried again at exit.
+        # The reader has closed the pipe; the rest of the buffer must not be written at exit.
         sys.stdout = None
     finally:
         asker.close()
@@ -151,7 +149,7 @@ def _serve(parser: argparse.ArgumentParser, options: argparse.Namespace, places:
 
 @contextlib.contextmanager
 def _alternate_screen() -> Iterator[None]:
-    """Leave it whatever happens, SIGTERM included."""
+    """Use the alternate screen, and leave it in any case, even on SIGTERM."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     try:
         sys.stdout.write(_ENTER)
@@ -162,11 +160,11 @@ def _alternate_screen() -> Iterator[None]:
 
 
 def _fit(text: str) -> str:
-    """As much from the beginning of a text as the screen has room for."""
+    """Return as much of the beginning of a text as the screen holds."""
     lines = text.strip("\n").splitlines()
-    room = os.get_terminal_size(sys.stdout.fileno()).lines or len(lines)  # 0 if it does not know
+    room = os.get_terminal_size(sys.stdout.fileno()).lines or len(lines)  # 0 if unknown
     if len(lines) > room:
-        lines[room - 1 :] = [f"... {len(lines) - room + 1} more lines than this terminal has"]
+        lines[room - 1 :] = [f"... {len(lines) - room + 1} more lines than fit this terminal"]
     return _HOME + f"{_END_OF_LINE}\n".join(lines) + _END_OF_LINE + _END_OF_SCREEN
 
 

@@ -1,4 +1,4 @@
-"""Asking node servers how they are, all at once, each within a time limit."""
+"""Queries to all node servers at once, each within a time limit."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rpcdataloader.wire.transport import Deadline
 
 
 class Places:
-    """Where the node servers are.
+    """The places of node servers.
 
     Args:
-        texts: As ``workers=`` takes them; empty for what the environment says.
+        texts: Places as in ``workers=``; empty for those of the environment.
 
     Raises:
-        ValueError: There is no node server to ask, an address is malformed, or a place has no node server of its own.
+        ValueError: No node server is named, an address is malformed, or a place has no node server of its own.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
@@ -36,9 +36,9 @@ class Places:
         self._elastic: list[str] = []
         for where in map(find_workers, texts) if texts else [find_workers(None)]:
             if where is None:
-                raise ValueError("no node server is named, and RPCDATALOADER_WORKERS is not set")
+                raise ValueError("name a node server, or set RPCDATALOADER_WORKERS")
             if isinstance(where, (Inline, Local)):
-                raise ValueError(f"{where} belongs to one training process, and nobody else can ask it; name addresses")
+                raise ValueError(f"{where} belongs to one training process; name node servers by address")
             if isinstance(where, Elastic):
                 self._places.append(where.open())
                 self._elastic.append(str(where))
@@ -46,9 +46,9 @@ class Places:
                 self._places.append(where.addresses)
 
     def look(self) -> tuple[list[Address], dict[str, str]]:
-        """Addresses that are named, and of those that are registered now; each once, in this order.
+        """Addresses that are named, and those that are registered now; each once, in this order.
 
-        With them comes why files of the directories, or these themselves, were not used, by path.
+        The mapping has the reason for each unused file or directory, by path.
         """
         found: list[Address] = []
         problems: dict[str, str] = {}
@@ -57,20 +57,20 @@ class Places:
                 found += place
             else:
                 found += [one.address for one in place.look()]
-                # A directory itself is named by its path.
+                # The path of a directory stands for the directory itself.
                 folder = place.directory if isinstance(place, Register) else ""
                 problems |= {os.path.join(folder, name): reason for name, reason in place.problems.items()}
         return list(dict.fromkeys(found)), problems
 
     def registers(self) -> list[str]:
-        """Where node servers come and go: directories, and names."""
+        """Places where node servers come and go: directories, and names."""
         return self._elastic
 
 
 class Asker:
-    """Asks the same node servers again and again, over connections that stay open.
+    """Asks the same node servers repeatedly, over connections that stay open.
 
-    So one that drains, and takes no connections any more, can be watched until it ends.
+    So a draining node server, which refuses new connections, can be watched until it ends.
 
     Args:
         timeout: Seconds that each answer may take.
@@ -79,13 +79,12 @@ class Asker:
     def __init__(self, tls: TlsCredentials | None, timeout: float) -> None:
         self._tls = tls
         self._timeout = timeout
-        self._channels: dict[Address, Channel] = {}  # of an address, its thread's alone
+        self._channels: dict[Address, Channel] = {}  # each used only by its address's thread
 
     def ask(self, addresses: Sequence[Address], *, stacks: bool) -> list[Answer]:
-        """Ask all of them, and wait for the slowest.
+        """Ask all node servers, and wait for the slowest.
 
-        One that was asked before and is not among them any more, because it drains and has left its register, is asked
-        for as long as it answers.
+        A node server that is draining has left its register: it is asked until it stops answering.
         """
         leaving = [address for address in list(self._channels) if address not in addresses]
         answers: dict[Address, Answer] = {}
@@ -93,7 +92,7 @@ class Asker:
         def ask(address: Address) -> None:
             answers[address] = self._ask(address, stacks)
 
-        # Not waited for in the end: one may still resolve a name, which cannot be ended.
+        # Not joined at the end: a thread may be resolving a name, which cannot be ended.
         threads = [
             threading.Thread(target=ask, args=[address], name=f"rpcdl-status {address}", daemon=True)
             for address in [*addresses, *leaving]
@@ -110,17 +109,17 @@ class Asker:
         deadline = Deadline(self._timeout)
         try:
             if (channel := self._channels.pop(address, None)) is not None:
-                with contextlib.suppress(ConnectionLostError):  # it has ended; another one may be there
+                with contextlib.suppress(ConnectionLostError):  # the server has ended; another one may have its address
                     return Answer(str(address), self._question(address, channel, stacks, deadline))
             tls = None if address.is_unix else self._tls
             identity = local_identity("client")
             channel = open_channel(address, client_credentials(address), identity, STATUS_ID, deadline, tls=tls)
             return Answer(str(address), self._question(address, channel, stacks, deadline))
-        except TimeoutError:  # RPCTimeoutError is one, too
+        except TimeoutError:  # includes RPCTimeoutError
             return self._late(address)
         except (RPCError, ValueError) as exc:
             # Waiting does not help: another version, perhaps of Python, or another program on that port; a ValueError
-            # is of a variable that makes no sense.
+            # is about a malformed variable.
             is_refused = isinstance(exc, (AuthenticationError, RemoteProtocolError, ValueError))
             return Answer(str(address), error=str(exc), is_refused=is_refused)
 
@@ -131,7 +130,7 @@ class Asker:
             channel.send(MessageType.STATS, payload=StatusRequest(stacks).encode())
             message = channel.recv()
             if message is None:
-                raise ConnectionLostError(f"{address} closed the connection instead of answering")
+                raise ConnectionLostError(f"{address} closed the connection without an answer")
             if message.type != MessageType.STATS:
                 raise RemoteProtocolError(f"{address} answered with message type {message.type} instead of its status")
             status = NodeStatus.decode(message.payload)
@@ -143,7 +142,7 @@ class Asker:
         return Answer(str(address), error=f"{address} did not answer within {self._timeout:g} s")
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         for channel in self._channels.values():
             channel.stream.close()
         self._channels.clear()

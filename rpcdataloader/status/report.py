@@ -1,6 +1,6 @@
-"""What a look at node servers found, as the JSON document of ``docs/status.md``. Pure.
+"""The result of a look at node servers, as the JSON document of ``docs/status.md``. Pure.
 
-Rates come from the difference to the document of the look before.
+Rates are differences to the document of the previous look.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from rpcdataloader.wire.status import NodeStatus
 
-#: Version of the document; it changes when a key is renamed or goes.
+#: Version of the document; it changes when a key is renamed or removed.
 SCHEMA = 1
 
-#: What a node server may be in.
+#: States of a node server.
 STATES = ("ready", "draining", "unreachable", "refused")
 
 # A JSON object.
@@ -27,9 +27,9 @@ class Answer:
     """The answer of one node server.
 
     Attributes:
-        status: What it says; None if it says nothing.
-        error: Why it says nothing; empty otherwise.
-        is_refused: Whether that is for something that waiting does not change: another secret, certificate or version.
+        status: Status that it sent; None without an answer.
+        error: Reason for a missing answer; empty otherwise.
+        is_refused: True if waiting does not help: another secret, certificate or version.
     """
 
     address: str
@@ -46,12 +46,12 @@ class Answer:
 
 
 def make_document(time: float, answers: Sequence[Answer], ignored: dict[str, str], before: Tree | None = None) -> Tree:
-    """The document of one look.
+    """Return the document of one look.
 
     Args:
         time: Seconds since 1970.
-        ignored: Files of registers that were not used, with the reason.
-        before: The document of the look before; None if this is the first one.
+        ignored: Unused files of registers, with the reason.
+        before: Document of the previous look; None for the first look.
     """
     then = {node["address"]: node for node in before["nodes"]} if before else {}
     states = {answer.state for answer in answers}
@@ -67,7 +67,7 @@ def make_document(time: float, answers: Sequence[Answer], ignored: dict[str, str
 
 
 def _join_clients(nodes: Sequence[Tree]) -> list[Tree]:
-    """The training processes, which each have a session on several nodes; those whose loops wait most first."""
+    """Return the training processes, which each have sessions on several nodes; longest-waiting loops first."""
     sessions: dict[tuple[str, int], list[Tree]] = {}
     for node in nodes:
         for client in node.get("clients", ()):
@@ -75,7 +75,7 @@ def _join_clients(nodes: Sequence[Tree]) -> list[Tree]:
     clients = []
     for (host, pid), parts in sessions.items():
         reports = [part for part in parts if part["loops_seconds"] is not None]
-        # One report goes to all of them.
+        # All sessions of a client get the same report.
         last = min(reports, key=lambda part: part["loops_seconds"], default=parts[0])
         client = {"host": host, "pid": pid, "job": last["job"], "loops": last["loops"]}
         client["rank"] = last["loops"][0]["rank"] if last["loops"] else last["rank"]
@@ -91,13 +91,13 @@ def _describe(answer: Answer, before: Tree) -> Tree:
         "address": answer.address,
         "state": answer.state,
         "error": answer.error or None,
-        "interval_seconds": None,  # what the rates are over; None for averages since each began
+        "interval_seconds": None,  # interval of the rates; None for averages since each began
     }
     if answer.status is None:
         return node
     node |= dataclasses.asdict(answer.status)
     interval = node["uptime_seconds"] - before.get("uptime_seconds", node["uptime_seconds"])
-    if interval <= 0 or _identify(node) != _identify(before):  # this is the first look, or the server was restarted
+    if interval <= 0 or _identify(node) != _identify(before):  # first look, or the server was restarted
         before = {}
     node["interval_seconds"] = interval if before else None
     _add_rates(node, before, interval)
@@ -105,11 +105,10 @@ def _describe(answer: Answer, before: Tree) -> Tree:
 
 
 def _add_rates(now: Tree, before: Tree, interval: float) -> None:
-    """Add the rates of a node, client or worker and of all below it.
+    """Add the rates of a node, client or worker, and of everything below it.
 
     Args:
-        before: The same of the look before. What was not there then has rates over its own time: averages since the
-            process, or its connection, began.
+        before: The same of the previous look. Newer processes and connections have averages since they began.
     """
     seconds = max(1e-3, interval if before else now.get("uptime_seconds") or now.get("age_seconds", 0.0))
     for name in "tasks", "sent_bytes", "received_bytes":

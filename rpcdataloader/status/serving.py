@@ -1,8 +1,8 @@
-"""``status --serve``: the same looks as a live page, as JSON, and as metrics for Prometheus.
+"""``status --serve``: a live page, JSON, and metrics for Prometheus.
 
-One thread looks, and leaves ready-made answers; requests only read these. So nothing that a browser or a scraper does
-reaches a node server. Without a token, only loopback addresses are served, and only to requests that name one: a page
-on the web whose name was made to point there (DNS rebinding) gets nothing.
+One thread looks and stores finished answers; requests only read these. So browsers and scrapers never reach a node
+server. Without a token, only loopback addresses are served, and only to requests that name one: a web page whose name
+was pointed there (DNS rebinding) gets nothing.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TOKEN_FILE_VARIABLE = "RPCDATALOADER_STATUS_TOKEN_FILE"
 
 PATHS = ("/", "/metrics", "/json", "/history")
 
-# Seconds that a client may take for its request and the answer, and how many requests are under way at most; others
-# find their connections closed. A peer without a token could hold up all of them otherwise.
+# Seconds for a client's request and answer, and the most requests at once; connections above that are closed. A peer
+# without a token could otherwise occupy all threads.
 _REQUEST_TIMEOUT = 10
 _MAX_REQUESTS = 64
 
@@ -54,20 +54,21 @@ def parse_place(text: str) -> Address:
     """Read ``[HOST:]PORT``; port 0 is any free one.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: ``text`` is malformed.
     """
     host, _, port = text.rpartition(":")
     address = Address.parse(f"{host or '127.0.0.1'}:{'1' if port == '0' else port}")
     if address.is_unix:
-        raise ValueError(f"cannot read the address {text!r}: browsers need a port; write port or host:port")
+        raise ValueError(f"cannot read the address {text!r}: write PORT or HOST:PORT")
     return dataclasses.replace(address, port=0) if port == "0" else address
 
 
 def find_token(environ: Mapping[str, str] = os.environ) -> bytes | None:
-    """The token that requests must show; None if none is set.
+    """Return the token that requests must show; None if none is set.
 
     Raises:
-        AuthenticationError: It cannot be trusted, or is the secret of the node servers, which HTTP would give away.
+        AuthenticationError: The token cannot be trusted, or equals the secret of the node servers, which HTTP would
+            expose.
     """
     path, text = environ.get(TOKEN_FILE_VARIABLE), environ.get(TOKEN_VARIABLE)
     if path is None and text is None:
@@ -78,12 +79,14 @@ def find_token(environ: Mapping[str, str] = os.environ) -> bytes | None:
     except AuthenticationError as exc:
         raise AuthenticationError(f"{name}: {exc}") from None
     if hmac.compare_digest(found.secret, client_credentials(Address("localhost")).secret):
-        raise AuthenticationError(f"{name} is the secret of the node servers, which lets run code there: take another")
+        raise AuthenticationError(
+            f"{name} is the secret of the node servers, which permits running code: set another one"
+        )
     return found.secret
 
 
 def make_page() -> tuple[bytes, str]:
-    """The live page with all that it needs, and the policy that lets it do nothing else."""
+    """Return the live page with all that it needs, and a policy that forbids it everything else."""
     text = (_PAGE / "page.html").read_text("utf-8")
     for name in "uPlot.min.css", "uPlot.iife.min.js":
         text = text.replace(f"/* {name} */", (_PAGE / name).read_text("utf-8"))
@@ -99,20 +102,20 @@ def make_page() -> tuple[bytes, str]:
 
 
 class StatusServer(socketserver.ThreadingTCPServer):
-    """Answers requests from what the last look has left.
+    """Answers requests from the results of the last look.
 
     Args:
-        token: What requests must show; None for none.
+        token: Token that requests must show; None for no token.
 
     Attributes:
-        answers: Body and content type by path; those of a look are missing before the first, and after a failed one.
+        answers: Body and content type by path; empty before the first look and after a failed one.
 
     Raises:
-        ValueError: The address is no loopback address, and there is no token; or nothing can listen there.
+        ValueError: The address is not loopback and no token is set; or the address cannot be listened on.
     """
 
     allow_reuse_address = True
-    allow_reuse_port = False  # or a second one would take half of the requests
+    allow_reuse_port = False  # or a second server would take half of the requests
     daemon_threads = True
     block_on_close = False
     request_queue_size = 64
@@ -139,15 +142,15 @@ class StatusServer(socketserver.ThreadingTCPServer):
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Address of the page."""
         host, port = self.server_address[:2]
         return f"http://{Address(str(host), int(port))}/"
 
     def serve(self, look: Callable[[], Tree], interval: float) -> None:
-        """Look again and again, until an exception ends it.
+        """Refresh the answers until an exception ends it.
 
         Args:
-            look: Gives a document.
+            look: Function that returns a document.
             interval: Seconds between two looks.
         """
         history = History(interval)
@@ -170,14 +173,14 @@ class StatusServer(socketserver.ThreadingTCPServer):
             self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, if there is room for one more."""
+        """Answer in a new thread, if the limit permits one more."""
         if self._room.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, within the time that there is for it."""
+        """Answer within the time limit."""
         timer = threading.Timer(_REQUEST_TIMEOUT, _cut_off, [request])
         timer.daemon = True
         timer.start()
@@ -190,10 +193,10 @@ class StatusServer(socketserver.ThreadingTCPServer):
     def _fail(self, what: str) -> None:
         self._num_failures += 1
         if self._num_failures == 1:
-            sys.stderr.write(f"cannot {what}; this goes on, and is not said again:\n{traceback.format_exc()}")
+            sys.stderr.write(f"cannot {what}; further failures are not reported:\n{traceback.format_exc()}")
 
     def handle_error(self, request: object, client_address: object) -> None:  # noqa: ARG002
-        """A request has failed; not of interest if its client has gone."""
+        """Report a failed request, unless its client has gone."""
         if not isinstance(sys.exc_info()[1], OSError):
             self._fail("answer a request")
 
@@ -206,13 +209,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if self.server.token is None and not _is_loopback(self.headers.get("Host", "")):
-            self._send(403, "without a token, this is only for http://localhost and http://127.0.0.1\n")
-        elif path != "/" and not self._shows_token():  # the page itself tells nothing
-            self._send(401, "show the token: Authorization: Bearer TOKEN\n")
+            self._send(403, "without a token, only http://localhost and http://127.0.0.1 are served\n")
+        elif path != "/" and not self._shows_token():  # the page itself has no data
+            self._send(401, "send the token: Authorization: Bearer TOKEN\n")
         elif path not in PATHS:
-            self._send(404, f"there is nothing here but {', '.join(PATHS)}\n")
+            self._send(404, f"unknown path; this server has {', '.join(PATHS)}\n")
         elif path not in (answers := self.server.answers):
-            self._send(503, "there is no look at the node servers now\n")
+            self._send(503, "no data: the last look at the node servers failed, or the first one is still running\n")
         else:
             self._send(200, *answers[path])
 
@@ -243,7 +246,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing: a scraper comes every few seconds."""
+        """Log nothing: a scraper comes every few seconds."""
 
 
 def _cut_off(request: socket.socket) -> None:
@@ -252,7 +255,7 @@ def _cut_off(request: socket.socket) -> None:
 
 
 def _is_loopback(place: str) -> bool:
-    """Whether a host, with or without a port, is this machine whatever the name servers say."""
+    """Whether a host, with or without a port, is this machine regardless of name servers."""
     try:
         host = urlsplit(f"//{place}").hostname or ""
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -267,7 +270,7 @@ _MAX_CLIENTS = 7
 
 
 class History:
-    """Points in memory, of which the oldest go.
+    """Points in memory; the oldest are dropped.
 
     Args:
         interval: Seconds between two looks.
@@ -278,7 +281,7 @@ class History:
         self._points: deque[Tree] = deque(maxlen=max(2, math.ceil(SECONDS / interval)))
 
     def add(self, document: Tree) -> None:
-        """Keep what matters of a look; its rates, only if they are over the time since the one before."""
+        """Add the figures of a document; its rates only if they are over the time since the previous look."""
         nodes = [node for node in document["nodes"] if node["interval_seconds"]]
         waits = {_name(client): client["loops"][0]["wait_share"] for client in document["clients"] if client["loops"]}
         point: Tree = {"time": document["time_unix_seconds"], "waits": waits}
@@ -287,11 +290,11 @@ class History:
         self._points.append(point)
 
     def as_columns(self) -> Tree:
-        """Times, rates, and for those present clients that wait most, how much: lists of the same length.
+        """Return times, rates, and the wait shares of the clients that wait most: lists of the same length.
 
-        With them comes the interval between two looks.
+        The interval between two looks is included.
         """
-        # The last look has them in that order.
+        # The last document has them in that order.
         names = list(self._points[-1]["waits"])[:_MAX_CLIENTS] if self._points else []
         columns: Tree = {name: [point[name] for point in self._points] for name in ("time", "tasks", "sent_bytes")}
         columns["interval_seconds"] = self._interval

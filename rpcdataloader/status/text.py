@@ -1,4 +1,4 @@
-"""The document of a look as text: columns for a terminal of 100 characters. Pure."""
+"""A status document as text: columns for a terminal of 100 characters. Pure."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rpcdataloader.wire.lines import printable
 
 
 def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: bool = False, why: bool = False) -> str:
-    """One line of totals, one per node server, one per training loop, and one per client that has had errors.
+    """Return a line of totals, and one per node server, per training loop, and per client with errors.
 
     Args:
-        when: The time of the look, for people.
-        nowhere: Where node servers come and go, if no node server is there and no other one is named.
-        workers: With a block per node server, in which each client and worker has a line.
-        why: With the numbers from which it was inferred what a loop waits for.
+        when: Time of the look, in words.
+        nowhere: Places of node servers, if no node server is found and no other one is named.
+        workers: True for a block per node server, with a line for each client and worker.
+        why: True for the numbers behind what a loop waits for.
     """
     nodes = document["nodes"]
     answered = [node for node in nodes if "pid" in node]
@@ -27,14 +27,14 @@ def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: 
         num_ready = sum(node["state"] == "ready" for node in nodes)
         lines.append(f"{'node':<26} {'state':<8} {_line(_NODE_COLUMNS)}")
         lines.append(f"{f'all: {num_ready} of {len(nodes)} ready':<35} {_line(_NODE_COLUMNS, answered)}")
-    # What needs a look comes first, as a terminal may have no room for all.
+    # Problems come first, as a terminal may be too small for all lines.
     for node in sorted(nodes, key=lambda node: node["state"] == "ready"):
         if "pid" in node:
             name = _cut(node["address"], 26, keep=8)
             lines.append(f"{name:<26} {node['state']:<8} {_line(_NODE_COLUMNS, [node])}")
         else:
             lines.append(f"{printable(node['address'])}  {node['state']}: {printable(node['error'])}")
-    lines += [f"{printable(name)}: no node server is there" for name in nowhere]
+    lines += [f"{printable(name)}: no node server found" for name in nowhere]
     lines += [f"ignored {printable(file['path'])}: {printable(file['reason'])}" for file in document["ignored_files"]]
     for client in document["clients"]:
         for loop in client["loops"]:
@@ -94,7 +94,7 @@ def _describe_node(node: Tree) -> list[str]:
             if worker["stack"] is not None:
                 lines.append(textwrap.indent(printable(worker["stack"], keep="\n"), " " * 8))
     if others := len(node["clients"]) - len(here):
-        lines.append(f"  {_count(others, 'more client')} with a session and without workers here")
+        lines.append(f"  {_count(others, 'more client')} with a session but no workers here")
     return lines
 
 
@@ -113,7 +113,7 @@ def _name(client: Tree) -> str:
 
 
 def _clients_at_work(nodes: list[Tree]) -> list[Tree]:
-    """Clients that use the node: a rank has a session on every node, but workers on those of its share."""
+    """Clients with work on the node: a rank has a session on every node, but workers only on those of its share."""
     clients = [client for node in nodes for client in node["clients"]]
     return [client for client in clients if client["workers"] or client["state"] != "idle"]
 
@@ -132,15 +132,15 @@ def _memory_percent(nodes: list[Tree]) -> str:
 
 
 def _state(worker: Tree) -> str:
-    # What matters of what the kernel says: D is a thread that waits for a disk or a file server.
+    # Only the kernel's important states: D is a thread that waits for a disk or a file server.
     kernel = {"T": ", stopped", "t": ", traced", "D": ", blocked", "Z": ", gone", "": ", gone"}
-    # The first of the units is enough here.
+    # The first unit is precise enough here.
     since = " ".join(in_time(worker["state_seconds"]).split()[:2])
     state = "draining" if worker["draining"] else worker["state"]
     return _cut(f"{state} {since}{kernel.get(worker['process_state'], '')}", 24)
 
 
-# Format, title and value of each column: of several nodes together, and of a worker.
+# Format, title and value of each column: for several nodes together, and for a worker.
 _NODE_COLUMNS: list[tuple[str, str, Callable[[list[Tree]], Any]]] = [
     (">7", "clients", lambda nodes: len({(client["host"], client["pid"]) for client in _clients_at_work(nodes)})),
     (">7", "workers", lambda nodes: len(_workers(nodes))),
@@ -156,7 +156,7 @@ _WORKER_COLUMNS: list[tuple[str, str, Callable[[Tree], Any]]] = [
     (">6", "worker", lambda worker: worker["number"]),
     (">8", "pid", lambda worker: worker["pid"]),
     ("<25", " state", lambda worker: f" {_state(worker)}"),
-    # A byte that was not received belongs to one request at least.
+    # Unread bytes belong to at least one request.
     (">5", "queue", lambda worker: f"{worker['queued'] + 1}+" if worker["unread_bytes"] else worker["queued"]),
     (">11", "batches", lambda worker: f"{worker['tasks']:,}"),
     (">6", "/s", lambda worker: in_digits(worker["tasks_per_second"])),
@@ -168,7 +168,7 @@ _WORKER_COLUMNS: list[tuple[str, str, Callable[[Tree], Any]]] = [
 
 
 def _line(columns: Sequence[tuple[str, str, Any]], of: Any = None) -> str:
-    """The cells of some nodes or of a worker; without these, the titles."""
+    """The cells of some nodes or of a worker; the titles by default."""
     return " ".join(format(title if of is None else value(of), width) for width, title, value in columns)
 
 
@@ -177,7 +177,7 @@ def _count(number: int, one: str, many: str = "") -> str:
 
 
 def _cut(text: str, num_chars: int, keep: int = 0) -> str:
-    """At most ``num_chars``, of which the last ``keep`` are those of the end."""
+    """Shorten to ``num_chars``; the last ``keep`` are those of the end."""
     text = printable(text)
     if len(text) <= num_chars:
         return text
@@ -185,7 +185,7 @@ def _cut(text: str, num_chars: int, keep: int = 0) -> str:
 
 
 def in_digits(number: float) -> str:
-    """Three digits, and thousands as such: ``0``, ``0.25``, ``12.3``, ``1,234``."""
+    """Three digits, with thousands separators: ``0``, ``0.25``, ``12.3``, ``1,234``."""
     if number >= 99.95:
         return f"{number:,.0f}"
     return f"{number:.3g}" if number >= 0.001 else "0"

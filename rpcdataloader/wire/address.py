@@ -1,7 +1,7 @@
-"""Where a peer is: ``host:port``, ``[v6]:port`` or ``unix:/path``.
+"""The address of a peer: ``host:port``, ``[v6]:port`` or ``unix:/path``.
 
-Invariant: ``Address.parse(str(address)) == address`` for every address that :meth:`Address.parse` returns. Names are
-not resolved here; whether an address can be reached is the transport's business.
+Invariant: ``Address.parse(str(address)) == address`` for every address that :meth:`Address.parse` returns. Resolving
+names and reaching addresses is the transport's business.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Address:
 
     Attributes:
         host: Name or IP address, IPv6 without its brackets.
-        port: TCP port. 0 means "any free one" where a server listens, and never comes out of :meth:`parse`.
-        path: Path of a Unix socket; not empty for these only.
+        port: TCP port. A listening server's 0 means "any free one"; :meth:`parse` never returns 0.
+        path: Path of a Unix socket; empty for TCP.
     """
 
     host: str = ""
@@ -36,13 +36,13 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read one address as users write it.
+        """Parse one address as users write it.
 
         Args:
             text: ``host:port``, ``[v6]:port`` or ``unix:/path``.
 
         Raises:
-            ValueError: The text is something else; the message names it and says what to write.
+            ValueError: The text is malformed; the message quotes it and says what to write.
         """
         if text != text.strip() or not text.isprintable():
             raise _error(text, "it contains blanks or control characters")
@@ -64,8 +64,8 @@ class Address:
         host, colon, port = text.partition(":")
         if not colon:
             raise _error(text, "the port is missing")
-        # Generous, since names are resolved elsewhere: it is here for what was surely meant otherwise, such as a list
-        # of nodes as Slurm writes it (node[01-04]:6543), two addresses at once, or user@host.
+        # Lenient, since names are resolved elsewhere: it catches texts meant otherwise, such as a list of nodes as
+        # Slurm writes it (node[01-04]:6543), two addresses at once, or user@host.
         if not host.translate(_HOST_PUNCTUATION).isalnum():
             raise _error(text, f"{host!r} is not the name of one host")
         return cls(host, _parse_port(text, port))
@@ -96,7 +96,7 @@ _HOST_PUNCTUATION = str.maketrans("", "", ".-_")
 
 
 def _parse_port(text: str, port: str) -> int:
-    # isdecimal alone would let Arabic digits pass, and int() alone "+80", " 80" and "8_0".
+    # isdecimal alone would accept Arabic digits, and int() alone "+80", " 80" and "8_0".
     if not (port.isascii() and port.isdecimal()):
         raise _error(text, f"the port {port!r} is not a number")
     if len(port) > 5 or not 1 <= int(port) <= _MAX_PORT:

@@ -1,4 +1,4 @@
-"""What blocks of messages consist of: what is sent, and the memory that it is received into. Pure."""
+"""Blocks of messages: the bytes to send, and the memory to receive into. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Pieces:
-    """A block whose bytes lie in several places, which the kernel gathers when it is sent.
+    """A block whose bytes lie in several places, which the kernel gathers when sending it.
 
     Args:
-        pieces: In order, each as a block of its own would be.
+        pieces: Parts in order, each as a block of its own would be.
     """
 
     __slots__ = ("nbytes", "pieces")
@@ -23,11 +23,11 @@ class Pieces:
 
 
 BlockBytes = memoryview | Pieces
-"""What a block that is sent consists of."""
+"""The bytes of a block to send."""
 
 
 def pieces_of(block: Buffer | Pieces) -> list[memoryview]:
-    """The bytes of a block, wherever they are, in order."""
+    """The bytes of a block, in order, wherever they are."""
     return block.pieces if isinstance(block, Pieces) else [as_bytes(block)]
 
 
@@ -39,7 +39,7 @@ def as_bytes(buffer: Buffer) -> memoryview:
 
 
 class Block(Protocol):
-    """Memory that one block of a message is received into."""
+    """Memory to receive one block of a message into."""
 
     @property
     def view(self) -> memoryview:
@@ -47,7 +47,7 @@ class Block(Protocol):
 
 
 Allocate = Callable[[int, Sequence[int]], list[Any]]
-"""``allocate(request_id, sizes in bytes)`` gives one :class:`Block` per size, in order."""
+"""``allocate(request_id, sizes in bytes)`` returns one :class:`Block` per size, in order."""
 
 
 class HeapBlock:

@@ -1,7 +1,7 @@
-"""The files of mutual TLS: a certificate and its key, which this side shows, and the CA that vouches for the other.
+"""The files of mutual TLS: a certificate and its key, which this side shows, and the CA that signs the other side's.
 
-Invariant: what cannot work is refused here, before a socket exists, and named: a file that is missing or damaged, a
-key of another certificate, a key that every user can read.
+Invariant: unusable files are refused here, before a socket exists, and named: a missing or damaged file, a key of
+another certificate, a key that other users can read.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class TlsFiles:
     """Paths of three PEM files; absolute, since sessions change the folder.
 
     Attributes:
-        cert: What this side shows, with the certificates between it and the CA behind it, if there are any.
-        ca: One or more certificates; the other side's must be signed by one of them.
+        cert: Certificate that this side shows, followed by those between it and the CA, if any.
+        ca: One or more certificates; one of them must have signed the other side's.
     """
 
     cert: str
@@ -42,19 +42,19 @@ class TlsFiles:
         """Read the files.
 
         Raises:
-            TlsError: They cannot be used; the message says which, and what to do.
+            TlsError: A file cannot be used; the message says which, and what to do.
         """
         for what, path in (("certificate", self.cert), ("key", self.key), ("CA", self.ca)):
             _check_file(what, path)
         if role == "server":
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.verify_mode = ssl.CERT_REQUIRED
-            # Connections are never resumed. In TLS 1.3 a ticket would be a record after the handshake that holds no
-            # message, and a client that polls would take it for one.
+            # Connections are never resumed. In TLS 1.3 a ticket would be a record after the handshake without a
+            # message, and a polling client would take it for one.
             context.num_tickets = 0
             context.options |= ssl.OP_NO_TICKET
         else:
-            # Asks for a certificate, and compares its names with the address.
+            # Requests a certificate, and compares its names with the address.
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_RENEGOTIATION
@@ -63,8 +63,8 @@ class TlsFiles:
         except ssl.SSLError as exc:
             if exc.reason == "KEY_VALUES_MISMATCH":
                 raise TlsError(
-                    f"the TLS key {self.key} does not belong to the certificate {self.cert}; name the two that were "
-                    "made together"
+                    f"the TLS key {self.key} does not belong to the certificate {self.cert}; name two that were made "
+                    "together"
                 ) from exc
             raise TlsError(
                 f"the TLS certificate {self.cert} and the key {self.key} cannot be used ({reason_of(exc)}); "
@@ -80,7 +80,7 @@ class TlsFiles:
 
     def _refuse_passphrase(self) -> str:
         raise TlsError(
-            f"the TLS key {self.key} is protected by a passphrase, which nobody is there to type; "
+            f"the TLS key {self.key} is protected by a passphrase, which this process cannot ask for; "
             f"store it without: openssl pkey -in {self.key} -out NEW_FILE"
         )
 
@@ -94,14 +94,14 @@ class TlsCredentials:
 
 
 def name_files(names: tuple[str, str, str], values: tuple[str, str, str]) -> TlsFiles | None:
-    """The files that an option or a variable each names; None where none does.
+    """The files that options or variables name; None if all are empty.
 
     Args:
-        names: Of the options, for messages: certificate, key, CA.
+        names: Names of the options, for messages: certificate, key, CA.
         values: The paths, or ``""``.
 
     Raises:
-        ValueError: Some are given, and some are missing.
+        ValueError: Only some are given.
     """
     if not any(values):
         return None
@@ -116,10 +116,10 @@ def name_files(names: tuple[str, str, str], values: tuple[str, str, str]) -> Tls
 
 
 def client_tls(environ: Mapping[str, str] = os.environ) -> TlsCredentials | None:
-    """What a client uses on TCP: the files that three environment variables name; None without these.
+    """The client's TLS credentials from the files that three environment variables name; None if they are unset.
 
     Raises:
-        ValueError: Some of the variables are missing.
+        ValueError: Only some of the variables are set.
         AuthenticationError: The files cannot be used.
     """
     names = CERT_VARIABLE, KEY_VARIABLE, CA_VARIABLE
@@ -129,7 +129,7 @@ def client_tls(environ: Mapping[str, str] = os.environ) -> TlsCredentials | None
 
 
 def _check_file(what: str, path: str) -> None:
-    # What ssl says of a file that is missing does not name it.
+    # ssl's error for a missing file does not name it.
     try:
         data = safe_files.read(path, _MAX_FILE_BYTES, stat.S_IRWXO if what == "key" else 0, any_owner=True)
     except OSError as exc:
@@ -137,7 +137,7 @@ def _check_file(what: str, path: str) -> None:
     except UnsafeFileError as exc:
         if exc.flaw is Flaw.MODE:
             raise TlsError(
-                f"the TLS key file {path} {exc}; if nobody can have read it, run: chmod 600 {path}"
+                f"the TLS key file {path} {exc}; if no other user has read it, run: chmod 600 {path}"
             ) from None
         data = None
     if data is None or len(data) > _MAX_FILE_BYTES:
@@ -145,5 +145,5 @@ def _check_file(what: str, path: str) -> None:
 
 
 def reason_of(exc: ssl.SSLError) -> str:
-    """What OpenSSL says, in words."""
+    """OpenSSL's reason, in words."""
     return (exc.reason or exc.strerror or str(exc)).lower().replace("_", " ")

@@ -1,7 +1,6 @@
 """One connection from the first byte on: preamble, handshake, then sealed messages in both directions.
 
-The same class serves both sides. Messages are sent by any thread, one at a time and in the order in which they were
-sealed; one thread receives.
+The same class serves both sides. Any thread may send, one at a time and in the order of sealing; one thread receives.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ MAX_SENT_NOW_BYTES = 4096
 
 @dataclass(slots=True)
 class Outgoing:
-    """A message that waits to be sent; the fields are the arguments of :meth:`Channel.send`."""
+    """A message to send; the fields are the arguments of :meth:`Channel.send`."""
 
     type: MessageType
     request_id: int = 0
@@ -58,7 +57,7 @@ class Outgoing:
 
     @property
     def size_bytes(self) -> int:
-        """Payload and blocks together."""
+        """The size of payload and blocks together."""
         return len(self.payload) + sum(buffer.nbytes for buffer in self.buffers)
 
 
@@ -66,10 +65,10 @@ class Channel:
     """An authenticated connection.
 
     Attributes:
-        name: The peer, for messages: an address or ``"client host:pid"``.
+        name: Name of the peer in messages: an address or ``"client host:pid"``.
         differences: Versions that differ between the two sides without being refused.
-        recv: Receives the next message; None when the peer has finished and closed between two messages. Raises
-            RemoteProtocolError when the peer sent something forbidden, or somebody altered it on the way, and
+        recv: Function that receives the next message; None when the peer has closed between two messages. Raises
+            RemoteProtocolError when the peer sent something forbidden, or the message was altered on its way, and
             ConnectionLostError when the connection broke, perhaps in the middle of a message.
     """
 
@@ -91,7 +90,7 @@ class Channel:
         return self.stream.fileno()
 
     def allocate_with(self, allocate: Allocate) -> None:
-        """Let ``allocate`` choose the memory that blocks are received into."""
+        """Let ``allocate`` choose the memory for received blocks."""
         self._decoder.allocate = allocate
 
     @property
@@ -118,10 +117,10 @@ class Channel:
     def send_now(
         self, type: MessageType, request_id: int, payload: bytes, buffers: Sequence[BlockBytes], flags: int = 0
     ) -> bool:
-        """Send a small message in this thread; returns False for one that a sender thread should send.
+        """Send a small message in this thread; returns False for a message that a sender thread should send.
 
-        Waking that thread costs two changes of the thread that holds the GIL, which is more than the message does.
-        It is for the caller to know that the kernels' buffers have room, if it must not wait.
+        Waking that thread costs two changes of the GIL's holder, which is more than the message does. A caller that
+        must not wait has to know that the kernels' buffers have room.
 
         Raises:
             ConnectionLostError: The peer is gone.
@@ -142,9 +141,9 @@ class Channel:
             self._send_lock.release()
 
     def abandon(self) -> None:
-        """Let go of a message that was received in part; nothing can be received any more.
+        """Drop a partly received message; nothing can be received afterwards.
 
-        Whoever refers to a connection that has ended must not keep the memory of a batch.
+        References to an ended connection must not keep the memory of a batch.
         """
         self._decoder.abandon()
 
@@ -164,7 +163,7 @@ def _recv(stream: Stream, decoder: Decoder, deadline: Deadline | None = None) ->
             if arrival is not None:
                 message.arrival = arrival
             return message
-        # Nothing is read ahead, so the rest comes with another receive call; an optional message may have been skipped.
+        # Nothing is read ahead, so another receive call gets the rest; an optional message may have been skipped.
         if not stream.unread and decoder.mid_message:
             if arrival is None:
                 arrival = Arrival(time.monotonic(), time.thread_time(), True)
@@ -188,12 +187,12 @@ def open_channel(
     Args:
         session_id: 16 bytes; zeros ask for a new session.
         deadline: Bounds connecting and the handshake together.
-        retry: Wait for a server that is not there yet (see :func:`~rpcdataloader.wire.connecting.connect`).
-        label: Beginning of the warning when that takes long; None for no warning.
-        tls: Speak TLS; None to do without. Not for Unix sockets, which nobody can listen to.
+        retry: Wait for a server that is starting (see :func:`~rpcdataloader.wire.connecting.connect`).
+        label: Beginning of the warning after a long wait; None for no warning.
+        tls: TLS credentials; None without TLS. Not for Unix sockets, which cannot be listened in on.
 
     Raises:
-        ConnectError: Nobody listens there.
+        ConnectError: No server listens there.
         AuthenticationError: One side does not know the secret of the other, or does not accept its certificate.
         RemoteProtocolError: The peer is no node server, or one of another version.
     """
@@ -210,7 +209,7 @@ def open_channel(
     except RPCTimeoutError as exc:
         stream.close()
         raise ConnectError(
-            f"{address} took the connection and did not finish the handshake in time "
+            f"{address} accepted the connection, but did not finish the handshake in time "
             "(is it a node server of this package? is it overloaded?)"
         ) from exc
     except RemoteProtocolError as exc:
@@ -241,16 +240,16 @@ def _start_tls(
     try:
         secure.shake_hands(deadline)
     except AnsweredInClearError:
-        # All that may come in clear is a refusal.
+        # Only a refusal may come in clear.
         message = _recv(stream, Decoder(heap_blocks, None, HANDSHAKE_LIMITS), deadline)
         if message is not None and message.type == MessageType.REFUSED:
             handshake.receive(message)
-        raise TlsError("the server does not speak TLS, as this client was told to (is it a node server?)") from None
+        raise TlsError("the server does not speak TLS, which this client requires (is it a node server?)") from None
     return secure
 
 
 def recv_preamble(stream: Stream) -> Preamble | None:
-    """Read the clear preamble of a new connection; None when it closed without a word.
+    """Read the clear preamble of a new connection; None if the client closed it without a byte.
 
     Raises:
         RemoteProtocolError: The peer speaks another protocol.
@@ -267,10 +266,10 @@ def recv_preamble(stream: Stream) -> Preamble | None:
 def accept_channel(
     stream: Stream, preamble: Preamble, credentials: Credentials, identity: Identity, tls: TlsFiles | None = None
 ) -> Channel:
-    """Authenticate a client whose preamble was read. Its time is limited by whoever forked this process.
+    """Authenticate a client whose preamble was read. The process that forked this one limits its time.
 
     Args:
-        tls: Speak TLS, and with nobody who does not; None to do without. The files are read now.
+        tls: Files for TLS, which is then required; None without TLS. The files are read now.
 
     Raises:
         AuthenticationError: The client does not know the secret, or its certificate is not accepted.
@@ -298,11 +297,11 @@ def _accept_tls(stream: Stream, handshake: ServerHandshake, preamble: Preamble, 
             )
         if not preamble.tls:
             raise TlsError(
-                "this node server takes nothing but TLS, and the client does not speak it; "
+                "this node server requires TLS, and the client does not speak it; "
                 f"set {CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE} for the client"
             )
-        # A stranger is told nothing of our files.
-        told = TlsError("this node server cannot use its own certificate any more; its log says why")
+        # An unauthenticated client learns nothing of the server's files.
+        told = TlsError("this node server can no longer use its own certificate; its log says why")
         credentials = files.load("server")
     except TlsError as exc:
         handshake.refuse(told or exc)
@@ -322,7 +321,7 @@ def _shake_hands(stream: Stream, handshake: ClientHandshake | ServerHandshake, d
         if handshake.established is not None:
             return
         try:
-            # For each receive anew: a peer that sends a byte now and then must not hold us for ever.
+            # For each receive anew: a peer that sends a byte now and then must not hold this side without limit.
             message = _recv(stream, decoder, deadline)
             if message is None:
                 hint = "node server" if isinstance(handshake, ClientHandshake) else "client"
@@ -331,7 +330,7 @@ def _shake_hands(stream: Stream, handshake: ClientHandshake | ServerHandshake, d
                 )
             handshake.receive(message)
         except RPCError:
-            # Tell the other side why, if there is something to tell; what failed here is what is raised.
+            # Tell the other side why, if possible; the first error is raised.
             if data := handshake.data_to_send():
                 _send_farewell(stream, data)
             raise
@@ -345,7 +344,7 @@ def _send_farewell(stream: Stream, data: bytes) -> None:
     stream.finish()
 
 
-# Slurm's are numbers. A longer one must not make a HELLO too long to be sent.
+# Slurm's are numbers. A longer one must not make a HELLO too long to send.
 _MAX_JOB_CHARS = 64
 
 
@@ -363,7 +362,7 @@ def local_identity(role: str, rank: int | None = None) -> Identity:
         torch=_version("torch"),
         numpy=_version("numpy"),
         cloudpickle=_version("cloudpickle"),
-        # A server tells strangers no more than it must.
+        # A server tells unauthenticated clients as little as possible.
         job=os.environ.get("SLURM_JOB_ID", "")[:_MAX_JOB_CHARS] if role == "client" else "",
     )
 
@@ -372,5 +371,5 @@ def local_identity(role: str, rank: int | None = None) -> Identity:
 def _version(package: str) -> str:
     try:
         return metadata.version(package)
-    except metadata.PackageNotFoundError:  # built in place, without metadata; or not needed to say hello
+    except metadata.PackageNotFoundError:  # built in place, without metadata; or not installed
         return "unknown"

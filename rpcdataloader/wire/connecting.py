@@ -1,4 +1,4 @@
-"""Sockets of connections, on either side: connecting until a deadline, listening, and taking connections."""
+"""Sockets of connections, on either side: connecting until a deadline, listening, and accepting."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from rpcdataloader.wire.transport import Deadline, Stream, peer_uid, shut_down, 
 
 logger = logging.getLogger("rpcdataloader.client")
 
-# sockaddr_un holds 108 bytes, the final zero included.
+# sockaddr_un holds 108 bytes, including the final zero.
 MAX_UNIX_PATH = 107
 
-# What the kernel reports when nobody listens there (yet): worth another try until the deadline.
+# The kernel's errors while no server listens there (yet): retried until the deadline.
 _NOT_YET = {
     errno.ECONNREFUSED,
     errno.ECONNRESET,
     errno.ECONNABORTED,
-    errno.ENOTCONN,  # it was reset before its options were set
+    errno.ENOTCONN,  # reset before its options were set
     errno.EHOSTUNREACH,
     errno.ENETUNREACH,
     errno.ETIMEDOUT,
@@ -42,13 +42,13 @@ def connect(
     """Connect to ``address``.
 
     Args:
-        deadline: Bounds name resolution's results taken together and all tries; resolution itself is the C
-            library's and takes what its own configuration says. Cancelled, it ends the wait, and the connection.
-        retry: Try again, with growing pauses, while nobody listens there: the server may still be starting.
-        label: Beginning of the warning when that takes long; None for no warning.
+        deadline: Bounds all attempts on the resolved addresses together; resolution itself is the C library's, which
+            takes as long as its own configuration says. Cancelling it ends the wait, and the connection.
+        retry: Try again, with back-off, while no server listens there: it may still be starting.
+        label: Beginning of the warning after a long wait; None for no warning.
 
     Raises:
-        ConnectError: Nobody answered before the deadline; tells why.
+        ConnectError: No server answered before the deadline; the message says why.
     """
     pause = 0.05
     reported = False
@@ -56,7 +56,7 @@ def connect(
         try:
             return _connect_once(address, deadline)
         except OSError as exc:
-            # A name that does not exist will not exist soon; a name server that does not answer may.
+            # A missing name will not appear soon; a silent name server may answer.
             transient = exc.errno == socket.EAI_AGAIN if isinstance(exc, socket.gaierror) else _may_pass(exc)
             if not retry or not transient or not deadline.pause(pause):
                 raise ConnectError(f"cannot connect to {address}: {_reason(exc)}") from exc
@@ -93,7 +93,7 @@ def _connect_once(address: Address, deadline: Deadline) -> Stream:
 
 
 def _connect_socket(family: int, address: Any, deadline: Deadline, num_left: int) -> socket.socket:
-    """Connect, and leave an equal part of the time to each of the addresses that are left to try, this one included."""
+    """Connect, and leave an equal part of the time to each of the remaining addresses, including this one."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         remaining = deadline.remaining()
@@ -103,7 +103,7 @@ def _connect_socket(family: int, address: Any, deadline: Deadline, num_left: int
         sock.connect(address)
         tune(sock)
         if family != socket.AF_UNIX and sock.getsockname() == sock.getpeername():
-            # Nobody listens there, and the kernel chose that very port for our end: TCP then connects it to itself.
+            # No server listens there, and the kernel chose that very port for this end: TCP connects it to itself.
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     except BaseException:
         sock.close()
@@ -112,11 +112,11 @@ def _connect_socket(family: int, address: Any, deadline: Deadline, num_left: int
 
 
 def look_up(host: str, port: int, flags: int = 0) -> list[tuple[int, int, int, str, Any]]:
-    """``getaddrinfo``, whose every failure is a ``gaierror``."""
+    """``getaddrinfo`` with every failure as a ``gaierror``."""
     try:
         return list(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags))
     except UnicodeError:
-        # A part between two dots that is empty, or longer than 63 characters.
+        # A part between two dots is empty, or longer than 63 characters.
         raise socket.gaierror(socket.EAI_NONAME, "not a valid host name") from None
 
 
@@ -148,15 +148,15 @@ def short_path(path: str) -> Iterator[str]:
 
 LISTEN_BACKLOG = 1024
 
-# What accept(2) says when this process or the system has no room; everything else concerns that one connection.
+# accept(2)'s errors when this process or the system has no room; all others concern that one connection.
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 def listen_tcp(host: str, ports: Sequence[int]) -> socket.socket:
-    """Listen on the first of ``ports`` that is free.
+    """Listen on the first free one of ``ports``.
 
     Args:
-        host: Name or address of the interface; ``"::"`` takes IPv4 as well, where the system can.
+        host: Name or address of the interface; ``"::"`` includes IPv4, where the system can.
         ports: Candidates in order; 0 lets the kernel choose.
 
     Raises:
@@ -190,7 +190,7 @@ def listen_tcp(host: str, ports: Sequence[int]) -> socket.socket:
 
 
 def listen_unix(path: str) -> socket.socket:
-    """Listen on a Unix socket that only this user may connect to. A socket file nobody listens on is replaced.
+    """Listen on a Unix socket that only this user may connect to; replaces a socket file without a listener.
 
     Raises:
         ConnectError: The path is in use, or cannot be created.
@@ -199,7 +199,7 @@ def listen_unix(path: str) -> socket.socket:
     try:
         with short_path(path) as short:
             _remove_stale(short)
-            # The mode is there from the first moment on, and not only after a chmod.
+            # The mode applies from the first moment on, unlike after a chmod.
             before = os.umask(0o177)
             try:
                 sock.bind(short)
@@ -210,7 +210,7 @@ def listen_unix(path: str) -> socket.socket:
         sock.close()
         reason = exc.strerror or str(exc)
         if exc.errno == errno.EADDRINUSE:
-            reason = "in use by another server" if _is_socket(path) else "there is something else of that name"
+            reason = "in use by another server" if _is_socket(path) else "something else has that name"
         raise ConnectError(f"cannot listen on unix:{path}: {reason}") from exc
     return sock
 
@@ -223,11 +223,11 @@ def _is_socket(path: str) -> bool:
 
 def _remove_stale(path: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a server that is stuck has a full queue, and is there all the same
+        probe.setblocking(False)  # a server that is stuck still listens, with a full queue
         try:
             probe.connect(path)
         except ConnectionRefusedError:
-            # What any file that is no socket answers, too.
+            # Also the answer of any file that is no socket.
             if stat.S_ISSOCK(os.stat(path).st_mode):
                 os.unlink(path)
         except (FileNotFoundError, BlockingIOError):
@@ -235,12 +235,12 @@ def _remove_stale(path: str) -> None:
 
 
 def accept(listener: socket.socket) -> tuple[socket.socket, str] | None:
-    """Take one waiting connection; gives the socket and a text that tells who connected.
+    """Accept one waiting connection; returns the socket and a text that names the peer.
 
-    Returns None when there is none (any more).
+    Returns None if no connection waits.
 
     Raises:
-        ConnectError: This process has no descriptor left for it.
+        ConnectError: This process has no descriptor left.
     """
     try:
         sock, peer = listener.accept()
@@ -257,14 +257,14 @@ def accept(listener: socket.socket) -> tuple[socket.socket, str] | None:
 
 
 def peer_name(sock: socket.socket) -> str:
-    """Who is at the other end of a connection, for a log: ``"10.0.0.7:51234"``, ``"[::1]:51234"``, ``"uid:1000"``."""
+    """Name of the peer of a connection, for a log: ``"10.0.0.7:51234"``, ``"[::1]:51234"``, ``"uid:1000"``."""
     try:
         if sock.family == socket.AF_UNIX:
             return f"uid:{peer_uid(sock)}"
         host, port, *_ = sock.getpeername()
-    except OSError:  # it has gone
+    except OSError:  # the peer has gone
         return ""
-    host = host.removeprefix("::ffff:")  # that of IPv4, on a listener for both
+    host = host.removeprefix("::ffff:")  # IPv4, on a listener for both
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -272,12 +272,12 @@ def resolve(host: str) -> None:
     """Check that ``host`` resolves.
 
     Raises:
-        ConnectError: It does not.
+        ConnectError: The host does not resolve.
     """
     try:
         look_up(host, 0)
     except socket.gaierror as exc:
         raise ConnectError(
-            f"the address that clients shall use, {host}, does not resolve here ({exc.strerror}); "
+            f"the address for clients, {host}, does not resolve here ({exc.strerror}); "
             "give one that does with --advertise"
         ) from exc

@@ -1,7 +1,7 @@
-"""Where the shared secret comes from.
+"""The source of the shared secret.
 
-Invariant: a secret that somebody else could know, or could have chosen, is refused rather than used, and no secret
-appears in a repr, an error message or, once it has been read, in the environment that child processes inherit.
+Invariant: a secret that another user could know, or could have chosen, is refused, and no secret appears in a repr, an
+error message or, once it has been read, in the environment that child processes inherit.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ TOKEN_VARIABLE = "RPCDATALOADER_TOKEN"
 TOKEN_FILE_VARIABLE = "RPCDATALOADER_TOKEN_FILE"
 INSECURE_VARIABLE = "RPCDATALOADER_INSECURE"
 
-# What both sides use in place of a secret when they were told to go without: everybody knows it. The protocol is the
-# same as with a secret, so there is no negotiation, and nobody on the path can talk the sides into a weaker one.
+# Stands for a secret on sides that were told to go without; it is public. The protocol is the same as with a secret, so
+# there is nothing to negotiate, and an attacker on the path cannot talk the sides into a weaker one.
 INSECURE_SECRET = b"rpcdataloader insecure"
 
-# Whoever records a handshake can try guesses offline, so a word or a pin is no secret. Ours have 43 characters.
+# An attacker who records a handshake can try guesses offline, so a word or a pin is no secret. Ours have 43 characters.
 _MIN_TOKEN_BYTES = 16
-# Somebody named the wrong file; do not read a data set into memory to find out.
+# The file may be the wrong one, such as a data set: its size is limited before it is read.
 _MAX_TOKEN_BYTES = 4096
 
-# Secrets of node servers that a pool has started.
+# Secrets of a pool's node servers.
 _of_addresses: dict[Address, Credentials] = {}
 
-# RPCDATALOADER_TOKEN, once it has been taken out of the environment. Set once, to a value that does not change.
+# RPCDATALOADER_TOKEN, after its removal from the environment. Set once, and never changed.
 _environment_token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A secret, and where it came from.
+    """A secret and its source.
 
     Attributes:
         secret: Key of the handshake; not shown by ``repr``.
-        source: For messages: where the secret came from.
+        source: Source of the secret, for messages.
     """
 
     secret: bytes = field(repr=False)
@@ -55,14 +55,14 @@ class Credentials:
 
     @property
     def fingerprint(self) -> str:
-        """Eight characters to compare the secrets of two sides by; ``"none"`` without a secret."""
+        """Eight characters that identify a secret, to compare both sides'; ``"none"`` without a secret."""
         if self.insecure:
             return "none"
         return hashlib.sha256(b"rpcdataloader fingerprint\0" + self.secret).hexdigest()[:8]
 
     @property
     def insecure(self) -> bool:
-        """Whether everybody knows the secret."""
+        """Whether the secret is the public one."""
         return self.secret == INSECURE_SECRET
 
 
@@ -76,10 +76,10 @@ def load_credentials(
 ) -> Credentials:
     """Find the secret: ``token``, ``token_file``, the environment, else the file in the user's configuration.
 
-    That file is created on first use. It is the same for all processes, and all machines, that share a home directory.
+    That file is created on first use. All processes and machines that share a home directory share the file.
 
     Args:
-        environ: ``RPCDATALOADER_TOKEN_FILE`` and ``RPCDATALOADER_TOKEN`` are looked up here. The latter is removed,
+        environ: Environment with ``RPCDATALOADER_TOKEN_FILE`` and ``RPCDATALOADER_TOKEN``. The latter is removed,
             whether it is used or not, and remembered for later calls.
 
     Raises:
@@ -112,11 +112,11 @@ def load_credentials(
 
 
 def receive_credentials(descriptor: int, environ: MutableMapping[str, str] = os.environ) -> Credentials:
-    """Read the secret from the first line of a pipe or socket, and nothing that comes after that line.
+    """Read the secret from the first line of a pipe or socket, and nothing after that line.
 
     Args:
-        descriptor: Where the line comes from; standard input, for messages.
-        environ: ``RPCDATALOADER_TOKEN`` is removed from here, as by :func:`load_credentials`.
+        descriptor: Descriptor to read; messages call it standard input.
+        environ: Environment to remove ``RPCDATALOADER_TOKEN`` from, as in :func:`load_credentials`.
 
     Raises:
         AuthenticationError: The line is no secret.
@@ -129,19 +129,19 @@ def receive_credentials(descriptor: int, environ: MutableMapping[str, str] = os.
 
 
 def remember_credentials(address: Address, credentials: Credentials) -> None:
-    """Use this secret for an address from now on, whatever the environment says."""
+    """Use this secret for an address from now on, in place of the environment's."""
     _of_addresses[address] = credentials
 
 
 def client_credentials(address: Address, environ: MutableMapping[str, str] = os.environ) -> Credentials:
-    """The secret for a connection to ``address``: that of a pool; none where ``RPCDATALOADER_INSECURE`` allows that.
+    """The secret for a connection to ``address``: a pool's; none where ``RPCDATALOADER_INSECURE`` allows that.
 
     Args:
-        environ: ``RPCDATALOADER_INSECURE`` is ``unix`` (no secret on Unix sockets) or ``tcp`` (none at all).
+        environ: Environment with ``RPCDATALOADER_INSECURE``: ``unix`` (no secret on Unix sockets) or ``tcp`` (none).
 
     Raises:
-        AuthenticationError: As :func:`load_credentials`.
-        ValueError: ``RPCDATALOADER_INSECURE`` is something else.
+        AuthenticationError: See :func:`load_credentials`.
+        ValueError: ``RPCDATALOADER_INSECURE`` has another value.
     """
     if address in _of_addresses:
         return _of_addresses[address]
@@ -168,7 +168,7 @@ def _take_environment_token(environ: MutableMapping[str, str]) -> str | None:
 
 
 def _credentials(token: str | bytes, source: str) -> Credentials:
-    """Check what does not depend on where the secret came from."""
+    """Check a secret from any source."""
     if not isinstance(token, (str, bytes)):
         raise TypeError(f"token must be str or bytes, not {type(token).__name__}")
     # Editors and echo put a line break at the end of a file.
@@ -179,9 +179,9 @@ def _credentials(token: str | bytes, source: str) -> Credentials:
         size = "shorter" if len(secret) < _MIN_TOKEN_BYTES else "longer"
         limit = _MIN_TOKEN_BYTES if len(secret) < _MIN_TOKEN_BYTES else _MAX_TOKEN_BYTES
         raise AuthenticationError(f"the secret ({source}) is {size} than {limit} characters; {_HOW_TO_CREATE}")
-    # HMAC pads keys with zero bytes, so a secret that ends in some equals one without.
+    # HMAC pads keys with zero bytes, so zero bytes at the end of a secret do not count.
     if secret.rstrip(b"\0") == INSECURE_SECRET:
-        raise AuthenticationError(f"the secret ({source}) is the one that everybody knows; {_HOW_TO_CREATE}")
+        raise AuthenticationError(f"the secret ({source}) is the public one of --insecure; {_HOW_TO_CREATE}")
     return Credentials(secret, source)
 
 
@@ -193,7 +193,7 @@ def _default_path(environ: Mapping[str, str]) -> Path:
 
 
 def _read(path: Path) -> Credentials | None:
-    """Read a token file; None when there is none, AuthenticationError when it is not to be trusted."""
+    """Read a token file; None if it is missing, AuthenticationError if it cannot be trusted."""
     try:
         data = safe_files.read(path, _MAX_TOKEN_BYTES, stat.S_IRWXG | stat.S_IRWXO)
     except FileNotFoundError:
@@ -207,21 +207,21 @@ def _read(path: Path) -> Credentials | None:
         advice = {
             Flaw.KIND: f"; set {TOKEN_FILE_VARIABLE} to one",
             Flaw.OWNER: ", who could read and change it; use a file of your own",
-            Flaw.MODE: f"; if nobody can have read it, run: chmod 600 {path}",
+            Flaw.MODE: f"; if no other user has read it, run: chmod 600 {path}",
         }[error.flaw]
         raise AuthenticationError(f"the token file {path} {error}{advice}") from None
     return _credentials(data, f"file {path}")
 
 
 def _create(path: Path) -> None:
-    """Create a token file with a new secret, unless somebody else has done so by then.
+    """Create a token file with a new secret, unless another process has done so meanwhile.
 
-    All tasks of a job may get here at once, on several machines that share the directory. Each writes a file of its
-    own, and linking it to its final name succeeds for one of them only; so the file is complete as soon as it can be
-    seen (opened with O_EXCL, it would be seen empty at first).
+    All tasks of a job may get here at once, on several machines that share the directory. Each writes its own file, and
+    linking it to the final name succeeds for only one of them; so the file is complete from its first moment (opened
+    with O_EXCL, it would be empty at first).
     """
     try:
-        # Not the home directory itself: where that is missing, a secret in it would be shared with nobody.
+        # The home directory itself is not created: a secret in a new one would be shared with no other machine.
         path.parent.parent.mkdir(mode=0o700, exist_ok=True)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=".token-", dir=path.parent)  # of mode 0600

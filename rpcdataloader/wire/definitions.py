@@ -1,9 +1,9 @@
-"""Functions and classes that travel by value, and who owns them.
+"""Functions and classes that travel by value, and their owners.
 
-The functions and classes of a client's ``__main__``, its lambdas and its local classes cannot be imported by a worker:
+A worker cannot import the functions and classes of a client's ``__main__``, its lambdas and its local classes:
 cloudpickle sends their code. Each gets a random token when it is first sent, and both sides remember, weakly, which
-object goes by which token. So what comes back is the client's own object, and the client's object is never changed by
-what comes back: a definition is applied only where it was received, not where it was made.
+object goes by which token. So a definition that comes back is the client's own object, and never changes it: a
+definition is applied only where it was received, not where it was made.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-#: What multiprocessing calls ``__main__`` in a spawned child, where it is the same module under two names.
+#: multiprocessing's name for ``__main__`` in a spawned child, where it is the same module under two names.
 MAIN_NAMES = ("__main__", "__mp_main__")
 
 LRU_CACHE = type(functools.lru_cache(id))
 
 
 class Origin(NamedTuple):
-    """Where a definition was made.
+    """The process that made a definition.
 
     Attributes:
-        token: Names it on both sides.
-        is_ours: This process made it.
-        name: Module and qualified name under which its maker finds it, None for a lambda or a local class.
+        token: Name of the definition on both sides.
+        is_ours: True if this process made it.
+        name: Module and qualified name under which its maker finds it; None for a lambda or a local class.
     """
 
     token: bytes
@@ -38,19 +38,19 @@ class Origin(NamedTuple):
     name: tuple[str, str] | None
 
 
-# No lock: each operation on these is atomic, and whoever comes second in a race writes the same.
+# No lock: each operation on these is atomic, and both threads of a race write the same.
 _origins: weakref.WeakKeyDictionary[Any, Origin] = weakref.WeakKeyDictionary()
 _definitions: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
 
 
 def is_definition(obj: object) -> bool:
-    """Tell whether this is a function or a class, or a cached function, which pickle treats as one."""
+    """Whether this is a function or a class, or a cached function, which pickle treats as one."""
     kind = type(obj)
     return kind is types.FunctionType or issubclass(kind, type) or kind is LRU_CACHE
 
 
 def find_origin(definition: Any) -> Origin | None:
-    """Return where a definition came from, None if it has neither been sent nor received."""
+    """Return a definition's origin; None if it has neither been sent nor received."""
     return _origins.get(definition)
 
 
@@ -61,7 +61,7 @@ def importable_name(definition: Any) -> tuple[str, str] | None:
         return None
     try:
         found = attrgetter(name)(sys.modules[module])
-    except (KeyError, AttributeError):  # not there, or "<locals>"
+    except (KeyError, AttributeError):  # missing, or "<locals>"
         return None
     return (module, name) if found is definition else None
 
@@ -70,7 +70,7 @@ def reduce_by_value(definition: Any, reduction: tuple[Any, ...]) -> tuple[Any, .
     """Extend cloudpickle's recipe for a definition by its origin.
 
     Args:
-        reduction: As ``reducer_override`` returns it: make, args, state, None, None, set_state.
+        reduction: Result of ``reducer_override``: make, args, state, None, None, set_state.
     """
     make, args, state, _, _, set_state = reduction
     if isinstance(definition, type) and vars(definition).get("__slots__"):
@@ -84,15 +84,15 @@ def reduce_by_value(definition: Any, reduction: tuple[Any, ...]) -> tuple[Any, .
 
 
 def _with_slots(argument: Any, cls: type) -> Any:
-    """Add ``__slots__`` to the namespace in which cloudpickle makes a class; it adds them only afterwards.
+    """Add ``__slots__`` to the namespace in which cloudpickle makes a class; it adds them too late to have an effect.
 
-    Too late to have an effect: instances would have a dictionary, and come back with a state that does not fit.
+    Instances would have a dictionary, and come back with a state that does not fit.
     """
     return argument | {"__slots__": vars(cls)["__slots__"]} if isinstance(argument, dict) else argument
 
 
 def receive(token: bytes, name: tuple[str, str] | None, make: Callable[..., Any], args: Any) -> Any:
-    """Return the definition of this token: our own if we made it, else one begun by ``make(*args)``."""
+    """Return the definition of this token: this process's own, or else one begun by ``make(*args)``."""
     definition = _definitions.get(token)
     if definition is None or not _origins[definition].is_ours:
         definition = make(*args)
@@ -102,16 +102,16 @@ def receive(token: bytes, name: tuple[str, str] | None, make: Callable[..., Any]
 
 
 def complete(definition: Any, recipe: tuple[Callable[[Any, Any], None], Any]) -> None:
-    """Fill a received function or class, unless it is our own."""
+    """Fill a received function or class, unless this process made it."""
     if not _origins[definition].is_ours:
         set_state, state = recipe
         set_state(definition, state)
 
 
 def complete_and_adopt(definition: Any, recipe: tuple[Callable[[Any, Any], None], Any]) -> None:
-    """On a worker, also give what comes from the client's ``__main__`` its name in ours.
+    """On a worker, also give a definition from the client's ``__main__`` its name in the worker's.
 
-    So code there which pickles it by name, as deep copies and child processes do, works too.
+    So code there that pickles it by name, as deep copies and child processes do, works too.
     """
     complete(definition, recipe)
     origin = _origins[definition]
@@ -131,6 +131,6 @@ def reduce_by_name(origin: Origin) -> tuple[Any, ...] | None:
 
 
 def find(token: bytes, module: str, name: str) -> Any:
-    """Return our own definition: the one that was sent, or else what has its name now."""
+    """Return this process's own definition: the one sent, or else the current one of that name."""
     definition = _definitions.get(token)
     return attrgetter(name)(importlib.import_module(module)) if definition is None else definition

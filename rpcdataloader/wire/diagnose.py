@@ -1,4 +1,4 @@
-"""Finds which part of an object cannot be pickled, and the attribute path to it."""
+"""Finds the part of an object that cannot be pickled, and the attribute path to it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-#: What user code may raise while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
+#: Exceptions of user code while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
 
-#: No deeper than people nest objects on purpose.
+#: No deeper than users nest objects on purpose.
 _MAX_DEPTH = 30
 
 Attempt = Callable[[Any], "BaseException | None"]
@@ -22,12 +22,11 @@ def find_culprit(obj: Any, path: str, error: BaseException, attempt: Attempt) ->
     """Find the innermost part that cannot be pickled.
 
     Args:
-        path: What the caller calls it.
-        attempt: Pickles its argument and returns the error, or None.
+        path: The caller's name for the object.
+        attempt: Function that pickles its argument and returns the error, or None.
 
     Returns:
-        The path of the part, the part, and why it cannot be pickled. The part is ``obj`` itself if all that it
-        consists of can be pickled.
+        The path of the part, the part, and the error. The part is ``obj`` itself if all of its parts can be pickled.
     """
     return _search(obj, path, error, attempt, set(), _MAX_DEPTH) or (path, obj, error)
 
@@ -41,7 +40,7 @@ def _search(
         part_error = attempt(part)
         if part_error is None:
             continue
-        # In a cycle, a part fails because of something that it leads back to: then it is not the culprit.
+        # In a cycle, a part fails because it leads back to another part: then it is not the culprit.
         is_innermost = False
         if id(part) not in visited:
             found = _search(part, part_path, part_error, attempt, visited, depth - 1)
@@ -51,7 +50,7 @@ def _search(
 
 
 def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield what pickling an object pickles besides, with the path that leads there."""
+    """Yield the parts that are pickled with an object, and their paths."""
     if isinstance(obj, dict):
         yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
         yield from ((f"a key of {path}", key) for key in obj)
@@ -95,7 +94,7 @@ def _reduction_parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     parts: list[Any] = [*reduction, None, None, None, None]
     _, args, state, items, pairs, *_ = parts
-    # Instances with slots have two states: of their dictionary and of their slots.
+    # Instances with slots have two states: those of their dictionary and of their slots.
     states = state if isinstance(state, tuple) and len(state) == 2 else (state,)
     for part in states:
         if isinstance(part, dict):

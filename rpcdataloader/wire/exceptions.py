@@ -1,11 +1,11 @@
 """Exceptions of tasks: they reach the trainer with their own type and the traceback of the worker.
 
-``BaseException`` pickles as a call of its class with its ``args``. That is wrong for every class whose constructor
-takes anything else: it fails, or runs the constructor a second time on its own message. Here an exception is rebuilt
-without its constructor, unless it says itself how it is to be pickled.
+``BaseException`` pickles as a call of its class with its ``args``. That fails for every class whose constructor takes
+other arguments, or runs the constructor a second time on its own message. Here an exception is rebuilt without its
+constructor, unless its class defines how to pickle it.
 
-A worker says with :func:`name_sample` what was being loaded. The trainer makes a note of it, with the worker and its
-node. Python 3.10 has no notes: there, it stands below the traceback of the worker.
+A worker says with :func:`name_sample` what it was loading. The trainer adds it as a note, with the worker and its node.
+Python 3.10 has no notes: there, it stands below the traceback of the worker.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rpcdataloader.host.environment import hint_at
 from rpcdataloader.wire.diagnose import USER_ERRORS
 from rpcdataloader.wire.picklers import ReplyPickler, Unpickler
 
-#: A longer text is cut in the middle: a message with a whole array in it helps nobody.
+#: A longer text is cut in the middle: a message with a whole array in it is of no use.
 _MAX_TEXT_CHARACTERS = 1 << 16
 
-# Attribute of an exception: what was being loaded when it was raised.
+# Attribute of an exception: the sample being loaded when it was raised.
 _SAMPLE = "_rpcdataloader_sample"
 
 _HAS_NOTES = hasattr(BaseException, "add_note")
@@ -47,17 +47,17 @@ def name_sample(exc: BaseException, sample: str) -> None:
 
 
 def add_note(exc: BaseException, note: str) -> None:
-    """Add a note, also to an exception that does not let itself be changed; without effect in Python 3.10."""
+    """Add a note, also to an exception that refuses changes; no effect in Python 3.10."""
     if _HAS_NOTES:
         _guard(lambda: _restore(exc, {"__notes__": [*getattr(exc, "__notes__", ()), note]}), None)
 
 
 def dumps_exception(exc: BaseException, where: str) -> bytes:
-    """Encode an exception. Never fails, whatever the exception does when it is looked at.
+    """Encode an exception. Never fails, even if the exception's own methods do.
 
     Args:
-        exc: With its traceback, causes and notes, which travel as text.
-        where: Who raised it, such as ``worker 3 (pid 123) on node07:6543``.
+        exc: Exception to encode; its traceback, causes and notes travel as text.
+        where: Name of the process that raised it, such as ``worker 3 (pid 123) on node07:6543``.
     """
     name = type(exc).__name__
     summary = _guard(lambda: _shorten("".join(traceback.format_exception_only(type(exc), exc)).strip()), name)
@@ -73,8 +73,7 @@ def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
 
     Returns:
         The exception, not raised, with a :class:`~rpcdataloader.errors.RemoteTraceback` as its cause. A
-        :class:`~rpcdataloader.errors.RemoteError` in place of one that is not an ``Exception``, or that cannot be
-        rebuilt here.
+        :class:`~rpcdataloader.errors.RemoteError` if it is not an ``Exception``, or cannot be rebuilt here.
     """
     try:
         where, summary, text, recipe, notes = pickle.loads(payload)
@@ -83,7 +82,7 @@ def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
     cause = RemoteTraceback("\n".join([f"{where}:\n\n{text}", *([] if _HAS_NOTES else notes)]))
     exc: Exception = RemoteError(f"{where} raised {summary}")
     if recipe is not None:
-        with contextlib.suppress(*USER_ERRORS):  # its class is missing here, or objects to being rebuilt
+        with contextlib.suppress(*USER_ERRORS):  # its class is missing here, or cannot be rebuilt
             exc = _rebuild(_unpickle(recipe))
     _restore(exc, {"__cause__": cause})
     for note in notes:
@@ -99,14 +98,14 @@ def _guard(attempt: Callable[[], _Result], otherwise: _Result) -> _Result:
 
 
 def _format(exc: BaseException) -> str:
-    """The traceback as text, with causes and contexts, from the first frame on that is not this package's."""
+    """The traceback as text, with causes and contexts, from the first frame outside of this package on."""
     found = traceback.TracebackException(type(exc), exc, exc.__traceback__, compact=True)
     waiting: list[Any] = [found]
     while waiting:
         part = waiting.pop()
         if part is not None:
             frames = itertools.dropwhile(lambda frame: frame.filename.startswith(_PACKAGE), part.stack)
-            # What the package itself raises has no others.
+            # The package's own exceptions have no other frames.
             part.stack[:] = list(frames) or part.stack[:]
             waiting += [part.__cause__, part.__context__, *(getattr(part, "exceptions", None) or ())]
     return "".join(found.format())
@@ -130,7 +129,7 @@ def _unpickle(data: bytes) -> Any:
 
 
 def _survives(obj: Any) -> bool:
-    """Tell whether an object can be pickled and rebuilt."""
+    """Whether an object can be pickled and rebuilt."""
     try:
         return type(_unpickle(_pickle(obj))) is type(obj)
     except USER_ERRORS:
@@ -152,19 +151,19 @@ def _reduce(exc: BaseException) -> tuple[Any, ...]:
 
 
 def _fields(exc: BaseException) -> dict[str, Any]:
-    """What is neither in ``args`` nor in the dictionary: slots, and what builtin classes keep besides."""
+    """Values outside of ``args`` and the dictionary: slots, and fields of builtin classes."""
     fields: dict[str, Any] = {}
     for cls in type(exc).__mro__:
         if cls in (BaseException, _GROUP):
             break
         if cls in (AttributeError, NameError):
-            # Python makes suggestions of their fields, and of the local variables where they are raised: ours. And the
-            # object without the attribute may be the whole dataset.
+            # Python derives suggestions from their fields, and from the local variables of the frame that raises: this
+            # package's. And the object without the attribute may be the whole dataset.
             continue
         for name, member in vars(cls).items():
             if isinstance(member, types.MemberDescriptorType) and hasattr(exc, name):
                 value = getattr(exc, name)
-                # To builtin classes, None means that there is no value.
+                # In builtin classes, None means a missing value.
                 if value is not None or cls.__module__ != "builtins":
                     fields[name] = value
     return fields
@@ -185,7 +184,7 @@ def _rebuild(recipe: tuple[Any, ...]) -> Exception:
         _restore(exc, state)
     else:
         kind, args, state = details
-        # The constructors of builtin classes fill fields of theirs from the arguments.
+        # The constructors of builtin classes fill their fields from the arguments.
         base = _builtin_base(kind)
         exc = base.__new__(kind, *args)
         base.__init__(exc, *args)
@@ -196,7 +195,7 @@ def _rebuild(recipe: tuple[Any, ...]) -> Exception:
 
 
 def _restore(exc: BaseException, state: dict[str, Any]) -> None:
-    """Set attributes, also of a class that does not let itself be changed."""
+    """Set attributes, also of a class that refuses changes."""
     for name, value in state.items():
         object.__setattr__(exc, name, value)
 

@@ -1,7 +1,6 @@
-"""The wire format: what one message looks like as bytes. Little-endian, without I/O.
+"""The wire format of one message, without I/O. Little-endian.
 
-After the preamble (``preamble.py``), a connection carries messages in both directions, each a header, a body and
-blocks::
+After the preamble (``preamble.py``), each message in either direction is a header, a body and blocks::
 
     offset  size  field
          0     4  magic          b"RPDL"
@@ -18,14 +17,13 @@ blocks::
                                  SHA-256 of the blocks (32 bytes); then the payload
                   blocks         back to back
 
-The header and the HELLO message look the same in every version of the protocol, as the preamble does, so that sides of
-different versions can tell each other so.
+The header and the HELLO message are the same in every version of the protocol, as is the preamble, so that sides of
+different versions can tell each other.
 
 Invariant: no length is believed before its MAC and its limit have been checked, no block is allocated before the
 digest of the table that gives its size, and no message is handed out before all of that. The MAC covers the body
-through its digest, and so the blocks of CALL and BUILD, which become datasets and arguments: code of the user may
-interpret their bytes, for example pickles that are kept in an array. It does not cover the blocks of replies, batches
-that are too many to hash (TLS protects those).
+through its digest, and so the blocks of CALL and BUILD, whose bytes user code may interpret, for example as pickles.
+It does not cover the blocks of replies: batches are too large to hash (TLS protects those).
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ _JOIN_BELOW_BYTES = 16 * 1024
 
 
 class MessageType(IntEnum):
-    """What a message means. Numbers below 16 belong to the set-up of a connection."""
+    """The meaning of a message. Numbers below 16 belong to the set-up of a connection."""
 
     HELLO = 1
     AUTH = 2
@@ -80,11 +78,11 @@ class MessageType(IntEnum):
 class Flag(IntFlag):
     """Bits of the ``flags`` field."""
 
-    OPTIONAL = 1  # A receiver that does not know the type skips the message; without this bit it is an error.
-    MEASURED = 2  # Of a CALL: measure this one. Of its REPLY: the payload ends with stages, see stages.py.
+    OPTIONAL = 1  # A receiver skips a message of unknown type; without this bit it is an error.
+    MEASURED = 2  # CALL: measure this one. REPLY to it: the payload ends with stages, see stages.py.
 
 
-# Plain containers: looking a member up in the enumerations costs more than all other checks of a header together.
+# Plain containers: a lookup in the enumerations costs more than all other checks of a header together.
 _MESSAGE_TYPES: dict[int, MessageType] = {int(member): member for member in MessageType}
 _OPTIONAL = int(Flag.OPTIONAL)
 _WITH_BLOCK_DIGEST = frozenset((MessageType.CALL, MessageType.BUILD))
@@ -94,9 +92,9 @@ _KNOWN_FLAGS = int(Flag.OPTIONAL | Flag.MEASURED)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The largest message that is accepted; nothing is allocated for a larger one.
+    """The largest message to accept; nothing is allocated for a larger one.
 
-    The defaults are far above every real batch. What they stop is a damaged length, not a large data set.
+    The defaults are far above every real batch. They stop damaged lengths, not large data sets.
     """
 
     payload_size_bytes: int = 2**36
@@ -105,12 +103,12 @@ class Limits:
     message_size_bytes: int = 2**42
 
     def find_excess(self, payload_size: int, num_blocks: int, block_sizes: Sequence[int] = ()) -> str | None:
-        """What is too large about a message, in words; None when it is within the limits.
+        """What is too large about a message, in words; None within the limits.
 
         Args:
-            payload_size: In bytes.
-            num_blocks: What the header says; known before the sizes are.
-            block_sizes: In bytes, when they are known.
+            payload_size: Size of the payload in bytes.
+            num_blocks: Number of blocks in the header, which is known before their sizes.
+            block_sizes: Sizes in bytes, once they are known.
         """
         if payload_size > self.payload_size_bytes:
             return f"a payload of {payload_size} bytes is over the limit of {self.payload_size_bytes}"
@@ -126,19 +124,19 @@ class Limits:
 
 DEFAULT_LIMITS = Limits()
 
-# Whoever reaches the port may send these messages, so they are small, and the allocator is out of the game.
+# Every process that reaches the port may send these messages, so they are small, and need no allocator.
 HANDSHAKE_LIMITS = Limits(payload_size_bytes=4096, num_blocks=0, block_size_bytes=0, message_size_bytes=4096)
 
 
 @dataclass(slots=True)
 class Message:
-    """One message, as it was received.
+    """One message, as received.
 
     Attributes:
-        request_id: Chosen by the client; a reply carries that of its request.
-        payload: Belongs to the receiver: the memory is not used again for other messages.
-        blocks: What the allocator gave, filled.
-        arrival: How it came; None if it came as a whole. Noted by the channel.
+        request_id: Number chosen by the client; a reply carries that of its request.
+        payload: Memory of the receiver's own, never reused for other messages.
+        blocks: The allocator's blocks, filled.
+        arrival: The channel's note on the arrival; None if the message came as a whole.
     """
 
     type: int
@@ -156,11 +154,10 @@ class Sealer:
     """Makes or checks the MACs of one direction of a connection.
 
     A MAC is HMAC-SHA256, cut to 16 bytes, over a counter (8 bytes, little-endian, not sent) and the header up to the
-    MAC. The counter is 0 for the first sealed message and grows with each, so a message that is replayed, dropped,
-    swapped or injected fails, as an altered one does.
+    MAC. The counter is 0 for the first sealed message and grows with each, so a replayed, dropped, swapped or injected
+    message fails, as an altered one does.
 
-    Not thread-safe, and the order matters: messages are sealed in the order in which they are sent, which means under
-    the connection's send lock.
+    Not thread-safe, and order matters: messages are sealed in the order of sending, under the connection's send lock.
     """
 
     __slots__ = ("_inner", "_outer", "num_sealed")
@@ -176,7 +173,7 @@ class Sealer:
         self.num_sealed = 0
 
     def seal(self, header_without_mac: Buffer) -> bytes:
-        """The MAC of the next message; the receiver makes it, too, and compares in constant time."""
+        """The MAC of the next message; the receiver computes it, too, and compares in constant time."""
         inner, outer = self._inner.copy(), self._outer.copy()
         inner.update(_COUNTER.pack(self.num_sealed) + header_without_mac)
         outer.update(inner.digest())
@@ -193,19 +190,19 @@ def encode(
     flags: int = 0,
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[bytes | memoryview]:
-    """Turn one message into the buffers to send, in this order.
+    """Encode one message as the buffers to send, in this order.
 
     Blocks are never copied: they, and a large payload, must not change until they have been sent.
 
     Args:
-        sealer: Of this direction; None in the handshake. Untouched when an error is raised.
-        request_id: 0 when the message belongs to no request.
-        payload: Usually a pickle.
-        buffers: The blocks: C-contiguous, of any format and shape, empty ones included.
-        limits: Those of the receiver. Checked here too: it would answer by closing the connection.
+        sealer: Sealer of this direction; None in the handshake. Unchanged after an error.
+        request_id: Number of the request; 0 for a message without one.
+        payload: Bytes of the payload, usually a pickle.
+        buffers: The blocks: C-contiguous, of any format and shape, also empty.
+        limits: Limits of the receiver. Checked here too: it would answer by closing the connection.
 
     Returns:
-        Never empty; no buffer in it is.
+        At least one buffer, none of them empty.
 
     Raises:
         LocalProtocolError: The message is over the limits.
@@ -262,14 +259,14 @@ class Decoder:
             if message is not None:
                 ...
 
-    A header is received into memory that is used again, a body into memory of its own, and all blocks of a message at
-    once into what ``allocate`` gives. An error is final: the place where the next message starts is lost.
+    Headers are received into reused memory, a body into memory of its own, and all blocks of a message at once into
+    memory from ``allocate``. An error is final: the start of the next message is lost.
 
     Args:
-        allocate: Called once for each message with blocks, after its sizes have been checked. An attribute that may
-            be changed between messages.
-        sealer: Of this direction; None before the handshake has made one.
-        limits: An attribute that may be changed between messages.
+        allocate: Function called once per message with blocks, after a check of their sizes. May be replaced between
+            messages.
+        sealer: Sealer of this direction; None before the handshake has made one.
+        limits: Limits for each message. The attribute may be changed between messages.
     """
 
     def __init__(self, allocate: Allocate, sealer: Sealer | None = None, limits: Limits = DEFAULT_LIMITS) -> None:
@@ -282,7 +279,7 @@ class Decoder:
         self._reset()
 
     def _reset(self) -> None:
-        """Wait for a header. Nothing of the message before is kept alive."""
+        """Wait for a header. Nothing of the previous message is kept alive."""
         # A plain function, not a bound method: that would be a reference cycle, and blocks would wait for the
         # garbage collector when a connection ends part-way.
         self._then: Callable[[Decoder], Message | None] = Decoder._header_filled
@@ -296,7 +293,7 @@ class Decoder:
 
     @property
     def missing_bytes(self) -> int:
-        """What the buffers of :meth:`get_buffers` have room for."""
+        """The number of bytes for which :meth:`get_buffers` has room."""
         return self._missing_bytes
 
     @property
@@ -305,7 +302,7 @@ class Decoder:
         return self._pending is not self._idle
 
     def get_buffers(self) -> list[memoryview]:
-        """The memory to fill next, in order: never empty, no empty view in it.
+        """The memory to fill next, in order: at least one view, none of them empty.
 
         Raises:
             RemoteProtocolError: An earlier message was wrong.
@@ -315,13 +312,13 @@ class Decoder:
         return self._pending
 
     def buffers_filled(self, num_bytes: int) -> Message | None:
-        """Take note of ``num_bytes`` that were written into the memory of :meth:`get_buffers`.
+        """Process ``num_bytes`` that were written into the memory of :meth:`get_buffers`.
 
         Args:
-            num_bytes: From 1 to the total size of these buffers.
+            num_bytes: Number of bytes, from 1 to the total size of these buffers.
 
         Returns:
-            The message that these bytes completed, if they did.
+            The message that these bytes completed, if any.
 
         Raises:
             RemoteProtocolError: The peer broke the format, a limit or the MAC.
@@ -338,7 +335,7 @@ class Decoder:
             raise
 
     def abandon(self) -> None:
-        """Let go of a message that has come in part: nothing more will be received."""
+        """Drop a partly received message: nothing more will be received."""
         self._reset()
         self._broken = self._broken or "the connection has ended"
 
@@ -346,7 +343,7 @@ class Decoder:
         return RemoteProtocolError(f"nothing more can be read from this connection after: {self._broken}")
 
     def _advance(self, num_bytes: int) -> None:
-        """Some bytes have come, and not all."""
+        """Process bytes that do not fill the buffers."""
         if not 0 < num_bytes < self._missing_bytes:
             raise ValueError(f"{num_bytes} bytes cannot have been received where {self._missing_bytes} are missing")
         self._missing_bytes -= num_bytes
@@ -398,7 +395,7 @@ class Decoder:
 
     def _body_filled(self) -> Message | None:
         body, message, num_blocks = self._body, self._message, self._num_blocks
-        # Compared in constant time for uniformity only: nobody can try digests against an authenticated header.
+        # Compared in constant time for uniformity only: guesses against an authenticated header are impossible.
         if not hmac.compare_digest(hashlib.sha256(body).digest(), self._digest):
             raise RemoteProtocolError(f"the body of message {message.request_id} was altered on its way")
         message.payload = body[self._table_size :]

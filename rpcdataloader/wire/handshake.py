@@ -1,4 +1,4 @@
-"""Who is at the other end: versions and a mutual proof of the secret, as a state machine without I/O.
+"""Versions and a mutual proof of the secret, as a state machine without I/O.
 
 In this order, each message as ``frames.py`` lays it out, with a JSON payload of at most 4 KiB::
 
@@ -8,14 +8,14 @@ In this order, each message as ``frames.py`` lays it out, with a JSON payload of
     AUTH {proof}                        ->
                                         <-    AUTH {proof}
 
-or, from the side that finds a reason, ``REFUSED {code, text}``. A proof is an HMAC under the shared secret over the
-role of its sender and a hash of all that was said before: the preamble, with the session id, and both HELLOs, with
-fresh nonces, roles and versions. So an old transcript proves nothing, a proof sent back to its sender proves nothing,
-and a man in the middle cannot change what the sides believe about each other. The keys that seal all later messages
-come from the same hash, one for each direction.
+or, from the side with an objection, ``REFUSED {code, text}``. A proof is an HMAC under the shared secret over the role
+of its sender and a hash of everything said before: the preamble, with the session id, and both HELLOs, with fresh
+nonces, roles and versions. So an old transcript proves nothing, a proof sent back to its sender proves nothing, and a
+man in the middle cannot change what the sides believe about each other. The keys that seal all later messages come from
+the same hash, one for each direction.
 
 Invariant: the client proves that it holds the secret before the server does, neither side trusts the other before it
-has seen the proof, and nothing that is received here is unpickled.
+has seen the proof, and nothing received here is unpickled.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 NONCE_SIZE = 32
 _PROOF_SIZE = hashlib.sha256().digest_size
 
-# Every use of the secret and of the hash has a label of its own, so that no value can serve for another purpose.
+# Every use of the secret and of the hash has its own label, so that no value can serve another purpose.
 _TRANSCRIPT_LABEL = b"rpcdataloader handshake transcript"
 _PROOF_LABELS = {"client": b"rpcdataloader proof of the client", "server": b"rpcdataloader proof of the server"}
 _KEY_LABELS = {"client": b"rpcdataloader key client to server", "server": b"rpcdataloader key server to client"}
 
-# Names of hosts are at most 253 characters long, and nine such strings fit into HANDSHAKE_LIMITS.
+# Host names have at most 253 characters, and nine such strings fit into HANDSHAKE_LIMITS.
 _MAX_STRING_CHARS = 255
 _MAX_REFUSAL_CHARS = 500
 
@@ -51,13 +51,13 @@ _ROLE_NAMES = {"client": "client", "server": "node server"}
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What one side says about itself in HELLO.
+    """One side's self-description in HELLO.
 
     Attributes:
-        rank: In a distributed job; None outside of one.
-        python_implementation: Such as ``"CPython"``.
-        python_version: Such as ``"3.11.7"``.
-        job: Of Slurm, for the log; empty outside of one, or for a peer that says nothing of it.
+        rank: Rank in a distributed job; None outside of one.
+        python_implementation: Name of the interpreter, such as ``"CPython"``.
+        python_version: Version, such as ``"3.11.7"``.
+        job: Slurm job, for the log; empty outside of one, or for a peer that does not tell.
     """
 
     role: str
@@ -82,8 +82,8 @@ class Established:
     """Both sides have proved that they hold the secret.
 
     Attributes:
-        send: Seals what this side sends from now on.
-        receive: Checks what this side receives from now on.
+        send: Seals this side's messages from now on.
+        receive: Checks the peer's messages from now on.
         differences: Versions that differ and may matter, for one warning.
     """
 
@@ -94,14 +94,13 @@ class Established:
 
 
 class TlsError(AuthenticationError):
-    """TLS failed, or only one of the two sides wants it: nothing is known of their secrets."""
+    """TLS failed, or only one of the two sides uses it; their secrets have not been compared."""
 
 
 class _Handshake:
-    """What both sides do alike: HELLO, then AUTH, each once.
+    """The common part of both sides: HELLO, then AUTH, each once.
 
-    Not thread-safe. An error is final. Whatever it was, send :meth:`data_to_send` before closing: it tells the other
-    side why.
+    Not thread-safe. An error is final: send :meth:`data_to_send` before closing, so that the other side learns why.
     """
 
     _role: ClassVar[Role]
@@ -126,21 +125,21 @@ class _Handshake:
         self._transcript = b""
 
     def data_to_send(self) -> bytes:
-        """What to send to the peer now; the next call does not return it again."""
+        """Data for the peer; the next call does not return it again."""
         data = bytes(self._outgoing)
         self._outgoing.clear()
         return data
 
     def receive(self, message: Message) -> None:
-        """Take the peer's next message.
+        """Process the peer's next message.
 
         Raises:
             AuthenticationError: One side does not hold the secret of the other.
-            RemoteProtocolError: The peer is incompatible, or sent what does not belong here.
-            LocalProtocolError: The handshake is over, well or badly.
+            RemoteProtocolError: The peer is incompatible, or sent an unexpected message.
+            LocalProtocolError: The handshake is over, with or without success.
         """
         if self._expected is None:
-            raise LocalProtocolError("the handshake is over, and no message belongs to it any more")
+            raise LocalProtocolError("the handshake is over: it takes no further message")
         expected, self._expected = self._expected, None
         try:
             content = _load(message)
@@ -161,7 +160,7 @@ class _Handshake:
             raise
 
     def refuse(self, error: AuthenticationError | RemoteProtocolError) -> None:
-        """Tell the peer, with the next data to send, why there will be no connection."""
+        """Tell the peer, with the next data to send, why the connection is refused."""
         code = next(code for code, error_class in _REFUSALS.items() if isinstance(error, error_class))
         self._expected = None
         self._queue(MessageType.REFUSED, _dump(code=code, text=str(error)[:_MAX_REFUSAL_CHARS]))
@@ -211,12 +210,12 @@ class _Handshake:
 
 
 class ClientHandshake(_Handshake):
-    """The side that connected; it has the preamble and its HELLO to send from the start.
+    """The connecting side; its preamble and HELLO are ready to send from the start.
 
     Args:
         session_id: 16 bytes, zero to start a session.
-        nonce: 32 bytes, fresh and random when left out, which only tests must not do.
-        tls: Whether TLS begins after the preamble, see :meth:`preamble_to_send`.
+        nonce: 32 bytes, fresh and random by default; given by tests only.
+        tls: True if TLS begins after the preamble, see :meth:`preamble_to_send`.
     """
 
     _role = "client"
@@ -230,7 +229,7 @@ class ClientHandshake(_Handshake):
         self._queue_hello()
 
     def preamble_to_send(self) -> bytes:
-        """The preamble alone, which goes in clear before TLS; :meth:`data_to_send` does not return it again."""
+        """The preamble alone, which is sent in clear before TLS; :meth:`data_to_send` does not return it again."""
         data = bytes(self._outgoing[:PREAMBLE_SIZE])
         del self._outgoing[:PREAMBLE_SIZE]
         return data
@@ -241,11 +240,11 @@ class ClientHandshake(_Handshake):
 
 
 class ServerHandshake(_Handshake):
-    """The side that accepted the connection.
+    """The accepting side.
 
     Args:
-        preamble: What the client sent before its HELLO.
-        nonce: 32 bytes, fresh and random when left out, which only tests must not do.
+        preamble: The client's, sent before its HELLO.
+        nonce: 32 bytes, fresh and random by default; given by tests only.
     """
 
     _role = "server"
@@ -257,12 +256,12 @@ class ServerHandshake(_Handshake):
 
     def _receive_auth(self, content: dict[str, Any]) -> None:
         super()._receive_auth(content)
-        # Only now: to somebody without the secret, the server proves nothing that could be tried against guesses.
+        # Only now: a client without the secret gets no proof to try guesses against.
         self._queue_proof()
 
 
 class _IncompatibleError(RemoteProtocolError):
-    """The versions of the two sides do not fit together."""
+    """The two sides' versions are incompatible."""
 
 
 # In this order, since the classes are related. "protocol" stands for every other reason, known or not.
@@ -283,10 +282,10 @@ def _refusal_received(content: dict[str, Any], peer_role: Role) -> Exception:
 
 
 def _find_incompatibility(ours: Identity, peer: Identity) -> str | None:
-    """Why nothing may be pickled between these two, naming both; None when it may.
+    """Why these two must not exchange pickles, naming both; None if they may.
 
-    Code objects are only good for the minor version of Python that made them: a lambda of 3.11 crashes 3.12. Arrays
-    and scalars of numpy 1 and 2 are pickled under different module names.
+    Code objects only work in the minor version of Python that made them: a lambda of 3.11 crashes 3.12. Arrays and
+    scalars of numpy 1 and 2 are pickled under different module names.
     """
     for describe, advice in (
         (_describe_protocol, "install the same version of rpcdataloader on both sides"),
@@ -313,7 +312,7 @@ def _describe_numpy(identity: Identity) -> str:
 def _list_differences(ours: Identity, peer: Identity) -> list[str]:
     """Versions that differ without making the two sides incompatible, in words."""
     pairs = {
-        # "2.11.0+cu128" on the trainer and "2.11.0+cpu" on the nodes is how it should be.
+        # "2.11.0+cu128" on the trainer and "2.11.0+cpu" on the nodes is normal.
         "torch": (ours.torch.partition("+")[0], peer.torch.partition("+")[0]),
         "numpy": (_cut(ours.numpy, 2), _cut(peer.numpy, 2)),
         "cloudpickle": (ours.cloudpickle, peer.cloudpickle),
@@ -329,19 +328,19 @@ def _cut(version: str, num_parts: int) -> str:
 def _hash_transcript(*parts: bytes) -> bytes:
     digest = hashlib.sha256(_TRANSCRIPT_LABEL)
     for part in parts:
-        # With the length in front, no byte can move from one part to the next without changing the hash.
+        # With the length in front, moving a byte from one part to the next changes the hash.
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()
 
 
 def _dump(**content: object) -> bytes:
-    # Escaped, text that is not ASCII could grow over the limit of a message.
+    # Escapes for text that is not ASCII could exceed the limit of a message.
     return json.dumps(content, ensure_ascii=False).encode()
 
 
 def _load(message: Message) -> dict[str, Any]:
-    """The content of a message of the handshake; what the decoder's limits should have stopped is checked again."""
+    """The content of a message of the handshake; checks again what the decoder's limits should have stopped."""
     if len(message.payload) > HANDSHAKE_LIMITS.payload_size_bytes or message.blocks:
         raise RemoteProtocolError("the peer sent a message that is too large for the handshake")
     if message.request_id or message.flags:
@@ -364,7 +363,7 @@ def _hex(content: dict[str, Any], name: str, size_bytes: int) -> bytes:
 
 
 def _load_identity(content: object) -> Identity:
-    """Build an :class:`Identity` from what a peer that has proved nothing yet says about itself."""
+    """Build an :class:`Identity` from the words of a peer that has proved nothing yet."""
     values: dict[str, Any] = {}
     for item in fields(Identity):
         missing = "" if item.name == "job" else None
@@ -381,6 +380,6 @@ def _load_identity(content: object) -> Identity:
 
 
 def _printable(text: str, max_chars: int) -> str:
-    """Text from a peer, fit for a terminal and a log: no control characters, no line breaks, not endless."""
+    """Text from a peer, fit for a terminal and a log: no control characters, no line breaks, limited in length."""
     shown = printable(text[:max_chars])
     return shown if len(text) <= max_chars else shown[:-3] + "..."

@@ -1,28 +1,28 @@
-"""Lines of others, fit for a terminal and a log: without what could do something to these, and not too many. Pure."""
+"""Lines from other processes, made safe for a terminal and a log, and limited in number. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-# What workers print for people to read; a loop that prints in every sample reaches it.
+# Workers print for users to read; a loop that prints in every sample reaches this limit.
 MAX_BYTES_PER_SECOND = 64 << 10
 
-# A line is cut here. With what a line costs besides its text, no more than a thousand pass in a second.
+# Longer lines are cut. With a line's overhead, at most a thousand pass in a second.
 MAX_CHARS = 1000
 _LINE_BYTES = 64
 
 
 class LineLimit:
-    """A limit on lines that are passed on, in bytes per second, and a count of the others.
+    """A limit on forwarded lines, in bytes per second, and a count of the others.
 
-    After the first line that is left out, all are until the second is over, so that the note stands in their place.
+    After the first line left out, all are until the second is over, so that the note stands in their place.
 
     Args:
-        emit: Takes the note of how many were left out; returns whether it could.
+        emit: Function that takes the note of how many were left out; returns whether it could.
 
     Attributes:
-        due: When to call :meth:`tell`; infinite if nothing was left out.
+        due: Time to call :meth:`tell`; infinite if nothing was left out.
     """
 
     def __init__(self, emit: Callable[[str], bool]) -> None:
@@ -33,7 +33,7 @@ class LineLimit:
         self._num_left_out = 0
 
     def admits(self, text: str, now: float) -> bool:
-        """Whether there is room for a line at this time, in seconds."""
+        """Whether a line fits at this time, in seconds."""
         self.tell(now)
         if now >= self._end:
             self._end, self._room = now + 1.0, MAX_BYTES_PER_SECOND
@@ -43,13 +43,13 @@ class LineLimit:
         return self._room >= 0
 
     def leave_out(self) -> None:
-        """The line that was just admitted is left out after all."""
+        """Leave out the line that was just admitted."""
         self._room = -1
         self._num_left_out += 1
         self.due = min(self.due, self._end)
 
     def tell(self, now: float) -> None:
-        """Say how many lines were left out, if it is time for that."""
+        """Emit the number of lines left out, if it is time."""
         if now < self.due or not self._num_left_out:
             return
         if self._emit(f"{self._num_left_out} lines left out"):
@@ -59,7 +59,7 @@ class LineLimit:
 
 
 def printable(text: str, keep: str = "") -> str:
-    """``text`` without what could do something to a terminal, or begin a line: a question mark is in its place.
+    """``text`` with a question mark for each character that could affect a terminal, or begin a line.
 
     Args:
         keep: Characters to leave as they are.
@@ -68,7 +68,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 def escaped(text: str) -> str:
-    """``text`` with what could do something to a terminal written as in ``\\x1b``; tabs stay."""
+    """``text`` with characters that could affect a terminal written as in ``\\x1b``; tabs stay."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() or char == "\t" else ascii(char)[1:-1] for char in text)

@@ -1,7 +1,6 @@
-"""What the payloads of messages hold, on both sides: one class per message type that carries fields.
+"""The payloads of messages, on both sides: one class per message type that carries fields.
 
-WELCOME, BUSY, EXITED, STACK and GOAWAY are JSON or empty; CALL, BUILD and REPLY are pickles, read only after their seal
-was checked.
+WELCOME, BUSY, EXITED, STACK and GOAWAY are JSON or empty; CALL, BUILD and REPLY are pickles, read behind a valid seal.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Welcome(Json):
     Attributes:
         session: Hexadecimal session id, for the worker connections that follow.
         worker: Number of this worker in its session; 0 for the session itself.
-        takes_reports: Whether the session knows REPORT. An older one would wait for what comes after it.
+        takes_reports: True if the session knows REPORT. An older one would wait for what comes after it.
     """
 
     node: str
@@ -45,7 +44,7 @@ class Busy(Json):
 class Exited(Json):
     """A worker of this session ended: its number, process id, and how it ended, in words.
 
-    It has last begun a ``batch`` of a loader, -1 for none; ``sample`` is a number of ``fetch/whereabouts.py``.
+    ``batch`` is the last one begun for a loader, -1 for none; ``sample`` is a number of ``fetch/whereabouts.py``.
     """
 
     worker: int
@@ -57,7 +56,7 @@ class Exited(Json):
 
 @dataclass(frozen=True, slots=True)
 class StackRequest(Json):
-    """Tell where the code of a worker of this session is; and then, if there is a reason to, end that worker."""
+    """Ask for a worker's stack; with a reason, also end that worker."""
 
     worker: int
     end_because: str | None = None
@@ -68,9 +67,8 @@ class Goaway(Json):
     """The worker ends; requests above ``last_request`` were not begun and will not be answered.
 
     Attributes:
-        last_request: Number of the last request that is answered.
-        retired: It has done its share of work, and another worker may be asked for in its place; otherwise the node
-            server ends.
+        last_request: Number of the last request to be answered.
+        retired: True if it has done its share of work, and can be replaced; otherwise the node server ends.
     """
 
     last_request: int
@@ -79,11 +77,10 @@ class Goaway(Json):
 
 @dataclass(frozen=True, slots=True)
 class Log(Json):
-    """A warning, or a log record of warning level or above, of a worker or session; or a line that it has printed.
+    """A worker's or session's warning, or log record of warning level or above; or a line that it has printed.
 
     Attributes:
-        printed_by: ``worker 3`` or ``session`` has printed the text, or the node server has left lines out (then it is
-            empty); None for a log record.
+        printed_by: Origin of a line, ``worker 3`` or ``session``; empty for a note on lines left out; None for a log.
     """
 
     level: int
@@ -97,7 +94,7 @@ class Build:
     """Make a dataset, in the session if ``shared``, else in each worker that needs it.
 
     Attributes:
-        key: Chosen by the client; the same on all its nodes.
+        key: Number chosen by the client; the same on all its nodes.
         generators: States of the client's random generators, which a constructor may draw from.
         pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``; its blocks are the message's.
     """
@@ -124,10 +121,9 @@ class Call:
 
     Attributes:
         keep: Hold the result on the worker and reply with its handle.
-        ordered: Run after everything that was asked before, in the worker's main thread: the loader's requests, which
-            share global random generators.
-        limited: The caller set no limit, so the server's own applies.
-        task: A batch of a loader: a worker may retire after a number of them.
+        ordered: Run after all earlier requests, in the main thread: the loader's share global random generators.
+        limited: True if the caller set no limit, so that the server's own applies.
+        task: True for a loader's batch: a worker may retire after a number of them.
     """
 
     func: Callable[..., Any]
@@ -139,7 +135,7 @@ class Call:
     task: bool = False
 
     def fields(self) -> tuple[Any, ...]:
-        """What is pickled, in the order of the arguments: a plain tuple is smaller and faster than the object."""
+        """The values to pickle, in the order of the arguments: a plain tuple is smaller and faster than the object."""
         return (self.func, self.args, self.kwargs, self.keep, self.ordered, self.limited, self.task)
 
 

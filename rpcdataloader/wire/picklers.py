@@ -1,7 +1,7 @@
 """The picklers of both directions and the unpickler.
 
 They differ from cloudpickle's in three kinds of objects: dense tensors and large numpy arrays go out of band, every
-array can be written to where it arrives, and definitions that travel by value keep their identity.
+received array is writable, and definitions that travel by value keep their identity.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rpcdataloader.wire import definitions
 from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Packer, Stack, is_dense
 
-#: Returns what stands for an object on the wire, None for all that is pickled as usual.
+#: Returns an object's stand-in on the wire; None for all that is pickled as usual.
 PersistentId = Callable[[Any], Any]
 
 # cloudpickle's own reducers, for properties, cells, code, modules, memoryviews and the like.
@@ -32,17 +32,17 @@ _CLOUDPICKLE_TABLE: Mapping[type, Any] = cloudpickle.Pickler.dispatch_table.maps
 
 
 def take_tensor(number: int) -> torch.Tensor:
-    """Stand in a pickle for the ``__getitem__`` of the list of the message's tensors; see :class:`Unpickler`."""
+    """Stands in a pickle for the ``__getitem__`` of the list of the message's tensors; see :class:`Unpickler`."""
     raise pickle.UnpicklingError(f"tensor {number} can only be loaded with the message that it belongs to")
 
 
 def require_grad(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a leaf of autograd of a received tensor."""
+    """Make a received tensor a leaf of autograd."""
     return tensor.requires_grad_()
 
 
 def make_packed_sequence(*fields: torch.Tensor | None) -> PackedSequence:
-    """Call a class that is otherwise made without a call, so that an unpickler can see what it is made of."""
+    """Call a class that is otherwise made without a call, so that an unpickler sees its parts."""
     return PackedSequence(*fields)  # type: ignore[arg-type]
 
 
@@ -50,14 +50,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Takes dense tensors and other large buffers out of the pickle.
 
     Args:
-        buffers: Takes large numpy arrays. None pickles these in band, and tensors as torch does.
+        buffers: List for large numpy arrays. None pickles these in band, and tensors as torch does.
 
     Attributes:
-        packer: Has the dense tensors; None if there are none.
+        packer: Holds the dense tensors; None without any.
     """
 
-    # The global table itself, so that reducers which users register go on working. cloudpickle's ChainMap over it
-    # would cost a microsecond for every object, which is why reducer_override looks into cloudpickle's own table.
+    # The global table itself, so that reducers which users register keep working. cloudpickle's ChainMap over it would
+    # cost a microsecond for every object, so reducer_override looks into cloudpickle's own table instead.
     dispatch_table = copyreg.dispatch_table
 
     def __init__(self, file: io.BytesIO, buffers: list[BlockBytes] | None) -> None:
@@ -68,7 +68,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file, protocol=5, buffer_callback=callback)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Reduce what is special here; the C pickler asks for everything but the basic types."""
+        """Reduce special objects; the C pickler calls this for everything but the basic types."""
         kind = type(obj)
         if kind is torch.Tensor:
             if not self._is_in_band:
@@ -110,10 +110,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class RequestPickler(Pickler):
-    """Pickles what a client sends.
+    """Pickles a client's messages.
 
     Args:
-        persistent_id: Called with every object; what it returns replaces the object on the wire, None keeps it.
+        persistent_id: Function called with every object; its result replaces the object on the wire, None keeps it.
     """
 
     def __init__(
@@ -123,25 +123,25 @@ class RequestPickler(Pickler):
         if persistent_id is not None:
             self.persistent_id = persistent_id
         spawned_main = sys.modules.get("__mp_main__")
-        if spawned_main is not None:  # cloudpickle takes this name for a module that can be imported anywhere
+        if spawned_main is not None:  # cloudpickle takes this name for a module importable anywhere
             cloudpickle.register_pickle_by_value(spawned_main)
 
 
 class ReplyPickler(Pickler):
-    """Pickles what a worker sends: what came from the client goes back by name."""
+    """Pickles a worker's messages: objects from the client go back by name."""
 
     def _reduce_definition(self, obj: Any) -> Any:
         origin = definitions.find_origin(obj)
         reduction = None if origin is None else definitions.reduce_by_name(origin)
         if reduction is not None:
             return reduction
-        if definitions.importable_name(obj) is not None:  # of our own __main__ too: never by value
+        if definitions.importable_name(obj) is not None:  # of this process's __main__ too: never by value
             return NotImplemented
         return super()._reduce_definition(obj)
 
 
 class UnresolvedError(BaseException):
-    """Carries what ``persistent_load`` raised past all that is said of a malformed message."""
+    """Carries an exception of ``persistent_load`` past the handlers of malformed messages."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -149,21 +149,21 @@ class UnresolvedError(BaseException):
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads what both picklers write; made with the pickle and with what the pickler put into ``buffers``.
+    """Reads the output of both picklers; made with the pickle and the contents of ``buffers``.
 
     Attributes:
-        adopt_main: Give definitions from the client's ``__main__`` their names in ours.
-        resolve: Returns what ``persistent_id`` replaced.
+        adopt_main: Give definitions from the client's ``__main__`` their names in this process's.
+        resolve: Function that returns the object that ``persistent_id`` replaced.
     """
 
-    # Set before load, where they are others: a constructor in Python would be a good part of what a small batch costs.
+    # Set before load, if different: a constructor in Python would be a good part of the cost of a small batch.
     tensors: Sequence[torch.Tensor] = ()
     adopt_main: bool = False
     resolve: Callable[[Any], Any] | None = None
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object that a pickle names."""
-        # A function of this package means, in a message, something that knows the message.
+        # In a message, a function of this package means something that knows the message.
         if module.startswith("rpcdataloader.wire."):
             if name == take_tensor.__name__:
                 return self.tensors.__getitem__
@@ -176,9 +176,9 @@ class Unpickler(pickle.Unpickler):
         return _rebuild_nested_tensor if found is torch._utils._rebuild_nested_tensor else found
 
     def persistent_load(self, pid: Any) -> Any:
-        """Return what was replaced on the wire."""
+        """Return the object that was replaced on the wire."""
         if self.resolve is None:
-            raise pickle.UnpicklingError("the message refers to objects held elsewhere, of which there are none here")
+            raise pickle.UnpicklingError("the message refers to objects held elsewhere, which cannot be found here")
         try:
             return self.resolve(pid)
         except Exception as error:
@@ -198,9 +198,9 @@ def _reduce_array(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
     """Reduce an array of any dtype without Python objects to a call of numpy.ndarray over its bytes.
 
     numpy's own way names private functions that moved between versions, and copies datetimes and strided arrays into
-    the pickle. The array that is made of it can be written to.
+    the pickle. The rebuilt array is writable.
     """
-    # Over a buffer that is read-only, the array would be read-only there.
+    # Over a read-only buffer, the array would be read-only there.
     if not array.flags.writeable or not _in_order_of_memory(array).flags.c_contiguous:
         array = array.copy(order="A")
     flat = _in_order_of_memory(array).reshape(-1).view(np.uint8)
@@ -212,7 +212,7 @@ def _in_order_of_memory(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _rebuild_nested_tensor(buffer: torch.Tensor, *layout: torch.Tensor) -> Any:
-    """In place of torch's function, which takes the beginning of the storage for that of the buffer."""
+    """In place of torch's function, which takes the beginning of the storage for the buffer's."""
     whole: Any = buffer.clone() if buffer.storage_offset() else buffer
     return torch._utils._rebuild_nested_tensor(whole, *layout)  # type: ignore[no-untyped-call, unused-ignore]
 
@@ -228,4 +228,4 @@ def _make_lru_cache(function: Callable[..., Any], maxsize: int | None, typed: bo
 
 
 def _set_nothing(cached: Any, state: None) -> None:
-    """All of a cached function is in its arguments; what it has cached stays where it is."""
+    """A cached function is its arguments; its cached results stay where they are."""

@@ -4,8 +4,7 @@ The payload is a pickle, then the bytes of the message's tensors if they are ver
 then the lengths of these bytes and of the index as 32-bit numbers. The blocks are numpy arrays and other large buffers
 in the order of the pickle, then tensors of 64 KiB or more, then the slabs of small ones.
 
-This is the only place where anything received is unpickled, apart from exceptions. Nothing gets here before its
-message was authenticated.
+Apart from exceptions, received bytes are unpickled here only, and after their message was authenticated.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = ["Encoded", "dumps", "dumps_exception", "dumps_reply", "loads", "loads
 
 _LENGTHS = struct.Struct("<II")
 
-#: Where a pickle has neither tensors nor blocks, this after it makes it a payload.
+#: Turns a pickle without tensors and blocks into a payload.
 NO_TENSORS = _LENGTHS.pack(0, 0)
 
 # A slab up to this size travels inside the payload: a block would cost more than its bytes.
@@ -49,12 +48,12 @@ _REPLY_ADVICE = "what a worker sends back must consist of tensors, arrays and ob
 
 @dataclass(slots=True)
 class Encoded:
-    """What a message carries.
+    """The content of a message.
 
     Attributes:
         payload: The pickle with its index.
-        buffers: The blocks, in order. They show the memory of the tensors themselves and keep it; who changes a large
-            tensor before it is sent changes what is sent.
+        buffers: The blocks, in order. They keep and show the memory of the tensors themselves: changing a large tensor
+            before it is sent changes the message.
     """
 
     payload: bytes
@@ -62,21 +61,21 @@ class Encoded:
 
     @property
     def size_bytes(self) -> int:
-        """Payload and blocks together."""
+        """The size of payload and blocks together."""
         return len(self.payload) + sum(buffer.nbytes for buffer in self.buffers)
 
 
 def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "object") -> Encoded:
-    """Encode what a client sends.
+    """Encode a client's object.
 
     Args:
-        obj: Anything. Functions and classes that the worker cannot import travel by value.
-        persistent_id: Called with every object; what it returns replaces the object, and ``persistent_load`` turns that
-            back into one. None keeps the object.
-        name: What the caller calls the object; errors give attribute paths from here.
+        obj: Any object. Functions and classes that the worker cannot import travel by value.
+        persistent_id: Function called with every object; its result replaces the object, until ``persistent_load``
+            restores it. None keeps the object.
+        name: The caller's name for the object; errors give attribute paths from here.
 
     Raises:
-        SerializationError: Some part of it cannot be pickled.
+        SerializationError: A part of the object cannot be pickled.
         RPCError: ``persistent_id`` raised it.
     """
 
@@ -87,14 +86,14 @@ def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "o
 
 
 def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:
-    """Encode what a worker sends.
+    """Encode a worker's object.
 
     Args:
-        obj: Anything. Functions and classes that came from the client go back by name.
-        name: What errors call the object.
+        obj: Any object. Functions and classes that came from the client go back by name.
+        name: Name of the object in errors.
 
     Raises:
-        SerializationError: Some part of it cannot be pickled.
+        SerializationError: A part of the object cannot be pickled.
     """
     return _dumps(obj, ReplyPickler, name, _REPLY_ADVICE)
 
@@ -112,7 +111,7 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
             file.write(NO_TENSORS)
             return Encoded(file.getvalue(), buffers)
         index, blocks = pickler.packer.pack()
-    except RPCError:  # ours already, such as that of a reference to an object of another worker
+    except RPCError:  # already clear, such as for a reference to an object of another worker
         raise
     except USER_ERRORS as error:
         raise _explain(obj, make_pickler, name, advice, error) from error
@@ -149,20 +148,20 @@ def loads(
     adopt_main: bool = False,
     movable: Movable | None = None,
 ) -> Any:
-    """Decode what :func:`dumps` or :func:`dumps_reply` encoded. Runs code that the sender chose.
+    """Decode the output of :func:`dumps` or :func:`dumps_reply`. Runs code that the sender chose.
 
     Args:
-        payload: Of an authenticated message.
+        payload: Payload of an authenticated message.
         blocks: Its blocks. Tensors and arrays are made over their memory and keep it.
-        allocator: Where the blocks came from; copies of small tensors are made there. None for plain memory.
-        persistent_load: Returns the object for what ``persistent_id`` returned.
-        adopt_main: Functions and classes of the sender's ``__main__`` become attributes of ours. For workers, which
-            have no ``__main__`` of their own to protect.
+        allocator: Allocator of the blocks, and of copies of small tensors. None for plain memory.
+        persistent_load: Function that returns the object for a result of ``persistent_id``.
+        adopt_main: Give functions and classes of the sender's ``__main__`` their names in this process's. For workers,
+            which have no ``__main__`` of their own to protect.
         movable: An empty one, to move the tensors afterwards; None if they stay.
 
     Raises:
-        SerializationError: Something is missing here, or fails to rebuild.
-        Exception: Whatever ``persistent_load`` raised.
+        SerializationError: A module or name is missing here, or an object fails to rebuild.
+        Exception: ``persistent_load`` failed.
     """
     try:
         content = memoryview(payload)
@@ -206,10 +205,10 @@ def loads(
 
 
 def result_of(reply: Message | RPCError, allocator: Allocator, movable: Movable | None = None) -> Any:
-    """The result that a reply carries; ``movable`` as for :func:`loads`.
+    """The result in a reply; ``movable`` as for :func:`loads`.
 
     Raises:
-        Exception: What the request raised, or why there is no reply.
+        Exception: The request failed, or has no reply.
     """
     if not isinstance(reply, Message):
         raise reply

@@ -1,6 +1,6 @@
-"""JSON objects as dataclasses, and what is wrong with those that are none. Pure.
+"""JSON objects as dataclasses, and the errors of malformed ones. Pure.
 
-What a peer, a file or another process of a node says in JSON is read here and nowhere else.
+All JSON from peers, files and other processes of a node is read here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def load(data: bytes | bytearray | memoryview) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        ValueError: It is something else; the message begins with "is".
+        ValueError: The data is no JSON object; the message begins with "is".
     """
     try:
         fields = json.loads(bytes(data).decode())
@@ -35,10 +35,10 @@ def load(data: bytes | bytearray | memoryview) -> dict[str, Any]:
 
 
 def make(kind: type[_Made], fields: dict[str, Any]) -> _Made:
-    """Make a dataclass of plain values. Fields that it does not have are left alone.
+    """Make a dataclass of plain values; ignores unknown fields.
 
     Args:
-        kind: Its fields are numbers, strings, booleans, None, and dataclasses or lists of these.
+        kind: Dataclass whose fields are numbers, strings, booleans, None, and dataclasses or lists of these.
 
     Raises:
         ValueError: A field is missing, or of another type.
@@ -79,7 +79,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
 
 
 class Json:
-    """A dataclass that is the payload of a message, as a JSON object."""
+    """A dataclass whose JSON object is the payload of a message."""
 
     __slots__ = ()
 
@@ -89,10 +89,10 @@ class Json:
 
     @classmethod
     def decode(cls: type[_Made], payload: bytes | bytearray | memoryview) -> _Made:
-        """Read a payload; fields that are not known are left alone.
+        """Read a payload; ignores unknown fields.
 
         Raises:
-            RemoteProtocolError: It is not a JSON object with these fields.
+            RemoteProtocolError: The payload is not a JSON object with these fields.
         """
         try:
             return make(cls, load(payload))

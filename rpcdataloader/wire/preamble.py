@@ -10,7 +10,7 @@
         16    16  session id     zero: start a session; 1: tell the status of the node; else: start a worker of that
                                  session
 
-They look the same in every version of the protocol.
+The preamble is the same in every version of the protocol.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PREAMBLE_TLS = 1
 PREAMBLE_SIZE = _PREAMBLE.size
 SESSION_ID_SIZE = 16
 
-# Where a session id would be, it asks for a status connection. Ids of sessions are random.
+# In place of a session id, requests a status connection. Ids of sessions are random.
 STATUS_ID = bytes([1]).ljust(SESSION_ID_SIZE, b"\0")
 
 
@@ -39,7 +39,7 @@ class Preamble:
     Attributes:
         session_id: 16 bytes; zero to start a new session, ``STATUS_ID`` for a status connection.
         version: Version of the protocol that the client speaks.
-        tls: Whether the client speaks TLS from here on. A server that does not, or that wants it, can then say so.
+        tls: True if the client speaks TLS from here on. A server that does not, or that requires it, can then say so.
     """
 
     session_id: bytes = bytes(SESSION_ID_SIZE)
@@ -61,7 +61,7 @@ class Preamble:
         """Read the 32 bytes that a client sent.
 
         Raises:
-            RemoteProtocolError: These are not the first bytes of our protocol.
+            RemoteProtocolError: These are not the first bytes of this protocol.
         """
         if len(data) != PREAMBLE_SIZE:
             raise RemoteProtocolError(f"the preamble has {PREAMBLE_SIZE} bytes, the peer sent {len(data)}")

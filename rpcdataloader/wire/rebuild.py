@@ -20,7 +20,7 @@ from rpcdataloader.wire.picklers import Unpickler, make_packed_sequence
 from rpcdataloader.wire.slabs import Allocator, PageablePool
 from rpcdataloader.wire.tensors import Index, Layout, Place, Region, Run, SlabIndex
 
-#: Up to so many small tensors of a message get pinned memory of their own, which costs some microseconds each.
+#: Up to this number of small tensors per message get their own pinned memory, which costs some microseconds each.
 MAX_PINNED_COPIES = 64
 
 
@@ -28,8 +28,7 @@ def rebuild(index: Index, memory: Sequence[torch.Tensor], allocator: Allocator |
     """Make the tensors of a message.
 
     Args:
-        allocator: Where the blocks came from. Memory for small tensors is taken from it too, so that pinned stays
-            pinned. None for plain memory.
+        allocator: Allocator of the blocks, and of small tensors, so that pinned stays pinned. None for plain memory.
     """
     rebuilder = _Rebuilder(index.layouts, index.num_tensors)
     num_large = len(index.blocks)
@@ -50,11 +49,11 @@ def rebuild(index: Index, memory: Sequence[torch.Tensor], allocator: Allocator |
 
 
 def rebuild_in_place(index: Index, memory: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Make the tensors of a message on its blocks, small ones too, which then share their slab.
+    """Make the tensors of a message on its blocks; small ones then share their slab.
 
     Args:
         memory: Its blocks, on any device.
-        device: Of tensors without elements.
+        device: Device of tensors without elements.
     """
     rebuilder = _Rebuilder(index.layouts, index.num_tensors)
     num_large = len(index.blocks)
@@ -67,10 +66,10 @@ def rebuild_in_place(index: Index, memory: Sequence[torch.Tensor], device: torch
 
 
 def rebuild_inline(index: Index, content: Buffer, allocator: Allocator | None) -> list[torch.Tensor]:
-    """The same for a message whose only slab has come in its payload."""
+    """The same for a message whose only slab came in its payload."""
     is_plain = allocator is None or isinstance(allocator, PageablePool)
     if is_plain and index.num_tensors == 1 and index.slabs[0][1]:
-        # A batch so small costs little but this, and half of that would be the view.
+        # For a batch this small, this is most of the cost, and the view would be half of it.
         dtype, shape, _ = index.layouts[0]
         tensor = torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype))
         return [(tensor if len(shape) == 1 else tensor.view(shape)).clone()]
@@ -78,10 +77,10 @@ def rebuild_inline(index: Index, content: Buffer, allocator: Allocator | None) -
 
 
 def inline_memory(content: Buffer, allocator: Allocator | None) -> torch.Tensor:
-    """What has come in the payload, in memory that tensors may be made over."""
+    """The slab in the payload, as memory for tensors."""
     memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     if allocator is None or isinstance(allocator, PageablePool):
-        # What is made over foreign memory cannot be resized.
+        # A tensor over foreign memory cannot be resized.
         return memory.clone()
     return allocator.allocate(len(content)).tensor.copy_(memory)
 
@@ -101,7 +100,7 @@ class _Rebuilder:
         storage, device = memory.untyped_storage(), memory.device
         for number, layout, offset in places:
             dtype, shape, strides = self._layouts[layout]
-            tensor = torch.empty(0, dtype=dtype, device=device)  # torch.set_default_device may say otherwise
+            tensor = torch.empty(0, dtype=dtype, device=device)  # torch.set_default_device may name another
             self.tensors[number] = tensor.set_(storage, offset_bytes // dtype.itemsize + offset, shape, strides)
 
     def share(self, memory: torch.Tensor, slab: SlabIndex) -> None:
@@ -154,16 +153,16 @@ _CPU = torch.device("cpu")
 
 
 class Movable:
-    """The dense tensors of a message, which get other memory after it was unpickled: that of a GPU.
+    """The dense tensors of a message, which get other memory after unpickling: a GPU's.
 
-    A message is unpickled over the blocks as they were received, so that whatever its classes do then, they do with
-    tensors in plain memory. Each block is copied as a whole. Every tensor is then given the place in the copy that it
-    has in the block, and stays the same object, wherever in the batch it is.
+    A message is unpickled over the blocks as received, so that its classes work with tensors in plain memory meanwhile.
+    Each block is copied as a whole. Every tensor then gets the same place in the copy as in the block, and stays the
+    same object, wherever in the batch it is.
 
-    What torch makes of tensors when it unpickles a tensor of another kind (sparse, nested, of a subclass) would not
-    notice. So such a tensor stays where it is, and so do its parts.
+    A tensor of another kind (sparse, nested, of a subclass) that torch makes from tensors would not notice. So such a
+    tensor and its parts stay where they are.
 
-    ``loads`` fills it in. Not thread-safe, and used once.
+    ``loads`` fills it. Not thread-safe, and used once.
     """
 
     def __init__(self) -> None:
@@ -190,11 +189,11 @@ class Movable:
 
     @property
     def blocks(self) -> list[torch.Tensor]:
-        """What is to be copied: the blocks with a tensor that moves."""
+        """The blocks to copy: those with a tensor that moves."""
         return [self._memory[position] for position in self._moving()]
 
     def move(self, copies: Sequence[torch.Tensor], device: torch.device) -> None:
-        """Let the tensors lie on copies of :attr:`blocks`, and the blocks go."""
+        """Move the tensors to copies of :attr:`blocks`, and drop the blocks."""
         if self._index is None:
             return
         memory = list(self._memory)
@@ -228,7 +227,7 @@ class MovableUnpickler(Unpickler):
     """Notes which tensors must stay.
 
     Attributes:
-        movable: Told of them; set before ``load``.
+        movable: Receiver of the notes; set before ``load``.
     """
 
     movable: Movable
@@ -236,14 +235,14 @@ class MovableUnpickler(Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
         if found is make_packed_sequence:
-            # The sizes are read by the CPU; torch refuses others.
+            # The CPU reads the sizes; torch refuses others.
             return functools.partial(_call_with_fixed, self.movable, found, slice(1, 2))
         if module.startswith("torch.") and name.startswith("_rebuild"):
             return functools.partial(_call_with_fixed, self.movable, found, slice(None))
         return found
 
 
-# Not a method: the unpickler remembers what it has found, and would refer to itself.
+# Not a method: the unpickler remembers the functions it has found, and would refer to itself.
 def _call_with_fixed(movable: Movable, function: Callable[..., Any], which: slice, *args: Any) -> Any:
     movable.fix(args[which])
     return function(*args)

@@ -1,7 +1,6 @@
-"""What a node server says about itself in a file of a directory, where clients look for it. Pure.
+"""A node server's self-description in a file of a directory, where clients look for it. Pure.
 
-The name of a file is used once, and its content never changes: only its time does, which the server renews for as long
-as it takes clients.
+A file's name is used once, and its content is final: the server only renews its time, while it accepts clients.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Any
 from rpcdataloader.wire import plain
 from rpcdataloader.wire.address import Address
 
-#: End of the names of such files; those that begin with a dot are being written.
+#: End of such files' names; a name that begins with a dot belongs to a file being written.
 SUFFIX = ".server.json"
 
-#: Longer ones are none.
+#: Longer files are no registrations.
 MAX_FILE_BYTES = 4096
 
 #: Seconds after which a server renews the time of its file.
@@ -32,11 +31,11 @@ MAX_SILENCE = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A node server that can be found; of one behind a name, no more is known than its address.
+    """A node server that clients can find; behind a DNS name, only the address is known.
 
     Attributes:
-        machine: Tells machines apart (:func:`~rpcdataloader.host.resources.machine_id`).
-        started: When it registered, in seconds of the file system's clock.
+        machine: Identity of the machine (:func:`~rpcdataloader.host.resources.machine_id`).
+        started: Time of registration, in seconds of the file system's clock.
     """
 
     address: Address
@@ -56,7 +55,7 @@ class Registration:
 
     @property
     def is_for_its_machine_alone(self) -> bool:
-        """Whether the address means another place on every machine: a loopback address or a Unix socket."""
+        """Whether the address is local to its machine: a loopback address or a Unix socket."""
         if self.address.is_unix or self.address.host == "localhost":
             return True
         try:
@@ -65,10 +64,10 @@ class Registration:
             return False
 
     def file_name(self, unique: str) -> str:
-        """A name for its file, for people to recognise.
+        """A name for its file, for users to recognise.
 
         Args:
-            unique: What sets it apart from all others: process ids are used again.
+            unique: Text that sets it apart from all others: process ids are used again.
         """
         host = re.sub(r"[^A-Za-z0-9_-]", "_", self.host)
         port = "unix" if self.address.is_unix else self.address.port
@@ -80,10 +79,10 @@ class Registration:
 
     @classmethod
     def decode(cls, data: bytes) -> Registration:
-        """Read the content of a file; fields that are not known are left alone.
+        """Read the content of a file; ignores unknown fields.
 
         Raises:
-            ValueError: It is something else, or only a part.
+            ValueError: The content is malformed or incomplete.
         """
         if not data:
             raise ValueError("it is empty")

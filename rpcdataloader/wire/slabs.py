@@ -1,8 +1,7 @@
-"""Memory that blocks are received into and batches are collated into.
+"""Memory for received blocks and collated batches.
 
-A :class:`Block` owns its memory through a one-dimensional ``uint8`` tensor. Whatever is built over that memory
-(tensors on the same storage, numpy arrays over the view) keeps it alive, and an allocator reuses the memory only
-after the last of them is gone.
+A :class:`Block` owns its memory through a one-dimensional ``uint8`` tensor. Objects over that memory (tensors, numpy
+arrays) keep it alive, and an allocator reuses the memory only after the last of them is gone.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ _MIN_POOLED_BYTES = 1 << 20
 #: Free memory kept for reuse: a prefetch window of a few dozen image batches. Memory in use is not limited here.
 _MAX_KEPT_BYTES = 1 << 30
 
-#: Free memory that so many leases had no use for is unmapped: one giant batch must not stay with every worker of a node
-#: for ever. More than the blocks of a prefetch window, which come back all at once when a slow consumer goes on.
+#: Free memory that this number of leases did not use is unmapped: one giant batch must not stay with every worker of a
+#: node. More than the blocks of a prefetch window, which come back all at once when a slow consumer continues.
 _MAX_UNUSED_LEASES = 256
 
-#: One huge page; smaller mappings cannot have any.
+#: One huge page; smaller mappings cannot contain any.
 _HUGE_PAGE_BYTES = 1 << 21
 
 
@@ -42,7 +41,7 @@ class Block:
     Attributes:
         tensor: ``uint8``, 1-D, the whole block. Tensors are built on *its storage*: the caching allocator of pinned
             memory recognises a block by its storage, and forgets to wait for copies of any other.
-        view: The same bytes, writable, format ``"B"``. Holding it keeps the memory too.
+        view: The same bytes, writable, format ``"B"``; a reference keeps the memory, too.
     """
 
     __slots__ = ("tensor", "view")
@@ -53,7 +52,7 @@ class Block:
 
 
 class Allocator(Protocol):
-    """Where blocks come from. Called from receiver threads."""
+    """Source of blocks, called from receiver threads."""
 
     def allocate(self, size_bytes: int) -> Block:
         """Return a block of exactly ``size_bytes`` uninitialised bytes; 0 is allowed."""
@@ -70,12 +69,12 @@ class PoolStats:
 class PageablePool:
     """Recycles large anonymous mappings, because the page faults of fresh ones cost as much as receiving into them.
 
-    A block goes back when nothing refers to its memory any more, wherever and in whichever thread that happens.
+    A block goes back once its memory has no references left, in whichever thread that happens.
     Thread-safe. In a forked child the pool starts empty.
 
     Args:
-        max_bytes: Most *free* memory to keep. Beyond it, what was returned first is unmapped, and so is what was not
-            needed for many leases: the pool follows a change of batch size.
+        max_bytes: Most *free* memory to keep. Beyond it, the oldest returns are unmapped, and so is memory unused for
+            many leases: the pool follows a change of batch size.
     """
 
     def __init__(self, max_bytes: int = _MAX_KEPT_BYTES) -> None:
@@ -87,7 +86,7 @@ class PageablePool:
 
     def _start_empty(self) -> None:
         self._lock = threading.Lock()
-        # Finalizers run in any thread at any point, also inside our lock: all they do is append here.
+        # Finalizers run in any thread at any point, also inside this lock: they only append here.
         self._returned: deque[mmap.mmap] = deque()
         # Guarded by _lock:
         self._free: list[tuple[mmap.mmap, int]] = []  # oldest return first, with the number of leases before it
@@ -100,8 +99,8 @@ class PageablePool:
             return Block(torch.empty(size_bytes, dtype=torch.uint8, device="cpu"))
         capacity = _round_up(size_bytes)
         memory = self._take(capacity) or _map(capacity)
-        # A new exporter of the buffer for each lease: its death, unlike that of a memoryview, means that neither a
-        # tensor nor a numpy array uses the memory. Capacities are few, so ctypes makes few array types.
+        # A new exporter of the buffer for each lease: its end, unlike a memoryview's, means that neither a tensor nor a
+        # numpy array uses the memory. Capacities are few, so ctypes makes few array types.
         lease = (ctypes.c_uint8 * capacity).from_buffer(memory)
         weakref.finalize(lease, self._returned.append, memory).atexit = False
         return Block(torch.frombuffer(lease, dtype=torch.uint8, count=size_bytes))
@@ -140,12 +139,12 @@ class PageablePool:
 class PinnedAllocator:
     """Blocks of page-locked memory, which an accelerator copies from without waiting for the CPU.
 
-    Recycling is left to PyTorch's caching host allocator: it alone knows when a copy has finished reading.
+    PyTorch's caching host allocator recycles them: it alone knows when a copy has finished reading.
 
     Args:
-        empty: Makes an uninitialised 1-D ``uint8`` tensor of so many bytes. By default pinned, for the device that is
-            the current one of the thread which makes this allocator.
-        device_index: Of that device, if it is to be another one.
+        empty: Function that makes an uninitialised 1-D ``uint8`` tensor of a given size. By default pinned, for the
+            current device of the thread that makes this allocator.
+        device_index: Index of another device, in place of the current one.
     """
 
     def __init__(self, empty: Callable[[int], torch.Tensor] | None = None, device_index: int | None = None) -> None:
@@ -166,12 +165,12 @@ def pinned_allocator() -> PinnedAllocator | None:
 
 
 def pinned_allocator_for(device: torch.device) -> PinnedAllocator | None:
-    """The allocator of memory that is copied to ``device``; None if torch cannot pin any for it."""
+    """The allocator for copies to ``device``; None if torch cannot pin memory for it."""
     return PinnedAllocator(device_index=device.index) if _why_not_pinned() is None else None
 
 
 def _depth_of_caller() -> int:
-    """The ``stacklevel`` with which a warning of the calling function names the line that called this package."""
+    """The ``stacklevel`` at which the calling function's warning names the line that called this package."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("rpcdataloader."):
         depth, frame = depth + 1, frame.f_back
@@ -187,7 +186,7 @@ def _pinned_empty(device_index: int | None) -> Callable[[int], torch.Tensor]:
     if device is None:
         device = getattr(accelerator, "current_device_index", torch.cuda.current_device)()
     thread = threading.local()
-    thread.has_device = True  # this one; the user may give it another later
+    thread.has_device = True  # this one; the user may choose another later
 
     def empty(size_bytes: int) -> torch.Tensor:
         if not hasattr(thread, "has_device"):
@@ -211,7 +210,7 @@ def _why_not_pinned() -> str | None:
 def _round_up(size_bytes: int) -> int:
     """Round up to one of four sizes per power of two, so that batches of similar size share blocks.
 
-    What is rounded up is address space: memory never touched is never given by the kernel.
+    Only address space is rounded up: the kernel gives no memory that is never touched.
     """
     step = max(1 << (size_bytes.bit_length() - 3), _HUGE_PAGE_BYTES)
     return -(-size_bytes // step) * step
@@ -220,7 +219,7 @@ def _round_up(size_bytes: int) -> int:
 def _map(capacity: int) -> mmap.mmap:
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, capacity)
-    # The default, MAP_SHARED, gets no huge pages and would let a forked child write into our batches.
+    # The default, MAP_SHARED, gets no huge pages and would let a forked child write into this process's batches.
     memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without transparent huge pages
@@ -237,6 +236,5 @@ def _start_pools_empty() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    # The lock may have been held by a thread that the child does not have. Leases of the parent end in the child's
-    # copy of the old deque, which nobody reads.
+    # A thread that the child lacks may hold the lock. The parent's leases end in the child's copy of the old deque.
     os.register_at_fork(after_in_child=_start_pools_empty)

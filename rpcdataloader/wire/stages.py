@@ -1,7 +1,7 @@
 """Durations of one batch on its way: 28 bytes that a worker sends behind its reply, and how the reply arrived. Pure.
 
-Durations only, never times of day: the clocks of two machines are never compared. Every reply carries the times of
-fetch and collate in its pickle. The others are measured where the request asks for it, and follow the pickle.
+Durations only, so that the clocks of two machines need not agree. Every reply carries the times of fetch and collate in
+its pickle. The others are measured where the request asks for it, and follow the pickle.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 from rpcdataloader.errors import RemoteProtocolError
 
-# All but the two that every reply carries.
+# Without the two that every reply carries.
 _LAYOUT = struct.Struct("<7f")
 
 SIZE_BYTES = _LAYOUT.size
 
 
 class Arrival(NamedTuple):
-    """How a message came that one receive call did not bring as a whole.
+    """The arrival of a message that took more than one receive call.
 
     Attributes:
         at: Time of its first bytes (``time.monotonic``).
         cpu: CPU time of the receiving thread at that moment.
-        was_here: The kernel had all that was missing, whenever that was asked for.
+        was_here: True if the kernel had all missing bytes each time they were asked for.
     """
 
     at: float
@@ -37,7 +37,7 @@ class Stages(NamedTuple):
     Attributes:
         fetch: Time in the dataset.
         collate: Time in the collate function.
-        idle: Time without any request before this one; 0 if the request was there when the one before was answered.
+        idle: Time without any request before this one; 0 if the request was there when the previous one was answered.
         encode: Time to pickle the batch.
         reply: Time that the worker's previous measured reply waited to be written, and was written.
         cpu: CPU time of all threads of the worker in fetch, collate and encode.
@@ -59,7 +59,7 @@ class Stages(NamedTuple):
 
     @property
     def task(self) -> float:
-        """Time that the worker was at work on the batch."""
+        """Time that the worker spent on the batch."""
         return self.fetch + self.collate + self.encode
 
     def pack(self) -> bytes:
@@ -68,7 +68,7 @@ class Stages(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview) -> Stages:
-        """Read :meth:`pack`; durations that are negative or no numbers count as 0.
+        """Read :meth:`pack`; negative durations and NaN count as 0.
 
         Raises:
             RemoteProtocolError: The length is wrong.

@@ -1,7 +1,7 @@
-"""What a node server tells of itself on a status connection: plain numbers and names, as JSON. Pure.
+"""A node server's self-description on a status connection: plain numbers and names, as JSON. Pure.
 
-Counters only grow while a node server lives: what ended workers and clients have done stays in the totals of those
-above them. Times are seconds that have passed, so that the clocks of machines need not agree.
+Counters only grow while a node server lives: the work of ended workers and clients stays in the totals of those above
+them. Times are seconds that have passed, so that the clocks of machines need not agree.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 from rpcdataloader.wire.plain import Json
 
-# A report of one client: its evidence takes 2.5 KB for each loop.
+# Size of a client's report: its evidence takes 2.5 KB for each loop.
 MAX_REPORT_BYTES = 8192
 
-# What is computed with a larger number may overflow. NaN is refused with these.
+# Larger numbers may overflow later calculations. NaN is refused with these.
 _MAX_NUMBER = 1e18
 
-# More than any loop has; what scales a cluster may follow the first number.
+# Above the number of any loop; an autoscaler may follow a loop's number of workers.
 _MAX_WORKERS = 100_000
 _MAX_STAGES = 32
 
@@ -38,16 +38,16 @@ class Value(Json):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopStatus(Json):
-    """Why a training loop waits, as its process reports it: the diagnosis of a pass that is under way."""
+    """Why a training loop waits, as its process reports it: the diagnosis of the current pass."""
 
     dataset: str  # name of its class
     rank: int | None  # in a distributed job; None outside of one
     wait_share: float  # of the loop's time, from 0 to 1
     bound: str  # what it waits for
     text: str  # the sentence with the remedy
-    demand_per_second: float | None  # batches that it would take; None for a loop that does nothing else
+    demand_per_second: float | None  # batches that it would consume; None for a loop that only loads
     delivered_per_second: float  # batches that it gets
-    more_workers: int | None  # that would end the waiting; None if more would not
+    more_workers: int | None  # number that would end the waiting; None if none would
     evidence: list[Value]
     stages: list[Value]  # mean seconds per batch
 
@@ -69,7 +69,7 @@ class Report(Json):
 
     @classmethod
     def of(cls, loops: Sequence[LoopStatus]) -> bytes:
-        """The payload of a report of as many loops as it has room for."""
+        """The payload of a report, with as many loops as fit."""
         chosen = sorted(loops, key=lambda loop: -loop.wait_share)
         while len(payload := cls(chosen).encode()) > MAX_REPORT_BYTES:
             chosen.pop()
@@ -85,11 +85,11 @@ class StatusRequest(Json):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work(Json):
-    """What was done since the beginning."""
+    """Work done since the beginning."""
 
-    tasks: int  # batches of loaders that were answered
-    calls: int  # other requests that were answered: remote calls, questions of a loader
-    errors: int  # requests that were answered with an exception
+    tasks: int  # answered batches of loaders
+    calls: int  # other answered requests: remote calls, questions of a loader
+    errors: int  # requests answered with an exception
     received_bytes: int  # by worker connections
     sent_bytes: int  # by worker connections
 
@@ -102,37 +102,36 @@ class WorkerStatus(Work):
     pid: int
     state: str  # "idle" or "running"
     state_seconds: float  # since that changed, or since the last request began
-    draining: bool  # it takes no further requests
-    # The letter by which Linux names the state of its main thread: "T" is stopped, "D" waits in the kernel; empty when
-    # it has gone.
+    draining: bool  # takes no further requests
+    # Linux's letter for the state of its main thread: "T" is stopped, "D" waits in the kernel; empty when it has gone.
     process_state: str
     age_seconds: float  # since it was admitted
-    queued: int  # requests that it has received and not begun
-    # Bytes of requests that have arrived and that it has not received, as it does so between two of them; None on a
-    # Unix socket, where the kernel does not tell.
+    queued: int  # requests received and not begun
+    # Bytes of requests that have arrived and not been received yet, which happens between two requests; None on a Unix
+    # socket, where the kernel does not tell.
     unread_bytes: int | None
     cpu_seconds: float
-    memory_bytes: int  # resident, including what it shares with other processes
-    stack: str | None = None  # its Python stack, or why there is none; None without a request for stacks
+    memory_bytes: int  # resident, including shared pages
+    stack: str | None = None  # its Python stack, or why it is missing; None without a request for stacks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientStatus(Work):
-    """A training process, and its session here; its work is that of its workers, including those that have ended."""
+    """A training process, and its session here; its work is that of its workers, including ended ones."""
 
-    host: str  # its machine, as it says
+    host: str  # name of its machine, by its own account
     pid: int  # its process there
     rank: int | None  # in a distributed job; None outside of one
     job: str  # of Slurm; empty outside of one
     session_pid: int  # the process that serves it here
     state: str  # "idle", or "running" while the session builds a dataset or answers another request
     state_seconds: float  # since that changed
-    age_seconds: float  # since it has connected
-    last_error: str | None  # text of the last exception that a worker answered with; None if there was none
+    age_seconds: float  # since it connected
+    last_error: str | None  # text of the last exception in an answer; None without any
     last_error_seconds: float | None  # since then
     workers: list[WorkerStatus]  # in the order of their numbers
-    loops: list[LoopStatus] = field(default_factory=list)  # as it has reported last, those that wait most first
-    loops_seconds: float | None = None  # since then; None if it has not, or long ago
+    loops: list[LoopStatus] = field(default_factory=list)  # as last reported, those that wait most first
+    loops_seconds: float | None = None  # since that report; None without a recent one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +141,11 @@ class NodeStatus(Work):
     host: str
     pid: int
     uptime_seconds: float  # since it listens
-    draining: bool  # it takes no clients any more
-    num_workers: int  # what it offers
+    draining: bool  # accepts no further clients
+    num_workers: int  # workers that it offers
     max_connections: int | None  # cap on workers; None for no cap
-    cpus: int  # that it may use
-    # Of the machine, over the last minute: threads of all its programs that run, wait for a CPU, or are blocked in the
-    # kernel.
+    cpus: int  # CPUs that it may use
+    # The machine's, over the last minute: threads of all programs that run, wait for a CPU, or block in the kernel.
     load_average: float
     memory_total_bytes: int  # of the machine
     memory_available_bytes: int  # of the machine
@@ -157,5 +155,5 @@ class NodeStatus(Work):
 
     @property
     def workers(self) -> list[WorkerStatus]:
-        """Those of all clients."""
+        """Workers of all clients."""
         return [worker for client in self.clients for worker in client.workers]

@@ -3,7 +3,7 @@
 A tensor is a span of bytes plus a layout: dtype, shape, strides. Spans of one storage that overlap travel as one
 *region*, so that tensors which shared memory share it again. A region of 64 KiB or more is a block of its own and is
 never copied; smaller ones are gathered into *slabs*. A span more than twice as large as its data travels compact, in
-the order of its memory, unless other tensors fill what lies between.
+the order of its memory, unless other tensors fill the gaps.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rpcdataloader.wire.buffers import BlockBytes, Pieces
 #: Regions of this size travel alone, without a copy. Below it, gathering costs less than one more block.
 MIN_BLOCK_BYTES = 1 << 16
 
-#: Keeping one small tensor keeps at most this much memory, where small tensors share a slab at all.
+#: Keeping one small tensor keeps at most this much memory, if small tensors share a slab at all.
 MAX_SLAB_BYTES = 1 << 20
 
-# Where a region may start in a slab: the largest element, complex128, has 16 bytes.
+# Alignment of regions in a slab: the largest element, complex128, has 16 bytes.
 _ALIGNMENT = 16
 
 # Types that torch copies by the thousand; others (float8, bits) are copied as plain bytes, one by one.
 _BULK_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16}
 _BULK_DTYPES |= {torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
-# Types of which numpy and memoryview make bytes.
+# Types that numpy and memoryview turn into bytes.
 _NUMPY_DTYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
 
 # ctypes.memmove releases the GIL; beside a busy thread, each of thousands of releases may cost a switch interval.
@@ -52,14 +52,14 @@ SlabIndex = tuple[list[Region], list[Run]]
 
 
 class Index(NamedTuple):
-    """What the receiver must know to rebuild the tensors of a message. Tensors are numbered as the pickler met them.
+    """The receiver's instructions to rebuild the tensors of a message. Tensors are numbered in the pickler's order.
 
     Attributes:
         layouts: The different layouts, to which the rest refers by position.
-        blocks: For each region that is a block of its own, the tensors on it.
-        slabs: What lies in each slab; these are the blocks after those. *Regions* hold any tensors, also several
-            that share memory. *Runs* are contiguous tensors of equal layout, each with memory of its own, without
-            gaps between them: there may be thousands, and the receiver copies them with a few calls.
+        blocks: Tensors of each region that is a block of its own.
+        slabs: Contents of each slab; slabs are the blocks after those. *Regions* hold any tensors, also several that
+            share memory. *Runs* are contiguous tensors of equal layout, each with its own memory, without gaps between
+            them: there may be thousands, and the receiver copies them with a few calls.
         empty: Tensors without elements, and the layout of each.
     """
 
@@ -71,10 +71,10 @@ class Index(NamedTuple):
 
 
 class Stack:
-    """Tensors that travel as one, ``torch.stack(tensors)``, without being copied together before.
+    """Tensors that travel as one, ``torch.stack(tensors)``, without being copied together first.
 
     Args:
-        tensors: At least one; dense, contiguous, of one dtype and shape, and at least 64 KiB together.
+        tensors: One or more; dense, contiguous, of one dtype and shape, and at least 64 KiB together.
     """
 
     __slots__ = ("tensors",)
@@ -87,7 +87,7 @@ class Stack:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether bytes, dtype, shape and strides are all there is to this object, of exactly the class Tensor."""
+    """Whether bytes, dtype, shape and strides are all there is to this object, of exactly the class Tensor."""
     return (
         tensor.layout is torch.strided
         and tensor.is_cpu
@@ -95,20 +95,20 @@ def is_dense(tensor: torch.Tensor) -> bool:
         and not tensor.__dict__
         and not (tensor.is_neg() or tensor.is_conj() or tensor.is_quantized or tensor.is_nested)
         and not (_has_names is not None and _has_names(tensor))
-        # Without memory: an efficient zero tensor, or one whose storage was given back, as FSDP does.
+        # Without memory: an efficient zero tensor, or one whose storage was freed, as FSDP does.
         and (tensor.data_ptr() != 0 or tensor.numel() == 0)
     )
 
 
 @dataclass(slots=True, eq=False)
 class _Geometry:
-    """A layout of a message, with what the sender derives from it and the small tensors that have it."""
+    """A layout of a message, with the sender's derived values and the small tensors that have it."""
 
     number: int
     itemsize: int
     data_bytes: int
     span_bytes: int
-    is_sparse: bool  # most of the span is not its own: a column of a matrix, every tenth row
+    is_sparse: bool  # most of the span is gaps: a column of a matrix, every tenth row
     in_bulk: bool
     run: list[tuple[int, int]] = field(default_factory=list)  # address, number
 
@@ -132,7 +132,7 @@ _Member = tuple[int, int, int, _Geometry]
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Tensors on one storage, each of which has a span that overlaps that of another."""
+    """Tensors on one storage, whose spans each overlap another's."""
 
     start: int  # address of the first byte
     end: int  # address behind the last byte
@@ -140,7 +140,7 @@ class _Group:
 
     @property
     def is_filled(self) -> bool:
-        """Whether their data are at least half of the bytes."""
+        """Whether data fill at least half of the bytes."""
         data_bytes = {(start, geometry.number): geometry.data_bytes for start, _, _, geometry in self.members}
         return self.end - self.start <= 2 * sum(data_bytes.values())
 
@@ -172,21 +172,21 @@ class Packer:
         self._empty: list[tuple[int, int]] = []
 
     def add(self, tensor: torch.Tensor) -> int:
-        """Take in a dense tensor and return its number. Its bytes are first looked at by :meth:`pack`."""
+        """Take in a dense tensor and return its number. :meth:`pack` is the first to read its bytes."""
         number = self._num_tensors
         self._tensors[number] = tensor
         self._num_tensors += 1
         return number
 
     def add_stack(self, stack: Stack) -> int:
-        """Take in a stack and return the number of the tensor that it becomes."""
+        """Take in a stack and return the number of the resulting tensor."""
         number = self._num_tensors
         self._stacks[number] = stack
         self._num_tensors += 1
         return number
 
     def pack(self) -> tuple[Index, list[BlockBytes]]:
-        """Return what describes the tensors, and the blocks. These keep what they show."""
+        """Return the index of the tensors, and the blocks, which keep the memory they show."""
         if self._num_tensors == len(self._tensors) == 1:
             small = self._pack_only(self._tensors[0])
             if small is not None:
@@ -212,7 +212,7 @@ class Packer:
         return Index(self._num_tensors, self._layouts, self._blocks, slabs, self._empty), self._buffers
 
     def _pack_only(self, tensor: torch.Tensor) -> tuple[Index, list[BlockBytes]] | None:
-        """The same for the only tensor of a message, if it is small: all that such a batch costs is this."""
+        """The same for the only tensor of a message, if it is small, at the least cost."""
         _, data_bytes, _, _, in_bulk = _measure(tensor.dtype, tensor.shape, tensor.stride())
         if not in_bulk or not 0 < data_bytes < MIN_BLOCK_BYTES:
             return None
@@ -246,7 +246,7 @@ class Packer:
                 self._pack_scattered(first_byte, group.members)
 
     def _pack_scattered(self, first_byte: int, members: list[_Member]) -> None:
-        """Send compact what would take along more than itself, unless others take it along anyway."""
+        """Send sparse spans compact, unless other tensors fill their gaps anyway."""
         groups = _overlapping([member for member in members if not member[3].is_sparse])
         compact: dict[tuple[int, int], list[int]] = {}
         for member in members:
@@ -270,7 +270,7 @@ class Packer:
             return
         group_start = group.start
         if len({geometry.itemsize for _, _, _, geometry in group.members}) > 1:
-            # In the storage, every offset is a whole number of elements of its type: let it be one in the region.
+            # Offsets in the storage are whole numbers of elements of the type: keep them so in the region.
             group_start -= (group_start - first_byte) % _ALIGNMENT
         places = [
             (number, geometry.number, (start - group_start) // geometry.itemsize)
@@ -279,7 +279,7 @@ class Packer:
         self._pack_region(group_start, group.end, places)
 
     def _pack_compact(self, numbers: list[int]) -> None:
-        """Send the elements of a tensor, which may have come under several numbers, without what lies between."""
+        """Send the elements of a tensor, which may have several numbers, without gaps."""
         tensor = self._tensors[numbers[0]]
         # In the order of its memory, so that a part of a channels-last image is channels-last.
         strides = tensor.stride()
@@ -340,7 +340,7 @@ class _Slab:
         self._size_bytes = offset + size_bytes
 
     def add_run(self, geometry: _Geometry, run: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Add as much of a run as there is room for, and return the rest."""
+        """Add as much of a run as fits, and return the rest."""
         offset, size_bytes = self.next_offset, geometry.data_bytes
         num_fitting = (MAX_SLAB_BYTES - offset) // size_bytes
         fitting, rest = run[:num_fitting], run[num_fitting:]
@@ -360,7 +360,7 @@ class _Slab:
 
 
 def _view(tensor: torch.Tensor, start: int, end: int) -> memoryview:
-    """The bytes between two addresses on the storage of ``tensor``, which they keep."""
+    """The bytes between two addresses on the storage of ``tensor``; the view keeps the storage."""
     storage = tensor.untyped_storage()
     # Any dtype, shape and strides in 3 us; numpy() and view() of the tensor itself refuse many.
     alias = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -369,7 +369,7 @@ def _view(tensor: torch.Tensor, start: int, end: int) -> memoryview:
 
 
 def _view_all(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor, which they keep."""
+    """The bytes of a contiguous tensor; the view keeps the tensor."""
     if tensor.dtype in _NUMPY_DTYPES:
         return tensor.numpy().data  # a quarter of the time, and a batch may have hundreds of these
     start = tensor.data_ptr()

@@ -1,8 +1,8 @@
 """A stream over TLS: the same seam as :class:`~rpcdataloader.wire.transport.Stream`, with the bytes encrypted.
 
-Not ``ssl.SSLSocket``: that refuses receive flags and ``sendmsg``, and a thread that waits in its ``recv`` is in the way
-of one that sends. Here OpenSSL works on buffers in memory, under a lock that is held for a piece of at most
-``CHUNK_BYTES`` and never during a system call, so that both directions wait for the network by themselves.
+Unlike ``ssl.SSLSocket``, which refuses receive flags and ``sendmsg``, and whose waiting ``recv`` blocks a sending
+thread, OpenSSL works on buffers in memory here. Its lock is held for a piece of at most ``CHUNK_BYTES`` and never
+during a system call, so that both directions wait for the network independently.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from rpcdataloader.wire.certificates import TlsCredentials, reason_of
 from rpcdataloader.wire.handshake import TlsError
 from rpcdataloader.wire.transport import Deadline, Stream
 
-# What one system call moves and one hold of the lock encrypts: some 50 us of work.
+# The unit of one system call and of one hold of the lock: some 50 us of encryption.
 CHUNK_BYTES = 128 * 1024
 
-# A record holds at most 2^14 bytes, and at most 256 more and a header of 5 on its way.
+# A record holds at most 2^14 bytes, plus at most 256 more and a header of 5 on the wire.
 _MAX_RECORD_BYTES = 2**14 + 256 + 5
 
-# The types of record that may be the first of an answer: an alert, or the handshake.
+# Types of record that an answer may begin with: an alert, or the handshake.
 _FIRST_BYTES = (b"\x15", b"\x16")
 
-# OpenSSL's codes for what is wrong with the certificate of the other side (X509_V_ERR_...).
+# OpenSSL's codes for faults of the other side's certificate (X509_V_ERR_...).
 _NOT_YET_VALID, _EXPIRED, _WRONG_PURPOSE, _OTHER_HOST, _OTHER_ADDRESS = 9, 10, 26, 62, 64
 
 
 class AnsweredInClearError(Exception):
-    """The peer sent something that is not TLS; none of it was taken."""
+    """The peer sent something that is not TLS, which stays unread."""
 
 
 class TlsStream(Stream):
-    """A stream over TLS, which takes the socket of ``stream`` over. :meth:`shake_hands` comes first.
+    """A stream over TLS, which takes over the socket of ``stream``. :meth:`shake_hands` comes first.
 
-    Threads as with a plain stream: one sends while another receives. Ends as a plain stream does, too: TLS's own
-    notice of the end (close_notify) is not sent, because OpenSSL would drop what is still to be received, and not
-    needed, because messages have lengths, and a drain ends with one that says so.
+    As with a plain stream, one thread sends while another receives, and the end is a plain one, too: TLS's own notice
+    (close_notify) is not sent, because OpenSSL would drop data still to be received, and is not needed, because
+    messages have lengths, and a drain ends with one that says so.
 
     Args:
-        stream: Connected; nothing of TLS was sent or received yet.
-        credentials: Of this side, loaded for its role.
-        host: On the client's side, the name or address that the server's certificate must be for.
+        stream: Connected stream without any TLS traffic yet.
+        credentials: This side's credentials, loaded for its role.
+        host: Name or address that the server's certificate must be for; None on the server's side.
     """
 
     def __init__(self, stream: Stream, credentials: TlsCredentials, host: str | None = None) -> None:
@@ -54,10 +54,10 @@ class TlsStream(Stream):
         self._host = host
         self._deadline = Deadline(None)
         self._agreed = False
-        self._ended = False  # the peer has said so, in the terms of TLS
+        self._ended = False  # the peer has said so, in TLS's terms
         self._received = memoryview(bytearray(CHUNK_BYTES))
-        # Guards the two buffers and what works on them. One that its holder may take again: a finalizer, in the middle
-        # of a receive, may warn, and a session sends that to its client at once.
+        # Guards the two buffers and their users. Reentrant: a finalizer, in the middle of a receive, may warn, and a
+        # session sends that to its client at once.
         self._lock = threading.RLock()
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
@@ -65,12 +65,12 @@ class TlsStream(Stream):
             self._incoming,
             self._outgoing,
             server_side=host is None,
-            # The zone of a link-local address is this machine's business.
+            # The zone of a link-local address has a meaning on this machine only.
             server_hostname=None if host is None else host.partition("%")[0],
         )
 
     def limit(self, deadline: Deadline) -> None:
-        """Bound the sends and receives that follow."""
+        """Bound later sends and receives."""
         self._deadline = deadline
         super().limit(deadline)
 
@@ -79,7 +79,7 @@ class TlsStream(Stream):
 
         Raises:
             TlsError: One side does not accept the other.
-            AnsweredInClearError: The server does not speak TLS; what it says can be read from the plain stream.
+            AnsweredInClearError: The server does not speak TLS; the plain stream has its answer.
             ConnectionLostError: The peer is gone.
             RPCTimeoutError: The deadline has passed.
         """
@@ -96,7 +96,7 @@ class TlsStream(Stream):
             except ssl.SSLError as exc:
                 problem = self._translate(exc)
                 problem.__cause__ = exc
-            # With a problem, the alert that tells the other side.
+            # After a problem, this is the alert that tells the other side.
             if data := self._outgoing.read():
                 with contextlib.suppress(RPCError) if problem else contextlib.nullcontext():
                     super().send([data])
@@ -114,7 +114,7 @@ class TlsStream(Stream):
                 raise ConnectionLostError(f"{self.name} closed the connection during the handshake of TLS")
 
     def send(self, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
-        """Encrypt and send all of ``pieces`` one after the other; one thread at a time.
+        """Encrypt and send all of ``pieces`` in order; one thread at a time.
 
         Raises:
             ConnectionLostError: The peer is gone.
@@ -143,11 +143,11 @@ class TlsStream(Stream):
     def recv_into(self, views: Sequence[memoryview]) -> int:
         """Fill ``views`` in order; returns how many bytes arrived: all of them, fewer, or 0 at the end of file.
 
-        Each record is decrypted into its place. Under a :meth:`limit`, returns with what is there.
+        Each record is decrypted in place. Under a :meth:`limit`, returns with the available bytes.
 
         Raises:
             ConnectionLostError: The kernel reported an error.
-            RemoteProtocolError: Somebody on the path changed something.
+            RemoteProtocolError: The bytes were altered on their way.
             TlsError: The other side does not accept this one's certificate.
         """
         missing = sum(map(len, views))
@@ -169,7 +169,7 @@ class TlsStream(Stream):
         """Decrypt at most one record into ``view``; 0 after the peer's last one, None if more must be received."""
         try:
             with self._lock:
-                # Cheaper than the exception: this is how most waits begin.
+                # Cheaper than the exception, with which most waits would begin.
                 if not self._incoming.pending and not self._tls.pending() and not self._ended:
                     return None
                 size: int = self._tls.read(len(view), view)  # type: ignore[assignment]  # into a buffer: a number
@@ -184,11 +184,11 @@ class TlsStream(Stream):
         return size
 
     def _receive(self, missing: int) -> bool:
-        """Receive what is there, or wait for some; returns False at the end of file.
+        """Receive what is available, or wait for some; returns False at the end of file.
 
         Args:
-            missing: How many bytes of the message have not been decrypted. All but those of a record that is here in
-                part come with at least as many bytes, so it is safe to wait for these at once, without the GIL.
+            missing: Number of bytes of the message that have not been decrypted. All but those of a partly received
+                record come with at least that many bytes, so a wait for them at once, without the GIL, is safe.
         """
         sure = min(missing - _MAX_RECORD_BYTES, CHUNK_BYTES)
         if self._deadline.timeout is not None:
@@ -200,12 +200,12 @@ class TlsStream(Stream):
 
     @property
     def has_unread(self) -> bool:
-        """Whether something was received that nobody has taken yet; perhaps the first part of a message only."""
+        """Whether received bytes wait for the reader, perhaps only the first part of a message."""
         with self._lock:
             return bool(self._incoming.pending or self._tls.pending())
 
     def read_ahead(self) -> None:
-        """Nothing to do: whole records are received, whatever is asked for."""
+        """Does nothing: whole records are received in any case."""
 
     def _translate(self, exc: ssl.SSLError) -> RPCError:
         if isinstance(exc, ssl.SSLCertVerificationError):

@@ -1,8 +1,7 @@
 """Every socket call on a connection: options, exact receives and gathered sends.
 
-Nothing above this module and ``connecting`` touches a socket or sees an ``OSError`` of one: failures
-leave here as :class:`~rpcdataloader.errors.ConnectError` or :class:`~rpcdataloader.errors.ConnectionLostError` with
-their cause.
+Only this module and ``connecting`` touch sockets and their ``OSError``: failures leave here as
+:class:`~rpcdataloader.errors.ConnectError` or :class:`~rpcdataloader.errors.ConnectionLostError` with their cause.
 """
 
 from __future__ import annotations
@@ -26,35 +25,34 @@ from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RPCTi
 
 logger = logging.getLogger("rpcdataloader.client")
 
-# sendmsg and recvmsg take this many pieces at once (IOV_MAX of Linux).
+# Most pieces of one sendmsg or recvmsg (IOV_MAX of Linux).
 MAX_PIECES = 1024
 
-# A short piece is received into a buffer of this size, with what follows it; larger ones go where they belong.
+# A short piece is received into a buffer of this size, with what follows it; larger ones into their own memory.
 READ_AHEAD_BYTES = 16384
 
-# While several times as much is to come over TCP, the kernel wakes the receiver once per so many bytes (SO_RCVLOWAT)
-# and not for every segment: half of the CPU time, and over loopback 1.5 times the throughput. Larger marks gain more
-# there, but then a 10 Gb/s link stands still while the receiver copies what fills the window.
+# While several times as much is to come over TCP, the kernel wakes the receiver once per this number of bytes
+# (SO_RCVLOWAT) and not for every segment: half of the CPU time, and over loopback 1.5 times the throughput. Larger
+# marks gain more there, but a 10 Gb/s link then stands still while the receiver copies a full window.
 LOW_WATER_BYTES = 1 << 20
 
-# Between two ends on one machine no more than this is on its way (SO_SNDBUF, which Linux doubles: socket(7)). It stays
-# in the processor's cache: 1.1 to 1.3 times the throughput. Megabytes, which the kernel would allow, are for networks
-# with a round trip to fill.
+# Most bytes on their way between two ends on one machine (SO_SNDBUF, which Linux doubles: socket(7)): they stay in the
+# processor's cache, for 1.1 to 1.3 times the throughput. The kernel's megabytes are for long round trips.
 SAME_HOST_SEND_BYTES = 1 << 17
 
-# A dead peer is found after 10 + 3 * 5 = 25 seconds without a word, whether or not anything was asked of it. A peer
-# that is merely stopped still answers the probes, since its kernel does: TCP_USER_TIMEOUT would cut it off.
+# Keep-alive finds a dead peer after 10 + 3 * 5 = 25 seconds of silence, with or without requests. The kernel of a peer
+# that is merely stopped still answers the probes: TCP_USER_TIMEOUT would cut it off.
 KEEPALIVE_IDLE = 10
 KEEPALIVE_INTERVAL = 5
 KEEPALIVE_PROBES = 3
 
-# Seconds between two looks at a connection that may be cut off while keep-alive rests; see is_cut_off.
+# Seconds between two looks at a connection that may be cut off while keep-alive is suspended; see is_cut_off.
 LOOK_INTERVAL = 2.0
 
-# Of struct tcp_info (linux/tcp.h): tcpi_retransmits and tcpi_probes, tcpi_last_data_recv and tcpi_last_ack_recv.
+# Fields of struct tcp_info (linux/tcp.h): tcpi_retransmits and tcpi_probes, tcpi_last_data_recv, tcpi_last_ack_recv.
 _TCP_INFO = struct.Struct("=2xBB48xII")
 
-# tcpi_busy_time and tcpi_rwnd_limited there, in microseconds.
+# Further fields: tcpi_busy_time and tcpi_rwnd_limited, in microseconds.
 _TCP_TIMES = struct.Struct("=168xQQ")
 
 
@@ -62,14 +60,14 @@ class Stream:
     """A connected stream socket: gathered sends and exact receives.
 
     One thread may send while another receives. The socket is blocking, because ``settimeout`` defeats
-    ``MSG_WAITALL``; a wait is ended by :meth:`shutdown` from another thread. :meth:`limit` is for the handshake,
-    whose few bytes need a deadline and no speed.
+    ``MSG_WAITALL``; :meth:`shutdown` from another thread ends a wait. :meth:`limit` is for the handshake, whose few
+    bytes need a deadline and no speed.
 
     Args:
-        traffic: Two counters, to which the bytes received and sent are added.
+        traffic: Two counters, for the bytes received and sent.
 
     Attributes:
-        unread: What was read ahead and not taken yet.
+        unread: Bytes read ahead and not taken yet.
     """
 
     def __init__(
@@ -84,7 +82,7 @@ class Stream:
         self.unread = memoryview(b"")
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
-        # Also what turns non-blocking an accepted socket that inherited it.
+        # Also makes an accepted socket blocking that inherited non-blocking mode.
         sock.settimeout(None)
         _streams.add(self)
 
@@ -93,19 +91,19 @@ class Stream:
         return self._sock.fileno()
 
     def count_in(self, traffic: memoryview) -> None:
-        """From now on, count the traffic there, beginning with what was counted until now."""
+        """From now on, count the traffic there, starting with the count so far."""
         traffic[0], traffic[1] = self._traffic[0], self._traffic[1]
         self._traffic = traffic
 
     def limit(self, deadline: Deadline) -> None:
-        """Bound the sends and receives that follow; a deadline without limit makes them block again."""
+        """Bound later sends and receives; a deadline without limit makes them block again."""
         remaining = deadline.remaining()
         if remaining == 0.0:
             raise RPCTimeoutError(f"no answer from {self.name} in time")
         self._sock.settimeout(remaining)
 
     def send(self, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
-        """Send all of ``pieces``, which are views of bytes, one after the other, without joining or copying them.
+        """Send all of ``pieces``, which are views of bytes, in order, without joining or copying them.
 
         Raises:
             ConnectionLostError: The peer is gone.
@@ -115,7 +113,7 @@ class Stream:
             while first < len(pieces):
                 window = pieces[first : first + MAX_PIECES]
                 size = sum(map(len, window))
-                # Counted before: when the peer has all of it, it may close, and so end this process, at any moment.
+                # Counted before: a peer that has all of it may close at any moment, which may end this process.
                 self._traffic[1] += size
                 sent = self._sock.sendmsg(window)
                 if sent == size:
@@ -126,13 +124,13 @@ class Stream:
         except OSError as exc:
             self._traffic[1] -= size
             if _is_limit(exc):
-                raise RPCTimeoutError(f"{self.name} takes no data") from exc
+                raise RPCTimeoutError(f"timed out sending to {self.name}") from exc
             raise ConnectionLostError(f"connection to {self.name} lost while sending: {exc.strerror or exc}") from exc
 
     def recv_into(self, views: Sequence[memoryview]) -> int:
         """Fill ``views`` in order; returns how many bytes arrived: all of them, fewer, or 0 at the end of file.
 
-        The GIL is given up once for the whole wait and taken once at its end, however many segments arrive.
+        The GIL is released once for the whole wait and taken once at its end, however many segments arrive.
 
         Raises:
             ConnectionLostError: The kernel reported an error.
@@ -156,24 +154,24 @@ class Stream:
 
     @property
     def has_unread(self) -> bool:
-        """Whether something was read ahead that nobody has taken yet."""
+        """Whether bytes that were read ahead wait for the reader."""
         return bool(self.unread)
 
     def has_input(self) -> bool:
-        """Whether the next receive will not wait: there is data, or the end of file."""
+        """Whether the next receive returns at once, with data or the end of file."""
         return self.has_unread or bool(self._readable.poll(0))
 
     def count_waiting(self) -> int:
-        """Bytes that the kernel has received and nobody has taken (``FIONREAD``, ioctl_tty(2))."""
+        """Bytes that the kernel holds unread (``FIONREAD``, ioctl_tty(2))."""
         waiting = bytearray(4)
         with contextlib.suppress(OSError):
             fcntl.ioctl(self._sock, termios.FIONREAD, waiting)
         return int.from_bytes(waiting, sys.byteorder)
 
     def sending_times(self) -> tuple[float, float]:
-        """Seconds that the connection had data the peer has not acknowledged, and that the peer's window was full.
+        """Seconds that the connection had unacknowledged data, and that the peer's window was full.
 
-        Since the beginning; zeros where the system does not tell.
+        Both since the beginning; zeros where the system does not tell.
         """
         if self._sock.family != socket.AF_UNIX and hasattr(socket, "TCP_INFO"):
             with contextlib.suppress(OSError, struct.error):
@@ -183,9 +181,9 @@ class Stream:
         return 0.0, 0.0
 
     def read_ahead(self) -> None:
-        """From now on, receive what follows a short piece together with it: a small message costs one system call.
+        """From now on, receive a short piece together with what follows: a small message costs one system call.
 
-        Not for a socket that is polled, or handed to another process: what was read ahead is in this object only.
+        Not for a socket that is polled, or handed to another process: only this object has the bytes read ahead.
         """
         self._ahead = memoryview(bytearray(READ_AHEAD_BYTES))
 
@@ -202,11 +200,11 @@ class Stream:
             return size
         except OSError as exc:
             if _is_limit(exc):
-                raise RPCTimeoutError(f"{self.name} does not answer") from exc
+                raise RPCTimeoutError(f"timed out receiving from {self.name}") from exc
             raise ConnectionLostError(f"connection to {self.name} lost: {exc.strerror or exc}") from exc
 
     def _recv_large(self, views: Sequence[memoryview], flags: int) -> int:
-        # The kernel would wake nobody for an end that is shorter than the mark: that is received next.
+        # The kernel does not wake the receiver for an end shorter than the mark: that is received next.
         views = _without_end(views, LOW_WATER_BYTES)
         self._set_low_water(LOW_WATER_BYTES)
         try:
@@ -216,20 +214,20 @@ class Stream:
 
     def _set_low_water(self, size_bytes: int) -> None:
         if not self._is_wide:
-            # The kernel makes room for what it is to wait for, and keeps it.
+            # The kernel makes room for the mark, and keeps it.
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 4 * LOW_WATER_BYTES)
             self._is_wide = True
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
 
     def finish(self) -> None:
-        """Tell the peer that nothing more will be sent; receiving goes on."""
+        """Tell the peer that nothing more will be sent; receiving continues."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
     def linger(self) -> None:
         """Tell the peer that nothing more will be sent, and wait until it has closed too.
 
-        Closing with unread input would reset the connection, and the peer could lose what it has not read yet.
+        Closing with unread input would reset the connection, and the peer could lose bytes it has not read yet.
         """
         self.finish()
         scrap = bytearray(65536)
@@ -238,22 +236,22 @@ class Stream:
                 pass
 
     def is_cut_off(self) -> bool:
-        """Whether the peer's host has vanished, as far as that can be seen; see :func:`is_cut_off`."""
+        """Whether the peer's host has vanished, as far as this side can see; see :func:`is_cut_off`."""
         return is_cut_off(self._sock)
 
     def shutdown(self) -> None:
-        """End the connection in both directions and wake whoever waits in a send or receive."""
+        """End the connection in both directions and wake the threads that wait in a send or receive."""
         shut_down(self._sock)
 
     def close(self) -> None:
-        """Give the descriptor back; idempotent. Does not end a connection that another process shares."""
+        """Close the descriptor; idempotent. Does not end a connection that another process shares."""
         self._sock.close()
 
     def require_same_user(self) -> None:
         """Refuse a peer of another user on a Unix socket; does nothing on TCP.
 
         Raises:
-            AuthenticationError: The peer's user is neither ours nor root.
+            AuthenticationError: The peer's user is neither this process's nor root.
         """
         if self._sock.family != socket.AF_UNIX:
             return
@@ -266,7 +264,7 @@ class Stream:
 
 
 def _without_start(views: Sequence[bytes | bytearray | memoryview], size_bytes: int) -> list[Any]:
-    """All but the first ``size_bytes`` of what ``views`` hold, which is more."""
+    """Drop the first ``size_bytes`` bytes of ``views``, which hold more."""
     position = 0
     while len(views[position]) <= size_bytes:
         size_bytes -= len(views[position])
@@ -275,7 +273,7 @@ def _without_start(views: Sequence[bytes | bytearray | memoryview], size_bytes: 
 
 
 def _without_end(views: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
-    """All but the last ``size_bytes`` of what ``views`` hold, which is more."""
+    """Drop the last ``size_bytes`` bytes of ``views``, which hold more."""
     rest = list(views)
     while len(rest[-1]) <= size_bytes:
         size_bytes -= len(rest.pop())
@@ -285,11 +283,11 @@ def _without_end(views: Sequence[memoryview], size_bytes: int) -> list[memoryvie
 
 
 def _is_limit(exc: OSError) -> bool:
-    """Whether a limit of ours was reached; what keep-alive says of a host that is gone is a TimeoutError, too."""
+    """Whether this side's limit was reached; keep-alive's error for a vanished host is a TimeoutError, too."""
     return isinstance(exc, TimeoutError) and exc.errno is None
 
 
-# A fork that user code makes (multiprocessing, on either side) must not keep a connection open when this process ends.
+# A fork by user code (multiprocessing, on either side) must not keep a connection open when this process ends.
 _streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
@@ -329,13 +327,13 @@ def tune(sock: socket.socket) -> None:
 
 
 def is_cut_off(sock: socket.socket) -> bool:
-    """Whether the peer's host leaves unanswered what it should answer, for as long as keep-alive would bear it.
+    """Whether the peer's host leaves data unanswered for as long as keep-alive would wait.
 
-    The kernel sends no keep-alive probes while data is unacknowledged: it repeats the data, and gives up after a
-    quarter of an hour. So somebody has to look, every :data:`LOOK_INTERVAL`. It counts what the kernel sent in vain,
-    and so, unlike ``TCP_USER_TIMEOUT``, does not mean a host whose process is stopped: that still answers.
+    The kernel sends no keep-alive probes while data is unacknowledged: it retransmits the data, and gives up after a
+    quarter of an hour. So callers look every :data:`LOOK_INTERVAL`. This counts retransmissions without answer, and so,
+    unlike ``TCP_USER_TIMEOUT``, spares a host whose process is stopped: that still answers.
 
-    False where the system does not tell, for a Unix socket, and for one that is closed.
+    False where the system does not tell, for a Unix socket, and for a closed one.
     """
     if sock.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
         return False
@@ -345,7 +343,7 @@ def is_cut_off(sock: socket.socket) -> bool:
         return False
     num_repeated, num_probes, *silent = _TCP_INFO.unpack(info)
     patience = KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES
-    # In milliseconds, since data and since an acknowledgement came.
+    # Milliseconds since data and since an acknowledgement came.
     return bool(num_repeated + num_probes >= KEEPALIVE_PROBES and min(silent) >= patience * 1000)
 
 
@@ -373,22 +371,22 @@ class Deadline:
         return None if self._at is None else max(0.0, self._at - time.monotonic())
 
     def cancel(self) -> None:
-        """Let the time be over now, and end pauses and waits of others; from any thread, idempotent."""
+        """Let the time be over now, and end other threads' pauses and waits; from any thread, idempotent."""
         self._cancelled.set()
         self._interrupt()
 
     def when_cancelled(self, interrupt: Callable[[], None]) -> None:
-        """Have a wait of another kind ended by :meth:`cancel`, or now if that was called already.
+        """Let :meth:`cancel` end a wait of another kind, now if it was called already.
 
         Args:
-            interrupt: Replaces the one before. May be called twice.
+            interrupt: Function that ends the wait, in place of the previous one. May be called twice.
         """
         self._interrupt = interrupt
         if self._cancelled.is_set():
             interrupt()
 
     def pause(self, seconds: float) -> bool:
-        """Wait for ``seconds``; returns False at once if that would be beyond the limit, or when cancelled."""
+        """Wait for ``seconds``; returns False at once if that exceeds the limit, or when cancelled."""
         remaining = self.remaining()
         if remaining is not None and remaining <= seconds:
             return False

@@ -45,8 +45,8 @@ def count_verdicts(name: str, cause: Cause, num_runs: int, zygote: Zygote) -> li
             found = [run(cause, addresses, speed)[0] for _ in range(num_runs)]
             right = [diagnosis for diagnosis in found if diagnosis.bound in cause.bounds]
             others.update(diagnosis.bound for diagnosis in found if diagnosis.bound not in cause.bounds)
-            shares = [diagnosis.wait_share for diagnosis in found]
-            cells.append(f"{len(right)} of {num_runs} ({min(shares):.0%} to {max(shares):.0%})".replace("%", " %"))
+            shares = sorted({round(100 * diagnosis.wait_share) for diagnosis in found})
+            cells.append(f"{len(right)}/{num_runs}: {'-'.join(map(str, shares[:1] + shares[1:][-1:]))} %")
     wrong = ", ".join(f"{bound}: {count}" for bound, count in others.items())
     return [name, *cells, wrong or "-"]
 
@@ -69,7 +69,7 @@ def count_enough(cause: Cause, num_runs: int, zygote: Zygote) -> list[str]:
                 too_few += wait_with(now + 2 * more[0] // 3) >= 0.05
     usual = recommended.most_common(1)[0][0]
     text = "none" if usual is None else f"{usual[1]} ({usual[0]} to {usual[2]})"
-    return [str(now), text, f"{enough} of {num_runs}", f"{too_few} of {num_runs}"]
+    return [str(now), text, f"{enough}/{num_runs}", f"{too_few}/{num_runs}"]
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ _ITERATOR = {
                     self._draw_probe()
 """: """                self._drawn = next(driver.begun.source, None)
 """,
-    "self._profiled_next() if _is_profiled() else self._next()": "self._next()",
+    "self._profiled_next() if profiler._is_profiler_enabled else self._next()": "self._next()",
     '_shown("wait", driver.condition.wait, seconds) if self._is_shown else driver': "driver",
 }
 

@@ -143,7 +143,7 @@ def loss():
 
 def test_pool_that_does_not_come_to_be_says_why(cluster):
     refused, too_large = cluster.run("fail")
-    assert refused.startswith("ConnectError: 0 of 1 node servers of the pool are there: a node server has ended with ")
+    assert refused.startswith("ConnectError: 0 of 1 node servers of the pool are ready: a node server has ended with ")
     assert refused.endswith("unrecognized arguments: --no-such-option")
     assert "no more came within 1 s" in too_large
 

@@ -88,7 +88,7 @@ def test_good_dataset(check):
     assert "8 of them arrive" in line_of(output, "samples")
     ways = "again in the same worker, in another worker, sent as an instance, in this process"
     assert f"equal seeds give equal bytes {ways}\n" in line_of(output, "repeats")
-    assert re.search(r"what 10 samples/s need: workers: 1, network: more than \S+ Gbit/s", line_of(output, "rate"))
+    assert re.search(r"10 samples/s need workers: 1, network: more than \S+ Gbit/s", line_of(output, "rate"))
     assert output.splitlines()[-1].endswith(":Data works remotely")
 
 
@@ -233,7 +233,7 @@ def test_nodes_that_disagree(module, serve, shared_server, capsys):
     arguments = ["--workers", f"{shared_server.address},{server.address}"]
     assert main([f"{name}:Data", *arguments]) == 1
     assert f"{name}.Data of 7 samples on {server.address}" in (output := line_of(capsys.readouterr().out, "builds"))
-    assert "FAILED  builds    it is not the same everywhere" in output
+    assert "FAILED  builds    it differs between nodes" in output
     assert main([f"{name}:Hosts", *arguments]) == 1
     assert "not the same on another node:" in line_of(capsys.readouterr().out, "repeats")
 
@@ -248,14 +248,14 @@ def test_nodes_that_disagree(module, serve, shared_server, capsys):
             "def __getitem__(self, index): return {'image': np.random.default_rng().random(2), 'label': index}",
             "again in the same worker, in another worker, sent as an instance, in this process",
             "sample['image']: 2 of 2 values",
-            "a random generator of its own that nobody seeds",
+            "a random generator of its own that is never seeded",
         ),
         (
             "generator = np.random.default_rng(1)\n"
             "    def __getitem__(self, index): return self.generator.random(), index",
             "again in the same worker",
             "sample[0]: ",
-            "state that is kept from sample to sample",
+            "state kept from sample to sample",
         ),
         (
             "def __getitem__(self, index): return os.getpid(), index",
@@ -424,12 +424,12 @@ def test_iterable_dataset_is_loaded_from_its_beginning_each_time(check):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["data"], "'data' names no object of a module, such as mydata:make_dataset"),
-        (["data:"], "'data:' names no object of a module"),
-        (["a/data.py:Data"], "'a/data.py:Data' names no object of a module"),
-        (["data.py:Data"], "'data.py:Data' names no object of a module"),
-        (["data:Data", "--rate", "-1"], "argument --rate: -1 is no number above 0"),
-        (["data:Data", "--rate", "nan"], "argument --rate: nan is no number above 0"),
+        (["data"], "expected MODULE:NAME, such as mydata:make_dataset, got 'data'"),
+        (["data:"], "expected MODULE:NAME, such as mydata:make_dataset, got 'data:'"),
+        (["a/data.py:Data"], "expected MODULE:NAME, such as mydata:make_dataset, got 'a/data.py:Data'"),
+        (["data.py:Data"], "expected MODULE:NAME, such as mydata:make_dataset, got 'data.py:Data'"),
+        (["data:Data", "--rate", "-1"], "argument --rate: expected a number above 0, got -1"),
+        (["data:Data", "--rate", "nan"], "argument --rate: expected a number above 0, got nan"),
         (["data:Data", "--workers", "inline"], "argument --workers: inline has no workers"),
         (["data:Data", "--workers", "node01"], "node01"),
         ([], "the following arguments are required: MODULE:FACTORY"),

@@ -77,7 +77,7 @@ CounterTable.__init__.__defaults__ = (2, *CounterTable.__init__.__defaults__[1:]
     server = serve(before=before)
     with pytest.raises(ConnectError):  # it has a session, and no worker
         rpc_async(server.address, os.getpid).wait()
-    assert "cannot take a connection now: no more than 1 processes can serve connections" in server.log
+    assert "cannot accept a connection now: at most 1 processes can serve connections" in server.log
     assert [line["kind"] for line in lines(server, event="accepted")] == ["control"]
 
 

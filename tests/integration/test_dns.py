@@ -127,7 +127,7 @@ def test_names_that_come_and_go_are_nodes_that_come_and_go(own_network):
         "came",
         "went",
         "0 True False",
-        "dns://pool:6543: no node server is there, ignored pool: Name or service not known",
+        "dns://pool:6543: no node server found, ignored pool: Name or service not known",
         "no node server is behind the name pool, and none came within 1 s (pool: Name or service not known); does it "
         "exist, and are the node servers ready?",
         "[b'pool']",

@@ -172,7 +172,7 @@ def test_wrong_workers_to_add_or_remove_are_named(shared_server):
         loader.remove_workers("node07:1")
     with pytest.raises(ValueError, match="would have no workers"):
         loader.remove_workers([address])
-    with pytest.raises(ValueError, match="name node servers, host:port, and not local:2"):
+    with pytest.raises(ValueError, match="expected node servers as host:port, got local:2"):
         loader.add_workers("local:2")
     with pytest.raises(ConnectError, match=r"127\.0\.0\.1:1: connection refused"):
         loader.add_workers("127.0.0.1:1")

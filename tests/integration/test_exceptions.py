@@ -458,7 +458,7 @@ def test_stopped_samples_are_skipped_and_tried_again_as_other_errors(workers, ca
     assert loader.num_skipped == 1
     with pytest.raises(RuntimeError, match="raised StopIteration"):
         list(RPCDataloader(Failures(), **options, retry_on=RuntimeError, max_retries=1))
-    assert "is tried again" in caplog.text
+    assert "is retried" in caplog.text
     with pytest.raises(ValueError, match="retry_on: a StopIteration of the dataset is raised as a RuntimeError"):
         RPCDataloader(Failures(), **options, retry_on=StopIteration)
 

@@ -273,7 +273,7 @@ MISTAKES = [
     Mistake("another secret", lambda p: p.load_with_secret("another secret of sixteen characters"), AuthenticationError,
             "do not hold the same secret; give both the same token file .* fingerprint"),
     Mistake("secret that others can read", lambda p: p.load_with_secret("x" * 20, 0o644), AuthenticationError,
-            r"is open to other users \(mode 0644\); if nobody can have read it, run: chmod 600"),
+            r"is open to other users \(mode 0644\); if no other user has read it, run: chmod 600"),
     Mistake("no secret", lambda p: p.load_with_secret(None), AuthenticationError, "does not exist; create it with"),
     Mistake("short secret", lambda p: p.load_with_secret("abc"), AuthenticationError, "is shorter than 16 characters"),
     Mistake("another Python", lambda p: p.load_as(python_version="3.9.1"), RemoteProtocolError,
@@ -345,7 +345,7 @@ MISTAKES = [
             p.state_after(1, p.loader(batch_size=2))),
             ValueError, r"batch_size=2\), and here is BatchSampler\(batch_size=4\): go on with the same batch size"),
     Mistake("state of torchdata", lambda p: p.go_on(p.loader(), {"_index_sampler_state": None}), ValueError,
-            "this is no state of an RPCDataloader of this version"),
+            "this is not a state of this version's RPCDataloader"),
     Mistake("no state", lambda p: p.go_on(p.loader(), None), TypeError,
             r"must be what state_dict\(\) returned, .*but is a NoneType"),
 ]
@@ -366,7 +366,7 @@ ARGUMENTS = [
     Mistake("two numbers of workers", lambda _: RPCDataloader(Items(), workers="local:2", num_workers=3), ValueError,
             "workers='local:2' and num_workers=3 contradict each other"),
     Mistake("a class for an instance", lambda p: p.load(Items), TypeError,
-            r"dataset is a class: give one of it, or RPCDataset\(workers, Items, \.\.\.\)"),
+            r"dataset is a class: give an object, or RPCDataset\(workers, Items, \.\.\.\)"),
     Mistake("an instance for a class", lambda p: p.dataset(Items()), TypeError,
             "must be a callable that makes the dataset, but is a Items; an instance is given to RPCDataloader"),
     Mistake("workers and class swapped", lambda p: RPCDataset(*[Items, p.address]), TypeError, "workers come first"),
@@ -507,7 +507,7 @@ def test_another_torch_is_a_warning(place, caplog):
 
 def test_dataset_in_a_loader_of_torch_is_a_warning(place):
     with pytest.warns(
-        UserWarning, match=r"is loaded by a loader of torch's, in this process: every sample makes a trip"
+        UserWarning, match=r"is loaded by torch's own loader, in this process: every sample makes a trip"
     ):
         assert len(list(DataLoader(place.dataset()))) == 8
 

@@ -185,7 +185,7 @@ def test_clients_with_different_versions_do_not_meet(server, unseen, zygote, tmp
 def test_files_that_have_changed_since_are_refused_before_anything_is_built(server, unseen, tmp_path):
     RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
     (tmp_path / "scripts" / "shapes" / "labels.txt").write_text("circle oval")
-    with pytest.raises(ValueError, match="the files of shapes are others than those that another dataset or loader"):
+    with pytest.raises(ValueError, match="the files of shapes differ from those that another dataset or loader"):
         RPCDataset(server.address, os._exit, 3, py_modules=["shapes"])
 
 
@@ -193,9 +193,9 @@ def test_what_the_node_server_has_imported_is_too_late_for_every_dataset(serve, 
     before = f"import sys; sys.path.append({str(tmp_path / 'scripts')!r})"
     server = serve("--preload", "shapes", before=before)
     for _ in range(2):
-        with pytest.raises(ImportError, match=r"shapes is too late on .* without --preload shapes"):
+        with pytest.raises(ImportError, match=r"shapes comes too late on .* without --preload shapes"):
             RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
-    with pytest.raises(ImportError, match="shapes is too late"):
+    with pytest.raises(ImportError, match="shapes comes too late"):
         load(Numbers(3), workers=server.address, py_modules=["shapes"])
 
 

@@ -279,7 +279,7 @@ def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
 
 @pytest.mark.parametrize(
     ("owner", "method", "what"),
-    [(Driver, "start", "it is not there"), (Executor, "_ask", "it is not there any more")],
+    [(Driver, "start", "it is not reachable"), (Executor, "_ask", "it is gone")],
 )
 def test_error_names_a_node_that_goes_before_its_first_worker(serve, monkeypatch, owner, method, what):
     server = serve("--num-workers", "1")
@@ -431,8 +431,8 @@ def test_exceptions_that_may_pass_are_tried_again_with_the_same_random_numbers(w
         ]
 
     assert samples({2: 1, 5: 3, 11: 2}) == samples({})
-    assert sum("is tried again in" in line for line in caplog.messages) == 6
-    assert "batch 5 (indices [5]) is tried again in" in caplog.text
+    assert sum("is retried in" in line for line in caplog.messages) == 6
+    assert "batch 5 (indices [5]) is retried in" in caplog.text
 
 
 def loader_of_one(dataset, workers, **options):
@@ -486,7 +486,7 @@ def test_death_in_an_embedded_pool_is_told_once_and_a_pool_that_is_killed_is_sta
     wait_until(lambda: not is_running(server))
     indices += take(iterator, 100)[0]
     assert indices == [*range(100)]
-    assert "the embedded pool has ended (exit status -9), and is started again" in caplog.text
+    assert "the embedded pool has ended (exit status -9); starting it again" in caplog.text
     close_client()  # so that the pool has said everything
     assert sum(f"(pid {victim}) on" in message for message in caplog.messages) == 1
     assert "SIGKILL" not in capfd.readouterr().err
@@ -504,9 +504,7 @@ def test_loss_of_a_node_and_its_return_are_told_once_with_the_rank(serve, caplog
     assert [message.startswith(news) for message in caplog.messages if "going on" in message] == [True]
     serve("--num-workers", "6", "--port", port_of(lost))
     wait_for_crew(iterator, 4)
-    assert [message for message in caplog.messages if "again" in message] == [
-        f"[rank 1 of 3] {lost.address} is there again"
-    ]
+    assert [message for message in caplog.messages if "is back" in message] == [f"[rank 1 of 3] {lost.address} is back"]
 
 
 def test_node_that_never_left_is_not_there_again(workers, monkeypatch, caplog):
@@ -544,7 +542,7 @@ def test_another_server_that_has_the_port_for_a_moment_does_not_cost_the_node(se
                     pass
     again = serve("--num-workers", "1", "--port", port_of(lost))
     wait_for_crew(iterator, 2)
-    assert sum(f"{lost.address} is tried again: " in message for message in caplog.messages) == 1
+    assert sum(f"{lost.address} is retried: " in message for message in caplog.messages) == 1
     assert again.pid in take(iterator, 1000)[1]
 
 

@@ -529,11 +529,11 @@ def test_server_without_descriptors_waits_and_goes_on(serve):
     with contextlib.ExitStack() as stack:
         for _ in range(30):
             stack.enter_context(dial(server))
-        wait_until(lambda: re.search("cannot take a connection now: .*Too many open files", server.log))
+        wait_until(lambda: re.search("cannot accept a connection now: .*Too many open files", server.log))
         assert is_running(server.pid)
         cpu = cpu_seconds(server.pid)
         start = time.monotonic()
-        wait_until(lambda: server.log.count("cannot take a connection") >= 2, 20)
+        wait_until(lambda: server.log.count("cannot accept a connection") >= 2, 20)
         # It does not spin meanwhile.
         assert cpu_seconds(server.pid) - cpu < 0.5 * (time.monotonic() - start)
     assert call(server, os.getpid) > 0
@@ -560,7 +560,7 @@ gate.QUIET_SECONDS = 1000
     server = serve(before=failing)
     descriptors = num_descriptors(server.pid)
     with dial(server):  # it waits meanwhile
-        wait_until(lambda: server.log.count("cannot take a connection now: ") == 3)
+        wait_until(lambda: server.log.count("cannot accept a connection now: ") == 3)
     assert call(server, os.getpid) > 0
     pool.close_client()
     wait_until(lambda: num_descriptors(server.pid) == descriptors)

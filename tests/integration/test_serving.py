@@ -182,7 +182,7 @@ def test_prometheus_scrapes_a_real_pool(serve, tmp_path):
         (["--serve", "here"], "--serve: cannot read the address '127.0.0.1:here'"),
         (["--serve", "0.0.0.0:0"], "--serve: 0.0.0.0 can be reached from other machines: set RPCDATALOADER_STATUS"),
         (["--serve", "no-such-host.invalid:1"], "--serve: cannot serve at no-such-host.invalid:1: "),
-        (["--serve", "9100", "--watch", "0"], "0 is no number of seconds above 0"),
+        (["--serve", "9100", "--watch", "0"], "expected a number of seconds above 0, got 0"),
     ],
 )
 def test_wrong_usage(arguments, error, capsys):

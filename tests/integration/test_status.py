@@ -599,18 +599,18 @@ def test_register_with_files_of_servers_that_are_gone(serve, look, tmp_path):
 
 def test_empty_register_is_said(tmp_path, capsys):
     assert main([f"@{tmp_path}/pool"]) == 1
-    assert f"@{tmp_path}/pool: no node server is there" in capsys.readouterr().out
+    assert f"@{tmp_path}/pool: no node server found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ([], "no node server is named, and RPCDATALOADER_WORKERS is not set"),
+        ([], "name a node server, or set RPCDATALOADER_WORKERS"),
         (["node01"], "node01"),
         (["local:2"], "local:2 belongs to one training process"),
         (["inline"], "inline belongs to one training process"),
-        (["a:1", "--watch", "0"], "0 is no number of seconds above 0"),
-        (["a:1", "--timeout", "nan"], "nan is no number of seconds above 0"),
+        (["a:1", "--watch", "0"], "expected a number of seconds above 0, got 0"),
+        (["a:1", "--timeout", "nan"], "expected a number of seconds above 0, got nan"),
         (["a:1", "--watch", "often"], "often"),
     ],
 )
@@ -850,7 +850,7 @@ def test_watch_shows_the_top_of_what_a_terminal_has_no_room_for(serve):
     assert len(picture) == 8
     assert picture[2].startswith("all: 1 of 20 ready")
     assert "127.0.0.1:1  unreachable" in picture[3]
-    assert picture[-1].startswith("... 16 more lines than this terminal has")
+    assert picture[-1].startswith("... 16 more lines than fit this terminal")
 
 
 def test_watch_appends_where_there_is_no_terminal(serve):
@@ -936,5 +936,5 @@ def test_status_connection_runs_nothing(serve, tmp_path, kind):
         channel.stream.limit(Deadline(PROMPTLY))
         with contextlib.suppress(ConnectionLostError):
             assert channel.recv() is None
-    wait_until(lambda: "a status connection of client" in server.log)
+    wait_until(lambda: "the status connection of client" in server.log)
     assert not (tmp_path / "was here").exists()

@@ -172,7 +172,7 @@ def test_client_without_tls_is_told_what_the_server_wants(server, trace):
     said = refusal_of(server.address, trace)
     assert f"the client does not speak it; set {CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE} for the client" in said
     assert "secret" not in said
-    logged(server, 'event=refused .*reason="this node server takes nothing but TLS')
+    logged(server, 'event=refused .*reason="this node server requires TLS')
 
 
 def test_server_without_tls_tells_the_client_what_to_do(plain_server, certificates, monkeypatch, trace):
@@ -265,7 +265,7 @@ def test_server_that_is_something_else(certificates, monkeypatch, trace):
         said = refusal_of(f"127.0.0.1:{listener.getsockname()[1]}", trace)
         pool.close_client()
         thread.join()
-    assert "the server does not speak TLS, as this client was told to" in said
+    assert "the server does not speak TLS, which this client requires" in said
 
 
 def test_renewed_certificates_serve_new_connections(zygote, certificates, monkeypatch, tmp_path, trace):
@@ -276,7 +276,7 @@ def test_renewed_certificates_serve_new_connections(zygote, certificates, monkey
     with quick_server(zygote, *options(tmp_path, "mine")) as server:
         assert "has expired" in refusal_of(server.address, trace)
         shutil.copy(certificates / "node.pem", tmp_path / "mine.pem")
-        assert "this node server cannot use its own certificate any more; its log" in refusal_of(server.address, trace)
+        assert "this node server can no longer use its own certificate; its log" in refusal_of(server.address, trace)
         logged(server, "event=refused .*the TLS key .*/mine.key does not belong to the certificate .*/mine.pem")
         shutil.copy(certificates / "node.key", tmp_path / "mine.key")
         session = pool.get_client().node(Address.parse(server.address)).session()

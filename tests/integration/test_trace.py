@@ -182,5 +182,5 @@ def test_file_of_the_environment_that_cannot_be_written_is_one_warning(zygote, s
     ended = run(zygote, shared_server.address, tmp_path / "missing" / "trace.json").wait()
     assert ended.status == 0, ended.errors
     assert ended.output.count("\n") == 40
-    assert ended.errors.count("no trace, though RPCDATALOADER_TRACE=") == 1
+    assert ended.errors.count("cannot write the trace of RPCDATALOADER_TRACE=") == 1
     assert "No such file or directory" in ended.errors

@@ -405,7 +405,7 @@ def test_epoch_goes_on_elsewhere_and_takes_hosts_in_again_that_come_back(start_n
     # The kernel knocks again with pauses that double.
     consumer.take_until(lambda pids: pids == everybody, 10, "the return of two nodes")
     assert consumer.indices == [*range(len(consumer.indices))]
-    assert caplog.text.count("is there again") == 2
+    assert caplog.text.count("is back") == 2
 
 
 def test_between_hosts_the_kernel_chooses_how_much_is_on_its_way(network):

@@ -1,4 +1,4 @@
-"""``make prose``: words that are mostly a sign of a sentence to read twice, each with what to write instead.
+"""``make lint``: words that are mostly a sign of a sentence to read twice, each with what to write instead.
 
 ::
 

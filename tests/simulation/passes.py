@@ -15,7 +15,7 @@ from tests.simulation.judge import Judge, ViolationError
 if TYPE_CHECKING:
     from tests.simulation.ranks import Rank
 
-GONE = ConnectionLostError("it is not there any more")
+GONE = ConnectionLostError("it is gone")
 CLOSED = ConnectionLostError("it was closed")
 LATE = ConnectionLostError("it took too long")
 DIED = ConnectionLostError("it was killed by its batch")

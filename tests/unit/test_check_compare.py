@@ -127,8 +127,8 @@ def test_layout_in_memory_is_no_difference():
 @pytest.mark.parametrize(
     ("runs", "cause"),
     [
-        ([AGAIN, OTHER_WORKER, HERE], "a random generator of its own that nobody seeds, the time"),
-        ([AGAIN], "state that is kept from sample to sample"),
+        ([AGAIN, OTHER_WORKER, HERE], "a random generator of its own that is never seeded, the time"),
+        ([AGAIN], "state kept from sample to sample"),
         ([OTHER_WORKER, SENT, HERE], "the id of the process"),
         ([HERE], "the order of a set"),
         ([OTHER_NODE, HERE], "the order of a set"),

@@ -1,4 +1,4 @@
-"""``make prose``: which words are hits, in which parts of a file, and what is counted."""
+"""``make lint``: which words are hits, in which parts of a file, and what is counted."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_text_with_workers():
 
 
 def test_text_without_node_servers_has_no_table():
-    assert as_text(look(), "now", nowhere=["@/pool"]).splitlines()[1:] == ["@/pool: no node server is there"]
+    assert as_text(look(), "now", nowhere=["@/pool"]).splitlines()[1:] == ["@/pool: no node server found"]
 
 
 def test_client_without_workers_is_not_shown_as_idle():
@@ -201,7 +201,7 @@ def test_client_without_workers_is_not_shown_as_idle():
     text = details(Answer("node01:6543", node))
     assert "rank 7" not in text
     assert "\n  1 client, 1 worker," in text
-    assert text.endswith("\n  2 more clients with a session and without workers here\n")
+    assert text.endswith("\n  2 more clients with a session but no workers here\n")
     assert text.splitlines()[2].split()[5:7] == ["1", "1"]
     # One whose session builds a dataset is at work.
     building = dataclasses.replace(elsewhere, state="running")
@@ -271,7 +271,7 @@ def test_text_of_a_second_look_tells_the_interval():
 
 def test_text_names_empty_registers_and_files_that_were_ignored():
     text = as_text(look(ignored={"/pool/a.json": "its server is silent"}), "now", nowhere=["@/pool"])
-    assert "@/pool: no node server is there\n" in text
+    assert "@/pool: no node server found\n" in text
     assert "ignored /pool/a.json: its server is silent\n" in text
 
 

@@ -535,7 +535,7 @@ def test_close_fails_what_is_pending_and_ends_the_threads(pair):
     pair.connection.join()
     for answer in answers:
         assert isinstance(answer.wait(), ConnectionLostError)
-        assert str(answer.wait()) == "connection to node/1 was closed here"
+        assert str(answer.wait()) == "connection to node/1 was closed by this process"
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("node/1")]
     pair.connection.release(1)
     pair.connection.cancel(1)

@@ -194,7 +194,7 @@ def test_file_of_another_user_is_not_believed(tmp_path, register, monkeypatch):
 def test_loopback_address_of_another_machine_is_not_used(tmp_path, register, address):
     path = write(tmp_path, server("node01", address=address))
     assert register.look() == ()
-    assert f"{address} leads nowhere outside of node01" in register.problems[path.name]
+    assert f"{address} cannot be reached from outside node01" in register.problems[path.name]
     path.unlink()
     here = server("node01", address=address, machine=machine_id())
     write(tmp_path, here, "1")

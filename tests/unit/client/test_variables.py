@@ -52,9 +52,9 @@ def test_names_patterns_and_values(env, expected):
         ({"RPCDATALOADER_TOKEN": "x"}, ValueError, "RPCDATALOADER_TOKEN is the secret, which is never sent"),
         ({"A": 2}, ValueError, "the value of A must be a string, but is 2"),
         ({"A": "x\0"}, ValueError, "the value of A must be a string"),
-        (["A=2"], ValueError, "'A=2' is no name of an environment variable"),
-        ([""], ValueError, "'' is no name"),
-        ([4], ValueError, "4 is no name"),
+        (["A=2"], ValueError, "'A=2' is not a valid name of an environment variable"),
+        ([""], ValueError, "'' is not a valid name"),
+        ([4], ValueError, "4 is not a valid name"),
     ],
 )
 def test_what_makes_no_sense_is_refused(env, error, text):

@@ -97,7 +97,7 @@ def test_batch_of_which_too_little_is_known_is_left_out(probe):
 def test_worker_and_node_that_were_lost_have_a_track():
     tracks = Tracks("trainer", 0.5)
     events = parse([*tracks.names, *tracks.events_of(PROBE, Setup({}, 4, 2, 2**30), 3, "consumer")])
-    assert ("nodes that were lost", "worker 3") in tracks_of(events).values()
+    assert ("lost nodes", "worker 3") in tracks_of(events).values()
 
 
 def test_times_that_contradict_each_other_make_no_broken_trace():

@@ -304,7 +304,7 @@ def test_rpc_dataset_refuses_malformed_workers(workers):
 
 
 def test_what_is_built_inline_must_be_a_dataset():
-    with pytest.raises(TypeError, match="object is no dataset: it has no __getitem__"):
+    with pytest.raises(TypeError, match="object is not a dataset: define __getitem__"):
         RPCDataset("inline", object)
 
 

@@ -56,5 +56,5 @@ def test_reply_that_is_too_short_is_refused(message):
 
 
 def test_worker_that_measures_without_being_asked_is_refused():
-    with pytest.raises(RemoteProtocolError, match="without being asked"):
+    with pytest.raises(RemoteProtocolError, match="without a request for it"):
         note_reply(None, reply())

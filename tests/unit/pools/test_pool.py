@@ -121,7 +121,7 @@ def test_node_that_cannot_be_given_back_is_replaced_all_the_same():
 
 def test_node_servers_that_never_come_are_not_waited_for():
     engine = Engine(come=False)
-    error = "0 of 2 node servers of the pool are there: no more came within 0.01 s; what to look at"
+    error = "0 of 2 node servers of the pool are ready: no more came within 0.01 s; what to look at"
     with pytest.raises(ConnectError, match=error), Pool(engine, 2, ORDER, 0.01):
         pass
     assert [node.calls for node in engine.nodes] == [["stop", "release"]] * 2

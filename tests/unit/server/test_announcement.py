@@ -105,7 +105,7 @@ def test_file_that_somebody_removed_comes_back_as_it_was(tmp_path, caplog):
         announcement.renew()
         assert announced(tmp_path) == path
         assert path.read_bytes() == content
-        assert "removed by somebody else: registered again" in caplog.text
+        assert "removed by another process: registered again" in caplog.text
 
 
 def test_renewal_that_fails_is_a_warning_for_each_time_that_it_begins_to(tmp_path, caplog, monkeypatch):

@@ -165,7 +165,7 @@ def test_row_of_a_process_that_lives_on_is_not_given_to_another():
     worker, _row = open_worker(table, session)
     table.close(session)
     assert worker not in [open_session(table, pid) for pid in (3, 4)]
-    with pytest.raises(OSError, match="no more than 3 processes"):
+    with pytest.raises(OSError, match="at most 3 processes"):
         open_session(table, pid=5)
     alive.clear()
     assert open_session(table, pid=6) == worker
@@ -174,7 +174,7 @@ def test_row_of_a_process_that_lives_on_is_not_given_to_another():
 def test_live_process_is_not_gone():
     table = make_table(num_rows=2, is_gone=CounterTable.__init__.__defaults__[-1])
     table.close(open_session(table, os.getpid()))
-    with pytest.raises(OSError, match="no more than 1 processes"):
+    with pytest.raises(OSError, match="at most 1 processes"):
         open_session(table, pid=2**22 + 1)
     assert open_session(table, os.getpid()) == 1
 
@@ -182,7 +182,7 @@ def test_live_process_is_not_gone():
 def test_full_table_takes_no_worker():
     table = make_table(num_rows=2)
     session = open_session(table)
-    with pytest.raises(OSError, match="no more than 1 processes can serve"):
+    with pytest.raises(OSError, match="at most 1 processes can serve"):
         open_worker(table, session)
     assert len(table.look()) == 2
 

@@ -22,5 +22,5 @@ def test_worker_for_which_the_counters_have_no_row_is_refused():
     session = SimpleNamespace(id="00", row=row, workers={}, post=decisions.append)
     wanted = WantsRoom(1, 300, "10.0.0.7:5", Origin("gpu01:2304", None, ""))
     Sessions(context, admission, None, None).receive(session, wanted, [])
-    assert decisions == [Decided(1, "no more than 1 processes can serve connections", 0)]
+    assert decisions == [Decided(1, "at most 1 processes can serve connections", 0)]
     assert (session.workers, admission.held["00"], counters.look()[0].refused) == ({}, 0, 1)

@@ -129,7 +129,7 @@ def test_stack_that_has_not_come_is_explained(context):
     node = describe(table.look(), 0, context, {301: "it sleeps"})
     assert [worker.stack for worker in node.workers] == [
         "it sleeps",
-        "no stack: its session did not answer within 2 s, perhaps as it is busy building",
+        "no stack: its session did not answer within 2 s (perhaps it is building a dataset)",
     ]
 
 

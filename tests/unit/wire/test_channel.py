@@ -256,7 +256,7 @@ def test_differences_that_are_no_obstacle_are_listed(listener, address, pool):
 
 
 def test_silent_peer_is_given_up_at_the_deadline(listener, address):
-    with pytest.raises(ConnectError, match="took the connection and did not finish the handshake in time"):
+    with pytest.raises(ConnectError, match="accepted the connection, but did not finish the handshake in time"):
         dial(address, timeout=0.1)
     accept_stream(listener).close()
 

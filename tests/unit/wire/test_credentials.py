@@ -130,7 +130,7 @@ def test_home_of_a_token_file_is_expanded(monkeypatch, tmp_path, environ):
         (" \n\t", "is empty; create it with"),
         ("fifteen letters", "is shorter than 16 characters; create it with"),
         ("x" * 4097, "is longer than 4096 characters; create it with"),
-        (INSECURE_SECRET.decode(), "is the one that everybody knows; create it with"),
+        (INSECURE_SECRET.decode(), "is the public one of --insecure; create it with"),
     ],
     ids=["empty", "blank", "short", "long", "insecure"],
 )

@@ -152,7 +152,7 @@ def test_socket_of_a_server_that_is_stuck_is_not_taken(tmp_path):
 def test_file_that_is_no_socket_is_left_alone(tmp_path):
     path = tmp_path / "results.csv"
     path.write_text("precious")
-    with pytest.raises(ConnectError, match=f"cannot listen on unix:{path}: there is something else of that name"):
+    with pytest.raises(ConnectError, match=f"cannot listen on unix:{path}: something else has that name"):
         listen_unix(str(path))
     assert path.read_text() == "precious"
 
