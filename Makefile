@@ -31,11 +31,11 @@ help:
 demo: .venv/ready
 	$(BIN)/python examples/digits.py
 
-# In two halves at once: each waits for processes half of the time.
+# In two halves at once: each waits for processes half of the time. One of them imports large libraries, once for all.
 test: .venv/ready
 	$(MAKE) --no-print-directory --jobs 2 test-first test-rest
 
-FIRST := tests/unit $(wildcard tests/integration/test_[a-e]*.py)
+FIRST := tests/unit $(wildcard tests/integration/test_[a-d]*.py $(addprefix tests/integration/test_,ex* hf* li* tran*))
 FAST := -m "not slow and not chaos and not slurm and not study and not engines" --timeout 120
 
 # Printed in one piece.
@@ -43,7 +43,7 @@ test-first: .venv/ready
 	@found=`$(PYTEST) --quiet $(FAST) $(FIRST) 2>&1`; status=$$?; echo "$$found"; exit $$status
 
 test-rest: .venv/ready
-	$(PYTEST) $(FAST) $(addprefix --ignore=,$(FIRST)) tests
+	$(PYTEST) $(FAST) $(addprefix --ignore=,$(FIRST) tests/recommender) tests
 
 # Others than that of .venv run what needs no torch: make test-pythons PYTHONS="3.12 --torch newest"
 PYTHONS :=

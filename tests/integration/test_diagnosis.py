@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +25,24 @@ needs_networks = pytest.mark.skipif(bool(reason := why_not()), reason=f"no netwo
 NAMES = [pytest.param(name, marks=needs_networks) if "1 Gb/s" in name else name for name in CAUSES]
 
 
+def seconds_without_cpu() -> float:
+    """How long processes of this machine have waited for a CPU since it started; 0 where the kernel does not say."""
+    with contextlib.suppress(OSError):
+        some, *_full = Path("/proc/pressure/cpu").read_text().splitlines()
+        return int(some.rpartition("total=")[2]) / 1e6
+    return 0.0
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_diagnosis_names_the_cause(name, zygote):
     cause = CAUSES[name]
     with cause.pool(zygote) as addresses:
+        start, waited = time.monotonic(), seconds_without_cpu()
         diagnosis, _loader = run(cause, addresses)
-    assert diagnosis.bound in cause.bounds, diagnosis
+        waited, seconds = seconds_without_cpu() - waited, time.monotonic() - start
+    # Where others take the CPUs, too, that is a cause as real as the one of this test.
+    others = {"oversubscribed"} if waited > seconds / 2 else set()
+    assert diagnosis.bound in cause.bounds | others, (diagnosis, waited, seconds)
     assert diagnosis.text
     assert set(diagnosis.stages) == {
         "draw", "window", "send", "queue", "fetch", "collate", "encode", "reply", "receive", "decode", "reorder",

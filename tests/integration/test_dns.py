@@ -119,7 +119,7 @@ def test_names_that_come_and_go_are_nodes_that_come_and_go(own_network):
         [*own_network, sys.executable, "-c", SCRIPT],
         capture_output=True,
         text=True,
-        timeout=60 * TIMEOUT_SCALE,
+        timeout=110 * TIMEOUT_SCALE,
         cwd=Path(__file__).parents[2],
         env=environment,
     )

@@ -62,7 +62,7 @@ def start_digits(zygote: Zygote, *options: object, epochs: int, **env: object) -
 
 
 def output_of(script: Script) -> str:
-    ended = script.wait(100)
+    ended = script.wait(100 * TIMEOUT_SCALE)
     assert ended.status == 0, ended.errors
     return ended.output
 
@@ -218,7 +218,7 @@ class ImageNet:
             for rank in range(num_ranks)
         ]
         for script in ranks:
-            ended = script.wait(100)
+            ended = script.wait(100 * TIMEOUT_SCALE)
             assert ended.status == (os.EX_TEMPFAIL if stop else 0), ended.errors
         return ranks[0].output
 

@@ -304,7 +304,7 @@ STREAMS = {"Parts": Parts, "Drawn": Drawn, "Buffered": Buffered, "Seekable": See
 @settings(QUICK, max_examples=4)
 @given(data=st.data())
 def test_streams_go_on_where_they_were(wide_servers, kind, data):
-    sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any))
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3).filter(any))
     batch_size = data.draw(st.sampled_from([None, 1, 3]))
     drop_last = batch_size is not None and data.draw(st.booleans())
 
@@ -316,7 +316,7 @@ def test_streams_go_on_where_they_were(wide_servers, kind, data):
 
     expected = train(make, [], 2, wide_servers)
     stops = st.integers(1, max(len(expected) - 1, 1)) | st.just(len(expected) // 2 + 0.5)
-    stops = sorted(data.draw(st.sets(stops, max_size=3)))
+    stops = sorted(data.draw(st.sets(stops, max_size=2)))
     assert_same(train(make, stops, 2, wide_servers), expected)
 
 

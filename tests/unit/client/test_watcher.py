@@ -239,10 +239,11 @@ def test_watch_can_be_closed_in_a_fork(watcher, changes, monkeypatch):
     thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(LIMIT)
-    monkeypatch.setattr("rpcdataloader.client.watcher.JOIN_TIMEOUT", 0.1)  # for the thread, which there is here
     watcher.forget_in_child()
     watch.close()
-    watcher.close()
+    with monkeypatch.context() as patch:
+        patch.setattr("rpcdataloader.client.watcher.JOIN_TIMEOUT", 0.1)  # for the thread, which there is here
+        watcher.close()
     assert thread.is_alive()
     enough.set()
     thread.join()

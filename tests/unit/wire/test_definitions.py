@@ -1,7 +1,7 @@
 """What is defined in the client's ``__main__`` or in a function, tested with two interpreters joined by pipes.
 
-``CLIENT`` runs as a script, and once more as a child that multiprocessing spawned, where its ``__main__`` has another
-name. It starts ``WORKER`` and runs each of its ``check_`` functions; the tests here report what became of them.
+``CLIENT`` runs as a script, and meanwhile as a child of it that multiprocessing spawned, where its ``__main__`` has
+another name. It starts ``WORKER`` and runs each of its ``check_`` functions; the tests here report what became of them.
 """
 
 from __future__ import annotations
@@ -455,12 +455,11 @@ def main(output):
         json.dump(results, file)
 
 if __name__ == "__main__":
-    if sys.argv[1] == "spawned":
-        child = multiprocessing.get_context("spawn").Process(target=main, args=(sys.argv[2],))
-        child.start()
-        child.join()
-    else:
-        main(sys.argv[2])
+    child = multiprocessing.get_context("spawn").Process(target=main, args=(sys.argv[1] + "/spawned",))
+    child.start()
+    main(sys.argv[1] + "/script")
+    child.join()
+    sys.exit(child.exitcode)
 '''
 
 CHECKS = re.findall(r"def (check_\w+)", CLIENT)
@@ -473,13 +472,8 @@ def results(tmp_path_factory):
         (folder / f"{name}.py").write_text(source)
     root = Path(rpcdataloader.__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(folder / "client.py")]
-    clients = {  # at once: most of the time goes into importing torch
-        way: subprocess.Popen([*command, way, str(folder / way)], env=environment) for way in ("script", "spawned")
-    }
-    for client in clients.values():
-        assert client.wait(100) == 0
-    return {way: json.loads((folder / way).read_text()) for way in clients}
+    subprocess.run([sys.executable, folder / "client.py", folder], env=environment, timeout=100, check=True)
+    return {way: json.loads((folder / way).read_text()) for way in ("script", "spawned")}
 
 
 @pytest.mark.parametrize("check", CHECKS)
