@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.diagnosis import recorder
+from rpcdataloader.loader import iterator
 
 from .rooms_counting import CountedIntegers, Profile, follow_worker
 
@@ -35,8 +36,8 @@ Rooms = dict[str, dict[str, float]]
 def measure(num_batches: int, batch_size: int | None) -> dict[str, Rooms]:
     """The rooms of the trainer and of its worker; a batch size of None is the integer itself."""
     profile = Profile()
-    # The profile makes a batch take many times as long, and so more than one in twenty would be timed all the way.
-    recorder.PROBE_INTERVAL = recorder.MAX_PROBE_INTERVAL = 1.0
+    # The profile makes a batch, and the wait for it, take many times as long: more than one in twenty would be noted.
+    recorder.PROBE_INTERVAL = recorder.MAX_PROBE_INTERVAL = iterator.NOTED_WAIT = 1.0
     with tempfile.TemporaryDirectory(prefix="rpcdl-rooms-") as folder:
         path = Path(folder) / "worker"
         per_batch = batch_size or 1
