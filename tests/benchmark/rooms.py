@@ -37,7 +37,8 @@ def measure(num_batches: int, batch_size: int | None) -> dict[str, Rooms]:
     """The rooms of the trainer and of its worker; a batch size of None is the integer itself."""
     profile = Profile()
     # The profile makes a batch, and the wait for it, take many times as long: more than one in twenty would be noted.
-    recorder.PROBE_INTERVAL = recorder.MAX_PROBE_INTERVAL = iterator.NOTED_WAIT = 1.0
+    recorder.PROBE_INTERVAL = recorder.MAX_PROBE_INTERVAL = 1.0
+    iterator.NOTED_WAIT = 1.0  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory(prefix="rpcdl-rooms-") as folder:
         path = Path(folder) / "worker"
         per_batch = batch_size or 1
