@@ -64,7 +64,7 @@ def test_session_that_comes_to_be_too_late_to_be_told_gets_it_before_it_builds(s
 
 def test_two_that_want_different_values_are_told_before_anything_is_built(server):
     RPCDataset(server.address, Looks, env={"PROFILE": "first"})
-    text = "PROFILE is to be 'second', and is 'first' for another"
+    text = "PROFILE is to be 'second', but another dataset or loader .* has set it to 'first'"
     with pytest.raises(ValueError, match=text):
         RPCDataset(server.address, os._exit, 3, env={"PROFILE": "second"})
     with pytest.raises(ValueError, match=text):

@@ -154,8 +154,8 @@ def test_workers_of_a_register_are_waited_for_too(serve, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"workers": "local:2", "min_workers": 2}, "name these in workers="),
-        ({"min_workers": 2}, "name these in workers="),
+        ({"workers": "local:2", "min_workers": 2}, "name them in workers="),
+        ({"min_workers": 2}, "name them in workers="),
         ({"workers": "host:1", "min_workers": -1}, "min_workers must be 0 or more, but is -1"),
         ({"workers": "host:1", "min_workers": 4, "num_workers": 2}, "num_workers=2 and min_workers=4 contradict"),
     ],

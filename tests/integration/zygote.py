@@ -119,6 +119,7 @@ class Zygote:
         if "status" in event:
             self._ended[event["pid"]] = (event["status"], event["time"])
         else:
+            self._ended.pop(event["pid"], None)  # of an earlier script that had the number
             started.append(event["pid"])
 
     def close(self) -> None:
