@@ -143,7 +143,8 @@ def test_more_workers_than_are_offered_are_asked_for_with_one_warning(workers, c
         assert flat(RPCDataloader(range(4), workers=workers, num_workers=num_workers)) == [0, 1, 2, 3]
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"num_workers is 3, but this process's share of the workers of {workers} is 2: start them with more --num-workers"
+        f"num_workers is 3, but this process's share of the workers of {workers} is 2: "
+        "start them with more --num-workers"
     )
 
 
