@@ -18,7 +18,7 @@ from rpcdataloader.client.discovery import Elastic
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.pools.node import Order
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.credentials import Credentials, remember_credentials
+from rpcdataloader.wire.credentials import Credentials, forget_credentials, remember_credentials
 from rpcdataloader.wire.registration import Registration
 
 logger = logging.getLogger("rpcdataloader.pools")
@@ -191,6 +191,10 @@ class Pool:
                     give_back()
                 except Exception as exc:  # a vanished cluster has taken all back
                     logger.warning("cannot release the resources of the pool: %s", exc)
+            with self._changed:
+                self._addresses = []
+            # Other servers may get the same ports.
+            forget_credentials(self._order.credentials)
 
     def _keep(self) -> None:
         while True:

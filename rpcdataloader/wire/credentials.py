@@ -133,6 +133,12 @@ def remember_credentials(address: Address, credentials: Credentials) -> None:
     _of_addresses[address] = credentials
 
 
+def forget_credentials(credentials: Credentials) -> None:
+    """Use the environment's secret again for all addresses that this one was remembered for."""
+    for address in [address for address, remembered in _of_addresses.items() if remembered == credentials]:
+        del _of_addresses[address]
+
+
 def client_credentials(address: Address, environ: MutableMapping[str, str] = os.environ) -> Credentials:
     """The secret for a connection to ``address``: a pool's; none where ``RPCDATALOADER_INSECURE`` allows that.
 

@@ -177,7 +177,15 @@ def test_workers_can_be_sent_to_other_processes_of_the_engine():
         assert find_workers(workers) is workers
         for elsewhere in pickle.loads(pickle.dumps(workers)), copy.deepcopy(workers):
             assert list(elsewhere) == read()
-    assert client_credentials(Address("10.0.0.2", 6543)) == SECRET
+        assert client_credentials(Address("10.0.0.2", 6543)) == SECRET
+
+
+def test_secret_is_forgotten_with_the_pool():
+    with Pool(Engine(), 2, ORDER, LIMIT) as workers:
+        (address, _) = [Address.parse(text) for text in workers]
+        assert client_credentials(address) is SECRET
+    assert list(workers) == []
+    assert client_credentials(address) is not SECRET
 
 
 def test_engine_that_does_not_answer_takes_nothing_away():
