@@ -110,6 +110,8 @@ class Recorder:
             waited: Seconds in ``next``; 0 if the device was at work all the time.
             blocked: Seconds of ``waited`` that the consumer slept.
         """
+        if not self.batches:
+            self._first_wait = waited
         self.batches += 1
         self.waited += waited
         self.blocked += blocked
@@ -132,8 +134,6 @@ class Recorder:
     def probed(self, probe: Probe, worker: int, now: float, waited: float, blocked: float = 0.0) -> None:
         """Record that a probe is delivered; instead of :meth:`delivered`."""
         with self._lock:
-            if not self.batches:
-                self._first_wait = waited
             probe.reorder = max(0.0, self.last - probe.answered)
             self.delivered(now, waited, blocked)
             probe.delivered, probe.wait = now, waited

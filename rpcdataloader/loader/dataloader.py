@@ -266,7 +266,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             workers: Places of the node servers, as given to the loader or :meth:`add_workers`.
 
         Raises:
-            ValueError: An address is malformed or not in use, or no node server would be left.
+            ValueError: An address is malformed or not in use, or the loader has no node servers, or would have none.
         """
         where, fewer = self._node_servers(), _node_servers(workers)
         if unknown := [part for part in fewer.parts if part not in where.parts]:

@@ -159,7 +159,7 @@ class RemoteIterator:
         now = time.monotonic()
         if answer.probe is not None or blocked >= self._noted:
             self._note(answer, now, now - began, blocked)
-        else:
+        else:  # what Recorder.delivered does, without the call
             recorder = driver.recorder
             recorder.batches += 1
             recorder.waited += now - began

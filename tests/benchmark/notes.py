@@ -72,7 +72,7 @@ _ITERATOR = {
     """        now = time.monotonic()
         if answer.probe is not None or blocked >= self._noted:
             self._note(answer, now, now - began, blocked)
-        else:
+        else:  # what Recorder.delivered does, without the call
             recorder = driver.recorder
             recorder.batches += 1
             recorder.waited += now - began

@@ -85,6 +85,13 @@ def test_time_since_the_batch_before_is_that_of_reordering():
     assert probe.totals == Totals(batches=2, waited=1.0)
 
 
+def test_wait_for_the_first_batch_is_known_of_one_that_is_no_probe():
+    recorder = make_recorder()
+    recorder.delivered(4.0, 4.0, 4.0)
+    recorder.delivered(5.0, 1.0, 1.0)
+    assert recorder.snapshot().first_wait == 4.0
+
+
 def union(intervals) -> float:
     total, until = 0.0, 0.0
     for begin, end in sorted(intervals):
