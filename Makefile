@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # Thousands of processes need not compile the package where the environment forbids to keep what was compiled.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: help demo test test-first test-rest test-pythons test-engines simulate simulate-bugs chaos slurm study bench bench-check figures lint docs dist clean
+.PHONY: help demo test test-first test-second test-rest test-pythons test-engines simulate simulate-bugs chaos slurm study bench bench-check figures lint docs dist clean
 
 help:
 	@echo "make demo   train a network on digits that worker processes prepare"
@@ -31,19 +31,24 @@ help:
 demo: .venv/ready
 	$(BIN)/python examples/digits.py
 
-# In two halves at once: each waits for processes half of the time. One of them imports large libraries, once for all.
+# In three parts at once: each waits for processes half of the time. One of them imports large libraries, once for all.
 test: .venv/ready
-	$(MAKE) --no-print-directory --jobs 2 test-first test-rest
+	$(MAKE) --no-print-directory --jobs 3 test-first test-second test-rest
 
-FIRST := tests/unit $(wildcard tests/integration/test_[a-d]*.py $(addprefix tests/integration/test_,ex* hf* li* tran*))
+LIBRARIES := $(wildcard $(addprefix tests/integration/test_,docs* exa* hf* lig* tran*))
+FIRST := tests/unit tests/simulation $(wildcard tests/integration/test_[a-c]*.py) $(LIBRARIES)
+SECOND := $(filter-out $(LIBRARIES),$(wildcard tests/integration/test_[d-l]*.py))
 FAST := -m "not slow and not chaos and not slurm and not study and not engines" --timeout 120
 
-# Printed in one piece.
-test-first: .venv/ready
-	@found=`$(PYTEST) --quiet $(FAST) $(FIRST) 2>&1`; status=$$?; echo "$$found"; exit $$status
+test-first: PART := $(FIRST)
+test-second: PART := $(SECOND)
+
+# Printed in one piece each.
+test-first test-second: .venv/ready
+	@found=`$(PYTEST) --quiet $(FAST) $(PART) 2>&1`; status=$$?; echo "$$found"; exit $$status
 
 test-rest: .venv/ready
-	$(PYTEST) $(FAST) $(addprefix --ignore=,$(FIRST) tests/recommender) tests
+	$(PYTEST) $(FAST) $(addprefix --ignore=,$(FIRST) $(SECOND) tests/recommender) tests
 
 # Others than that of .venv run what needs no torch: make test-pythons PYTHONS="3.12 --torch newest"
 PYTHONS :=

@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rpcdataloader.client.refs import RRef
     from rpcdataloader.client.rpc import rpc_async
+    from rpcdataloader.client.worker import RRef
     from rpcdataloader.diagnosis.verdict import Diagnosis
     from rpcdataloader.fetch.seeding import get_sample_seed, set_random_seeds
     from rpcdataloader.loader.dataloader import RPCDataloader
@@ -36,7 +36,7 @@ _MODULES = {
     "Diagnosis": "rpcdataloader.diagnosis.verdict",
     "RPCDataloader": "rpcdataloader.loader.dataloader",
     "RPCDataset": "rpcdataloader.loader.dataset",
-    "RRef": "rpcdataloader.client.refs",
+    "RRef": "rpcdataloader.client.worker",
     "ResumableDistributedSampler": "rpcdataloader.loader.sampler",
     "get_sample_seed": "rpcdataloader.fetch.seeding",
     "rpc_async": "rpcdataloader.client.rpc",

@@ -10,13 +10,13 @@ Everything else goes to the log: standard error, or ``--log-file``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import TextIO
 
 # Before torch and numpy are imported below: their thread pools would make this process's forks unsafe.
@@ -26,9 +26,10 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 from rpcdataloader.errors import RPCError  # noqa: E402
-from rpcdataloader.server.run import run_server  # noqa: E402
+from rpcdataloader.server.run import run_server, write_to_stderr  # noqa: E402
 from rpcdataloader.server.settings import ServerSettings  # noqa: E402
-from rpcdataloader.wire.credentials import INSECURE, load_credentials, receive_credentials  # noqa: E402
+from rpcdataloader.wire.credentials import INSECURE, Credentials, load_credentials, receive_credentials  # noqa: E402
+from rpcdataloader.wire.messages import read_json  # noqa: E402
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -125,8 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 settings,
                 credentials,
                 ready=functools.partial(print, flush=True),
-                write_output=lambda line: _write(log, line),
-                # Sessions and workers get an empty standard input in its place.
+                write_output=log.write if log_file else write_to_stderr,
                 lifeline=os.dup(sys.stdin.fileno()) if exit_with_stdin else None,
             )
     except (RPCError, OSError, ImportError, ValueError) as exc:
@@ -135,7 +135,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-@contextmanager
+def run_embedded() -> None:
+    """Run a trainer's own node server, with settings from standard input, until that ends: the trainer has gone."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    fields = read_json(sys.stdin.readline().encode())
+    settings = ServerSettings(host=f"unix:{fields['path']}", grace=0.0)
+    credentials = Credentials(fields["token"].encode(), "the embedded pool")
+    lifeline = os.dup(sys.stdin.fileno())  # sessions and workers get an empty standard input
+    try:
+        run_server(settings, credentials, embedded=True, ready=functools.partial(print, flush=True), lifeline=lifeline)
+    finally:
+        # The trainer removes it too, unless it was killed.
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(settings.unix_path))
+    # The trainer waits for this process at its own end, and tearing torch down takes a third of a second.
+    os._exit(0)
+
+
+@contextlib.contextmanager
 def _logging_to(log: TextIO, level: str) -> Iterator[None]:
     handler = logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s"))
@@ -146,11 +163,6 @@ def _logging_to(log: TextIO, level: str) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
-
-
-def _write(log: TextIO, line: str) -> None:
-    log.write(line)
-    log.flush()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rpcdataloader.errors import RPCError
 from rpcdataloader.wire.credentials import load_credentials
@@ -36,8 +37,7 @@ HEARTBEAT = 10.0
 
 _READY = re.compile(rb"rpcdataloader ready (\S+) num_workers=(\d+) pid=\d+")
 
-# Options of launch that choose the listening address and the secret; without them, this module chooses.
-_PLACES = ("--host",)
+# Options of launch that choose the secret; without them, this module chooses.
 _SECRETS = ("--token-file", "--insecure", "--insecure-tcp")
 
 
@@ -55,11 +55,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Read a host file: one host per line, with optional options of ``launch`` behind it; ``#`` begins a comment.
-
-    Raises:
-        ValueError: A line cannot be read, a host is named twice, or the file names no host.
-    """
+    """Read a host file: one host per line, with optional options of ``launch`` behind it; ``#`` begins a comment."""
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:
@@ -87,13 +83,9 @@ def uses_own_secret(options: Sequence[str]) -> bool:
 
 
 def remote_command(python: str, folder: str, options: Sequence[str]) -> str:
-    """The command line for the shell of a host, of any kind.
-
-    Args:
-        folder: Working directory of the server, if the host has it: relative paths then mean the same as here.
-    """
+    """The command line for the shell of a host, of any kind; runs in ``folder`` if the host has it."""
     own = ["--exit-with-stdin"]
-    if not _has(options, _PLACES):
+    if not _has(options, ("--host",)):
         own += ["--host", "0.0.0.0"]
     if not _has(options, ("--port",)) and not any("unix:" in option for option in options):
         own += ["--port", "0"]
@@ -118,7 +110,7 @@ class _Server:
         self.host = host
         self.address: str | None = None
         # A session of its own: Ctrl-C and a closed terminal reach only this process, which tells the server.
-        self.process = subprocess.Popen(
+        process: Any = subprocess.Popen(
             [*SSH, host, command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -126,11 +118,12 @@ class _Server:
             start_new_session=True,
             bufsize=0,
         )
-        self._partial: dict[int, bytes] = {}
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            assert pipe is not None
+        self.process = process
+        self._pipes = process.stdin, process.stdout, process.stderr
+        for pipe in self._pipes:
             os.set_blocking(pipe.fileno(), False)
-        self.outputs = [pipe.fileno() for pipe in (self.process.stdout, self.process.stderr) if pipe is not None]
+        self.outputs = [pipe.fileno() for pipe in self._pipes[1:]]
+        self._partial: dict[int, bytes] = {}
         if secret is not None:
             self._write(secret + b"\n")
         self.beat()  # from the first one on, the server waits for the next
@@ -141,21 +134,16 @@ class _Server:
 
     def _write(self, data: bytes) -> None:
         # The server may have ended, or its connection hang: both are seen elsewhere.
-        if self.process.stdin is not None and not self.process.stdin.closed:
+        if not self.process.stdin.closed:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self.process.stdin.fileno(), data)
 
     def drain(self) -> None:
         """Let the server drain and end."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
+        self.process.stdin.close()
 
     def read_lines(self, descriptor: int) -> list[bytes] | None:
-        """The lines received since the last call; None at the end of file.
-
-        Raises:
-            BlockingIOError: No data yet.
-        """
+        """The lines received since the last call; None at the end of file; raises ``BlockingIOError`` without data."""
         data = os.read(descriptor, 65536)
         *lines, rest = (self._partial.pop(descriptor, b"") + data).split(b"\n")
         if not data:
@@ -164,9 +152,8 @@ class _Server:
         return lines
 
     def close(self) -> None:
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            if pipe is not None:
-                pipe.close()
+        for pipe in self._pipes:
+            pipe.close()
 
 
 class _Pool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rpcdataloader.loader.copying import Carrier
+from rpcdataloader.loader.copying import Carrier, Copier, Copies
 from rpcdataloader.wire.slabs import PinnedAllocator
 
 
@@ -27,11 +27,10 @@ class FakePinned(PinnedAllocator):
         return self.blocks[-1]
 
 
-class FakeDevice:
+class FakeDevice(Copier):
     """A device whose copies are as late as they may be: each is made when somebody waits for it.
 
     Attributes:
-        device: What its tensors say.
         pinned: Where batches are received.
         copied: For each copy, the blocks.
         timed: For each copy, whether it was to be timed.
@@ -40,9 +39,8 @@ class FakeDevice:
         computes: Whether it has work left, whenever that is asked.
     """
 
-    device = torch.device("cpu")
-
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.pinned = FakePinned()
         self.carrier = Carrier(self, self.pinned)
         self.copied: list[list[torch.Tensor]] = []
@@ -73,9 +71,9 @@ class FakeDevice:
         return any(memory.untyped_storage()._cdata == storage for memory in self._memory)
 
 
-class _LateCopies:
+class _LateCopies(Copies):
     def __init__(self, device: FakeDevice, number: int, memory: list[torch.Tensor]) -> None:
-        self.memory = memory
+        super().__init__(memory)
         self._device = device
         self._number = number
 

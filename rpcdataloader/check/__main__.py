@@ -1,22 +1,72 @@
-"""The command line of ``check``, and its exit status."""
+"""The command line of ``check``: its questions, in their order, each answered by a line, and its exit status.
+
+All questions use the package's public interface, so the answers are what a training script would get: a
+:class:`~rpcdataloader.check.probe.Probe` is the dataset, and each pass of an ``RPCDataloader`` with one worker is a new
+process. The constructor runs in a worker first, and in this process only if the worker survives it.
+"""
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import math
 import os
 import re
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 # Before torch and numpy are imported below, as in a node server: their threads are not the dataset's.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_variable] = "1"
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
-from rpcdataloader.check.examine import Failure, examine  # noqa: E402
-from rpcdataloader.client.discovery import Inline, Where, find_workers  # noqa: E402
-from rpcdataloader.errors import RPCError  # noqa: E402
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from rpcdataloader.check.probe import (  # noqa: E402
+    AGAIN,
+    HERE,
+    OTHER_NODE,
+    OTHER_WORKER,
+    SENT,
+    Facts,
+    Probe,
+    Timed,
+    explain,
+    find_differences,
+)
+from rpcdataloader.client.client import get_client  # noqa: E402
+from rpcdataloader.client.discovery import Inline, Remote, Where, find_workers  # noqa: E402
+from rpcdataloader.client.register import Elastic  # noqa: E402
+from rpcdataloader.errors import RemoteTraceback, RPCError  # noqa: E402
+from rpcdataloader.fetch.seeding import generators_restored  # noqa: E402
+from rpcdataloader.loader.dataloader import RPCDataloader  # noqa: E402
+from rpcdataloader.loader.dataset import RPCDataset  # noqa: E402
+
+# Enough to meet variation between samples; each is loaded five times.
+NUM_COMPARED = 8
+
+# Enough for a mean, in the time that users like to wait.
+MAX_TIMED = 200
+MAX_SECONDS = 10.0
+
+# Most parts of a sample, and frames of a traceback, to show.
+MAX_SHOWN = 10
+
+ADVICE = "MODULE is imported there, and FACTORY called with no arguments: def make(): return Data(root=...)"
+
+# Files whose frames say nothing about a dataset, here or on a node.
+_OURS = re.compile("/importlib/|/rpcdataloader/(check|client|fetch|loader|server|wire)/")
+
+# Exceptions of user code, without Ctrl-C.
+_ERRORS = (Exception, SystemExit)
+
+#: Takes a level (``ok``, ``FAILED``, or ``note``), a subject, a text, and the lines below it.
+Report = Callable[..., None]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -96,6 +146,153 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(f"{options.dataset} works remotely")
     return 0
+
+
+class Failure(Exception):
+    """A question failed, and those after it cannot be asked; the arguments are the report's, after the level."""
+
+
+def examine(target: str, workers: Where | None, rate: float | None, report: Report) -> None:
+    """Ask all questions.
+
+    Args:
+        workers: Node servers to ask; None for a pool of its own.
+        rate: Samples per second that the trainer needs; None if unknown.
+
+    Raises:
+        Failure: A question failed, and those after it cannot be asked.
+        RPCError: The directory that ``workers`` names has no node server.
+    """
+    nodes = ["local:1"]
+    if isinstance(workers, Elastic):
+        nodes = [str(node.address) for node in get_client().nodes(workers)]
+    elif isinstance(workers, Remote):
+        nodes = [str(address) for address in workers.addresses]
+    remotes, local = _build(nodes, target, report)
+    _compare(remotes, local, nodes[0], report)
+    _time(remotes[0], rate, report)
+
+
+def _build(nodes: Sequence[str], target: str, report: Report) -> tuple[list[RPCDataset], Probe | None]:
+    """The dataset on each node; and in this process, if it can be built here."""
+    built: dict[str, Any] = {}
+    for node in [*nodes, "inline"]:
+        where = {"local:1": "in a worker of this machine", "inline": "in this process"}.get(node, f"on {node}")
+        start = time.perf_counter()
+        try:
+            # Constructors find the generators in the same state everywhere.
+            with generators_restored():
+                built[node] = Probe(target) if node == "inline" else RPCDataset(node, Probe, target)
+            facts: Facts = built[node].facts
+        except _ERRORS as error:
+            text, frames = f"not {where}: {_words(error)}", _frames(error)
+            if node != "inline":
+                raise Failure("builds", text, frames if isinstance(error, RPCError) else [*frames, ADVICE]) from None
+            report("note", "builds", text, frames)
+        else:
+            report("ok", "builds", f"{facts.text} {where}, after {time.perf_counter() - start:.1f} s")
+            if facts.text != built[nodes[0]].facts.text:
+                raise Failure("builds", "it differs between nodes: is the data complete, and its order fixed?")
+    if reason := built[nodes[0]].facts.not_shared:
+        remedy = 'RPCDataset(..., build="worker") says so on purpose, or do that on first use'
+        report("note", "inherits", f"each worker builds its own: {reason}; {remedy}")
+    return [built[node] for node in nodes], built.get("inline")
+
+
+def _choose(facts: Facts, number: int) -> list[int]:
+    """Indices spread over the dataset, from the first to the last; the first ones of a stream."""
+    length = facts.length or number
+    return [int(index) for index in np.linspace(0, length - 1, min(number, length))]
+
+
+def _load(dataset: Any, indices: Sequence[int], workers: str | None = None) -> Iterator[Any]:
+    """The probe's answers for these indices, in a new worker process.
+
+    Raises:
+        Failure: A sample cannot be loaded.
+    """
+    seed = torch.Generator().manual_seed(0)
+    options: dict[str, Any] = {"num_workers": 1, "collate_fn": list, "generator": seed, "partition": None}
+    number = 0
+    try:
+        for answer in RPCDataloader(dataset, batch_size=None, sampler=indices, workers=workers, **options):
+            yield from answer
+            number += 1
+    except _ERRORS as error:
+        # The probe around the dataset is hidden from the user.
+        text = _words(error).replace("dataset.dataset", "dataset")
+        raise Failure("samples", f"sample {indices[number]}: {text}", _frames(error)) from None
+
+
+def _compare(remotes: Sequence[RPCDataset], local: Probe | None, node: str, report: Report) -> None:
+    """Load some samples in several ways, and compare them."""
+    indices = _choose(remotes[0].facts, NUM_COMPARED)
+    samples = list(_load(remotes[0], indices))
+    if not samples:
+        raise Failure("samples", "iterating over it gives nothing: is the path right, and are there files below it?")
+    report("ok", "samples", f"{len(samples)} of them arrive")
+    twice = list(_load(remotes[0], [*indices, *indices]))
+    once, again = twice[: len(samples)], twice[len(samples) :]
+    runs = [(AGAIN, once, again), (OTHER_WORKER, samples, once)]
+    runs += [(OTHER_NODE, samples, list(_load(remote, indices))) for remote in remotes[1:]]
+    # Nodes may have files that are missing here, and a factory may work although its dataset cannot be sent.
+    for run, workers in [(SENT, node), (HERE, "inline")] if local is not None else []:
+        try:
+            runs.append((run, samples, list(_load(local, indices, workers))))
+        except Failure as failure:
+            name, text, frames = failure.args
+            report("note", name, f"not {run}: {text}", frames)
+    found: dict[str, dict[str, str]] = {}
+    for run, mine, others in runs:
+        pairs = [("sample", *pair) for pair in zip(mine, others, strict=False)]
+        for name, first, second in [("number of samples", len(mine), len(others)), *pairs]:
+            for path, what in find_differences(first, second, name):
+                found.setdefault(path, {}).setdefault(run, what)
+    by_runs: dict[tuple[str, ...], list[str]] = {}
+    for path, whats in found.items():
+        by_runs.setdefault(tuple(whats), []).append(f"    {path}: {next(iter(whats.values()))}")
+    details = []
+    for names, lines in by_runs.items():
+        more = [f"    and {len(lines) - MAX_SHOWN} more"] if len(lines) > MAX_SHOWN else []
+        details += [f"not the same {', '.join(names)}:", *lines[:MAX_SHOWN], *more, f"    usually: {explain(names)}"]
+    if found:
+        report("FAILED", "repeats", "equal seeds do not give equal bytes", details)
+    else:
+        report("ok", "repeats", f"equal seeds give equal bytes {', '.join(dict.fromkeys(run for run, *_ in runs))}")
+
+
+def _time(remote: RPCDataset, rate: float | None, report: Report) -> None:
+    """Measure how many samples one worker makes, and what follows from it."""
+    measured: list[tuple[float, int]] = []
+    for answer in _load(remote, [Timed(index) for index in _choose(remote.facts, MAX_TIMED)]):
+        measured.append(answer)
+        if sum(seconds for seconds, _size in measured) > MAX_SECONDS:
+            break
+    times, sizes = zip(*measured, strict=True)
+    # The first one opens files and fills caches.
+    seconds = statistics.mean(times[1:] or times)
+    size_bytes = statistics.mean(sizes)
+    report("ok", "size", f"{size_bytes:,.0f} bytes per sample on the wire")
+    speed = f"{1000 * seconds:,.3f} ms per sample, so {1 / seconds:,.1f} samples/s and worker"
+    report("ok", "speed", f"{speed}, or {size_bytes / seconds / 1e6:,.1f} MB/s (measured with {len(times)})")
+    if rate is not None:
+        need = f"workers: {math.ceil(rate * seconds):,}, network: more than {rate * size_bytes * 8 / 1e9:.3g} Gbit/s"
+        report("ok", "rate", f"{rate:,.0f} samples/s need {need}")
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _frames(error: BaseException) -> list[str]:
+    """Frames of the user's code in the traceback, innermost last."""
+    cause = error.__cause__
+    text = str(cause) if isinstance(cause, RemoteTraceback) else "".join(traceback.format_tb(error.__traceback__))
+    # Frames below the probe's, if shown; none if the package itself failed.
+    below = text.rpartition("rpcdataloader/check/probe.py")[2]
+    frames = re.findall(r'File "(.+)", (line \d+, in .+)\n    (.+)', below)
+    frames = [frame for frame in frames if not _OURS.search(frame[0])]
+    return [line for file, place, code in frames[-MAX_SHOWN:] for line in (f"{file}, {place}", f"    {code}")]
 
 
 if __name__ == "__main__":

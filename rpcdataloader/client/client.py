@@ -11,24 +11,28 @@ import dataclasses
 import logging
 import multiprocessing
 import os
-import queue
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
-from rpcdataloader.client.alarm import Alarm
-from rpcdataloader.client.discovery import Elastic, Local, Remote
-from rpcdataloader.client.exchange import ClientSettings
-from rpcdataloader.client.local_server import LocalServer
-from rpcdataloader.client.node import Node
-from rpcdataloader.client.reporter import Reporter
+from rpcdataloader.client.background import Alarm, Janitor
+from rpcdataloader.client.discovery import Local, Remote
+from rpcdataloader.client.node import LocalServer, Node
+from rpcdataloader.client.register import Elastic, RegisterWatcher
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import current_partition
-from rpcdataloader.client.watcher import Changed, RegisterWatcher, Watch
+from rpcdataloader.client.worker import ClientSettings
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.certificates import client_tls
 from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.slabs import PageablePool
+from rpcdataloader.wire.status import LoopStatus, Report
+from rpcdataloader.wire.tls import client_tls
+
+logger = logging.getLogger("rpcdataloader.client")
+
+# Seconds between two reports.
+PERIOD = 5.0
 
 TIMEOUT_VARIABLE = "RPCDATALOADER_CONNECT_TIMEOUT"
 
@@ -41,6 +45,9 @@ CONNECTING_JOIN_TIMEOUT = 0.2
 
 class Client:
     """This process as a client; thread-safe.
+
+    Attributes:
+        is_closed: True once :meth:`close` has been called.
 
     Raises:
         ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or a variable of TLS is missing.
@@ -62,7 +69,7 @@ class Client:
         self._watchers: dict[Elastic, RegisterWatcher] = {}
         self._local: LocalServer | None = None
         self._threads: dict[threading.Thread, threading.Event] = {}
-        self._closed = False
+        self.is_closed = False
 
     @property
     def janitor(self) -> Janitor:
@@ -80,7 +87,7 @@ class Client:
         if isinstance(where, Local):
             return [self.node(self.begin_local())]
         if isinstance(where, Elastic):
-            found = self._watcher(where).find(self._settings.connect_timeout)
+            found = self.watcher(where).find(self._settings.connect_timeout)
             return [self.node(server.address, is_registered=True) for server in found]
         return [self.node(address) for address in where.addresses]
 
@@ -111,19 +118,16 @@ class Client:
         thread = threading.Thread(target=function, name=name, daemon=True)
         with self._lock:
             self._threads = {other: event for other, event in self._threads.items() if other.is_alive()}
-            if not self._closed:
+            if not self.is_closed:
                 self._threads[thread] = stop
                 thread.start()
 
-    def watch(self, where: Elastic, known: Iterable[Address], changed: Changed) -> Watch:
-        """Report servers that come or go; see :meth:`~rpcdataloader.client.watcher.RegisterWatcher.watch`."""
-        return self._watcher(where).watch(known, changed)
-
-    def _watcher(self, where: Elastic) -> RegisterWatcher:
+    def watcher(self, where: Elastic) -> RegisterWatcher:
+        """Finds the servers of ``where``, and reports those that come or go."""
         with self._lock:
             if where not in self._watchers:
                 self._watchers[where] = RegisterWatcher(where.open())
-            watcher, closed = self._watchers[where], self._closed
+            watcher, closed = self._watchers[where], self.is_closed
         if closed:
             watcher.close()
         return watcher
@@ -145,17 +149,12 @@ class Client:
         own = None if self._local is None else self._local.address
         return [node for node in list(self._nodes.values()) if node.address != own]
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether :meth:`close` has been called."""
-        return self._closed
-
     def close(self) -> None:
         """End every session, join every thread, stop the embedded server; idempotent."""
         with self._lock:
-            if self._closed:
+            if self.is_closed:
                 return
-            self._closed = True
+            self.is_closed = True
             nodes = list(self._nodes.values())
             watchers = list(self._watchers.values())
         if self.additions.current.forward_output:
@@ -165,7 +164,7 @@ class Client:
         self.alarm.close()
         if self._janitor is not None:
             self._janitor.close()
-        connections = [connection for node in nodes for connection in node.connections()]
+        connections = [each for node in nodes for session in node.sessions for each in session.connections()]
         for node in nodes:
             node.close()
         for connection in connections:
@@ -192,8 +191,9 @@ class Client:
         for watcher in self._watchers.values():
             watcher.forget_in_child()
         for node in self._nodes.values():
-            for connection in node.connections():
-                connection.forget_in_child()
+            for session in node.sessions:
+                for connection in session.connections():
+                    connection.forget_in_child()
         if self._local is not None:
             self._local.forget_in_child()
 
@@ -271,35 +271,52 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
 
 
-logger = logging.getLogger("rpcdataloader.client")
+class Reporter:
+    """Tells node servers, every few seconds, how the training loops of this process do; thread-safe.
 
-
-class Janitor:
-    """A thread that closes objects without references, one after the other.
-
-    A finalizer may run in any thread and inside any lock, so it must not close a connection itself; it hands that over.
+    The alarm's thread sends one small message without reply per node server. Errors are logged once, and end nothing.
     """
 
-    def __init__(self) -> None:
-        # Another put of the same thread may interrupt a put.
-        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="rpcdl-janitor", daemon=True)
-        self._thread.start()
+    def __init__(self, alarm: Alarm, find_nodes: Callable[[], Sequence[Node]]) -> None:
+        self.num_failures = 0
+        self._alarm = alarm
+        self._find_nodes = find_nodes
+        self._has_told = False  # whether the last report had a loop; for the alarm's thread alone
+        self._lock = threading.Lock()
+        # Guarded by the lock:
+        self._loops: list[weakref.WeakMethod[Callable[[], LoopStatus | None]]] = []
+        self._is_running = False
 
-    def leave(self, function: Callable[[], None]) -> None:
-        """Queue ``function``; never blocks and takes no lock."""
-        self._queue.put(function)
+    def add(self, describe: Callable[[], LoopStatus | None]) -> None:
+        """A loop begins; it is reported if there is a node to tell.
 
-    def close(self) -> None:
-        """Run what is queued, and end the thread."""
-        self._queue.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        Args:
+            describe: Method of the loop, referred to weakly. Returns None while there is nothing to report.
+        """
+        with self._lock:
+            if self._find_nodes():
+                self._loops.append(weakref.WeakMethod(describe))
+                if not self._is_running:
+                    self._is_running = True
+                    self._alarm.call_after(PERIOD, self._report)
 
-    def _run(self) -> None:
-        while (function := self._queue.get()) is not None:
-            try:
-                function()
-            except Exception:
-                logger.exception("cleaning up failed")
-            del function
+    def _report(self) -> None:
+        try:
+            found = [describe() for loop in list(self._loops) if (describe := loop()) is not None]
+            told = [status for status in found if status is not None]
+            if told or self._has_told:  # the last report has no loop
+                payload = Report.of(told)
+                for node in self._find_nodes():
+                    for session in node.sessions[-1:]:
+                        session.report(payload)
+            self._has_told = bool(told)
+        except Exception:
+            self.num_failures += 1
+            level = logging.WARNING if self.num_failures == 1 else logging.DEBUG
+            logger.log(level, "cannot report how the training loops do; they go on", exc_info=True)
+        describe = None  # or it would keep the loop
+        with self._lock:
+            self._loops = [loop for loop in self._loops if loop() is not None]
+            self._is_running = bool(self._loops)
+            if self._is_running:
+                self._alarm.call_after(PERIOD, self._report)

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
-from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.channel import Channel, Outgoing
-from rpcdataloader.wire.frames import Message, MessageType
+from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
 from rpcdataloader.wire.messages import pack_handles
 from rpcdataloader.wire.slabs import Allocator, Block
 
@@ -71,6 +70,9 @@ class Connection:
     Args:
         name: Name in messages and threads; see :meth:`rename` for a better one, such as ``node07:6543/2``.
         open_channel: Function that connects, authenticates, and reads the welcome, in the receiver thread.
+
+    Attributes:
+        has_ended: True if requests are refused, before the first pending one fails.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Connection:
         self._pending: dict[int, Request] = {}
         self._last_request = 0
         self._num_queued = 0
-        self._closed = False
+        self.has_ended = False
         self._sender = threading.Thread(target=self._send, name=f"rpcdl-send {name}", daemon=True)
         self._receiver = threading.Thread(target=self._receive, name=f"rpcdl-recv {name}", daemon=True)
 
@@ -109,7 +111,7 @@ class Connection:
             ConnectionLostError: The connection has ended. ``request`` is not completed.
         """
         with self._lock:
-            if self.error is not None or self._closed:
+            if self.error is not None or self.has_ended:
                 raise self._reason()
             self._last_request += 1
             number = self._last_request
@@ -173,11 +175,6 @@ class Connection:
         return self._channel is not None and self._channel.stream.is_cut_off()
 
     @property
-    def has_ended(self) -> bool:
-        """Whether requests are refused; True before the first pending one fails."""
-        return self._closed
-
-    @property
     def num_pending(self) -> int:
         """The number of requests without a reply."""
         return len(self._pending)
@@ -185,9 +182,9 @@ class Connection:
     def close(self, error: RPCError | None = None) -> None:
         """End the connection and fail pending requests; idempotent, without waiting for the threads."""
         with self._lock:
-            if self._closed:
+            if self.has_ended:
                 return
-            self._closed = True
+            self.has_ended = True
             self.error = error or ConnectionLostError(f"connection to {self.name} was closed by this process")
             channel = self._channel
         self._outbox.put(None)
@@ -221,19 +218,18 @@ class Connection:
                 if self._sender.ident is not None:
                     self._sender.join()
                 channel.stream.close()
-                channel.abandon()
             error = ConnectionLostError(f"{self.name} closed the connection")
         except RPCError as exc:
             error = _without_frames(exc)
         except BaseException as exc:
             logger.exception("the receiver of %s failed", self.name)
             error = ConnectionLostError(f"connection to {self.name} ended by {type(exc).__name__}: {exc}")
-            error.__cause__ = exc
+            error.__cause__ = exc.with_traceback(None)
         self._fail(error)
 
     def _serve(self, channel: Channel) -> None:
         with self._lock:
-            if self._closed:
+            if self.has_ended:
                 return
             self._channel = channel
         channel.allocate_with(self._allocate)
@@ -263,7 +259,7 @@ class Connection:
     def _fail(self, error: RPCError) -> None:
         with self._lock:
             # From now on, callers take another connection.
-            self._closed = True
+            self.has_ended = True
         if self.error is None:
             error = self._listener.explain(error)
         with self._lock:

@@ -6,7 +6,6 @@ The client owns the recipe and the list of changes, so it can bring a new sessio
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import logging
@@ -20,17 +19,14 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.client.client import get_client
-from rpcdataloader.client.exchange import PendingReply
-from rpcdataloader.client.refs import DatasetRef
 from rpcdataloader.client.session import RemoteSession
-from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
+from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, WorkerOwner
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError, SerializationError
 from rpcdataloader.host.generators import get_states
-from rpcdataloader.wire.buffers import pieces_of
-from rpcdataloader.wire.frames import Message
-from rpcdataloader.wire.messages import Build, Call
+from rpcdataloader.wire.frames import Message, MessageType, pieces_of
+from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.picklers import PersistentId
-from rpcdataloader.wire.pickling import Encoded, dumps
+from rpcdataloader.wire.pickling import Build, Encoded, dumps
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -46,8 +42,8 @@ _shipped_lock = threading.Lock()
 _Change = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-class RemoteDataset:
-    """One dataset; thread-safe.
+class RemoteDataset(DatasetRef):
+    """One dataset; thread-safe. In a call to a session or worker that has it, it stands for the dataset itself.
 
     Args:
         pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``.
@@ -56,7 +52,7 @@ class RemoteDataset:
     """
 
     def __init__(self, name: str, pickled: Encoded, *, shared: bool, is_iterable: bool | None = None) -> None:
-        self.key = next(_keys)
+        super().__init__(next(_keys))
         self.name = name
         self._pickled = pickled
         self._shared = shared
@@ -72,11 +68,6 @@ class RemoteDataset:
         self._workers: weakref.WeakSet[RemoteWorker] = weakref.WeakSet()
         self._query_worker: RemoteWorker | None = None
         weakref.finalize(self, _release, self.key, self._sessions).atexit = False
-
-    @property
-    def ref(self) -> DatasetRef:
-        """Stands for the dataset in a call to a session or worker that has it."""
-        return DatasetRef(self.key)
 
     def build_on(self, sessions: Iterable[RemoteSession]) -> None:
         """Build it on all ``sessions`` that lack it, at the same time.
@@ -115,32 +106,41 @@ class RemoteDataset:
         return session in self._sessions
 
     def _build_missing(self, sessions: Sequence[RemoteSession]) -> None:
-        slow = _SlowLine(self.name, [session.name for session in sessions])
+        answers: dict[RemoteSession, PendingReply] = {}
+        began = time.monotonic()
+
+        def warn() -> None:
+            if nodes := [session.name for session, answer in list(answers.items()) if not answer.arrived.is_set()]:
+                seconds = time.monotonic() - began
+                logger.warning("dataset %s is being built on %s for %.0f s", self.name, ", ".join(nodes), seconds)
+
+        slow = get_client().alarm.call_after(SLOW_BUILD_SECONDS, warn)
         try:
-            self._build(sessions, slow)
+            self._build(sessions, answers)
         except BaseException:
             # Also those that are still building: nothing else releases it there.
             for session in sessions:
                 if session not in self._sessions:
-                    session.release(self.key)
+                    session.connection.release(self.key)
             raise
         finally:
-            slow.close()
+            slow.cancel()
 
-    def _build(self, sessions: Sequence[RemoteSession], slow: _SlowLine) -> None:
+    def _build(self, sessions: Sequence[RemoteSession], answers: dict[RemoteSession, PendingReply]) -> None:
         payload = Build(self.key, self.name, self._shared, self._generators, self._pickled.payload).encode()
-        waiting: list[tuple[RemoteSession, Callable[[], Any]]] = []
+        told: dict[RemoteSession, Callable[[], Any]] = {}
         replies: dict[RemoteSession, dict[str, Any]] = {}
         lost: ConnectionLostError | None = None
         for session in sessions:
             try:
-                finished = functools.partial(slow.finished, session.name)
-                waiting.append((session, session.build(payload, self._pickled.buffers, finished)))
+                told[session] = session.follow()  # before the build, as the session answers in order
+                answers[session] = session.submit(MessageType.BUILD, payload, self._pickled.buffers)
             except ConnectionLostError as exc:
                 lost = exc
-        for session, wait in waiting:
+        for session, answer in answers.items():
             try:
-                replies[session] = wait()
+                told[session]()
+                replies[session] = answer.wait()
             except ConnectionLostError as exc:
                 lost = exc
         for reply in replies.values():
@@ -180,7 +180,7 @@ class RemoteDataset:
                             self._length = reply["length"]
                     return
             for func, args in to_make:
-                session.call(func, self.ref, *args)()
+                session.call(func, self, *args)()
             made += to_make
 
     def open_worker(
@@ -195,7 +195,7 @@ class RemoteDataset:
             worker = session.open_worker(owner, keep_waiting)
             if not self._inherits(worker):
                 for func, args in self._changes:
-                    worker.call(Call(func, (self.ref, *args), {}, ordered=True), _ignore)
+                    worker.call(Call(func, (self, *args), {}, ordered=True), _ignore)
             self._workers.add(worker)
             return worker
 
@@ -214,7 +214,7 @@ class RemoteDataset:
         """Whether it is iterable-style; otherwise map-style."""
         with self._lock:
             if self._is_iterable is None:
-                self._is_iterable = self.query(_is_iterable)
+                self._is_iterable = self.query(isinstance, IterableDataset)
             return self._is_iterable
 
     def query(self, func: Callable[..., Any], *args: Any) -> Any:
@@ -253,7 +253,7 @@ class RemoteDataset:
                     workers = [worker]
                 connecting = [worker for worker in workers if self._inherits(worker) and not worker.connection.is_open]
                 if (built or workers) and not connecting:
-                    waits = [session.call(func, self.ref, *args) for session in built]
+                    waits = [session.call(func, self, *args) for session in built]
                     waits += [self._ask(worker, func, args) for worker in workers]
                     self._changes.append(change)
                     break
@@ -284,7 +284,7 @@ class RemoteDataset:
             usable = next((session for session in self._sessions if session.is_usable), None)
             if usable is None:
                 return None
-            self._query_worker = self.open_worker(usable, _QueryOwner())
+            self._query_worker = self.open_worker(usable, WorkerOwner())  # each question fails with its worker
             weakref.finalize(self, get_client().janitor.leave, self._query_worker.close).atexit = False
         return self._query_worker
 
@@ -317,14 +317,10 @@ class RemoteDataset:
     def _ask(self, worker: RemoteWorker, func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
         answer = PendingReply(get_client().allocator)
         try:
-            worker.call(Call(func, (self.ref, *args), {}, ordered=True), answer.complete)
+            worker.call(Call(func, (self, *args), {}, ordered=True), answer.complete)
         except ConnectionLostError as exc:
             answer.complete(exc)
         return answer.wait
-
-
-def _is_iterable(dataset: object) -> bool:
-    return isinstance(dataset, IterableDataset)
 
 
 def ship(instance: object) -> RemoteDataset:
@@ -390,7 +386,7 @@ def _without_overwritten(changes: Sequence[_Change], latest: _Change) -> list[_C
 
 def _release(key: int, sessions: dict[RemoteSession, bool]) -> None:
     for session in list(sessions):
-        session.release(key)
+        session.connection.release(key)
 
 
 def _ignore(_reply: Message | RPCError) -> None:
@@ -405,28 +401,3 @@ def _forget_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_child)
-
-
-class _SlowLine:
-    """Logs once, after some seconds, which nodes are still building."""
-
-    def __init__(self, name: str, nodes: Sequence[str]) -> None:
-        self._name = name
-        self._open = dict.fromkeys(nodes)
-        self._start = time.monotonic()
-        get_client().alarm.call_after(SLOW_BUILD_SECONDS, self._say)
-
-    def finished(self, node: str) -> None:
-        self._open.pop(node, None)
-
-    def close(self) -> None:
-        self._open.clear()
-
-    def _say(self) -> None:
-        if nodes := list(self._open):
-            seconds = time.monotonic() - self._start
-            logger.warning("dataset %s is being built on %s for %.0f s", self._name, ", ".join(nodes), seconds)
-
-
-class _QueryOwner(WorkerOwner):
-    """Does nothing: each question fails with its worker."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from rpcdataloader.client.register import Lookup, Names, Register, Several
+from rpcdataloader.client.register import Elastic, Names, Register
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.status import Registration
 
 WORKERS_VARIABLE = "RPCDATALOADER_WORKERS"
 
@@ -54,59 +55,21 @@ class Remote:
         return ",".join(map(str, self.addresses))
 
 
-class Elastic(ABC):
-    """Node servers that come and go; hashable."""
-
-    @abstractmethod
-    def open(self) -> Lookup:
-        """This process's lookup of the current ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class Registered(Elastic):
-    """The node servers registered in a directory at each look.
-
-    Attributes:
-        directory: Absolute path.
-    """
-
-    directory: str
-
-    def open(self) -> Register:
-        return Register(self.directory)
-
-    def __str__(self) -> str:
-        return f"@{self.directory}"
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved(Elastic):
-    """The node servers behind a DNS name at each look.
-
-    Attributes:
-        name: Host, and the port of all of them.
-    """
-
-    name: Address
-
-    def open(self) -> Names:
-        return Names(self.name)
-
-    def __str__(self) -> str:
-        return f"dns://{self.name}"
-
-
-@dataclass(frozen=True, slots=True)
 class Joined(Elastic):
-    """Named node servers, and all from elastic places.
+    """Named node servers, which are always there, and all from elastic places.
 
-    Attributes:
+    Args:
         named: Addresses of the named ones.
         places: Elastic places of others.
     """
 
-    named: tuple[Address, ...]
-    places: tuple[Elastic, ...]
+    def __init__(self, named: tuple[Address, ...], places: tuple[Elastic, ...]) -> None:
+        self.named = named
+        self.places = places
+        self.pause = min((place.pause for place in places), default=1.0)
+        self.place = " or ".join(place.place for place in places)
+        self.advice = "; ".join(place.advice for place in places)
+        self.problems: dict[str, str] = {}
 
     @classmethod
     def of(cls, where: Remote | Elastic) -> Joined:
@@ -119,8 +82,19 @@ class Joined(Elastic):
     def parts(self) -> tuple[Address | Elastic, ...]:
         return self.named + self.places
 
-    def open(self) -> Several:
-        return Several(self.named, [place.open() for place in self.places])
+    def open(self) -> Joined:
+        return Joined(self.named, tuple(place.open() for place in self.places))
+
+    def look(self) -> tuple[Registration, ...]:
+        """The current servers, named ones first."""
+        found = {address: Registration(address) for address in self.named}
+        for place in self.places:
+            found |= {server.address: server for server in place.look()}
+        self.problems = {name: reason for place in self.places for name, reason in place.problems.items()}
+        return tuple(found.values())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Joined, (self.named, self.places)
 
     def __str__(self) -> str:
         return ",".join(map(str, self.parts))
@@ -180,11 +154,11 @@ def _parse(text: str) -> Where:
     if text.startswith("@") and "," not in text:
         if text == "@":
             raise ValueError("'@' names no directory; write @/path")
-        return Registered(os.path.abspath(os.path.expanduser(text[1:])))
+        return Register(os.path.abspath(os.path.expanduser(text[1:])))
     if text.startswith(_DNS) and "," not in text:
         if (name := Address.parse(text.removeprefix(_DNS))).is_unix:
             raise ValueError(f"{text!r} names no host; write dns://host:port")
-        return Resolved(name)
+        return Names(name)
     return _remote([part.strip() for part in text.split(",") if part.strip()])
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 
-from rpcdataloader.host.modules import MAX_BYTES, Module, pack
+from rpcdataloader.host.environment import MAX_BYTES, Module, pack
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 
 # Built for one kind of machine and one version of Python.

@@ -6,14 +6,36 @@ remembers what the node offered, so that its shares of workers stay the same whi
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Callable
+from typing import Any
 
-from rpcdataloader.client.connection import Connection
-from rpcdataloader.client.exchange import ClientSettings
 from rpcdataloader.client.session import RemoteSession
-from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
+from rpcdataloader.client.worker import ClientSettings, RemoteWorker, WorkerOwner
+from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.credentials import Credentials
+
+logger = logging.getLogger("rpcdataloader.client")
+
+# The package's folder, needed when the package is not installed, comes last so that it shadows nothing. The current
+# folder goes, for the same reason: sessions add it if the trainer has it.
+_BOOT = (
+    "import sys; sys.path[:] = [*filter(None, sys.path), sys.argv[1]]; "
+    "from rpcdataloader.launch import run_embedded; run_embedded()"
+)
+_PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+STOP_TIMEOUT = 5.0
 
 
 class Node:
@@ -35,9 +57,9 @@ class Node:
         self.is_missed = False
         self._ensure_running = ensure_running
         self._settings = settings
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # Guarded by the lock. The last session is the current one; those before it still drain.
-        self._sessions: list[RemoteSession] = []
+        self.sessions: list[RemoteSession] = []
         self._rpc_worker: RemoteWorker | None = None
         self._num_workers: int | None = None
 
@@ -47,23 +69,18 @@ class Node:
     def session(self) -> RemoteSession:
         """The current session, which may still be connecting; begun now if need be."""
         with self._lock:
-            return self._current_session()
-
-    def _current_session(self) -> RemoteSession:
-        if not self._sessions or not self._sessions[-1].is_usable:
-            self._ensure_running()
-            self._sessions = [session for session in self._sessions if not session.is_over]
-            self._sessions.append(RemoteSession(self.address, self._settings))
-            self._sessions[-1].is_quiet = self.is_missed
-            self._sessions[-1].start()
-        return self._sessions[-1]
+            if not self.sessions or not self.sessions[-1].is_usable:
+                self._ensure_running()
+                session = RemoteSession(self.address, self._settings, is_quiet=self.is_missed)
+                self.sessions = [*(before for before in self.sessions if not before.is_over), session]
+            return self.sessions[-1]
 
     @property
     def offered(self) -> int | None:
         """The number of workers that the node server offers, or last offered; None if it was never there."""
-        for session in reversed(self._sessions):
+        for session in reversed(self.sessions):
             if session.welcome is not None:
-                self._num_workers = session.num_workers
+                self._num_workers = session.welcome.num_workers
                 break
         return self._num_workers
 
@@ -82,27 +99,18 @@ class Node:
         """The worker that serves this client's ``rpc_async`` calls; begun now if need be."""
         with self._lock:
             if self._rpc_worker is None or not self._rpc_worker.is_usable:
-                self._rpc_worker = self._current_session().open_worker(_RpcOwner())
+                self._rpc_worker = self.session().open_worker(_RpcOwner())
             return self._rpc_worker
-
-    def report(self, payload: bytes) -> None:
-        """Tell the current session of the client's loops; see ``RemoteSession.report``."""
-        for session in self._sessions[-1:]:
-            session.report(payload)
 
     def wake(self) -> None:
         """Let threads that wait for the session check whether to go on waiting."""
-        for session in self._sessions:
+        for session in self.sessions:
             session.wake()
 
     def close(self) -> None:
         """End the current session, and those that still drain."""
-        for session in self._sessions:
+        for session in self.sessions:
             session.close()
-
-    def connections(self) -> list[Connection]:
-        """Every connection to this node."""
-        return [connection for session in self._sessions for connection in session.connections()]
 
 
 class _RpcOwner(WorkerOwner):
@@ -112,3 +120,106 @@ class _RpcOwner(WorkerOwner):
         # It answers its requests, and ends with the client; its objects are lost then.
         if worker.connection.num_pending == 0:
             worker.close()
+
+
+class LocalServer:
+    """The embedded node server of this process: the same server as a subprocess, on a private Unix socket.
+
+    The constructor starts it, so that its imports run beside the caller's next steps. It watches the pipe of its
+    settings, so it ends with this process, however that ends. It is a session (setsid(2)) of its own, so that Ctrl-C in
+    the terminal reaches the trainer alone.
+
+    Raises:
+        ConnectError: This system has no fork.
+    """
+
+    def __init__(self) -> None:
+        if not hasattr(os, "fork"):
+            raise ConnectError("an embedded pool needs fork; name remote workers, or use workers='inline'")
+        self.credentials = Credentials(secrets.token_urlsafe(32).encode(), "the embedded pool")
+        self._folder = tempfile.mkdtemp(prefix="rpcdataloader-")
+        self.address = Address(path=os.path.join(self._folder, "socket"))
+        self._lock = threading.Lock()
+        # Guarded by the lock:
+        self._stopped = self._is_ready = False
+        self._process: Any = None  # a Popen
+        self._start()
+
+    def ensure_running(self) -> None:
+        """Wait until it takes connections; start it again at the same address if it has ended without :meth:`stop`.
+
+        Raises:
+            ConnectError: It did not start; see its standard error.
+        """
+        with self._lock:
+            if self._stopped:
+                return
+            if self._is_ready and (status := self._process.poll()) is not None:
+                logger.warning("the embedded pool has ended (exit status %d); starting it again", status)
+                self._end()
+            elif not self._is_ready and self._environment != dict(os.environ):
+                self._end()  # its workers inherit the environment, which has changed
+            if self._process is None:
+                os.mkdir(self._folder, 0o700)
+                self._start()
+            if not self._is_ready:
+                self._wait()
+
+    def _start(self) -> None:
+        settings = {"path": self.address.path, "token": self.credentials.secret.decode()}
+        self._environment = dict(os.environ)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, _PACKAGE_FOLDER],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+            )
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._process.stdin.fileno(), json.dumps(settings).encode() + b"\n")
+        except BaseException:
+            self._end()
+            raise
+
+    def _wait(self) -> None:
+        try:
+            self._is_ready = bool(self._process.stdout.readline())
+            if not self._is_ready:
+                status = self._process.wait()
+                raise ConnectError(f"the embedded pool did not start (exit status {status}); see its messages above")
+        except BaseException:  # also Ctrl-C, while it imports torch
+            self._end()
+            raise
+
+    def stop(self) -> None:
+        """End it with all of its processes; idempotent."""
+        with self._lock:
+            self._stopped = True
+            self._end()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._close_pipes()
+            process, self._process = self._process, None
+            try:
+                # While it imports, it notices nothing, and has nothing to end.
+                process.wait(STOP_TIMEOUT if self._is_ready else 0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._is_ready = False
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child: let the server end with the parent."""
+        self._lock = threading.Lock()
+        self._stopped = True
+        if self._process is not None:
+            self._close_pipes()
+            # The parent's child: nothing to wait for, nothing to warn of.
+            self._process.returncode = 0
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()

@@ -1,10 +1,12 @@
-"""The current node servers: those registered in a directory, and those behind a DNS name.
+"""The node servers of the moment: those registered in a directory, those behind a DNS name, and a watch on both.
 
-The clocks of the machines need not agree, and nothing is written: a server lives while the time of its file changes.
+The clocks of the machines need not agree, and nothing is written: a server lives while the time of its file changes. A
+thread looks once a second, because the kernel's notifications for directories do not cross an NFS server.
 """
 
 from __future__ import annotations
 
+import copy
 import ipaddress
 import logging
 import os
@@ -12,15 +14,18 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+from rpcdataloader.errors import ConnectError
 from rpcdataloader.host import safe_files
 from rpcdataloader.host.resources import machine_id
 from rpcdataloader.host.safe_files import UnsafeFileError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.lines import printable
-from rpcdataloader.wire.registration import MAX_FILE_BYTES, MAX_SILENCE, SUFFIX, Registration
+from rpcdataloader.wire.messages import printable
+from rpcdataloader.wire.status import MAX_FILE_BYTES, MAX_SILENCE, SUFFIX, Registration
+from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -30,45 +35,40 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 PATIENCE = 3
 
 
-class Lookup(Protocol):
-    """Finds the current node servers, as this process has seen them so far. Thread-safe.
+class Elastic(ABC):
+    """A place of node servers that come and go, as this process has seen them so far. Thread-safe.
+
+    Places are equal if they are made with the same arguments.
 
     Attributes:
         pause: Seconds between two looks.
+        place: Origin of the servers, in words.
+        advice: Hint for a user who finds no servers.
         problems: Reasons why entries were not used at the last look, by their names.
     """
 
     pause: float
+    place: str
+    advice: str
     problems: dict[str, str]
 
-    @property
-    def place(self) -> str: ...
-
-    @property
-    def advice(self) -> str: ...
-
+    @abstractmethod
     def look(self) -> Sequence[Registration]:
         """The current servers, in an order that is the same for every client."""
 
+    @abstractmethod
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The class and its arguments: a copy has seen nothing yet."""
 
-class Several:
-    """Named node servers, which are always there, and those of several lookups."""
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Elastic) and self.__reduce__() == other.__reduce__()
 
-    def __init__(self, named: Iterable[Address], lookups: Sequence[Lookup]) -> None:
-        self._named = {address: Registration(address) for address in named}
-        self._lookups = lookups
-        self.pause = min((lookup.pause for lookup in lookups), default=1.0)
-        self.place = " or ".join(lookup.place for lookup in lookups)
-        self.advice = "; ".join(lookup.advice for lookup in lookups)
-        self.problems: dict[str, str] = {}
+    def __hash__(self) -> int:
+        return hash(self.__reduce__())
 
-    def look(self) -> tuple[Registration, ...]:
-        """The current servers, named ones first."""
-        found: dict[Address, Registration] = {**self._named}
-        for lookup in self._lookups:
-            found |= {server.address: server for server in lookup.look()}
-        self.problems = {name: reason for lookup in self._lookups for name, reason in lookup.problems.items()}
-        return tuple(found.values())
+    def open(self) -> Elastic:
+        """The same place, for one use in this process."""
+        return copy.copy(self)
 
 
 class Silences:
@@ -99,11 +99,11 @@ class Silences:
         return {name: silence for name, (_time, silence) in self._files.items()}
 
 
-class Register:
-    """The directory, as this process has seen it so far. Thread-safe.
+class Register(Elastic):
+    """The node servers registered in a directory; problems are those of the directory and its files.
 
-    Attributes:
-        problems: Reasons why files were not used at the last look, by name; the directory's, if it could not be read.
+    Args:
+        directory: Absolute path.
     """
 
     pause = 1.0
@@ -121,8 +121,14 @@ class Register:
         self._failures: dict[str, int] = {}
         self._found: tuple[Registration, ...] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Register, (self.directory,)
+
+    def __str__(self) -> str:
+        return f"@{self.directory}"
+
     def look(self) -> tuple[Registration, ...]:
-        """The current servers, in the order in which they registered, which is the same for every client."""
+        """The current servers, in the order in which they registered."""
         with self._lock:
             elapsed = time.monotonic() - self._last_look
             try:
@@ -204,10 +210,11 @@ class Register:
 _NOTHING = (socket.EAI_NONAME, socket.EAI_NODATA)
 
 
-class Names:
-    """The addresses behind a name, such as a headless service of Kubernetes, as this process last saw them.
+class Names(Elastic):
+    """The node servers behind a DNS name, such as a headless service of Kubernetes.
 
-    Thread-safe.
+    Args:
+        name: Host, and the port of all of them.
     """
 
     pause = 2.0
@@ -219,8 +226,14 @@ class Names:
         self.problems: dict[str, str] = {}
         self._found: tuple[Registration, ...] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Names, (self._name,)
+
+    def __str__(self) -> str:
+        return f"dns://{self._name}"
+
     def look(self) -> tuple[Registration, ...]:
-        """The current servers, in the order of their addresses, which is the same for every client."""
+        """The current servers, in the order of their addresses."""
         try:
             infos = socket.getaddrinfo(self._name.host, self._name.port, type=socket.SOCK_STREAM)
         except OSError as exc:  # a resolver's error says nothing about the servers
@@ -236,3 +249,153 @@ class Names:
             Registration(Address(str(host), self._name.port)) for host in sorted(hosts, key=ipaddress.ip_address)
         )
         return self._found
+
+
+# A thread that waits for a hanging file server cannot be woken; it does not use torch.
+JOIN_TIMEOUT = 2.0
+
+#: A watch's callback: addresses that have come, in the order of the lookup, and addresses that have gone.
+Changed = Callable[[tuple[Address, ...], tuple[Address, ...]], None]
+
+
+class RegisterWatcher:
+    """One lookup, shared by all watches in this process. Thread-safe.
+
+    Its thread runs while there are watches.
+    """
+
+    def __init__(self, lookup: Elastic) -> None:
+        self._lookup = lookup
+        self._condition = threading.Condition()
+        # Guarded by the condition:
+        self._watches: list[Watch] = []
+        self._thread: threading.Thread | None = None
+        self._is_new = False  # whether a watch has begun, which is told at once
+        self._closed = False
+
+    def find(self, timeout: float) -> Sequence[Registration]:
+        """The current servers, or the first ones that come.
+
+        Raises:
+            ConnectError: No server came in time.
+        """
+        lookup, deadline = self._lookup, Deadline(timeout)
+        found = lookup.look()
+        if not found:
+            logger.warning("waiting for a node server to be %s, for at most %g s", lookup.place, timeout)
+        while not found:
+            if not deadline.pause(min(lookup.pause, timeout / 10)):
+                # Other users may have chosen the names, if they can write to the directory.
+                problems = printable("; ".join(": ".join(item) for item in lookup.problems.items()))
+                raise ConnectError(
+                    f"no node server is {lookup.place}, and none came within {timeout:g} s"
+                    + (f" ({problems})" if problems else "")
+                    + f"; {lookup.advice}"
+                )
+            found = lookup.look()
+        return found
+
+    def watch(self, known: Iterable[Address], changed: Changed) -> Watch:
+        """Report changes until the watch is closed.
+
+        Args:
+            known: Addresses that the caller knows. The first report gives the differences between these and the
+                current ones, so that no change between :meth:`find` and this is missed.
+            changed: Callback, which must not block; called in the thread of this object, one call at a time. An
+                address that has gone and come, because its server was started again, is in both arguments.
+        """
+        watch = Watch(self, known, changed)
+        with self._condition:
+            if not self._closed:
+                self._watches.append(watch)
+                self._is_new = True
+                self._condition.notify_all()
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="rpcdl-register", daemon=True)
+                    self._thread.start()
+        return watch
+
+    def _end(self, watch: Watch) -> None:
+        with self._condition:
+            if watch in self._watches:
+                self._watches.remove(watch)
+                self._condition.notify_all()
+
+    def close(self) -> None:
+        """End all watches, and the thread."""
+        with self._condition:
+            self._closed = True
+            self._watches.clear()
+            self._condition.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(JOIN_TIMEOUT)
+
+    def forget_in_child(self) -> None:
+        """After a fork, in the child: there is no thread, but watches can still be closed."""
+        self._condition = threading.Condition()
+        self._watches.clear()
+        self._closed = True
+
+    def _run(self) -> None:
+        while watches := self._next():
+            try:
+                found = self._lookup.look()
+            except Exception:
+                logger.exception("cannot look for node servers")
+            else:
+                for watch in watches:
+                    watch._tell(found)
+                del found
+            del watches
+            with self._condition:
+                self._condition.wait_for(lambda: self._is_new or not self._watches, self._lookup.pause)
+
+    def _next(self) -> list[Watch]:
+        """The watches to tell; without any, the thread ends."""
+        with self._condition:
+            self._is_new = False
+            if not self._watches:
+                self._thread = None
+            return list(self._watches)
+
+
+class Watch:
+    """A request for reports of servers that come and go; see :meth:`RegisterWatcher.watch`."""
+
+    def __init__(self, watcher: RegisterWatcher, known: Iterable[Address], changed: Changed) -> None:
+        self._watcher = watcher
+        self._changed = changed
+        # For the watcher's thread alone. The server at an address is unknown before the first look.
+        self._known: dict[Address, Registration | None] = dict.fromkeys(known)
+        self._closed = False
+
+    def close(self) -> None:
+        """End the reports; idempotent, from any thread, and from ``changed`` itself.
+
+        Never waits: a report under way goes on.
+        """
+        self._closed = True
+        self._watcher._end(self)
+
+    @property
+    def known(self) -> list[Address]:
+        """The servers reported so far; after :meth:`close`, the starting point of another watch."""
+        return list(self._known)
+
+    def _tell(self, found: Sequence[Registration]) -> None:
+        if self._closed:
+            return
+        known, self._known = self._known, {server.address: server for server in found}
+        added = tuple(
+            address
+            for address, server in self._known.items()
+            if address not in known or known[address] not in (None, server)
+        )
+        removed = tuple(address for address in known if address not in self._known or address in added)
+        if not (added or removed):
+            return
+        try:
+            self._changed(added, removed)
+        except Exception:
+            logger.exception("handling node servers that came or went failed")

@@ -8,10 +8,9 @@ from typing import Any
 
 from torch.futures import Future
 
-from rpcdataloader.client.alarm import Timer
+from rpcdataloader.client.background import Timer
 from rpcdataloader.client.client import get_client
-from rpcdataloader.client.refs import RRef
-from rpcdataloader.client.worker import RemoteWorker
+from rpcdataloader.client.worker import RemoteWorker, RRef
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.frames import Message

@@ -11,17 +11,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
-from rpcdataloader.client.exchange import ClientSettings, PendingReply, log_from_server, read_welcome, reference_of
 from rpcdataloader.client.sharing import current_partition
-from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
+from rpcdataloader.client.worker import (
+    ClientSettings,
+    PendingReply,
+    RemoteWorker,
+    WorkerOwner,
+    log_from_server,
+    read_welcome,
+    reference_of,
+)
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
-from rpcdataloader.host.additions import Additions, add, begin
-from rpcdataloader.host.environment import collect, set_rank
+from rpcdataloader.host.environment import Additions, add, begin, collect, set_rank
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.buffers import BlockBytes
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
-from rpcdataloader.wire.frames import Message, MessageType
+from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.transport import Deadline
@@ -46,9 +51,10 @@ class RemoteSession:
 
     Attributes:
         is_quiet: True if waiting for it needs no log message.
+        workers: Its workers that have not ended.
     """
 
-    def __init__(self, address: Address, settings: ClientSettings) -> None:
+    def __init__(self, address: Address, settings: ClientSettings, *, is_quiet: bool = False) -> None:
         self.address = address
         self.name = str(address)
         self.welcome: Welcome | None = None
@@ -58,22 +64,19 @@ class RemoteSession:
         # Guarded by the condition:
         self._exited: dict[int, Exited] = {}
         self._lost: RPCError | None = None
-        self.draining = self.is_quiet = False
+        self.draining, self.is_quiet = False, is_quiet
         self._deadline = Deadline(settings.connect_timeout)
-        self._connection = Connection(self.name, self._open, self, settings.allocator)
-        self._workers: set[RemoteWorker] = set()
+        self.connection = Connection(self.name, self._open, self, settings.allocator)
+        self.workers: set[RemoteWorker] = set()
         self._partition = current_partition()  # as the session knows it
         self._additions = Additions()  # as the session knows them
         self._told: list[Callable[[], Any]] = []  # each waits until the session has done as told
-
-    def start(self) -> None:
-        """Start to connect."""
-        self._connection.start()
+        self.connection.start()
 
     @property
     def is_usable(self) -> bool:
         """Whether it is ready, or may still become so."""
-        return not self.draining and not self._connection.has_ended
+        return not self.draining and not self.connection.has_ended
 
     @property
     def is_ready(self) -> bool:
@@ -83,18 +86,12 @@ class RemoteSession:
     @property
     def is_busy(self) -> bool:
         """Whether a request to it, such as to build a dataset, is pending."""
-        return self._connection.num_pending > 0
+        return self.connection.num_pending > 0
 
     @property
     def is_over(self) -> bool:
         """Whether it and its workers have ended."""
-        return self._lost is not None and not self._workers
-
-    @property
-    def num_workers(self) -> int:
-        """The number of workers that the node server offers; call :meth:`wait` before."""
-        assert self.welcome is not None
-        return self.welcome.num_workers
+        return self._lost is not None and not self.workers
 
     def wait(self, is_wanted: Callable[[], bool] = lambda: True) -> Welcome:
         """Wait until the session is ready.
@@ -133,55 +130,29 @@ class RemoteSession:
             self._partition = partition
         return lambda: [wait() for wait in self._told]
 
-    def submit(
-        self, type: MessageType, payload: bytes, buffers: Sequence[BlockBytes], complete: Callable[[Any], None]
-    ) -> None:
+    def call(self, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+        """Run ``func(*args)`` in the session; returns a function that waits for the result.
+
+        Raises:
+            ConnectionLostError: The session has ended.
+        """
+        encoded = dumps(tuple(Call(func, args, {})), persistent_id=reference_of)
+        return self.submit(MessageType.CALL, encoded.payload, encoded.buffers).wait
+
+    def submit(self, type: MessageType, payload: bytes, buffers: Sequence[BlockBytes]) -> PendingReply:
         """Send a request to the session itself.
 
         Raises:
             ConnectionLostError: The session has ended.
         """
-        self._connection.submit(type, payload, buffers, Request(complete, self._settings.allocator))
-
-    def call(self, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-        """Run ``func(*args)`` in the session; returns a function that waits for the result."""
-        encoded = dumps(Call(func, args, {}).fields(), persistent_id=reference_of)
-        return self._wait_for(MessageType.CALL, encoded.payload, encoded.buffers)
-
-    def build(self, payload: bytes, buffers: Sequence[BlockBytes], finished: Callable[[], None]) -> Callable[[], Any]:
-        """Send a BUILD request; returns a function that waits for the result.
-
-        Args:
-            finished: Function that the receiver thread calls when the result is there.
-        """
-        told = self.follow()  # before the build, as the session answers in order
-        built = self._wait_for(MessageType.BUILD, payload, buffers, finished)
-        return lambda: (told(), built())[1]
-
-    def release(self, key: int) -> None:
-        """Release a dataset; never blocks."""
-        self._connection.release(key)
+        answer = PendingReply(self._settings.allocator)
+        self.connection.submit(type, payload, buffers, Request(answer.complete, self._settings.allocator))
+        return answer
 
     def report(self, payload: bytes) -> None:
-        """Tell the session of the client's loops, unless it is busy or too old; never blocks."""
-        if self.welcome is not None and self.welcome.takes_reports and self.is_usable and not self.is_busy:
-            self._connection.tell(MessageType.REPORT, payload)
-
-    def _wait_for(
-        self,
-        type: MessageType,
-        payload: bytes,
-        buffers: Sequence[BlockBytes],
-        finished: Callable[[], None] = lambda: None,
-    ) -> Callable[[], Any]:
-        answer = PendingReply(self._settings.allocator)
-
-        def complete(reply: Message | RPCError) -> None:
-            finished()
-            answer.complete(reply)
-
-        self.submit(type, payload, buffers, complete)
-        return answer.wait
+        """Tell the session of the client's loops, unless it is busy; never blocks."""
+        if self.is_ready and not self.is_busy:
+            self.connection.tell(MessageType.REPORT, payload)
 
     def stack_of(self, number: int) -> str:
         """A worker's state and Python stacks, or the reason why they are missing.
@@ -203,9 +174,9 @@ class RemoteSession:
         Returns:
             A function that waits for the worker's last stack, as :meth:`stack_of` does.
         """
-        workers = [worker for worker in list(self._workers) if worker.number == number]
+        workers = [worker for worker in list(self.workers) if worker.number == number]
         for worker in workers:
-            worker.retire()
+            worker.draining = True
 
         def close() -> None:
             for worker in workers:
@@ -218,23 +189,18 @@ class RemoteSession:
 
     def _ask_for_stack(self, request: StackRequest, finished: Callable[[], object]) -> Callable[[], str]:
         """Returns a function that waits for the text; ``finished`` is called with its arrival, or its timeout."""
-        answer = PendingReply(self._settings.allocator)
+        answer = PendingReply(self._settings.allocator, finished)
+        late = RPCTimeoutError(f"{self.name} did not answer within {STACK_TIMEOUT:g} s, perhaps as it is busy building")
+        timer = self._settings.alarm.call_after(STACK_TIMEOUT, lambda: answer.complete(late))
 
         def complete(reply: Message | RPCError) -> None:
-            finished()
+            timer.cancel()
             answer.complete(reply)
 
-        late = RPCTimeoutError(f"{self.name} did not answer within {STACK_TIMEOUT:g} s, perhaps as it is busy building")
-        timer = self._settings.alarm.call_after(STACK_TIMEOUT, lambda: complete(late))
-
-        def complete_in_time(reply: Message | RPCError) -> None:
-            timer.cancel()
-            complete(reply)
-
         try:
-            self.submit(MessageType.STACK, request.encode(), [], complete_in_time)
+            self.connection.submit(MessageType.STACK, request.encode(), [], Request(complete, self._settings.allocator))
         except ConnectionLostError as exc:
-            complete_in_time(exc)
+            complete(exc)
         return answer.stack
 
     def fate(self, worker: int) -> Exited | None:
@@ -250,24 +216,20 @@ class RemoteSession:
             keep_waiting: Function called while the node is busy; False gives up.
         """
         worker = RemoteWorker(self, owner, keep_waiting, self._settings)
-        self._workers.add(worker)
+        self.workers.add(worker)
         worker.connection.start()
         return worker
 
-    def worker_ended(self, worker: RemoteWorker) -> None:
-        """Forget a worker."""
-        self._workers.discard(worker)
-
     def close(self) -> None:
         """End the session and its workers."""
-        for worker in list(self._workers):
+        for worker in list(self.workers):
             worker.close()
-        self._connection.close()
+        self.connection.close()
         self._deadline.cancel()
 
     def connections(self) -> list[Connection]:
         """Every connection of the session."""
-        return [self._connection, *(worker.connection for worker in list(self._workers))]
+        return [self.connection, *(worker.connection for worker in list(self.workers))]
 
     # --- the control connection (receiver thread)
 
@@ -300,10 +262,10 @@ class RemoteSession:
 
     def _look(self) -> None:
         """End the session if its node has vanished; otherwise look again later (also the alarm's thread)."""
-        if self._connection.has_ended:
+        if self.connection.has_ended:
             return
-        if self._connection.is_cut_off():
-            self._connection.close(ConnectionLostError(f"connection to {self.name} lost: its host no longer answers"))
+        if self.connection.is_cut_off():
+            self.connection.close(ConnectionLostError(f"connection to {self.name} lost: its host no longer answers"))
         else:
             self._settings.alarm.call_after(transport.LOOK_INTERVAL, self._look)
 
@@ -319,7 +281,7 @@ class RemoteSession:
             log_from_server(self.name, message, self._settings.printer)
 
     def explain(self, error: RPCError) -> RPCError:
-        if isinstance(error, ConnectionLostError) and self.welcome is not None and self._connection.num_pending:
+        if isinstance(error, ConnectionLostError) and self.welcome is not None and self.connection.num_pending:
             # The sign of a dataset too large for its node; only the node server knows.
             explained = ConnectionLostError(
                 f"{error} without an answer; if its session was killed, perhaps out of memory while it built a "
@@ -335,5 +297,5 @@ class RemoteSession:
             self._condition.notify_all()
         # The node has ended these already, or will when it notices; a vanished host sends nothing.
         never_came = self.welcome is None
-        for worker in list(self._workers):
+        for worker in list(self.workers):
             worker.close(error if never_came else ConnectionLostError(f"{self.name} is gone: {error}"))

@@ -1,27 +1,196 @@
-"""A worker as its client sees it: one connection, opened while its node has room."""
+"""A worker as its client sees it: one connection, opened while its node has room.
+
+What it has in common with the connection of its session stands first: settings, the welcome, references in requests,
+replies, and log records.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rpcdataloader.client.background import Alarm, Printer
 from rpcdataloader.client.connection import Connection, Request
-from rpcdataloader.client.exchange import BusyError, ClientSettings, log_from_server, read_welcome, reference_of
-from rpcdataloader.client.refs import RRef
-from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError, SerializationError
-from rpcdataloader.wire.buffers import BlockBytes
+from rpcdataloader.errors import (
+    ConnectError,
+    ConnectionLostError,
+    LocalProtocolError,
+    RPCError,
+    RPCTimeoutError,
+    SerializationError,
+)
+from rpcdataloader.host.environment import SharedAdditions
+from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
-from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.messages import Call, Exited, Goaway
-from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.credentials import Credentials
+from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
+from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Welcome
+from rpcdataloader.wire.pickling import dumps, result_of
 from rpcdataloader.wire.slabs import Allocator
+from rpcdataloader.wire.tls import TlsCredentials
 from rpcdataloader.wire.transport import Deadline
 
 if TYPE_CHECKING:
     from rpcdataloader.client.session import RemoteSession
 
 logger = logging.getLogger("rpcdataloader.client")
+worker_logger = logging.getLogger("rpcdataloader.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """Settings of all connections of this client.
+
+    Attributes:
+        connect_timeout: Seconds to wait for a node server that is starting, or has no room.
+        rank: Rank of a distributed trainer, for the server's log.
+        changed: Guards what sessions have been told; notified when a session is ready or lost, or its worker ends.
+        waits_for_servers: True if a server that refuses connections may be about to start.
+        tls: TLS credentials for TCP connections; None without TLS.
+    """
+
+    credentials: Callable[[Address], Credentials]
+    connect_timeout: float
+    rank: int | None
+    allocator: Allocator
+    alarm: Alarm
+    tls: TlsCredentials | None = None
+    waits_for_servers: bool = True
+    additions: SharedAdditions = field(default_factory=SharedAdditions)
+    printer: Printer = field(default_factory=Printer)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def tls_for(self, address: Address) -> TlsCredentials | None:
+        """TLS credentials for ``address``; None for a Unix socket, which cannot be listened in on."""
+        return None if address.is_unix else self.tls
+
+
+class BusyError(Exception):
+    """The server answered BUSY."""
+
+
+def read_welcome(channel: Channel, deadline: Deadline) -> Welcome:
+    """Read the server's first message; closes the connection unless a welcome comes in time."""
+    try:
+        channel.stream.limit(deadline)
+        message = channel.recv()
+        if message is None:
+            raise ConnectionLostError(f"{channel.name} closed the connection instead of sending WELCOME")
+        if message.type == MessageType.BUSY:
+            raise BusyError(Busy.decode(message.payload).reason)
+        welcome: Welcome = Welcome.decode(message.payload)
+        channel.stream.limit(Deadline(None))
+    except RPCTimeoutError as exc:
+        channel.stream.close()
+        raise ConnectError(f"{channel.name} accepted the connection, but sent no WELCOME in time") from exc
+    except BaseException:
+        channel.stream.close()
+        raise
+    return welcome
+
+
+class RRef:
+    """Handle of an object that lives in a worker.
+
+    Anywhere inside the arguments of a call to the same worker it becomes the object itself. The worker releases the
+    object when its last RRef is collected. Copies made by :mod:`copy` are the same RRef.
+
+    Attributes:
+        handle: Number of the object on its worker.
+        owner: The object's worker.
+    """
+
+    __slots__ = ("__weakref__", "handle", "owner")
+
+    def __init__(self, owner: RemoteWorker, handle: int, release: Callable[[int], None]) -> None:
+        self.owner = owner
+        self.handle = handle
+        # A finalizer may run in any thread, inside any lock, so release only enqueues. At exit, the connection's end
+        # releases everything.
+        weakref.finalize(self, release, handle).atexit = False
+
+    def __repr__(self) -> str:
+        return f"RRef({self.handle} in {self.owner.name})"
+
+    def __copy__(self) -> RRef:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RRef:
+        return self
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise LocalProtocolError(f"{self!r} has a meaning only in this process and in calls to its own worker")
+
+
+class DatasetRef:
+    """Stands for a dataset in a request to a session or worker that has it.
+
+    Attributes:
+        key: The dataset's key, the same on every node.
+    """
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise LocalProtocolError("a dataset reference has a meaning only in calls to a node that has the dataset")
+
+
+def reference_of(value: Any) -> tuple[str, int] | None:
+    """The persistent id of a dataset; None for other objects, which are pickled."""
+    return ("dataset", value.key) if isinstance(value, DatasetRef) else None
+
+
+class PendingReply:
+    """A request's answer, for a thread that waits for it.
+
+    Args:
+        finished: Function to call when the answer is here.
+    """
+
+    def __init__(self, allocator: Allocator, finished: Callable[[], object] = lambda: None) -> None:
+        self._allocator = allocator
+        self._finished = finished
+        self._reply: Message | RPCError | None = None
+        self.arrived = threading.Event()
+
+    def complete(self, reply: Message | RPCError) -> None:
+        """Take the reply; the ``complete`` of a ``Request``."""
+        self._reply = reply
+        self._finished()
+        self.arrived.set()
+
+    def wait(self) -> Any:
+        """Wait for the result.
+
+        Raises:
+            Exception: The request failed, or has no reply.
+        """
+        self.arrived.wait()
+        assert self._reply is not None
+        return result_of(self._reply, self._allocator)
+
+    def stack(self) -> str:
+        """Wait for a stack; returns the reason if none comes."""
+        try:
+            return str(self.wait())
+        except RPCError as exc:
+            return f"no stack: {exc}"
+
+
+def log_from_server(name: str, message: Message, printer: Printer) -> None:
+    """Pass a worker's warning or log record on to this process's logging, and a line of its output to the printer."""
+    log: Log = Log.decode(message.payload)
+    if log.printed_by is not None:
+        printer.put(f"{name} {log.printed_by}".rstrip(), log.text, is_note=not log.printed_by)
+        return
+    worker_logger.log(log.level, "%s: %s: %s", name, log.logger, log.text)
 
 
 class WorkerOwner:
@@ -42,6 +211,7 @@ class RemoteWorker:
 
     Attributes:
         name: Name in messages, such as ``worker 3 (pid 123) on node07:6543``.
+        draining: True if it takes no further requests, and ends.
         retired: True if it ends because it has done its share of work; its session goes on.
     """
 
@@ -55,7 +225,7 @@ class RemoteWorker:
         self.was_refused = False
         self.retired = False
         self.exited: Exited | None = None
-        self._draining = False
+        self.draining = False
         self._owner = owner
         self._keep_waiting = keep_waiting
         self._settings = settings
@@ -66,7 +236,7 @@ class RemoteWorker:
     @property
     def is_usable(self) -> bool:
         """Whether it takes requests, or may still become ready."""
-        return not self._draining and not self.connection.has_ended
+        return not self.draining and not self.connection.has_ended
 
     def call(
         self, call: Call, complete: Callable[[Message | RPCError], None], allocator: Allocator | None = None
@@ -79,7 +249,7 @@ class RemoteWorker:
             ConnectionLostError: The worker has ended, or the one that held an object of the call.
         """
         try:
-            encoded = dumps(call.fields(), persistent_id=self._reference_of)
+            encoded = dumps(tuple(call), persistent_id=self._reference_of)
         except SerializationError:
             # Again, part by part, so that the error names the part as the caller knows it.
             for name in ("func", "args", "kwargs"):
@@ -93,11 +263,9 @@ class RemoteWorker:
         buffers: Sequence[BlockBytes],
         complete: Callable[[Message | RPCError], None],
         allocator: Allocator | None = None,
-        *,
-        cancellable: bool = False,
     ) -> int:
         """Send a CALL that is already pickled; returns its number on this connection."""
-        request = Request(complete, allocator or self._settings.allocator, cancellable)
+        request = Request(complete, allocator or self._settings.allocator)
         return self.connection.submit(MessageType.CALL, payload, buffers, request)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:
@@ -111,10 +279,6 @@ class RemoteWorker:
                 )
             return ("handle", value.handle)
         return reference_of(value)
-
-    def retire(self) -> None:
-        """Take no further requests: the session has been asked to end it."""
-        self._draining = True
 
     def close(self, error: RPCError | None = None) -> None:
         """End the worker; its requests fail with ``error``, if one is given."""
@@ -165,7 +329,7 @@ class RemoteWorker:
 
     def received(self, message: Message) -> None:
         if message.type == MessageType.GOAWAY:
-            self._draining = True
+            self.draining = True
             goaway: Goaway = Goaway.decode(message.payload)
             self.retired = goaway.retired
             reason = "it has retired (--max-tasks-per-worker)" if goaway.retired else "its node server ends"
@@ -188,6 +352,6 @@ class RemoteWorker:
     def lost(self, error: RPCError) -> None:
         # First of all: until the session has forgotten this worker, its thread is joined at the end.
         self._owner.worker_lost(self, error)
-        self.session.worker_ended(self)
+        self.session.workers.discard(self)
         # Worker and connection refer to each other. The owner, and its objects, must not wait for the collector.
         del self._owner, self._keep_waiting

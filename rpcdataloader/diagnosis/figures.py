@@ -70,14 +70,13 @@ def measure(records: Records) -> Figures | None:
     if len(span) < 2:
         return None
     first, probes, setup = span[0], span[1:], records.setup
-    begin, end = first.totals, records.totals
-    batches = end.batches - begin.batches
+    totals = records.totals.since(first.totals)
+    batches = totals.batches
     # The present wait counts, too.
     elapsed = records.last - first.delivered + records.waiting
-    waited, blocked = (until - since + records.waiting for since, until in zip(begin[1:3], end[1:3], strict=True))
     # A device that stalls for a copy makes the loop wait, though not in next.
-    stalled = batches * _mean([probe.stalled for probe in probes])
-    waited, blocked = waited + stalled, blocked + stalled
+    more = records.waiting + batches * _mean([probe.stalled for probe in probes])
+    waited, blocked = min(totals.in_next + more, elapsed), totals.blocked + more
     drawn = _mean([probe.draw for probe in probes])
     size_bytes = _mean([probe.size_bytes for probe in probes])
     allowed = min(setup.window, max(1, ratio(setup.max_in_flight_bytes, size_bytes, setup.window) // 1))
@@ -97,7 +96,7 @@ def measure(records: Records) -> Figures | None:
     decode, receiving = _mean([p.decode_cpu for p in probes]), _mean([p.receive_cpu + p.decode_cpu for p in probes])
     lock, present = _mean([p.lock for p in probes]), _mean([p.answered - p.arrived for p in probes])
     capacities = {
-        "network": ratio(batches, end.link - begin.link, math.inf),
+        "network": ratio(batches, totals.link, math.inf),
         # Decoding holds the interpreter lock, so receivers take turns; the kernel's copying needs no lock.
         "trainer": min(ratio(1, decode, math.inf), ratio(max(1, len(setup.workers)), receiving, math.inf)),
         "device_copy": ratio(1, stages["copy"].mean, math.inf),
@@ -121,7 +120,7 @@ def measure(records: Records) -> Figures | None:
         "blocked_seconds": blocked / batches,
         "draw_seconds": drawn,
         "own_seconds": max(0.0, (waited - blocked) / batches - drawn),
-        "ready_share": ratio(end.ready - begin.ready, blocked),
+        "ready_share": ratio(totals.ready, blocked),
         "first_wait_seconds": records.first_wait,
         "task_seconds": task,
         "task_spread": ratio(pstdev(times), task) if times else 0.0,

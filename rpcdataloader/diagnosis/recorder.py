@@ -53,9 +53,9 @@ class Recorder:
         trace: The argument; while it is set, every batch is a probe.
         tasks: Seconds of the last tasks of each worker, by its number; its receiver thread appends to them.
         batches: Number of delivered batches.
-        waited: Seconds in ``next``, without those in which the device was at work.
+        waited: Seconds in ``next`` until its last decision, without those in which the device was at work.
         blocked: Seconds of ``waited`` that the consumer slept.
-        last: Time of the last delivery.
+        last: Time of the last decision before the last delivery.
         next_probe: Time from which the next drawn batch becomes a probe.
     """
 
@@ -85,7 +85,8 @@ class Recorder:
         self._start = self.last = now
         self._first_wait = 0.0
         self.batches = 0
-        self.waited = self.blocked = self._ready = self._link = 0.0
+        self.waited = self.blocked = self._ready = self._link = self._sending = 0.0
+        self._num_noted = 0
         self._intervals: list[tuple[float, float]] = []  # disjoint, in order, in which replies were received
         self._probes: deque[Probe] = deque(maxlen=_NUM_PROBES)
         self._waits: deque[Wait] = deque(maxlen=_NUM_WAITS)
@@ -106,8 +107,8 @@ class Recorder:
         """Record that ``next`` returns a batch; in the consumer's thread.
 
         Args:
-            now: Time.
-            waited: Seconds in ``next``; 0 if the device was at work all the time.
+            now: Time of the last decision.
+            waited: Seconds in ``next`` until then; 0 if the device was at work all the time.
             blocked: Seconds of ``waited`` that the consumer slept.
         """
         if not self.batches:
@@ -116,6 +117,11 @@ class Recorder:
         self.waited += waited
         self.blocked += blocked
         self.last = now
+
+    def sent(self, seconds: float) -> None:
+        """Record the end of a call of ``next``, after the last decision; 0 if the device was at work."""
+        self._num_noted += 1
+        self._sending += seconds
 
     def slept(self, now: float, seconds: float, ready: float, worker: int) -> None:
         """Record that the consumer has slept for an undelivered batch; in its thread.
@@ -131,12 +137,18 @@ class Recorder:
             with self._lock:
                 self._waits.append(Wait(now, seconds, ready, worker))
 
-    def probed(self, probe: Probe, worker: int, now: float, waited: float, blocked: float = 0.0) -> None:
-        """Record that a probe is delivered; instead of :meth:`delivered`."""
+    def probed(
+        self, probe: Probe, worker: int, now: float, waited: float, blocked: float = 0.0, sending: float = 0.0
+    ) -> None:
+        """Record that a probe is delivered; instead of :meth:`delivered`.
+
+        Args:
+            sending: Seconds in ``next`` after ``now``.
+        """
         with self._lock:
             probe.reorder = max(0.0, self.last - probe.answered)
             self.delivered(now, waited, blocked)
-            probe.delivered, probe.wait = now, waited
+            probe.delivered, probe.wait = now + sending, waited + sending
             probe.totals = self._totals()
             self._probes.append(probe)
         if (trace := self.trace) is not None:
@@ -188,7 +200,7 @@ class Recorder:
         )
 
     def _totals(self) -> Totals:
-        return Totals(self.batches, self.waited, self.blocked, self._ready, self._link)
+        return Totals(self.batches, self.waited, self.blocked, self._ready, self._link, self._num_noted, self._sending)
 
 
 def _recent() -> deque[float]:

@@ -11,6 +11,7 @@ Times are seconds of the trainer's monotonic clock, and are arguments. Workers o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -26,10 +27,12 @@ class Totals(NamedTuple):
     """Sums since the beginning of the pass.
 
     Attributes:
-        waited: Seconds in ``next``.
+        waited: Seconds in ``next`` until its last decision.
         blocked: Seconds of ``waited`` that the consumer slept until its batch came.
         ready: Seconds of ``blocked`` while a later batch was already here.
         link: Seconds in which at least one reply was being received: the union over all connections.
+        noted: Number of the calls of ``next`` that were timed to their end.
+        sending: Seconds in these after the last decision, in which requests were sent.
     """
 
     batches: int = 0
@@ -37,6 +40,17 @@ class Totals(NamedTuple):
     blocked: float = 0.0
     ready: float = 0.0
     link: float = 0.0
+    noted: int = 0
+    sending: float = 0.0
+
+    def since(self, before: Totals) -> Totals:
+        """The sums since others."""
+        return Totals(*map(operator.sub, self, before))
+
+    @property
+    def in_next(self) -> float:
+        """Seconds in ``next``. What most calls took to send requests is estimated from the others."""
+        return self.waited + (self.sending / self.noted * self.batches if self.noted else 0.0)
 
 
 class Wait(NamedTuple):

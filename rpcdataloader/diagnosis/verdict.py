@@ -106,9 +106,9 @@ def diagnose(records: Records) -> Diagnosis:
 def _diagnose_start(records: Records) -> Diagnosis:
     """Diagnose a pass with too few batches for more than a word about the first one."""
     totals = records.totals
-    total, waited = records.last - records.begun + records.waiting, totals.waited + records.waiting
+    total, waited = records.last - records.begun + records.waiting, totals.in_next + records.waiting
     first = records.first_wait if totals.batches else records.waiting
-    share = ratio(waited - first, total - first)
+    share = min(1.0, ratio(waited - first, total - first))
     bound = "unclear" if share >= _HARMLESS else "start" if ratio(first, total) >= _HARMLESS else "none"
     evidence: dict[str, Value] = {"wait_share": share, "first_wait_seconds": first, "batches": float(totals.batches)}
     return Diagnosis(share, bound, say(bound, evidence | {"seen": ""}), evidence)

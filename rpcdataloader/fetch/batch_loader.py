@@ -9,9 +9,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.data.graph_settings
@@ -21,10 +21,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
-from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.collate import TensorCollator, find_stacks
-from rpcdataloader.fetch.stream_state import StreamState
-from rpcdataloader.fetch.whereabouts import ALL, DONE, dataset_stopped, describe_indices, here, stopped
+from rpcdataloader.fetch.samples import ALL, DONE, Reduced, dataset_stopped, describe_indices, here, stopped
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
 
@@ -32,6 +30,24 @@ from rpcdataloader.wire.slabs import Allocator
 # Functions that the user has registered for more types may draw.
 _TORCH_COLLATE = (default_collate, default_convert)
 _NUM_TORCH_TYPES = len(default_collate_fn_map)
+
+
+class StreamState(NamedTuple):
+    """The place of a stream, which is one worker's iterator over an iterable-style dataset.
+
+    Attributes:
+        num_samples: Number of samples taken from it.
+        num_batches: Number of batches made of them.
+        owner: Owner of the ``state_dict()``: ``"iterator"`` or ``"dataset"``; empty without one.
+        state: Result of that ``state_dict()``.
+        ended: True if the last batch met the end: it was incomplete.
+    """
+
+    num_samples: int = 0
+    num_batches: int = 0
+    owner: str = ""
+    state: Any = None
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +87,10 @@ class LoaderSpec:
     skips: bool = False
     retry_on: tuple[type[BaseException], ...] = ()
     job: tuple[int, int] | None = None
+
+    def at_epoch(self, epoch: int, first_place: int, pipe_seed: int | None) -> LoaderSpec:
+        """The same loader in another pass, from the beginning."""
+        return replace(self, epoch=epoch, first_place=first_place, pipe_seed=pipe_seed, stream=None)
 
 
 # Work of a worker on a batch: seconds to fetch, and to collate. A plain tuple: a class costs a microsecond on either
@@ -119,7 +139,7 @@ class BatchLoader:
         self._worker_info = torch_worker.WorkerInfo(  # type: ignore[no-untyped-call, unused-ignore]  # before 2.12
             id=spec.worker_id, num_workers=spec.num_workers, seed=spec.base_seed + spec.worker_id, dataset=dataset
         )
-        with _trainer_restored(inline):
+        with _trainer_restored() if inline else nullcontext():
             torch_worker._worker_info = self._worker_info
             seeding.set_random_seeds(spec.base_seed, spec.worker_id)
             _shard_pipe(dataset, spec)
@@ -135,7 +155,7 @@ class BatchLoader:
 
     def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
         """Begin another pass: at the beginning of the dataset, with the random numbers of ``epoch``."""
-        self._spec = replace(self._spec, epoch=epoch, first_place=first_place, pipe_seed=pipe_seed, stream=None)
+        self._spec = self._spec.at_epoch(epoch, first_place, pipe_seed)
         self._begin()
 
     def _begin(self) -> None:
@@ -165,7 +185,16 @@ class BatchLoader:
             Exception: An exception of the dataset or the collate function; a ``RuntimeError`` for ``StopIteration``.
         """
         self._reduced, self._last_try = None, last_try
-        return self._at_work(self._load, indices, position, batch_number, left_out)
+        if self._inline:
+            with _trainer_restored():
+                self._prepare()
+                return self._load(indices, position, batch_number, left_out)
+        # Without a context manager, which would cost as much as collating a few numbers.
+        self._prepare()
+        try:
+            return self._load(indices, position, batch_number, left_out)
+        finally:
+            seeding.end_sample()
 
     def _load(
         self, indices: Any, position: int, batch_number: int, left_out: Mapping[int, str] | None
@@ -182,19 +211,6 @@ class BatchLoader:
             self._name(error, f"collating batch {batch_number} of indices {describe_indices(indices)}")
             raise
         return (fetched - start, time.perf_counter() - fetched), batch
-
-    def _at_work(self, load: Callable[..., tuple[BatchMetrics, Any]], *args: Any) -> tuple[BatchMetrics, Any]:
-        """Call ``load`` with the environment that user code expects."""
-        if self._inline:
-            with _trainer_restored(True), seeding.sample_scope():
-                self._prepare()
-                return load(*args)
-        # Without context managers: three of them would cost as much as collating a few numbers.
-        self._prepare()
-        try:
-            return load(*args)
-        finally:
-            seeding.end_sample()
 
     def _prepare(self) -> None:
         torch_worker._worker_info = self._worker_info
@@ -217,7 +233,7 @@ class BatchLoader:
         reduced, self._reduced = self._reduced, None
         assert reduced is not None
         if samples:
-            reduced.hold(self._collate_seeded(samples, batch_number))
+            reduced.batch, reduced.is_empty = self._collate_seeded(samples, batch_number), False
         return reduced
 
     def _collate_for_sending(self, samples: list[Any]) -> Any:
@@ -302,13 +318,13 @@ class BatchLoader:
         spec = self._spec
         # The same number on two ranks is another batch.
         number = batch_number * spec.world_size + spec.rank
-        seeds = seeding.batch_seeds(spec.base_seed, spec.epoch, number)
+        seeds = seeding.derive_seeds(seeding.BATCH, spec.base_seed, spec.epoch, number)
         seeding.begin_sample(seeds, initial_seed=self._initial_seed)
 
     def _begin_sample(self, position: int) -> None:
         spec = self._spec
         place = spec.first_place + position * spec.world_size + spec.rank
-        seeds = seeding.sample_seeds(spec.base_seed, spec.epoch, place)
+        seeds = seeding.derive_seeds(seeding.SAMPLE, spec.base_seed, spec.epoch, place)
         seeding.begin_sample(seeds, initial_seed=self._initial_seed)
 
 
@@ -327,29 +343,19 @@ def _forget_in_child() -> None:
     _inline_lock = threading.RLock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 @contextmanager
-def _trainer_restored(inline: bool) -> Iterator[None]:
-    """Undo what loading changes in the process, if ``inline``.
+def _trainer_restored() -> Iterator[None]:
+    """Undo what loading changes in the trainer's process.
 
     A worker keeps worker info and collate function between batches, also for threads of the dataset.
     """
-    if not inline:
-        yield
-        return
     # The process's state is changed: two threads that load at the same time would restore it for each other.
-    with _inline_lock, _process_restored():
-        yield
-
-
-@contextmanager
-def _process_restored() -> Iterator[None]:
-    worker_info = torch_worker._worker_info
-    collate_tensors = default_collate_fn_map[torch.Tensor]
-    with seeding.generators_restored():
+    with _inline_lock, seeding.generators_restored():
+        worker_info = torch_worker._worker_info
+        collate_tensors = default_collate_fn_map[torch.Tensor]
         try:
             yield
         finally:

@@ -26,6 +26,8 @@ _UNPACK_SEEDS = struct.Struct("<QQLL").unpack
 # Seeds of a sample (63 bits), and of python's (64), numpy's and torch's generators (32 each) while it is loaded.
 Seeds = tuple[int, int, int, int]
 
+SAMPLE, BATCH = b"sample", b"batch"
+
 _current_seed: int | None = None
 _torch_seed: int | None = None  # seed of torch's generator from set_random_seeds
 
@@ -70,30 +72,17 @@ def users_torch_seed() -> int | None:
     return None if seed == _torch_seed else seed
 
 
-def sample_seeds(base_seed: int, epoch: int, position: int) -> Seeds:
-    """Return the seeds of a sample.
+def derive_seeds(purpose: bytes, base_seed: int, epoch: int, number: int) -> Seeds:
+    """Return the seeds of a sample, or for collating a batch.
 
     Args:
+        purpose: :data:`SAMPLE` or :data:`BATCH`, whose seeds are never equal other than by chance.
         base_seed: Seed of 64 bits; further bits are ignored.
         epoch: Number of the epoch, from 0.
-        position: Place in the epoch over all ranks: place in this rank's loader times world size, plus rank. An index
-            would repeat in sampling with replacement, and with it the augmentation.
+        number: Place of the sample or number of the batch in the epoch, over all ranks: that in this rank's loader
+            times world size, plus rank. An index would repeat in sampling with replacement, and with it the
+            augmentation.
     """
-    return _derive(b"sample", base_seed, epoch, position)
-
-
-def batch_seeds(base_seed: int, epoch: int, number: int) -> Seeds:
-    """Return the seeds for collating a batch, never equal to those of samples other than by chance.
-
-    Args:
-        base_seed: Seed as for :func:`sample_seeds`.
-        epoch: Number of the epoch, from 0.
-        number: Number of the batch over all ranks: number in this rank's loader times world size, plus rank.
-    """
-    return _derive(b"batch", base_seed, epoch, number)
-
-
-def _derive(purpose: bytes, base_seed: int, epoch: int, number: int) -> Seeds:
     # Neighbouring positions must give unrelated numbers. BLAKE2b does that, separates purposes by its `person`
     # parameter, and takes 0.6 us: less than a few rounds of an integer mixer such as splitmix64 in Python (1.0 us).
     key = _PACK_KEY(base_seed & _MASK_64, epoch, number)
@@ -131,21 +120,12 @@ def end_sample() -> None:
 
 
 @contextmanager
-def sample_scope() -> Iterator[None]:
-    """Limit :func:`begin_sample` to a block: the seed from before is then current again."""
-    global _current_seed
-    outer_seed = _current_seed
-    try:
-        yield
-    finally:
-        _current_seed = outer_seed
-
-
-@contextmanager
 def generators_restored() -> Iterator[None]:
-    """Restore the three global generators at the end of a block."""
-    states = get_states()
+    """Restore the three global generators, and the result of :func:`get_sample_seed`, at the end of a block."""
+    global _current_seed
+    states, outer_seed = get_states(), _current_seed
     try:
         yield
     finally:
         set_states(states)
+        _current_seed = outer_seed

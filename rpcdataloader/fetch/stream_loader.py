@@ -1,8 +1,13 @@
-"""Load the batches of a stream, which is one worker's iterator over an iterable-style dataset."""
+"""Load the batches of a stream, which is one worker's iterator over an iterable-style dataset.
+
+How to continue from a place follows torchdata's StatefulDataLoader: the state is the iterator's if it has one, else the
+dataset's. Without any state, delivered samples are taken again and thrown away.
+"""
 
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,9 +17,10 @@ import torch.utils.data.graph_settings
 from torch.utils.data import IterDataPipe
 
 from rpcdataloader.fetch import seeding
-from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec
-from rpcdataloader.fetch.stream_state import StreamState, load_state, skip_sample, state_of
-from rpcdataloader.fetch.whereabouts import DONE, here, stopped
+from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec, StreamState
+from rpcdataloader.fetch.samples import DONE, here, stopped
+
+logger = logging.getLogger("rpcdataloader.loader")
 
 
 class StreamLoader(BatchLoader):
@@ -30,27 +36,19 @@ class StreamLoader(BatchLoader):
         self._num_batches = 0
         self._failed_at = -1  # number of samples after the last skipped one
 
-    def load(
+    def _load(
         self,
         indices: Any,
         position: int,  # noqa: ARG002
         batch_number: int,
-        last_try: bool = False,
-        left_out: Mapping[int, str] | None = None,  # noqa: ARG002
+        left_out: Mapping[int, str] | None,  # noqa: ARG002
     ) -> tuple[BatchMetrics, Any]:
         """Load the next batch. The stream itself knows its place; ``indices`` only gives the number of samples.
 
         Returns:
             Timings, and the batch with the :class:`StreamState` after it, or None in its place at the end. If samples
             were skipped, or the stream ended after a skipped one, a :class:`Reduced` replaces the batch.
-
-        Raises:
-            Exception: An exception of the dataset or the collate function.
         """
-        self._reduced, self._last_try = None, last_try
-        return self._at_work(self._load_next, indices, batch_number)
-
-    def _load_next(self, indices: Any, batch_number: int) -> tuple[BatchMetrics, Any]:
         start = time.perf_counter()
         here.sample[0] = self._num_samples
         here.batch[0] = batch_number + 1
@@ -125,23 +123,23 @@ class StreamLoader(BatchLoader):
             raise
 
     def _open_iterator(self) -> Iterator[Any]:
-        """Iterate over the dataset from the saved place; see ``stream_state.py``."""
+        """Iterate over the dataset from the saved place."""
         saved = self._spec.stream or StreamState()
         _check_split(self._dataset, self._spec)
         self._begin_sample(-1)
         _shuffle_pipe(self._dataset, self._spec)
-        load_state("dataset", self._dataset, saved)
+        _load_state("dataset", self._dataset, saved)
         iterator: Iterator[Any] = iter(self._dataset)
-        load_state("iterator", iterator, saved)
+        _load_state("iterator", iterator, saved)
         for number in range(0 if saved.owner else saved.num_samples):
             self._begin_sample(number)
-            if not skip_sample(iterator) and self._spec.skips:
+            if not _skip_sample(iterator) and self._spec.skips:
                 self._failed_at = number + 1
         self._num_samples, self._num_batches = saved.num_samples, saved.num_batches
         return iterator
 
     def _state(self) -> StreamState:
-        owner, state = state_of(self._iterator, self._dataset)
+        owner, state = _state_of(self._iterator, self._dataset)
         # A worker pickles it now; here the dataset may go on changing the same object.
         state = copy.deepcopy(state) if self._inline else state
         return StreamState(self._num_samples, self._num_batches, owner, state, self._ended)
@@ -168,6 +166,48 @@ def _shuffle_pipe(dataset: Any, spec: LoaderSpec) -> None:
         # A dataset built on the nodes is not known to be a pipe where seeds are drawn.
         seed = spec.pipe_seed
         if seed is None:
-            seed = seeding.batch_seeds(spec.base_seed, spec.epoch, 2**64 - 1)[0]
+            seed = seeding.derive_seeds(seeding.BATCH, spec.base_seed, spec.epoch, 2**64 - 1)[0]
         generator = torch.Generator().manual_seed(seed)
         torch.utils.data.graph_settings.apply_random_seed(dataset, generator)
+
+
+def _state_of(iterator: Any, dataset: Any) -> tuple[str, Any]:
+    """Return the owner of a state, the iterator before the dataset, and the state."""
+    for name, owner in (("iterator", iterator), ("dataset", dataset)):
+        if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+            return name, owner.state_dict()
+    return "", None
+
+
+def _load_state(name: str, owner: Any, saved: StreamState) -> None:
+    """Load the saved state of the ``"dataset"``, before the iterator is created, or of the ``"iterator"``.
+
+    Raises:
+        ValueError: The state is of another kind of dataset.
+    """
+    if saved.owner == name:
+        if not hasattr(owner, "load_state_dict"):
+            raise ValueError(
+                f"the {name} was saved by its state_dict(), but {type(owner).__name__} has no load_state_dict()"
+            )
+        owner.load_state_dict(copy.deepcopy(saved.state))
+
+
+def _skip_sample(iterator: Iterator[Any]) -> bool:
+    """Throw away a delivered sample.
+
+    Returns:
+        False if it failed, as it must have failed before.
+
+    Raises:
+        ValueError: The stream has ended.
+    """
+    try:
+        next(iterator)
+    except StopIteration:
+        raise ValueError("the saved pass had delivered more samples than this iterable-style dataset has now") from None
+    except Exception:
+        # It failed before, when it was delivered.
+        logger.debug("a skipped sample has failed again", exc_info=True)
+        return False
+    return True

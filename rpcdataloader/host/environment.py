@@ -1,27 +1,47 @@
-"""The part of a client's process that its session takes over: the folders of the script's modules, and the rank.
+"""The part of a client's process that its sessions take over: paths and rank, variables, and modules as archives.
 
 Only the client's own paths travel: the script's folder, the current folder, and entries that the user added to
-``sys.path``. Paths under the interpreter's prefix stay, since the server has its own installation.
-
-A client's folder that is missing here is a warning, and errors that it may have caused say so.
+``sys.path``. Paths under the interpreter's prefix stay, since the server has its own installation. A client's folder
+that is missing here is a warning, and errors that it may have caused say so.
 
 Datasets that split their files read RANK and WORLD_SIZE. LOCAL_RANK stays: it numbers trainers of another machine.
+
+Datasets and loaders may add environment variables, modules, and a wish for the workers' output. A client has one
+session per node for all of its loaders, which share each variable's value and each module's version. An archive is a
+zip file with one top-level module or package. Its files lie as they do beside the script, so a package finds its data
+by the same relative paths. Equal files make equal archives.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import importlib
+import io
 import logging
 import os
 import socket
 import sys
 import sysconfig
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
 logger = logging.getLogger("rpcdataloader.server")
 
 # The client's folders that this process lacks, in words; empty if it has all. Forks inherit it.
 _lack = ""
+
+# For all modules of a client: they travel to each session of each rank. Larger data belongs on a file system.
+MAX_BYTES = 64 << 20
+
+# In a session: its folder for modules, which its node server removes; the digests of its modules, by name; and a
+# function to call when the client wants the workers' output.
+_folder = ""
+_installed: dict[str, str] = {}
+_forward_output: Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,52 +78,6 @@ def collect(rank: int = 0, world_size: int = 1) -> Environment:
     return Environment(tuple(own), directory, rank, world_size)
 
 
-def install(environment: Environment) -> None:
-    """Prepend the client's paths that exist here to ``sys.path``, enter its directory if it exists, set its rank."""
-    set_rank(environment.rank, environment.world_size)
-    found = [path for path in environment.import_path if os.path.exists(path)]
-    sys.path[:] = [*found, *(entry for entry in sys.path if entry not in found)]
-    try:
-        if environment.directory and os.path.isdir(environment.directory):
-            os.chdir(environment.directory)
-    except OSError as exc:
-        logger.warning("cannot take %s as working directory: %s", environment.directory, exc.strerror)
-    _say_what_is_missing(environment)
-
-
-def hint_at(error: BaseException) -> str | None:
-    """The remedy for an error that a missing folder of the client may have caused; None for other errors."""
-    if not _lack or not any(
-        isinstance(exc, (FileNotFoundError, ModuleNotFoundError)) for exc in (error, error.__cause__)
-    ):
-        return None
-    return _lack
-
-
-def _say_what_is_missing(environment: Environment) -> None:
-    global _lack
-    wanted = dict.fromkeys([*environment.import_path[:1], environment.directory])
-    missing = [path for path in wanted if path and not os.path.exists(path)]
-    _lack = ""
-    if missing:
-        _lack = (
-            f"on {socket.gethostname()}, where the working directory is {os.getcwd()}, there is no "
-            f"{' and no '.join(missing)}: put the training script and its modules on a file system that the nodes see, "
-            "or send modules with py_modules= or install them there, and open files by absolute paths"
-        )
-        logger.warning("%s", _lack)
-
-
-def set_rank(rank: int, world_size: int) -> None:
-    """Set RANK and WORLD_SIZE, for this process and its forks."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-
-
-def set_variables(variables: Mapping[str, str]) -> None:
-    """Set environment variables, for this process and its forks."""
-    os.environ.update(variables)
-
-
 def _installed_prefixes() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     # The standard library and site-packages, and the zip beside them. The prefix itself may be /usr, or a folder that
@@ -117,3 +91,229 @@ def _under(path: str, prefixes: tuple[str, ...]) -> bool:
     if {"site-packages", "dist-packages"} & set(path.split(os.sep)):
         return True
     return any(path == prefix or path.startswith(prefix + os.sep) for prefix in prefixes)
+
+
+def install(environment: Environment) -> None:
+    """Prepend the client's paths that exist here to ``sys.path``, enter its directory if it exists, set its rank."""
+    global _lack
+    set_rank(environment.rank, environment.world_size)
+    found = [path for path in environment.import_path if os.path.exists(path)]
+    sys.path[:] = [*found, *(entry for entry in sys.path if entry not in found)]
+    try:
+        if environment.directory and os.path.isdir(environment.directory):
+            os.chdir(environment.directory)
+    except OSError as exc:
+        logger.warning("cannot take %s as working directory: %s", environment.directory, exc.strerror)
+    wanted = dict.fromkeys([*environment.import_path[:1], environment.directory])
+    missing = [path for path in wanted if path and not os.path.exists(path)]
+    _lack = ""
+    if missing:
+        _lack = (
+            f"on {socket.gethostname()}, where the working directory is {os.getcwd()}, there is no "
+            f"{' and no '.join(missing)}: put the training script and its modules on a file system that the nodes see, "
+            "or send modules with py_modules= or install them there, and open files by absolute paths"
+        )
+        logger.warning("%s", _lack)
+
+
+def hint_at(error: BaseException) -> str | None:
+    """The remedy for an error that a missing folder of the client may have caused; None for other errors."""
+    if not _lack or not any(
+        isinstance(exc, (FileNotFoundError, ModuleNotFoundError)) for exc in (error, error.__cause__)
+    ):
+        return None
+    return _lack
+
+
+def set_rank(rank: int, world_size: int) -> None:
+    """Set RANK and WORLD_SIZE, for this process and its forks."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module or package.
+
+    Attributes:
+        name: Top-level name, without a dot.
+        digest: SHA-256 of the archive, in hexadecimal digits.
+    """
+
+    name: str
+    digest: str
+    size_bytes: int
+    archive: bytes = field(repr=False, compare=False)
+
+
+def pack(name: str, files: Mapping[str, bytes]) -> Module:
+    """Make an archive.
+
+    Args:
+        files: Contents by path, which begins with ``name``, such as ``name/__init__.py``.
+    """
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for path, content in sorted(files.items()):
+            # A ZipInfo has a constant time instead of the file's.
+            archive.writestr(zipfile.ZipInfo(path), content, zipfile.ZIP_DEFLATED, compresslevel=1)
+    size_bytes = sum(map(len, files.values()))
+    return Module(name, hashlib.sha256(buffer.getvalue()).hexdigest(), size_bytes, buffer.getvalue())
+
+
+def unpack(module: Module, folder: str) -> None:
+    """Write the files of a module into a folder, and nowhere else.
+
+    Raises:
+        ValueError: The archive does not match its digest, is too large, or has a path that leads out of the module.
+        OSError: A file cannot be written.
+    """
+    if hashlib.sha256(module.archive).hexdigest() != module.digest:
+        raise ValueError(f"the archive of module {module.name} does not match its digest")
+    with zipfile.ZipFile(io.BytesIO(module.archive)) as archive:
+        members = archive.infolist()
+        # No member yields more than its file_size.
+        if (size_bytes := sum(member.file_size for member in members)) > MAX_BYTES:
+            raise ValueError(f"the archive of module {module.name} has {size_bytes} bytes, more than {MAX_BYTES}")
+        for member in members:
+            parts = PurePosixPath(member.filename).parts
+            if ".." in parts or parts[:1] not in ((module.name,), (f"{module.name}.py",)):
+                raise ValueError(f"the archive of module {module.name} has a file {member.filename!r}")
+            path = os.path.join(folder, *parts)
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            with open(path, "xb") as file:
+                file.write(archive.read(member))
+
+
+@dataclass(frozen=True, slots=True)
+class Additions:
+    """Requests of a dataset or loader, or of all of them together."""
+
+    variables: Mapping[str, str] = field(default_factory=dict)
+    modules: Mapping[str, Module] = field(default_factory=dict)
+    forward_output: bool = False
+
+    @classmethod
+    def of(cls, variables: Mapping[str, str], modules: Iterable[Module], forward_output: bool) -> Additions:
+        """The additions of one dataset or loader."""
+        return cls(variables, {module.name: module for module in modules}, forward_output)
+
+    def plus(self, more: Additions) -> Additions:
+        """Both together; this very object if ``more`` adds nothing.
+
+        Raises:
+            ValueError: A variable has another value, a module another version, or the modules are too large.
+        """
+        for name, value in more.variables.items():
+            if (before := self.variables.get(name, value)) != value:
+                raise ValueError(
+                    f"env: {name} is to be {value!r}, but another dataset or loader of this process, with the same "
+                    f"sessions, has set it to {before!r}: give both the same value, or leave it to one"
+                )
+        for name, module in more.modules.items():
+            if self.modules.get(name, module) != module:
+                raise ValueError(
+                    f"py_modules: the files of {name} differ from those that another dataset or loader of this "
+                    "process, with the same sessions, has sent: restart the script to use the new ones"
+                )
+        both = Additions(
+            {**self.variables, **more.variables},
+            {**self.modules, **more.modules},
+            self.forward_output or more.forward_output,
+        )
+        if (size_bytes := sum(module.size_bytes for module in both.modules.values())) > MAX_BYTES:
+            raise ValueError(
+                f"py_modules: {', '.join(both.modules)} have {size_bytes / 2**20:.1f} MiB together, and the limit is "
+                f"{MAX_BYTES >> 20} MiB: put data on a file system that the nodes see, or install packages there"
+            )
+        return self if both == self else both
+
+    def since(self, before: Additions) -> Additions:
+        """The part that a session which knows ``before`` lacks."""
+        return Additions(
+            self.variables,
+            {name: module for name, module in self.modules.items() if name not in before.modules},
+            self.forward_output,
+        )
+
+
+class SharedAdditions:
+    """The additions for all sessions of a client; thread-safe.
+
+    Attributes:
+        current: Everything added so far; a new object after each change.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.current = Additions()
+
+    def add(self, more: Additions) -> None:
+        """Add these.
+
+        Raises:
+            ValueError: They contradict what was added before.
+        """
+        with self._lock:
+            self.current = self.current.plus(more)
+
+
+def become_session(folder: str, forward_output: Callable[[], object]) -> None:
+    """Prepare this process as a session.
+
+    Args:
+        folder: Folder for modules; created on first use, and removed by the node server.
+        forward_output: Function to call when the client wants the workers' output.
+    """
+    global _folder, _forward_output
+    _folder, _forward_output = folder, forward_output
+
+
+def begin(environment: Environment, additions: Additions) -> None:
+    """First step of a session: see :func:`install` and :func:`add`."""
+    install(environment)
+    add(additions)
+
+
+def add(additions: Additions) -> None:
+    """Apply them to this session, and to its later workers.
+
+    Raises:
+        ImportError: A module was imported from elsewhere before.
+        OSError: There is no room for the modules.
+    """
+    os.environ.update(additions.variables)
+    if additions.forward_output:
+        _forward_output()
+    install_modules(additions.modules.values())
+
+
+def install_modules(modules: Iterable[Module]) -> None:
+    """Let this process and its forks import modules of the client, before all others of the same name.
+
+    Raises:
+        ImportError: A module was imported from elsewhere before.
+        ValueError: An archive is malformed.
+        OSError: The files cannot be written.
+    """
+    new = [module for module in modules if _installed.get(module.name) != module.digest]
+    for module in new:
+        if module.name in sys.modules or module.name in _installed:
+            where = getattr(sys.modules.get(module.name), "__file__", None) or "somewhere else"
+            raise ImportError(
+                f"py_modules: {module.name} comes too late on {socket.gethostname()}, which has imported it from "
+                f"{where}: give py_modules to the first dataset or loader of the script that needs it, start the node "
+                f"server without --preload {module.name}, or leave it out of py_modules",
+                name=module.name,
+            )
+    if new and not _folder:
+        raise FileNotFoundError(f"py_modules: {socket.gethostname()} has no folder for temporary files: set its TMPDIR")
+    if new and _folder not in sys.path:
+        os.mkdir(_folder, 0o700)
+        # Held until the last fork has ended. Cleaners of temporary folders (systemd, tmpfiles.d) spare a locked one;
+        # otherwise another user could create it anew, and Python would import modules from there.
+        fcntl.flock(os.open(_folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), fcntl.LOCK_SH)
+        sys.path.insert(0, _folder)
+    for module in new:
+        unpack(module, _folder)
+        _installed[module.name] = module.digest
+    importlib.invalidate_caches()

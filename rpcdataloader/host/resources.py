@@ -1,10 +1,11 @@
-"""CPUs and memory that this process may use, and that processes use, according to the kernel. Linux.
+"""CPUs and memory that this process may use, that processes use, and that a fork copies, according to Linux.
 
-On other systems, texts are empty, and unknown amounts set no limit.
+Where the kernel does not tell, texts are empty, and unknown amounts set no limit.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import re
@@ -20,7 +21,7 @@ def available_cpus(environ: Mapping[str, str] = os.environ, cgroup_root: str = "
         environ: Environment with ``SLURM_CPUS_PER_TASK``.
         cgroup_root: Mount point of the cgroup file system (version 2, or 1 with the cpu controller).
     """
-    limits = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
+    limits = [len(os.sched_getaffinity(0))]
     quota = _cgroup_quota(cgroup_root)
     if quota is not None:
         limits.append(int(quota))
@@ -69,7 +70,7 @@ def cgroup_folders(controller: str, root: str = "/sys/fs/cgroup") -> list[str]:
 def read(path: str) -> str:
     """The text of a small file, stripped; empty if it cannot be read."""
     try:
-        with open(path) as file:
+        with open(path, errors="replace") as file:
             return file.read().strip()
     except OSError:
         return ""
@@ -115,7 +116,7 @@ def memory_bytes(meminfo: str | None = None) -> dict[str, int]:
     return {name: int(amount) * 2**10 for name, amount in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
 
 
-# Assumed where the memory is unknown, as on systems without /proc.
+# Assumed where the memory is unknown.
 UNKNOWN_MEMORY_BYTES = 4 * 2**30
 
 # Less would slow loaders down, and would not save a node whose memory is that full.
@@ -184,8 +185,34 @@ def _num_ranks_here(environ: Mapping[str, str]) -> int:
 @functools.cache
 def machine_id() -> str:
     """Identifies this machine, the same in all of its containers; new with every boot."""
+    return read("/proc/sys/kernel/random/boot_id") or socket.gethostname()
+
+
+_MADV_COLLAPSE = 25  # of asm-generic/mman-common.h, since Linux 6.1
+_libc = ctypes.CDLL(None)
+
+
+def collapse_pages() -> None:
+    """Move this process's memory into huge pages; does nothing if the kernel does not allow it.
+
+    A process that has imported torch has 40,000 pages. A fork copies an entry of each, and parent and child fault where
+    they write to them; this is most of the cost of a gate, a session or a worker before it runs anything. A huge page
+    has one entry instead of 512.
+
+    Only anonymous memory in which a huge page has been used already, so that memory hardly grows.
+    """
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:  # not Linux
-        return socket.gethostname()
+        with open("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") as file:
+            size_bytes = int(file.read())
+        with open("/proc/self/maps") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        span, mode, _offset, _device, _inode, *path = line.split(maxsplit=5)
+        if mode != "rw-p" or path not in ([], ["[heap]"]):
+            continue
+        first, end = (int(address, 16) for address in span.split("-"))
+        first, end = -(-first // size_bytes) * size_bytes, end // size_bytes * size_bytes
+        if first < end:
+            _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_COLLAPSE)

@@ -38,8 +38,6 @@ def check(status: os.stat_result, forbidden: int, *, any_owner: bool = False) ->
     """
     if not stat.S_ISREG(status.st_mode):
         raise UnsafeFileError(Flaw.KIND, "is not a regular file")
-    if os.name != "posix":  # there, permission bits mean nothing
-        return
     if not any_owner and status.st_uid not in (os.geteuid(), 0):
         raise UnsafeFileError(Flaw.OWNER, f"belongs to user {status.st_uid}")
     if status.st_mode & forbidden:
@@ -60,8 +58,7 @@ def read(
         OSError: The file cannot be read.
     """
     # Non-blocking: opening a named pipe would wait for its writer.
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | (0 if follow else getattr(os, "O_NOFOLLOW", 0))
-    descriptor = os.open(path, flags)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     try:
         check(os.fstat(descriptor), forbidden, any_owner=any_owner)
         return os.read(descriptor, max_bytes + 1)

@@ -1,4 +1,4 @@
-"""Copies of batches to a device: one asynchronous copy per block, beside the device's computation.
+"""Copies of batches to a device or to pinned memory: one asynchronous copy per block, beside the device's computation.
 
 The copies run, and are allocated, on a stream of their own. The consumer's stream waits for their end, and the
 allocator waits for that stream before it reuses the memory. Torch's allocator knows of pinned memory that is being
@@ -9,50 +9,57 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.utils.data._utils.pin_memory
 
-from rpcdataloader.wire.buffers import pieces_of
+from rpcdataloader.wire.frames import pieces_of
 from rpcdataloader.wire.pickling import dumps_reply, loads
 from rpcdataloader.wire.rebuild import Movable
 from rpcdataloader.wire.slabs import Allocator, Block, pinned_allocator_for
 
 
-class Copies(Protocol):
-    """Memory on a device that is the target of copies."""
+class Copies:
+    """Memory on a device that is the target of copies; without a stream of their own, they are done.
 
-    @property
-    def memory(self) -> Sequence[torch.Tensor]:
-        """One ``uint8`` tensor for each copied block."""
+    Attributes:
+        memory: One ``uint8`` tensor for each copied block.
+    """
+
+    def __init__(self, memory: Sequence[torch.Tensor], seconds: float = 0.0) -> None:
+        self.memory = memory
+        self._seconds = seconds
 
     def wait(self) -> None:
         """Let the calling thread's next work on the device wait for the copies, and reuse of their memory for that."""
 
     def times(self) -> tuple[float, float] | None:
-        """Seconds that the copies took, and that the waiting stream stalled for them.
-
-        None if that is unknown, for now or for good.
-        """
+        """Seconds that the copies took, and that the waiting stream stalled for them; None while they are unknown."""
+        return self._seconds, 0.0
 
 
-class Copier(Protocol):
-    """Copies blocks to one device. Thread-safe.
+class Copier:
+    """Copies blocks to one device, in the order of all other work there. Thread-safe.
 
-    Attributes:
+    Args:
         device: Device with its index.
     """
 
-    device: torch.device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
-    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> Copies:
+    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> Copies:  # noqa: ARG002
         """Begin to copy ``uint8`` tensors, which the caller may drop at once."""
+        began = time.monotonic()
+        return Copies([block.to(self.device) for block in blocks], time.monotonic() - began)
 
     def is_busy(self) -> bool:
         """Whether the stream of the calling thread has work left, so that a wait of the loop costs nothing."""
+        return False  # unknown
 
 
-class StreamCopier:
+class StreamCopier(Copier):
     """Copies on a stream of its own.
 
     Args:
@@ -60,12 +67,11 @@ class StreamCopier:
     """
 
     def __init__(self, device: torch.device, module: Any) -> None:
-        self.device = device
+        super().__init__(device)
         self._module = module
         self._stream = module.Stream(device=device)
 
     def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> Copies:
-        """Begin to copy, from any thread."""
         module = self._module
         # The device first: a stream of another device than the current one would create a context on both.
         with module.device(self.device), module.stream(self._stream):
@@ -77,8 +83,7 @@ class StreamCopier:
         return _StreamCopies(self.device, module, memory, event, start)
 
     def is_busy(self) -> bool:
-        """See :class:`Copier`; the query takes some microseconds."""
-        return not self._module.current_stream(self.device).query()
+        return not self._module.current_stream(self.device).query()  # takes some microseconds
 
 
 def _recorded(module: Any, stream: Any, is_timed: bool = True) -> Any:
@@ -87,9 +92,9 @@ def _recorded(module: Any, stream: Any, is_timed: bool = True) -> Any:
     return event
 
 
-class _StreamCopies:
+class _StreamCopies(Copies):
     def __init__(self, device: torch.device, module: Any, memory: list[torch.Tensor], event: Any, start: Any) -> None:
-        self.memory = memory
+        super().__init__(memory)
         self._device = device
         self._module = module
         self._event = event
@@ -112,35 +117,6 @@ class _StreamCopies:
             return None
         before, after = self._waits
         return self._start.elapsed_time(self._event) / 1e3, before.elapsed_time(after) / 1e3
-
-
-class PlainCopier:
-    """Copies to a device with a single stream, in the order of all other work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> Copies:  # noqa: ARG002
-        """Copy, from any thread."""
-        began = time.monotonic()
-        memory = [block.to(self.device) for block in blocks]
-        return _Done(memory, time.monotonic() - began)
-
-    def is_busy(self) -> bool:
-        """Return False: it is unknown."""
-        return False
-
-
-class _Done:
-    def __init__(self, memory: list[torch.Tensor], seconds: float) -> None:
-        self.memory = memory
-        self._seconds = seconds
-
-    def wait(self) -> None:
-        """Return at once: the copies are done."""
-
-    def times(self) -> tuple[float, float]:
-        return self._seconds, 0.0
 
 
 class Carrier:
@@ -186,6 +162,11 @@ class Carrier:
         return block
 
 
+def pin(batch: Any) -> Any:
+    """Pin unpinned tensors, the way torch's loader does."""
+    return torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
+
+
 def find_busy_gpu() -> Callable[[], bool] | None:
     """:meth:`Copier.is_busy` for a loop that uses a GPU, and copies batches there itself; None without one."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -203,7 +184,7 @@ def make_carrier(device: torch.device, pageable: Allocator) -> Carrier:
     module = _module_of(device)
     if device == torch.device(device.type) and hasattr(module, "current_device"):  # without an index
         device = torch.device(device.type, module.current_device())
-    copier: Copier = StreamCopier(device, module) if hasattr(module, "Stream") else PlainCopier(device)
+    copier = StreamCopier(device, module) if hasattr(module, "Stream") else Copier(device)
     return Carrier(copier, pinned_allocator_for(device) or pageable)
 
 

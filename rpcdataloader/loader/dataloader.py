@@ -15,10 +15,10 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from rpcdataloader.client.client import begin_local_early, get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
-from rpcdataloader.client.discovery import Elastic, Inline, Joined, Local, Remote, Where, find_workers
+from rpcdataloader.client.discovery import Inline, Joined, Local, Remote, Where, find_workers
+from rpcdataloader.client.register import Elastic
 from rpcdataloader.client.sharing import Partition, errors_of_rank
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.host.environment import set_variables
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
@@ -287,7 +287,7 @@ class RPCDataloader(LoaderTools[_T_co]):
     def _follow(self, where: Joined) -> None:
         self._where = where
         if (iterator := self._current()) is not None:
-            iterator.follow(where)
+            iterator.driver.follow(where)
 
     @property
     def _reported_length(self) -> int | None:
@@ -306,7 +306,7 @@ class RPCDataloader(LoaderTools[_T_co]):
                 stacklevel=3,
             )
         if isinstance(self._where, Inline):
-            set_variables(settings.env)
+            os.environ.update(settings.env)
             local = access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else self.dataset
             return InlineIterator(settings, local, saved, self._reported_length)
         assert self._where is not None

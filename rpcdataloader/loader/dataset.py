@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import operator
 import os
 import threading
 import time
@@ -21,8 +22,7 @@ from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
 from rpcdataloader.client.modules import choose_modules, choose_variables
 from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.host.additions import Additions
-from rpcdataloader.host.environment import set_variables
+from rpcdataloader.host.environment import Additions
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.placement import check_min_workers, place, prepare
 from rpcdataloader.loader.settings import PassSettings
@@ -90,7 +90,7 @@ class RPCDataset(Dataset[Any]):
         check_min_workers(min_workers, 0, where)
         access: _Inline | RemoteDataset
         if isinstance(where, Inline):
-            set_variables(additions.variables)
+            os.environ.update(additions.variables)
             access = _Inline(_check_kind(dataset(*args, **kwargs)))
         else:
             name = getattr(dataset, "__qualname__", None) or repr(dataset)
@@ -111,7 +111,7 @@ class RPCDataset(Dataset[Any]):
         return self._own("_access").length()  # type: ignore[no-any-return]
 
     def __getitem__(self, index: Any) -> Any:
-        return self._own("_access").query(_get_item, index)
+        return self._own("_access").query(operator.getitem, index)
 
     def __getattr__(self, name: str) -> Any:
         # Protocols (copying, pickling, numpy's) look for special methods; the dataset does not answer these.
@@ -250,7 +250,3 @@ def _get_attribute(dataset: Any, name: str) -> Any:
 
 def _call_method(dataset: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return getattr(dataset, name)(*args, **kwargs)
-
-
-def _get_item(dataset: Any, index: Any) -> Any:
-    return dataset[index]

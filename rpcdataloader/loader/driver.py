@@ -21,13 +21,13 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Joined
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.watcher import Watch
+from rpcdataloader.client.register import Watch
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.records import Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.fetch.stream_state import StreamState
+from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.loader.copying import Carrier, find_busy_gpu, make_carrier
 from rpcdataloader.loader.executor import Executor
 from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass
@@ -37,7 +37,8 @@ from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, describe
 from rpcdataloader.plan.actions import Action, Load, Open
 from rpcdataloader.plan.crew import Loss
-from rpcdataloader.plan.engine import Delivery, Engine
+from rpcdataloader.plan.engine import Engine
+from rpcdataloader.plan.table import Entry
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.slabs import Allocator, pinned_allocator
 
@@ -48,12 +49,12 @@ class Sleep:
 
     Attributes:
         until: Time at which the consumer looks again on its own; before all times while it is awake.
-        since: Time at which it fell asleep; None while it is awake.
+        since: Time at which it fell asleep.
         later_since: Time since which a later batch is here.
     """
 
     until: float = -math.inf
-    since: float | None = None
+    since: float = 0.0
     later_since: float = math.inf
 
 
@@ -81,6 +82,9 @@ class Driver:
         condition: Lock for ``closed`` and the attributes that follow.
         ahead: The batch that is on its way to a device; None without a device.
         num_streams: Number of workers at the beginning of the pass.
+        streams: State of each stream after its last answer.
+        allocator: Memory for the blocks of batches.
+        decode: Function that turns a reply into an answer.
         is_device_busy: Function that tells whether the device has work that hides a wait; None without a device.
         has_changed: True if the workers are others than those in the records.
     """
@@ -100,14 +104,14 @@ class Driver:
         self._client = get_client()
         self.pid = os.getpid()
         pinned = pinned_allocator() if settings.pin_memory else None
-        self._allocator: Allocator = pinned or self._client.allocator
-        carrier = None if settings.device is None else make_carrier(settings.device, self._allocator)
+        self.allocator: Allocator = pinned or self._client.allocator
+        carrier = None if settings.device is None else make_carrier(settings.device, self.allocator)
         if carrier is not None:
-            self._allocator = carrier.allocator
+            self.allocator = carrier.allocator
         self.is_device_busy = find_busy_gpu() if carrier is None else carrier.is_device_busy
-        answering = functools.partial(
+        self.decode = functools.partial(
             decode,
-            allocator=self._allocator,
+            allocator=self.allocator,
             iterable=settings.iterable,
             pins=pinned is not None,
             moves=carrier is not None,
@@ -116,10 +120,9 @@ class Driver:
         self._watch: Watch | None = None
         self._named = [node.address for node in (*placement.homes, *placement.others, *placement.missing)]
         self.condition = threading.Condition()
-        self._executor = Executor(self, settings, dataset, self._allocator, answering, self.condition, self.closed)
-        self.begun = begin_pass(settings, saved, makes_requests=True)
-        self.streams: list[StreamState] = []
-        self._begin_streams()
+        self._executor = Executor(self, dataset)
+        self.begun = begin_pass(settings, saved, self.num_streams, makes_requests=True)
+        self.streams = list(self.progress.streams)
         self.engine: Engine[Node] = Engine(
             plan_options(settings, placement),
             placement.homes,
@@ -145,11 +148,6 @@ class Driver:
             # The workers of streams from other ranks have taken on the ranks of these.
             return self.engine.failure is None and not self.closed.is_set() and not self.progress.identities
 
-    def _begin_streams(self) -> None:
-        if self.settings.iterable and not self.progress.streams:
-            self.progress.streams = [StreamState()] * self.num_streams
-        self.streams = list(self.progress.streams)
-
     def start(self, placement: Placement) -> None:
         """Open the first workers.
 
@@ -162,17 +160,17 @@ class Driver:
                 if session.is_ready and self._dataset.is_on(session):
                     self.engine.node_up(node, session)
                 else:
-                    self.engine.node_missing(node, ConnectionLostError("it is not reachable"))
+                    self.engine.crew.node_missing(node, ConnectionLostError("it is not reachable"))
             if placement.register is not None:
-                self.engine.expect_more()
-            todo = self.act()
+                self.engine.crew.roster.expects_more = True
+            todo = self.act(time.monotonic())
         if todo is not None:
             # All before the first request, so that pickling errors come early.
             places = [action.place for action in todo.actions if isinstance(action, Open)]
             openings = {place: self._executor.opening(place) for place in places}
             self._executor.carry_out(todo.actions, todo.begun, openings)
         if placement.register is not None:
-            self._watch = self._client.watch(placement.register, self._named, self._register_changed)
+            self._watch = self._client.watcher(placement.register).watch(self._named, self._register_changed)
 
     def follow(self, where: Joined) -> None:
         """Follow the node servers from now on, as they come and go; returns at once."""
@@ -180,23 +178,27 @@ class Driver:
             if self.closed.is_set():
                 return
             if where.places:
-                self.engine.expect_more()
+                self.engine.crew.roster.expects_more = True
         if (before := self._watch) is not None:
             before.close()
         known = self._named if before is None else before.known
-        self._watch = self._client.watch(where, known, self._register_changed)
+        self._watch = self._client.watcher(where).watch(known, self._register_changed)
 
     def begin_epoch(self) -> None:
         """Begin another epoch with the same workers."""
-        begun = begin_epoch(self.settings, self.progress.base_seed, self.progress.epoch + 1, makes_requests=True)
+        progress = self.progress
+        begun = begin_epoch(
+            self.settings, progress.base_seed, progress.epoch + 1, self.num_streams, makes_requests=True
+        )
         with self.condition:
             if self.ahead is not None:
                 self.ahead.delivery = None
             self.begun = begun
-            self.recorder.begin(time.monotonic())
-            self._begin_streams()
-            self.engine.begin_epoch(time.monotonic(), self.progress.turn)
-            todo = self.act()
+            now = time.monotonic()
+            self.recorder.begin(now)
+            self.streams = list(self.progress.streams)
+            self.engine.begin_epoch(now, self.progress.turn)
+            todo = self.act(now)
         if todo is not None:
             self.carry_out(todo)
 
@@ -220,8 +222,9 @@ class Driver:
         with self.condition:
             if self.closed.is_set():
                 return
-            event(self.engine, time.monotonic())
-            todo = self.act()
+            now = time.monotonic()
+            event(self.engine, now)
+            todo = self.act(now)
             self.has_changed = True
             self.condition.notify_all()
         if todo is not None:
@@ -260,9 +263,9 @@ class Driver:
 
     # Actions
 
-    def act(self) -> ToDo | None:
+    def act(self, now: float) -> ToDo | None:
         """Take the engine's decisions, if any; with the condition, so that tasks are queued in their order."""
-        actions = self.engine.act(time.monotonic())
+        actions = self.engine.act(now)
         if not actions or self.closed.is_set():
             return None
         todo = ToDo([], [], self.begun)
@@ -325,8 +328,8 @@ class Driver:
         """The reason why the loop waits."""
         with self.condition:
             self._note_setup()
-            since = self.sleep.since
-        return diagnose(self.recorder.snapshot(0.0 if since is None else time.monotonic() - since))
+            waiting = time.monotonic() - self.sleep.since if self.sleep.until != -math.inf else 0.0
+        return diagnose(self.recorder.snapshot(waiting))
 
     def note_setup(self) -> None:
         """Record the workers and limits of the pass if they have changed."""
@@ -357,9 +360,9 @@ class Ahead:
     def __init__(self, engine: Engine[Node], carrier: Carrier) -> None:
         self._engine = engine
         self._carrier = carrier
-        self.delivery: Delivery | None = None
+        self.delivery: Entry | None = None
 
-    def take(self) -> Delivery | None:
+    def take(self) -> Entry | None:
         """Return the next delivery, if it is here, and send the following one to the device."""
         self.send()
         delivery, self.delivery = self.delivery, None

@@ -9,16 +9,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
-from rpcdataloader.client.exchange import reference_of
 from rpcdataloader.client.node import Node
+from rpcdataloader.client.worker import reference_of
 from rpcdataloader.errors import (
     AuthenticationError,
     ConnectError,
@@ -30,15 +29,12 @@ from rpcdataloader.errors import (
 from rpcdataloader.fetch import remote
 from rpcdataloader.host.environment import set_rank
 from rpcdataloader.loader.passes import Pass, loader_spec
-from rpcdataloader.loader.seat import Answer, Seat
-from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.seat import Seat
 from rpcdataloader.loader.tasks import describe
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Open, ReportWait, Restart, Say, Seek
-from rpcdataloader.wire.buffers import BlockBytes
-from rpcdataloader.wire.frames import Message
+from rpcdataloader.wire.frames import BlockBytes
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import dumps
-from rpcdataloader.wire.slabs import Allocator
 
 if TYPE_CHECKING:
     from rpcdataloader.loader.driver import Driver
@@ -67,26 +63,13 @@ class Executor:
         seats: Requested workers that are not lost, by number.
     """
 
-    def __init__(
-        self,
-        driver: Driver,
-        settings: PassSettings,
-        dataset: RemoteDataset,
-        allocator: Allocator,
-        decode: Callable[[Message], Answer],
-        condition: threading.Condition,
-        closed: threading.Event,
-    ) -> None:
+    def __init__(self, driver: Driver, dataset: RemoteDataset) -> None:
         self.seats: dict[int, Seat] = {}
         # The driver owns this object, and must go with its last reference: no cycle between them.
         self._find_driver = weakref.ref(driver)
         self._client = get_client()
-        self._settings = settings
+        self._settings, self._condition, self._closed = driver.settings, driver.condition, driver.closed
         self._dataset = dataset  # held while workers exist
-        self._allocator = allocator
-        self._decode = decode
-        self._condition = condition
-        self._closed = closed
         self._unwanted: set[int] = set()  # workers to close before they are requested
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
 
@@ -152,9 +135,9 @@ class Executor:
         seat = self.seats.get(number)
         if seat is None:
             return
-        args = begun.progress.epoch, begun.order.first, begun.order.pipe_seed
+        args = begun.progress.epoch, begun.first, begun.pipe_seed
         # The consumer draws for this epoch when all workers know of it.
-        seat.restart(dumps(Call(remote.start_epoch, args, {}, ordered=True).fields()))
+        seat.restart(dumps(tuple(Call(remote.start_epoch, args, {}, ordered=True))))
 
     def _open(self, action: Open[Node], opening: _Opening | None) -> None:
         """Request a worker, if its node is still up."""
@@ -173,7 +156,7 @@ class Executor:
                     break
             opening = None  # another epoch has begun
         if error is not None:
-            self._driver.feed(lambda engine, _now: engine.open_failed(action.worker, error))
+            self._driver.feed(lambda engine, _now: engine.crew.open_failed(action.worker, error))
 
     def _ask(self, action: Open[Node], opening: _Opening) -> RPCError | None:
         """Request a worker; returns the error of a failure.
@@ -187,14 +170,14 @@ class Executor:
         if action.worker in self._unwanted or not session.is_ready or not self._dataset.is_on(session):
             self._unwanted.discard(action.worker)
             return ConnectionLostError("it is gone")
-        seat = Seat(self._driver, action.worker, self._allocator, self._decode)
+        seat = Seat(self._driver, action.worker)
         keep_waiting = self._driver.is_open if action.is_promised else self._driver.is_alone
         seat.worker = self._dataset.open_worker(session, seat, keep_waiting)
         self.seats[action.worker] = seat
         # Fails if the worker is lost already, which is about to be reported.
         with contextlib.suppress(RPCError):
             if opening.job is not None:  # first, as the other request may build the dataset
-                call = dumps(Call(set_rank, opening.job, {}, ordered=True).fields())
+                call = dumps(tuple(Call(set_rank, opening.job, {}, ordered=True)))
                 seat.worker.submit(call.payload, call.buffers, lambda _reply: None)
             seat.worker.submit(opening.payload, opening.buffers, seat.started)
         return None
@@ -205,14 +188,14 @@ class Executor:
         # Workers that join later may have a higher number.
         num_workers = max(self._driver.num_streams, place + 1)
         spec = loader_spec(settings, begun, place, num_workers, self._driver.stream_at(place))
-        call = Call(remote.open_loader, (self._dataset.ref, spec), {}, ordered=True)
+        call = Call(remote.open_loader, (self._dataset, spec), {}, ordered=True)
         parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
-        encoded = dumps_named(call.fields(), parts, persistent_id=self._reference_of)
+        encoded = dumps_named(tuple(call), parts, persistent_id=self._reference_of)
         return _Opening(encoded.payload, encoded.buffers, begun, spec.job)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:
         """The persistent id of the dataset, also inside a user's function, such as a bound method."""
-        return reference_of(self._dataset.ref if value is self._settings.dataset else value)
+        return reference_of(self._dataset if value is self._settings.dataset else value)
 
     def _end(self, ends: Sequence[End], begun: Pass) -> None:
         """End workers that exceed a task's time limit, and record their stacks in the tasks."""
@@ -263,9 +246,9 @@ class Executor:
             num_offered = node.num_workers()
         except (ConnectError, ConnectionLostError, RemoteProtocolError, AuthenticationError) as exc:
             failure, is_foreign = exc.with_traceback(None), isinstance(exc, (RemoteProtocolError, AuthenticationError))
-            driver.feed(lambda engine, _now: engine.node_failed(node, failure, is_foreign=is_foreign))
+            driver.feed(lambda engine, _now: engine.crew.node_failed(node, failure, is_foreign=is_foreign))
         except BaseException as exc:
             reason = exc.with_traceback(None)
-            driver.feed(lambda engine, _now: engine.node_hopeless(node, reason))
+            driver.feed(lambda engine, _now: engine.crew.node_hopeless(node, reason))
         else:
             driver.feed(lambda engine, _now: engine.node_up(node, session, num_offered))

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rpcdataloader.fetch.bad_samples import Reduced
-from rpcdataloader.fetch.batch_loader import BatchLoader
+from rpcdataloader.fetch.batch_loader import BatchLoader, StreamState
+from rpcdataloader.fetch.samples import Reduced
 from rpcdataloader.fetch.stream_loader import StreamLoader
-from rpcdataloader.fetch.stream_state import StreamState
-from rpcdataloader.loader.copying import make_carrier
+from rpcdataloader.loader.copying import make_carrier, pin
 from rpcdataloader.loader.passes import begin_epoch, begin_pass, loader_spec, undone_afterwards, warn_if_longer
-from rpcdataloader.loader.seat import pin
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.loader.tasks import Progress, Task
@@ -40,14 +38,9 @@ class InlineIterator:
             check_one_stream(saved)
         with undone_afterwards(saved):
             self._pass = begin_pass(settings, saved)
-        self._begin_streams()
         kind = StreamLoader if settings.iterable else BatchLoader
         stream = self.progress.streams[0] if settings.iterable else None
         self._loader = kind(dataset, loader_spec(settings, self._pass, 0, 1, stream), None, inline=True)
-
-    def _begin_streams(self) -> None:
-        if self._settings.iterable and not self.progress.streams:
-            self.progress.streams = [StreamState()]
 
     def __iter__(self) -> InlineIterator:
         return self
@@ -104,6 +97,4 @@ class InlineIterator:
         """Begin another epoch with the same seed, as persistent workers do."""
         self._reported_length = reported_length
         self._pass = begin_epoch(self._settings, self.progress.base_seed, self.progress.epoch + 1)
-        self._begin_streams()
-        order = self._pass.order
-        self._loader.start_epoch(self.progress.epoch, order.first, order.pipe_seed)
+        self._loader.start_epoch(self.progress.epoch, self._pass.first, self._pass.pipe_seed)

@@ -15,13 +15,12 @@ from torch.autograd import profiler
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
-from rpcdataloader.client.discovery import Joined
 from rpcdataloader.client.sharing import of_rank
 from rpcdataloader.diagnosis.recorder import NOTED_WAIT, Recorder
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
-from rpcdataloader.fetch.bad_samples import Reduced
+from rpcdataloader.fetch.samples import Reduced
 from rpcdataloader.loader.copying import Copies
 from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.passes import undone_afterwards, warn_if_longer
@@ -58,6 +57,9 @@ class RemoteIterator:
 
     Args:
         placement: Nodes of the workers; for an iterable-style dataset, of the streams.
+
+    Attributes:
+        driver: State of the pass, to which its workers refer.
     """
 
     def __init__(
@@ -78,19 +80,19 @@ class RemoteIterator:
         self._timed: tuple[Probe, Copies] | None = None  # the last probe
         self._is_shown = False  # True while a profiler shows the present work
         with undone_afterwards(saved):
-            self._driver = Driver(settings, dataset, placement, saved, recorder)
-            self._advance(wants_input=True, now=time.monotonic())
+            self.driver = Driver(settings, dataset, placement, saved, recorder)
+            self._advance(wants_input=True, began=time.monotonic())
         # Seconds of a sleep from which on it is recorded at once; shorter ones are summed.
-        self._noted = NOTED_WAIT if self._driver.is_device_busy is None else _LEAST_HIDDEN
+        self._noted = NOTED_WAIT if self.driver.is_device_busy is None else _LEAST_HIDDEN
         self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
         self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # last news, and their time
         get_client().reporter.add(self.report)
-        weakref.finalize(self, get_client().janitor.leave, self._driver.close).atexit = False
+        weakref.finalize(self, get_client().janitor.leave, self.driver.close).atexit = False
         try:
-            self._driver.start(placement)
-            self._driver.add_nodes(placement.missing)
+            self.driver.start(placement)
+            self.driver.add_nodes(placement.missing)
         except BaseException:
-            self._driver.close()
+            self.driver.close()
             raise
 
     def __iter__(self) -> RemoteIterator:
@@ -129,7 +131,7 @@ class RemoteIterator:
             self._is_shown = False
 
     def _next(self) -> Any:
-        driver, engine = self._driver, self._driver.engine
+        driver, engine = self.driver, self.driver.engine
         if os.getpid() != driver.pid:
             raise LocalProtocolError(f"this iterator belongs to process {driver.pid}, of which this one is a fork")
         began = time.monotonic()
@@ -155,16 +157,16 @@ class RemoteIterator:
             progress.delivered(task.number, task.num_samples, task.sampler_state)
         else:
             progress.stream_delivered(stream, answer.stream)
-        self._advance(wants_input, began)
-        now = time.monotonic()
+        decided = self._advance(wants_input, began)
         if answer.probe is not None or blocked >= self._noted:
-            self._note(answer, now, now - began, blocked)
+            self._note(answer, decided, decided - began, blocked)
         else:  # what Recorder.delivered does, without the call
             recorder = driver.recorder
             recorder.batches += 1
-            recorder.waited += now - began
-            recorder.blocked += blocked
-            recorder.last = now
+            recorder.waited += decided - began
+            recorder.last = decided
+            if blocked:
+                recorder.blocked += blocked
         if answer.copies is not None:
             _shown("copy", answer.copies.wait) if self._is_shown else answer.copies.wait()
         if type(answer.result) is Failure:
@@ -174,23 +176,31 @@ class RemoteIterator:
                 del delivery, answer  # the traceback refers to this frame, which must not refer to the error
         return answer.result
 
-    def _note(self, answer: Answer, now: float, waited: float, blocked: float) -> None:
-        """Record a long sleep for a batch, before its stream waits for the copies, and the times of a probe."""
-        driver, recorder = self._driver, self._driver.recorder
+    def _note(self, answer: Answer, decided: float, waited: float, blocked: float) -> None:
+        """Record a long sleep for a batch, before its stream waits for the copies, and the times of a probe.
+
+        Args:
+            decided: Time of the last decision; what was sent then took the rest of the call.
+            waited: Seconds in ``next`` until that time.
+            blocked: Seconds of it asleep.
+        """
+        driver, recorder, now = self.driver, self.driver.recorder, time.monotonic()
+        sending = now - decided
         if blocked >= self._noted and driver.is_device_busy is not None and driver.is_device_busy():
-            waited = blocked = 0.0  # hidden by the device's work
+            waited = blocked = sending = 0.0  # hidden by the device's work
         elif blocked:
             recorder.slept(now, blocked, self._ready, answer.worker)
         self._ready = 0.0
+        recorder.sent(sending)
         if (probe := answer.probe) is None:
-            recorder.delivered(now, waited, blocked)
+            recorder.delivered(decided, waited, blocked)
             return
         # The copies of this batch are unfinished; those of the previous probe are done.
         if (timed := self._timed) is not None and (times := timed[1].times()) is not None:
             timed[0].copy, timed[0].stalled = times
         self._timed = None if answer.copies is None else (probe, answer.copies)
         driver.note_setup()
-        recorder.probed(probe, answer.worker, now, waited, blocked)
+        recorder.probed(probe, answer.worker, decided, waited, blocked, sending)
 
     def _wait(self, deadline: float | None) -> float:
         """Wait, with the condition, until the next batch or another action is due.
@@ -203,7 +213,7 @@ class RemoteIterator:
             RuntimeError: The deadline has passed.
             BaseException: The pass cannot go on.
         """
-        driver, engine, sleep = self._driver, self._driver.engine, self._driver.sleep
+        driver, engine, sleep = self.driver, self.driver.engine, self.driver.sleep
         if engine.failure is not None:
             driver.close()
             raise of_rank(engine.failure.with_traceback(None), self._settings.partition)
@@ -225,26 +235,33 @@ class RemoteIterator:
             math.inf if due is None else due,
             math.inf if deadline is None else deadline,
         )
-        sleep.since = now
+        since = sleep.since = now
         sleep.later_since = now if engine.table.answered_bytes else math.inf
         seconds = None if sleep.until == math.inf else sleep.until - now
-        _shown("wait", driver.condition.wait, seconds) if self._is_shown else driver.condition.wait(seconds)
-        sleep.until = -math.inf
+        try:
+            _shown("wait", driver.condition.wait, seconds) if self._is_shown else driver.condition.wait(seconds)
+        finally:
+            sleep.until = -math.inf
         now = time.monotonic()
-        slept = now - sleep.since
         if sleep.later_since < now:
             self._ready += now - sleep.later_since
-        sleep.since = None
         if due is not None and due <= now:
             engine.tick(now)
-        return slept
+        return now - since
 
-    def _advance(self, wants_input: bool, now: float) -> None:
-        """Fill the window from the sampler, outside of the lock as it is user code, and carry out what follows."""
-        driver, engine = self._driver, self._driver.engine
+    def _advance(self, wants_input: bool, began: float) -> float:
+        """Fill the window from the sampler, outside of the lock as it is user code, and carry out what follows.
+
+        Args:
+            began: Time of the call of ``next``.
+
+        Returns:
+            Time of the last decision.
+        """
+        driver, engine = self.driver, self.driver.engine
         while True:
             if wants_input and self._drawn is None:
-                if now < driver.recorder.next_probe:
+                if began < driver.recorder.next_probe:
                     self._drawn = next(driver.begun.source, None)
                 else:
                     self._draw_probe()
@@ -256,19 +273,20 @@ class RemoteIterator:
                         self._drawn = None
                     # Otherwise a stream that has ended meanwhile has left less room.
                     wants_input = engine.table.wants_input
-                todo = driver.act()
+                now = time.monotonic()
+                todo = driver.act(now)
             if todo is not None:
                 driver.carry_out(todo)
             if not wants_input:
-                return
+                return now
 
     def _draw_probe(self) -> None:
         began = time.monotonic()
-        source = self._driver.begun.source
+        source = self.driver.begun.source
         self._drawn = task = _shown("draw", next, source, None) if self._is_shown else next(source, None)
         if task is not None:
             ended = time.monotonic()
-            task.probe = self._driver.recorder.probe(ended, ended - began, task.number)
+            task.probe = self.driver.recorder.probe(ended, ended - began, task.number)
 
     def _explained(self, error: BaseException, task: Task) -> BaseException:
         """Add to an error the rank and, after a timeout, the last stack of the task."""
@@ -282,7 +300,7 @@ class RemoteIterator:
         """Log, once at the end of a pass, why the loop has waited, if it has."""
         if not self._is_told:
             self._is_told = True
-            diagnosis = self.diagnosis()
+            diagnosis = self.driver.diagnosis()
             if diagnosis.wait_share >= _TOLD_SHARE:
                 logger.info("%s%s", self._settings.partition.label, diagnosis.text)
 
@@ -292,30 +310,22 @@ class RemoteIterator:
     @property
     def progress(self) -> Progress:
         """The progress of this pass; changes with it."""
-        return self._driver.progress
+        return self.driver.progress
 
     @property
     def is_usable(self) -> bool:
         """Whether :meth:`reset` is possible."""
-        return self._driver.is_usable
-
-    def diagnosis(self) -> Diagnosis:
-        """The reason why the loop waits."""
-        return self._driver.diagnosis()
+        return self.driver.is_usable
 
     def report(self) -> LoopStatus | None:
         """The diagnosis for node servers; None if the pass is over, or the loop has been elsewhere for a while."""
-        if self.progress.finished or not self._driver.is_open():
+        if self.progress.finished or not self.driver.is_open():
             return None
-        diagnosis, now = self.diagnosis(), time.monotonic()
+        diagnosis, now = self.driver.diagnosis(), time.monotonic()
         news = float(self.progress.num_yielded), diagnosis.wait_share
         if news != self._news[0]:
             self._news = news, now
         return to_status(diagnosis, self._name, self._rank) if now - self._news[1] < _PAUSE else None
-
-    def follow(self, where: Joined) -> None:
-        """Follow the node servers from now on."""
-        self._driver.follow(where)
 
     def reset(self, reported_length: int | None = None) -> None:
         """Begin another epoch with the same workers."""
@@ -323,8 +333,8 @@ class RemoteIterator:
         self._drawn = None
         self._ready = 0.0
         self._is_told = False
-        self._driver.begin_epoch()
-        self._advance(wants_input=True, now=time.monotonic())
+        self.driver.begin_epoch()
+        self._advance(wants_input=True, began=time.monotonic())
 
 
 def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None) -> LoopStatus:

@@ -9,7 +9,7 @@ follow from these. So a stream that continues with another number of ranks keeps
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,12 +75,8 @@ class Origin:
         return "rank " + " and ".join(f"{rank} of {number}" for rank, number in self.ranks)
 
 
-def describe_samplers(samplers: Iterable[Any]) -> list[dict[str, Any]]:
-    """Describe the order of these samplers, from the outermost one to the innermost."""
-    return [_describe(sampler) for sampler in samplers]
-
-
-def _describe(sampler: Any) -> dict[str, Any]:
+def describe_sampler(sampler: Any) -> dict[str, Any]:
+    """Describe the order of a sampler."""
     found: dict[str, Any] = {"kind": type(sampler).__qualname__}
     for names in _RANKS:
         rank, num_ranks = (_plain(getattr(sampler, name, None)) for name in names)

@@ -11,37 +11,35 @@ from typing import Any
 import torch
 from torch.utils.data import IterDataPipe
 
-from rpcdataloader.fetch.batch_loader import LoaderSpec
+from rpcdataloader.fetch.batch_loader import LoaderSpec, StreamState
 from rpcdataloader.fetch.seeding import generators_restored
-from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.loader.origin import Identity
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.states import capture_start, progress_of, restore_start, sampler_state, skip_delivered
+from rpcdataloader.loader.states import (
+    capture_start,
+    progress_of,
+    restore_start,
+    sampler_state,
+    skip_delivered,
+)
 from rpcdataloader.loader.tasks import Progress, TaskSource
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """The samples of this rank in the order of all ranks: ``first + rank``, then every ``world_size``-th.
-
-    Attributes:
-        first: Place at which all ranks together begin; above 0 where a sampler resumes in the middle.
-        pipe_seed: Seed of an IterDataPipe: all workers shuffle alike, and then take their parts.
-    """
-
-    first: int
-    rank: int
-    world_size: int
-    pipe_seed: int | None = None
 
 
 @dataclass(slots=True)
 class Pass:
-    """A begun pass."""
+    """A begun pass. Its samples are ``first + rank``, then every ``world_size``-th, in the order of all ranks.
+
+    Attributes:
+        first: Place at which all ranks together begin; above 0 where a sampler resumes in the middle.
+        ranks: Rank and world size.
+        pipe_seed: Seed of an IterDataPipe: all workers shuffle alike, and then take their parts.
+    """
 
     source: TaskSource
     progress: Progress
-    order: Order
+    first: int
+    ranks: tuple[int, int]
+    pipe_seed: int | None
 
 
 def draw_base_seed(generator: torch.Generator | None) -> int:
@@ -75,24 +73,33 @@ def undone_afterwards(saved: Mapping[str, Any] | None) -> contextlib.AbstractCon
     return contextlib.nullcontext() if saved is None or saved["finished"] else generators_restored()
 
 
-def begin_pass(settings: PassSettings, saved: Mapping[str, Any] | None = None, *, makes_requests: bool = False) -> Pass:
+def begin_pass(
+    settings: PassSettings,
+    saved: Mapping[str, Any] | None = None,
+    num_streams: int = 1,
+    *,
+    makes_requests: bool = False,
+) -> Pass:
     """Begin a pass: iterate over the sampler and draw the base seed, in torch's order.
 
     Args:
         saved: Pass to resume, from :func:`to_state`; a finished pass is the one before, with persistent workers.
+        num_streams: Number of streams of an iterable-style dataset, unless those of ``saved`` go on.
         makes_requests: True if the tasks go to workers.
 
     Raises:
         ValueError: The state does not fit this loader.
     """
     if saved is not None and saved["finished"]:
-        return begin_epoch(settings, saved["base_seed"], saved["epoch"] + 1, makes_requests=makes_requests)
+        base_seed, epoch = saved["base_seed"], saved["epoch"] + 1
+        return begin_epoch(settings, base_seed, epoch, num_streams, makes_requests=makes_requests)
     start = capture_start(settings) if saved is None else restore_start(settings, saved)
     order = _order(settings)
     samples = iter(settings.sampler)
     if saved is None:
-        progress = Progress(draw_base_seed(settings.generator), 0, start=start)
-        return Pass(_new_source(settings, samples, makes_requests), progress, order)
+        base_seed = draw_base_seed(settings.generator)
+        progress = Progress(base_seed, 0, start=start, streams=_new_streams(settings, num_streams))
+        return Pass(_new_source(settings, samples, makes_requests), progress, *order)
     if saved["epoch"] == 0:
         # For its effect on the generator; persistent workers draw it once.
         draw_base_seed(settings.generator)
@@ -109,15 +116,22 @@ def begin_pass(settings: PassSettings, saved: Mapping[str, Any] | None = None, *
         makes_requests=makes_requests,
         marks_last_try=settings.marks_last_try,
     )
-    return Pass(source, progress, order)
+    return Pass(source, progress, *order)
 
 
-def begin_epoch(settings: PassSettings, base_seed: int, epoch: int, *, makes_requests: bool = False) -> Pass:
+def begin_epoch(
+    settings: PassSettings, base_seed: int, epoch: int, num_streams: int = 1, *, makes_requests: bool = False
+) -> Pass:
     """Begin another pass of persistent workers, which keep their base seed as torch's do."""
     start = capture_start(settings)
     order = _order(settings)
     source = _new_source(settings, iter(settings.sampler), makes_requests)
-    return Pass(source, Progress(base_seed, epoch, start=start), order)
+    progress = Progress(base_seed, epoch, start=start, streams=_new_streams(settings, num_streams))
+    return Pass(source, progress, *order)
+
+
+def _new_streams(settings: PassSettings, number: int) -> list[StreamState]:
+    return [StreamState()] * number if settings.iterable else []
 
 
 def _new_source(settings: PassSettings, samples: Iterator[Any], makes_requests: bool) -> TaskSource:
@@ -130,24 +144,23 @@ def _new_source(settings: PassSettings, samples: Iterator[Any], makes_requests: 
     )
 
 
-def _order(settings: PassSettings) -> Order:
-    """Return the order of the samples in the sampler's next iteration.
+def _order(settings: PassSettings) -> tuple[int, tuple[int, int], int | None]:
+    """Return the order of the samples in the sampler's next iteration: the last fields of a :class:`Pass`.
 
     A pipe of torch needs a seed, which torch's loader draws for each pass before anything else.
     """
-    sampler = settings.resumable
-    if sampler is not None:
-        return Order(sampler.start, sampler.rank, sampler.num_replicas)
+    if (sampler := settings.resumable) is not None:
+        return sampler.start, (sampler.rank, sampler.num_replicas), None
     pipe_seed = draw_base_seed(settings.generator) if isinstance(settings.dataset, IterDataPipe) else None
-    return Order(0, settings.partition.rank, settings.partition.world_size, pipe_seed)
+    return 0, (settings.partition.rank, settings.partition.world_size), pipe_seed
 
 
 def loader_spec(
     settings: PassSettings, begun: Pass, worker_id: int, num_workers: int, stream: StreamState | None
 ) -> LoaderSpec:
     """Describe a pass for its workers."""
-    progress, ranks = begun.progress, (begun.order.rank, begun.order.world_size)
-    own = Identity(None, ranks, worker_id, num_workers, progress.base_seed)
+    progress = begun.progress
+    own = Identity(None, begun.ranks, worker_id, num_workers, progress.base_seed)
     if progress.identities:
         own = progress.identities[worker_id]
     return LoaderSpec(
@@ -162,8 +175,8 @@ def loader_spec(
         world_size=own.partition[1],
         worker_id=own.worker_id,
         num_workers=own.num_workers,
-        first_place=begun.order.first,
-        pipe_seed=begun.order.pipe_seed,
+        first_place=begun.first,
+        pipe_seed=begun.pipe_seed,
         stream=stream,
         skips=settings.skips,
         retry_on=settings.retry_on if settings.skips else (),

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from rpcdataloader.client.client import connect_timeout, get_client
 from rpcdataloader.client.datasets import RemoteDataset
-from rpcdataloader.client.discovery import Elastic, Local, Remote, Where
+from rpcdataloader.client.discovery import Local, Remote, Where
 from rpcdataloader.client.node import Node
+from rpcdataloader.client.register import Elastic
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError

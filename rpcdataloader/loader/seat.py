@@ -3,44 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import torch
-import torch.utils.data._utils.pin_memory
 
 from rpcdataloader.client.connection import Request
 from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
 from rpcdataloader.diagnosis.records import Probe
-from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
-from rpcdataloader.fetch.bad_samples import Reduced
-from rpcdataloader.fetch.stream_state import StreamState
-from rpcdataloader.fetch.whereabouts import stopped
-from rpcdataloader.loader.copying import Copies
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtocolError, RPCError
+from rpcdataloader.fetch.batch_loader import StreamState
+from rpcdataloader.fetch.samples import Reduced, stopped
+from rpcdataloader.loader.copying import Copies, pin
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.tasks import Task, describe_end, load_request, place_of
 from rpcdataloader.plan.actions import Load
 from rpcdataloader.plan.crew import Loss
+from rpcdataloader.wire import stages
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.messages import Exited
 from rpcdataloader.wire.pickling import Encoded, result_of
 from rpcdataloader.wire.rebuild import Movable
 from rpcdataloader.wire.slabs import Allocator
+from rpcdataloader.wire.stages import Stages
 
 if TYPE_CHECKING:
     from rpcdataloader.loader.driver import Driver
-
-
-from rpcdataloader.errors import RemoteProtocolError
-from rpcdataloader.wire import stages
-from rpcdataloader.wire.stages import Stages
 
 
 class Failure:
@@ -105,11 +97,6 @@ def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, 
     return answer
 
 
-def pin(batch: Any) -> Any:
-    """Pin unpinned tensors, the way torch's loader does."""
-    return torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
-
-
 @dataclass(slots=True)
 class Sent:
     """A copy of a task that was sent to a worker.
@@ -135,7 +122,7 @@ class Seat(WorkerOwner):
         sent: Unanswered copies, by the number of the task.
     """
 
-    def __init__(self, driver: Driver, number: int, allocator: Allocator, decode: Callable[[Message], Answer]) -> None:
+    def __init__(self, driver: Driver, number: int) -> None:
         self.number = number
         self.worker: RemoteWorker  # set once it was requested
         self.sent: dict[int, Sent] = {}
@@ -143,15 +130,15 @@ class Seat(WorkerOwner):
         self._queue: deque[Sent] = deque()  # to send
         self._sending = threading.Lock()  # held while the queue is emptied
         self._driver = driver
-        self._allocator = allocator
-        self._decode = decode
+        self._allocator = driver.allocator
+        self._decode = driver.decode
 
     def enqueue(self, load: Load, begun: Pass) -> None:
         """Queue a task; with the pass's condition, so that the order is that of the decisions."""
         task = load.payload
         sent = Sent(task, load.number, begun, task.last_request if load.is_last else task.request, load.left_out)
-        if task.probe is not None:
-            sent.probe = dataclasses.replace(task.probe, assigned=time.monotonic())
+        if (drawn := task.probe) is not None:
+            sent.probe = Probe(drawn.number, drawn.draw, drawn.added, time.monotonic())
         self._queue.append(sent)
 
     def send(self) -> None:
@@ -208,17 +195,18 @@ class Seat(WorkerOwner):
                 return
             # Only now: numbers restart in another epoch.
             self.sent.pop(sent.number, None)
-            self._tell_engine(sent, answer)
+            now = time.monotonic()
+            self._tell_engine(sent, answer, now)
             if driver.ahead is not None:
                 driver.ahead.send()
-            todo = driver.act()
+            todo = driver.act(now)
             if driver.sleep.until != -math.inf:
                 driver.wake()
         if todo is not None:
             driver.carry_out(todo)
 
-    def _tell_engine(self, sent: Sent, answer: Answer) -> None:
-        driver, engine, now = self._driver, self._driver.engine, time.monotonic()
+    def _tell_engine(self, sent: Sent, answer: Answer, now: float) -> None:
+        driver, engine = self._driver, self._driver.engine
         worker, number, settings = self.number, sent.number, self._driver.settings
         seconds = None
         if (timings := answer.timings) is not None:

@@ -13,8 +13,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from rpcdataloader.client.modules import choose_modules, choose_variables
 from rpcdataloader.client.sharing import Partition, current_partition
-from rpcdataloader.host.additions import Additions
-from rpcdataloader.host.modules import Module
+from rpcdataloader.host.environment import Additions, Module
 from rpcdataloader.host.resources import default_in_flight_bytes
 from rpcdataloader.loader.copying import find_device
 from rpcdataloader.loader.sampler import ResumableDistributedSampler

@@ -25,10 +25,10 @@ from torch.utils.data import (
 )
 
 from rpcdataloader.client.sharing import current_partition
+from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.seeding import generators_restored
-from rpcdataloader.fetch.stream_state import StreamState
 from rpcdataloader.host.generators import get_states, set_states, states_from_plain, states_to_plain
-from rpcdataloader.loader.origin import Origin, check_order, check_rank, deal, describe_samplers, identities_of
+from rpcdataloader.loader.origin import Origin, check_order, check_rank, deal, describe_sampler, identities_of
 from rpcdataloader.loader.sampler import ResumableDistributedSampler, order_of
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, skip
@@ -206,7 +206,7 @@ def _capture_samplers(settings: PassSettings) -> dict[str, Any]:
         "origin": {
             "job": [job.rank, job.world_size],
             "partition": [partition.rank, partition.world_size],
-            "samplers": describe_samplers(samplers),
+            "samplers": [describe_sampler(sampler) for sampler in samplers],
         },
         "order": _capture_order(settings),
         "num_batches": len(settings.sampler) if is_sized else None,

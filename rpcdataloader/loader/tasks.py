@@ -15,9 +15,8 @@ from torch.utils.data import BatchSampler
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import BadSamplesError
 from rpcdataloader.fetch import remote
-from rpcdataloader.fetch.bad_samples import Reduced
-from rpcdataloader.fetch.stream_state import StreamState
-from rpcdataloader.fetch.whereabouts import ALL, DONE, describe_indices
+from rpcdataloader.fetch.batch_loader import StreamState
+from rpcdataloader.fetch.samples import ALL, DONE, Reduced, describe_indices
 from rpcdataloader.loader.origin import Identity
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import NO_TENSORS, dumps
@@ -124,7 +123,7 @@ def _pickle_part(value: Any) -> bytes:
 
 # Prefix and suffix of the arguments of a call of remote.load. Pickling them each time takes longer than everything
 # else: the pickler imports a function to check its name.
-_LOAD, _, *_OPTIONS = Call(remote.load, (), {}, ordered=True, task=True).fields()
+_LOAD, _, *_OPTIONS = Call(remote.load, (), {}, ordered=True, task=True)
 _BEFORE_ARGS = pickle.PROTO + b"\x03" + pickle.MARK + _pickle_part(_LOAD)
 _AFTER_ARGS = b"".join(map(_pickle_part, _OPTIONS)) + pickle.TUPLE + pickle.STOP + NO_TENSORS
 
@@ -139,7 +138,7 @@ def load_request(task: Task, *, last_try: bool = False, left_out: Mapping[int, s
             return _BEFORE_ARGS + pickled + _AFTER_ARGS
     except Exception:
         logger.debug("too complex for the plain pickler: %r", task.indices, exc_info=True)
-    encoded = dumps(Call(remote.load, args, {}, ordered=True, task=True).fields(), name="indices")
+    encoded = dumps(tuple(Call(remote.load, args, {}, ordered=True, task=True)), name="indices")
     if encoded.buffers:
         raise ValueError("the sampler yields large tensors or arrays; yield lists of indices")
     return encoded.payload

@@ -61,7 +61,7 @@ class LoaderTools(DataLoader[_T_co]):
         """
         self._check_has_workers("a diagnosis")
         if (iterator := self._current()) is not None:
-            return iterator.diagnosis()
+            return iterator.driver.diagnosis()
         if self._recorder is None:
             raise LocalProtocolError("there is nothing to diagnose before the first pass: iterate over the loader")
         return diagnose(self._recorder.snapshot())

@@ -95,11 +95,11 @@ class PlanOptions:
         num_workers: Workers of this process at the beginning of the pass; streams of an iterable-style dataset.
         prefetch_factor: Tasks requested per worker in advance.
         max_in_flight_bytes: Limit on the bytes of answers and of tasks in flight.
-        max_retries: Attempts for a task that kills its workers, or fails with an exception of ``retry_on``.
+        max_retries: Limit on retries of a task after an exception, and on workers that die at it.
         task_timeout: Seconds that a task may take; None for no limit.
         reconnect_timeout: Seconds to wait for nodes when no worker is left.
         marks_last_try: True if the last attempt at a task is another request than those before.
-        leaves_out: True to leave out a sample that kills its workers.
+        leaves_out: True to leave out a sample at which ``max_retries`` workers have died.
         label: Beginning of every message: the rank in a distributed job.
         rank: Rank of this process among those that share the nodes.
         world_size: Number of processes that share the nodes.

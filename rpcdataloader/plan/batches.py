@@ -49,7 +49,7 @@ class BatchTable(Table[_BatchEntry]):
 
     def __init__(self, options: PlanOptions, batch_size_bytes: float = 0.0) -> None:
         super().__init__(options, batch_size_bytes)
-        self._pace = Pace(self._window)
+        self._pace = Pace(self.window)
         self._waiting: list[int] = []  # sorted
         self._pausing: list[tuple[float, int]] = []  # heap of tasks that pause until a time
         self._workers: dict[int, WorkerPace] = {}
@@ -117,7 +117,7 @@ class BatchTable(Table[_BatchEntry]):
         if num_workers < 1:
             raise ValueError(f"num_workers must be at least 1, not {num_workers}")
         self._wanted_window = num_workers * self._prefetch_factor
-        self._window = max(self._window, self._wanted_window)
+        self.window = max(self.window, self._wanted_window)
 
     def in_flight(self, worker: int) -> list[int]:
         return list(self._get(worker).in_flight)
@@ -133,10 +133,6 @@ class BatchTable(Table[_BatchEntry]):
 
     # Time
 
-    def timed_out(self, now: float) -> list[tuple[int, int]]:
-        expired = [] if self._timeouts is None else self._timeouts.expire(now)
-        return [(worker, next(iter(self._workers[worker].in_flight))) for worker in expired]
-
     def due(self, now: float) -> float | None:
         late_at = self._late_at()
         earliest = min(
@@ -150,7 +146,7 @@ class BatchTable(Table[_BatchEntry]):
     # Tasks, from the sampler to a worker
 
     def add_task(self, payload: Any) -> int | None:
-        if self._ended or len(self.tasks) >= self._window:
+        if self._ended or len(self.tasks) >= self.window:
             return None
         number = self._num_added
         self._num_added += 1

@@ -13,14 +13,9 @@ from typing import Generic, TypeVar
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.plan.actions import Action, Open, PlanOptions, Say, Seek
-from rpcdataloader.plan.roster import Roster
+from rpcdataloader.plan.roster import FIRST_PAUSE, Roster
 
 N = TypeVar("N", bound=Hashable)
-
-# First and longest back-off in seconds before a node is retried. The first one gives the news of a lost node time to
-# reach its other workers. Each attempt itself waits while connections are refused, as servers need seconds to start.
-FIRST_PAUSE = 0.1
-MAX_PAUSE = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +71,7 @@ class Crew(Generic[N]):
         others: Further nodes, which help while all homes are gone.
 
     Attributes:
+        roster: Places and nodes. Its ``expects_more`` keeps a pass alive that has lost all nodes.
         num_deaths: Workers that have died since the last answer without a task to blame.
         is_changed: True if workers, places or nodes have changed since :meth:`fill_places`.
         is_stuck: True if :meth:`fill_places` found too few workers to go on, and could open none.
@@ -94,11 +90,9 @@ class Crew(Generic[N]):
         self._max_deaths = options.max_retries * len(homes)
         self._promised: set[int] = set()  # places of retired workers: their nodes have room for the next
         # Nodes
-        self._nodes = set(homes) | set(others)
         self._incarnations: dict[N, Hashable] = {}
         self._gone: set[N] = set()  # nodes lost with all of their workers
         self._joining: set[N] = set()  # tried to learn what they offer
-        self._pauses: dict[N, float] = {}  # last pause of each node that is being tried
         self._reasons: dict[N, BaseException] = {}  # why each node is unusable
         self._num_offered = options.num_offered
         # The end
@@ -185,14 +179,13 @@ class Crew(Generic[N]):
 
     def is_sought(self, node: N) -> bool:
         """Whether the engine wants to know if a node can be reached."""
-        return node in self._joining or node in self._pauses
+        return node in self.roster.pauses
 
     def node_up(self, node: N, incarnation: Hashable, num_offered: int) -> None:
         """Note that workers can be opened on a node."""
-        if node not in self._joining and (node not in self._nodes or self.roster.is_hopeless(node)):
+        if node not in self._joining and (node not in self.roster.nodes or self.roster.is_hopeless(node)):
             return  # it was removed meanwhile
         self.is_changed = True
-        self._pauses.pop(node, None)
         if node in self._joining:
             self._join(node, num_offered)
         elif node in self._gone and self._incarnations.get(node) != incarnation:
@@ -206,7 +199,6 @@ class Crew(Generic[N]):
         """Give a new node its places: this process's share of its workers."""
         options = self._options
         self._joining.discard(node)
-        self._nodes.add(node)
         numbers = range(self._num_offered, self._num_offered + num_offered)
         self._num_offered += num_offered
         share = sum(number % options.world_size == options.rank for number in numbers)
@@ -220,8 +212,13 @@ class Crew(Generic[N]):
         """Note that a node is absent at the beginning of the pass."""
         self._reasons[node] = error
 
-    def node_failed(self, node: N, error: BaseException, *, is_foreign: bool) -> None:
-        """Note that a node could not be reached for now."""
+    def node_failed(self, node: N, error: BaseException, *, is_foreign: bool = False) -> None:
+        """Note that a node could not be reached for now.
+
+        Args:
+            is_foreign: True if another server answered. It may have the port for a moment; but a node that is new to
+                the pass is then given up.
+        """
         if not self.is_sought(node):
             return
         if is_foreign and node in self._joining:
@@ -230,17 +227,14 @@ class Crew(Generic[N]):
         if is_foreign and str(error) != str(self._reasons.get(node)):
             self.say(f"{node} is retried: {error}")
         self._reasons[node] = error
-        self.roster.node_failed(node)
         self.is_changed = True
-        self._pauses[node] = min(2 * self._pauses[node], MAX_PAUSE)
-        self._out.append(Seek(node, self._pauses[node]))
+        self._out.append(Seek(node, self.roster.node_failed(node)))
 
     def node_hopeless(self, node: N, error: BaseException) -> None:
         """Note that a node can never be used: it cannot build the dataset, for example."""
         if not self.is_sought(node):
             return
         self.say(f"{node} is no longer used: {error}")
-        self._pauses.pop(node, None)
         self._joining.discard(node)
         self._reasons[node] = error
         self.roster.node_hopeless(node)
@@ -249,11 +243,12 @@ class Crew(Generic[N]):
     def add_nodes(self, nodes: Iterable[N]) -> None:
         """Add nodes to this pass."""
         for node in nodes:
-            if node in self._nodes:
+            if node in self.roster.nodes:
                 self.roster.add(node, 0)
             elif node not in self._joining:
                 self._joining.add(node)
-                self._seek(node)
+                self.roster.pauses[node] = FIRST_PAUSE
+                self._out.append(Seek(node, FIRST_PAUSE))
         self.num_wanted = self.roster.num_places
         self.is_changed = True
 
@@ -262,24 +257,19 @@ class Crew(Generic[N]):
         gone = set(nodes)
         for node in gone:
             self._joining.discard(node)
-            self._pauses.pop(node, None)
-            if node in self._nodes:
+            self.roster.pauses.pop(node, None)
+            if node in self.roster.nodes:
                 self.roster.remove(node)
         self.num_wanted = self.roster.num_places
         self.is_changed = True
         return [worker for worker in self if worker.node in gone]
-
-    def _seek(self, node: N) -> None:
-        self._pauses[node] = FIRST_PAUSE
-        self._out.append(Seek(node, FIRST_PAUSE))
 
     # Actions
 
     def fill_places(self) -> None:
         """Look for nodes and open workers where worthwhile; for when :attr:`is_changed`."""
         self.is_changed = False
-        for node in self.roster.to_try():
-            self._seek(node)
+        self._out += [Seek(node, FIRST_PAUSE) for node in self.roster.to_try()]
         for place, node in self.roster.to_open():
             self._num_opened += 1
             self.members[self._num_opened] = Member(self._num_opened, place, node, self._incarnations.get(node))
@@ -294,21 +284,17 @@ class Crew(Generic[N]):
 
     # The end
 
-    @property
-    def _is_hopeful(self) -> bool:
-        return self.roster.is_hopeful or bool(self._joining)
-
     def stuck_until(self, now: float) -> float | None:
         """Time at which waiting for workers becomes futile; None while there are enough to go on."""
         if not self.is_stuck:
             return None
         if self._stuck_since is None:
             self._stuck_since = now
-        return self._stuck_since + self._options.reconnect_timeout if self._is_hopeful else now
+        return self._stuck_since + self._options.reconnect_timeout if self.roster.is_hopeful else now
 
     def verdict(self) -> BaseException:
         """The error of a pass that cannot go on."""
-        if self._is_hopeful:
+        if self.roster.is_hopeful:
             told = "; ".join(f"{node}: {reason}" for node, reason in self._reasons.items())
             limit = f"{self._options.reconnect_timeout:g} s (reconnect_timeout)"
             return ConnectionLostError(f"no worker is left, and none came back within {limit}: {told}")

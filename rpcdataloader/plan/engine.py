@@ -3,7 +3,7 @@
 Pure: it has no thread, lock, clock, socket or log. The driver (:mod:`rpcdataloader.loader.driver`) holds one lock
 around every call, and then carries the actions out without the lock, in their order. Two threads may therefore carry
 out the actions of two events in any order. So an action never relies on an earlier one being done, and late actions are
-answered by an event (:meth:`Engine.open_failed`, :meth:`Engine.worker_lost`).
+answered by an event (``crew.open_failed``, :meth:`Engine.worker_lost`).
 
 Three parts are joined here. The *table* knows the place of each task (:mod:`~rpcdataloader.plan.table`); the consumer
 adds tasks to it and queries it. The *crew* knows the workers and their nodes. The *retries* know what went wrong with
@@ -13,17 +13,17 @@ each task. The engine decides what a worker's end means for its task, and what i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, PlanOptions, ReportWait, Restart
 from rpcdataloader.plan.batches import BatchTable
 from rpcdataloader.plan.crew import Crew, Loss, Member
-from rpcdataloader.plan.retries import Retries
 from rpcdataloader.plan.streams import StreamTable
-from rpcdataloader.plan.table import Table
+from rpcdataloader.plan.table import Entry, Table
 
 N = TypeVar("N", bound=Hashable)
 
@@ -32,21 +32,101 @@ N = TypeVar("N", bound=Hashable)
 REPORT_AFTER = 60.0
 REPORT_AGAIN = 300.0
 
+# Seconds until a batch is retried after an exception: first and longest back-off.
+RETRY_PAUSE = 0.5
+MAX_RETRY_PAUSE = 30.0
 
-class Delivery(NamedTuple):
-    """The consumer's next result: the answer to a task, or an error in its place.
+
+@dataclass(slots=True)
+class _Trouble:
+    """The failures of an undelivered task."""
+
+    # How each worker at this task has ended, and at which place, since a sample was left out.
+    killed: list[str] = field(default_factory=list)
+    places: Counter[int | None] = field(default_factory=Counter)
+    left_out: dict[int, str] = field(default_factory=dict)
+    num_retries: int = 0  # exceptions after which it was retried
+
+
+class Retries:
+    """The failed tasks of one epoch: how often, and the consequences.
 
     Attributes:
-        answer: Argument of :meth:`Engine.answered`; None for a condemned task.
-        stream: Stream of the task; None without streams.
-        condemned: Text of the error, if the task has killed too many workers; None otherwise.
+        is_needed: True after a failure in this epoch. Before, events of sent, answered and delivered tasks may be
+            omitted.
     """
 
-    number: int
-    payload: Any
-    answer: Any
-    stream: int | None
-    condemned: str | None
+    def __init__(self, options: PlanOptions) -> None:
+        self._max_retries = options.max_retries
+        self._options = options
+        self.is_needed = False
+        self._troubles: dict[int, _Trouble] = {}
+        self._last_copies: set[tuple[int, int]] = set()  # copies of a last attempt, by worker and task
+
+    def delay(self, worker: int, number: int) -> float | None:
+        """Return the back-off in seconds before a failed task is retried; None if its exception is final."""
+        trouble = self._troubles.get(number)
+        num_retries = 0 if trouble is None else trouble.num_retries
+        is_last = not self._options.marks_last_try or (worker, number) in self._last_copies
+        # Copies sent before the last attempt do not count.
+        if num_retries >= self._max_retries and is_last:
+            return None
+        return float(min(RETRY_PAUSE * 2**num_retries, MAX_RETRY_PAUSE))
+
+    def tried_again(self, number: int) -> None:
+        """Note that a failed task is retried."""
+        self._get(number).num_retries += 1
+
+    def died(self, number: int, how: str, place: int | None = None) -> bool:
+        """Note a worker's death at a task, at the sample of ``place`` if known; returns True for one death too many.
+
+        A sample at which too many workers have died is left out, and earlier deaths are forgiven. A task is condemned
+        by deaths elsewhere than at its most suspect sample: a single death between two of those does not condemn it.
+        """
+        trouble = self._get(number)
+        place = place if self._options.leaves_out else None
+        trouble.killed.append(how)
+        trouble.places[place] += 1
+        if place is not None and trouble.places[place] >= self._max_retries:
+            trouble.left_out[place] = _describe(trouble.killed)
+            trouble.killed.clear()
+            trouble.places.clear()
+            return False
+        suspected = max((num for place, num in trouble.places.items() if place is not None), default=0)
+        return len(trouble.killed) - suspected >= self._max_retries
+
+    def reason(self, number: int) -> str:
+        """Describe the deaths that condemn a task."""
+        return _describe(self._get(number).killed)
+
+    def left_out(self, number: int) -> Mapping[int, str] | None:
+        """The places of samples that are left out, each with the reason."""
+        trouble = self._troubles.get(number)
+        return dict(trouble.left_out) if trouble is not None and trouble.left_out else None
+
+    def sent(self, worker: int, number: int) -> bool:
+        """Note that a copy of a task goes to a worker; returns True for the last attempt."""
+        trouble = self._troubles.get(number)
+        if trouble is None or trouble.num_retries < self._max_retries:
+            return False
+        self._last_copies.add((worker, number))
+        return True
+
+    def copy_ended(self, worker: int, number: int) -> None:
+        """Note that a copy of a task was answered, or is lost with its worker."""
+        self._last_copies.discard((worker, number))
+
+    def delivered(self, number: int) -> None:
+        """Note that a task is done."""
+        self._troubles.pop(number, None)
+
+    def _get(self, number: int) -> _Trouble:
+        self.is_needed = True
+        return self._troubles.setdefault(number, _Trouble())
+
+
+def _describe(killed: list[str]) -> str:
+    return f"has ended {len(killed)} workers in a row: {'; '.join(killed)}"
 
 
 class Engine(Generic[N]):
@@ -59,6 +139,7 @@ class Engine(Generic[N]):
     Attributes:
         failure: Reason why the pass cannot go on; None while it can.
         table: Tasks of this epoch; replaced for the next one.
+        crew: Workers and nodes. It takes the events that concern no task itself.
     """
 
     def __init__(
@@ -74,7 +155,7 @@ class Engine(Generic[N]):
         self._options = options
         self._describe = describe
         self._out: list[Action] = []
-        self._crew = Crew(options, homes, others, self._out)
+        self.crew = Crew(options, homes, others, self._out)
         self._interrupted = ""  # task of the last lost worker
         self._waiting_since: float | None = None  # start of the consumer's wait for the next delivery
         self._report_at = math.inf
@@ -82,26 +163,24 @@ class Engine(Generic[N]):
 
     def _begin(self, batch_size_bytes: float, turn: int) -> None:
         options = self._options
-        self._retries = Retries(
-            options.max_retries, marks_last_try=options.marks_last_try, leaves_out=options.leaves_out
-        )
+        self._retries = Retries(options)
         self.table: Table[Any]
         if options.is_iterable:
             self.table = StreamTable(options, batch_size_bytes, turn)
         else:
-            options = replace(options, num_workers=max(1, self._crew.num_wanted))
+            options = replace(options, num_workers=max(1, self.crew.num_wanted))
             self.table = BatchTable(options, batch_size_bytes)
 
     # The consumer
 
-    def deliver(self) -> Delivery | None:
-        """Hand the next answer to the consumer; None until it is here."""
+    def deliver(self) -> Entry | None:
+        """Hand the next answered or condemned task to the consumer; None until it is here."""
         task = self.table.pop_deliverable()
-        if task is None:
-            return None
-        self._waiting_since = None
-        condemned = self._retries.delivered(task.number) if self._retries.is_needed else None
-        return Delivery(task.number, task.payload, task.answer, task.stream, condemned)
+        if task is not None:
+            self._waiting_since = None
+            if self._retries.is_needed:
+                self._retries.delivered(task.number)
+        return task
 
     def consumer_waits(self, now: float) -> None:
         """Note that the consumer found nothing to deliver; may be repeated."""
@@ -111,19 +190,19 @@ class Engine(Generic[N]):
     @property
     def num_workers(self) -> int:
         """Number of workers that take tasks."""
-        return sum(worker.has_joined for worker in self._crew)
+        return sum(worker.has_joined for worker in self.crew)
 
     @property
     def workers(self) -> dict[int, N]:
         """The node of each worker that takes tasks."""
-        return {one.number: one.node for one in self._crew if one.has_joined and not one.is_draining}
+        return {one.number: one.node for one in self.crew if one.has_joined and not one.is_draining}
 
     def begin_epoch(self, now: float, turn: int = 0) -> None:
         """Begin another epoch with the same workers; undelivered tasks of the last one are dropped."""
         self._begin(self.table.batch_size_bytes, turn)
         self._waiting_since = None
-        self._crew.reopen()
-        for worker in self._crew:
+        self.crew.reopen()
+        for worker in self.crew:
             self._out.append(Restart(worker.number))
             worker.is_at_work = False
             # Draining workers skip this epoch.
@@ -165,7 +244,7 @@ class Engine(Generic[N]):
         if tried_again:
             self._retries.tried_again(number)
             task = self._describe(self.table.tasks[number].payload)
-            self._crew.say(f"{task} is retried in {delay:g} s: {type(error).__name__}: {error}")
+            self.crew.say(f"{task} is retried in {delay:g} s: {type(error).__name__}: {error}")
         self._copy_ended(worker, number)
         return True
 
@@ -175,10 +254,10 @@ class Engine(Generic[N]):
         self._copy_ended(worker, number)
 
     def _copy_ended(self, number: int, task: int) -> None:
-        self._crew.num_deaths = 0
+        self.crew.num_deaths = 0
         if self._retries.is_needed:
             self._retries.copy_ended(number, task)
-        worker = self._crew.members.get(number)
+        worker = self.crew.members.get(number)
         if worker is not None and worker.is_sent_away:
             self._close_idle(worker)
 
@@ -186,17 +265,17 @@ class Engine(Generic[N]):
 
     def worker_ready(self, number: int, now: float) -> None:
         """Note that a worker takes requests."""
-        worker = self._crew.members.get(number)
+        worker = self.crew.members.get(number)
         if worker is None or worker.is_closed:
             return
-        for other in self._crew.ready(worker):
+        for other in self.crew.ready(worker):
             self._send_away(other, now)
         worker.has_joined = True
         self.table.worker_joined(number, now, worker.node, worker.place)
 
     def worker_at_work(self, number: int) -> None:
         """Note that a worker has answered the first request of this epoch."""
-        worker = self._crew.members.get(number)
+        worker = self.crew.members.get(number)
         if worker is not None:
             worker.is_at_work = True
             if worker.is_sent_away:
@@ -204,7 +283,7 @@ class Engine(Generic[N]):
 
     def worker_draining(self, number: int) -> None:
         """Note that a worker answers its requests, and takes no more."""
-        worker = self._crew.members.get(number)
+        worker = self.crew.members.get(number)
         if worker is not None:
             self._drain(worker)
 
@@ -230,13 +309,9 @@ class Engine(Generic[N]):
             worker.is_closed = True
             self._out.append(Close(worker.number))
 
-    def open_failed(self, number: int, error: BaseException) -> None:
-        """Note that a node was gone before it could be asked for a worker."""
-        self._crew.open_failed(number, error)
-
     def worker_lost(self, number: int, loss: Loss, now: float) -> None:
         """Note that a worker has ended, or could not be started."""
-        worker = self._crew.remove(number)
+        worker = self.crew.remove(number)
         if worker is None:
             return
         if worker.is_draining and not loss.node_is_up:
@@ -246,7 +321,7 @@ class Engine(Generic[N]):
         # A worker that was still starting has not loaded anything.
         is_blamed = worker.has_joined and self._leave(number, now, loss if died and worker.is_at_work else None)
         is_needed = self.table.needs(worker.place)
-        self._crew.lost(worker, loss, is_needed=is_needed, is_blamed=is_blamed, died=died)
+        self.crew.lost(worker, loss, is_needed=is_needed, is_blamed=is_blamed, died=died)
 
     def _leave(self, worker: int, now: float, death: Loss | None = None) -> bool:
         """Give the tasks of a lost worker to others; returns whether its present task is to blame."""
@@ -259,14 +334,10 @@ class Engine(Generic[N]):
             return False
         place = death.place if number == death.task else None
         if self.table.blame(number, is_too_many=self._retries.died(number, str(death.error), place)):
-            self._retries.condemn(number, self._interrupted)
+            self.table.tasks[number].condemned = f"{self._interrupted} {self._retries.reason(number)}"
         return True
 
     # Nodes
-
-    def expect_more(self) -> None:
-        """Expect unknown nodes to be added, so that the loss of all others does not end the pass."""
-        self._crew.roster.expects_more = True
 
     def node_up(self, node: N, incarnation: Hashable, num_offered: int = 0) -> None:
         """Note that workers can be opened on a node.
@@ -275,43 +346,26 @@ class Engine(Generic[N]):
             incarnation: Identity of the node's session, different for each session.
             num_offered: Number of workers that it offers; only used for nodes that are new to the pass.
         """
-        self._crew.node_up(node, incarnation, num_offered)
-        self.table.resize(max(1, self._crew.num_wanted))
-
-    def node_missing(self, node: N, error: BaseException) -> None:
-        """Note that a node is absent at the beginning of the pass."""
-        self._crew.node_missing(node, error)
-
-    def node_failed(self, node: N, error: BaseException, *, is_foreign: bool = False) -> None:
-        """Note that a node could not be reached for now.
-
-        Args:
-            is_foreign: True if another server answered. It may have the port for a moment; but a node that is new to
-                the pass is then given up.
-        """
-        self._crew.node_failed(node, error, is_foreign=is_foreign)
-
-    def node_hopeless(self, node: N, error: BaseException) -> None:
-        """Note that a node can never be used: it cannot build the dataset, for example."""
-        self._crew.node_hopeless(node, error)
+        self.crew.node_up(node, incarnation, num_offered)
+        self.table.resize(max(1, self.crew.num_wanted))
 
     def add_nodes(self, nodes: Iterable[N]) -> None:
         """Add nodes to this pass."""
-        self._crew.add_nodes(nodes)
-        self.table.resize(max(1, self._crew.num_wanted))
+        self.crew.add_nodes(nodes)
+        self.table.resize(max(1, self.crew.num_wanted))
 
     def remove_nodes(self, nodes: Iterable[N], now: float) -> None:
         """Remove nodes from this pass: their workers answer their requests, and end."""
-        for worker in self._crew.remove_nodes(nodes):
+        for worker in self.crew.remove_nodes(nodes):
             self._send_away(worker, now)
-        self.table.resize(max(1, self._crew.num_wanted))
+        self.table.resize(max(1, self.crew.num_wanted))
 
     # Time and actions
 
     def act(self, now: float) -> list[Action]:
         """Return the actions that follow from the last events, each once."""
-        if self._crew.is_changed:
-            self._crew.fill_places()
+        if self.crew.is_changed:
+            self.crew.fill_places()
         table, out = self.table, self._out
         while (assigned := table.assign(now)) is not None:
             worker, number = assigned
@@ -326,8 +380,8 @@ class Engine(Generic[N]):
     def tick(self, now: float) -> None:
         """Note that time has passed: end late workers, and give up when waiting is futile."""
         self._out += [End(worker, number) for worker, number in self.table.timed_out(now)]
-        if self.failure is None and (deadline := self._crew.stuck_until(now)) is not None and deadline <= now:
-            error = self._crew.verdict()
+        if self.failure is None and (deadline := self.crew.stuck_until(now)) is not None and deadline <= now:
+            error = self.crew.verdict()
             if self._interrupted and isinstance(error, ConnectionLostError):
                 error = type(error)(f"{error}; it was loading {self._interrupted}")
             self.failure = error
@@ -338,6 +392,6 @@ class Engine(Generic[N]):
     def due(self, now: float) -> float | None:
         """Time for the next :meth:`tick` and :meth:`act` without further events; None for never."""
         due = self.table.due(now)
-        stuck_until = self._crew.stuck_until(now) if self._crew.is_stuck else None
+        stuck_until = self.crew.stuck_until(now) if self.crew.is_stuck else None
         report_at = None if self._waiting_since is None or not self.table.tasks else self._report_at
         return min((time for time in (due, stuck_until, report_at) if time is not None), default=None)

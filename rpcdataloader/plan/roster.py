@@ -17,6 +17,11 @@ from typing import Generic, TypeVar
 
 N = TypeVar("N", bound=Hashable)
 
+# First and longest back-off in seconds before a node is retried. The first one gives the news of a lost node time to
+# reach its other workers. Each attempt itself waits while connections are refused, as servers need seconds to start.
+FIRST_PAUSE = 0.1
+MAX_PAUSE = 5.0
+
 
 @dataclass(slots=True, eq=False)
 class _Place(Generic[N]):
@@ -34,30 +39,26 @@ class Roster(Generic[N]):
         needs_all: True if no place may be missing (those of streams).
 
     Attributes:
+        nodes: All nodes that were ever a part of this pass.
+        pauses: Last back-off of each node that is being tried.
         expects_more: True if unknown nodes may still be added.
     """
 
     def __init__(self, homes: Sequence[N], others: Sequence[N] = (), *, needs_all: bool = False) -> None:
         self._places = [_Place(home) for home in homes]
-        self._nodes = list(dict.fromkeys([*homes, *others]))
+        self.nodes = list(dict.fromkeys([*homes, *others]))
+        self.pauses: dict[N, float] = {}
         self._needs_all = needs_all
         self._up: set[N] = set()
-        self._trying: set[N] = set()
-        self._failed: set[N] = set()  # nodes being tried that did not answer in time
         self._hopeless: set[N] = set()
         self.expects_more = False
-
-    @property
-    def homes(self) -> list[N]:
-        """The homes, each once."""
-        return list(dict.fromkeys(place.home for place in self._places))
 
     # Nodes
 
     def node_up(self, node: N) -> None:
         """Note that workers can be opened there."""
         self._up.add(node)
-        self._forget_trying(node)
+        self.pauses.pop(node, None)
         for place in self._places:
             place.refused_by.discard(node)
 
@@ -65,14 +66,15 @@ class Roster(Generic[N]):
         """Note that workers can no longer be opened there."""
         self._up.discard(node)
 
-    def node_failed(self, node: N) -> None:
-        """Note a failed attempt that others follow, so that other nodes may be asked."""
-        self._failed.add(node)
+    def node_failed(self, node: N) -> float:
+        """Note a failed attempt, so that other nodes may be asked; returns the back-off until the next one."""
+        self.pauses[node] = min(2 * self.pauses[node], MAX_PAUSE)
+        return self.pauses[node]
 
     def node_hopeless(self, node: N) -> None:
         """Give up a node that refuses this client or cannot build the dataset."""
         self._up.discard(node)
-        self._forget_trying(node)
+        self.pauses.pop(node, None)
         self._hopeless.add(node)
 
     def is_hopeless(self, node: N) -> bool:
@@ -86,8 +88,8 @@ class Roster(Generic[N]):
             num_places: Number of places of a new node, as their home; 0 for a node that helps others.
         """
         self._hopeless.discard(node)
-        if node not in self._nodes:
-            self._nodes.append(node)
+        if node not in self.nodes:
+            self.nodes.append(node)
             self._places += [_Place(node) for _ in range(num_places)]
         for place in self._places:
             # A stream's place closes when the stream has ended, unless it was given up.
@@ -108,29 +110,25 @@ class Roster(Generic[N]):
         new = [
             node
             for node in dict.fromkeys(wanted)
-            if node not in self._up and node not in self._trying and node not in self._hopeless
+            if node not in self._up and node not in self.pauses and node not in self._hopeless
         ]
-        self._trying.update(new)
+        self.pauses.update(dict.fromkeys(new, FIRST_PAUSE))
         return new
 
     def _others(self, homes: Sequence[N]) -> list[N]:
         """As many nodes as there are places to fill, without those that do not answer."""
         others: list[N] = []
-        for node in self._nodes:
-            if sum(other not in self._failed for other in others) == len(homes):
+        for node in self.nodes:
+            if sum(self.pauses.get(other, 0.0) <= FIRST_PAUSE for other in others) == len(homes):
                 break
             if node not in homes and node not in self._hopeless:
                 others.append(node)
         return others
 
-    def _forget_trying(self, node: N) -> None:
-        self._trying.discard(node)
-        self._failed.discard(node)
-
     @property
     def is_hopeful(self) -> bool:
         """Whether a node is being tried, or may be added."""
-        return bool(self._trying) or self.expects_more
+        return bool(self.pauses) or self.expects_more
 
     @property
     def num_places(self) -> int:
@@ -211,7 +209,7 @@ class Roster(Generic[N]):
             return place.node
         if not (self._needs_all or is_deserted):
             return None
-        candidates = [node for node in self._nodes if node in self._up and node not in place.refused_by]
+        candidates = [node for node in self.nodes if node in self._up and node not in place.refused_by]
         return min(candidates, key=lambda node: load[node], default=None)
 
     @property

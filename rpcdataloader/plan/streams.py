@@ -100,12 +100,6 @@ class StreamTable(Table[_StreamEntry]):
 
     # Time
 
-    def timed_out(self, now: float) -> list[tuple[int, int]]:
-        expired = [] if self._timeouts is None else self._timeouts.expire(now)
-        running = [(worker, self.running(worker)) for worker in expired]
-        # Without a task, its stream has ended.
-        return [(worker, number) for worker, number in running if number is not None]
-
     def due(self, now: float) -> float | None:  # noqa: ARG002  every event carries its time
         return None if self._timeouts is None else self._timeouts.due
 
@@ -214,7 +208,7 @@ class StreamTable(Table[_StreamEntry]):
             else:
                 self._waiting.remove(number)
         self._turn.remove(stream)
-        self._window = self._wanted_window = len(self._turn) * self._prefetch_factor
+        self.window = self._wanted_window = len(self._turn) * self._prefetch_factor
         self._ended = not self._turn
 
     def _first_in_flight(self, stream: int) -> int | None:

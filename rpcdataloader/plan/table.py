@@ -30,9 +30,11 @@ class Entry:
     """A batch to load.
 
     Attributes:
+        answer: Argument of :meth:`Table.replied`; None for a condemned task.
         size_bytes: Bytes of the answer; None until it is here.
         num_deaths: Number of workers that died at work on it.
         stream: Stream that it belongs to; None without streams.
+        condemned: Text of the error that is delivered in place of an answer, if the task has killed too many workers.
     """
 
     number: int
@@ -41,6 +43,7 @@ class Entry:
     size_bytes: int | None = None
     num_deaths: int = 0
     stream: int | None = None
+    condemned: str | None = None
 
 
 T = TypeVar("T", bound=Entry)
@@ -59,6 +62,7 @@ class Table(ABC, Generic[T]):
     Attributes:
         tasks: Undelivered tasks by number, in the order of the numbers.
         batch_size_bytes: Estimated size of a batch, 0 before the first answer.
+        window: Limit on the number of undelivered tasks.
         num_doubled: Number of tasks in flight at two workers.
         answered_bytes: Bytes of undelivered answers.
 
@@ -78,7 +82,7 @@ class Table(ABC, Generic[T]):
         self._max_bytes = options.max_in_flight_bytes
         self._num_added = 0
         self._ended = False
-        self._window = self._wanted_window = options.num_workers * options.prefetch_factor
+        self.window = self._wanted_window = options.num_workers * options.prefetch_factor
         self._num_in_flight = 0  # unanswered copies
         self.answered_bytes = 0
         self._answered: deque[T] = deque()  # in the order of the answers; unused with in_order
@@ -145,12 +149,14 @@ class Table(ABC, Generic[T]):
 
     # Time
 
-    @abstractmethod
     def timed_out(self, now: float) -> list[tuple[int, int]]:
         """Workers whose running task exceeds its time, each once per task, with the number of the task.
 
         The driver ends such a worker, reports that it left, and passes the task to :meth:`blame`.
         """
+        expired = [] if self._timeouts is None else self._timeouts.expire(now)
+        # Without a task, its stream has ended.
+        return [(worker, number) for worker in expired for number in self.in_flight(worker)[:1]]
 
     @abstractmethod
     def due(self, now: float) -> float | None:
@@ -164,7 +170,7 @@ class Table(ABC, Generic[T]):
     @property
     def wants_input(self) -> bool:
         """Whether :meth:`add_task` takes a task. Stays true until a task is added or delivered, or the input ends."""
-        return not self._ended and len(self.tasks) < self._window
+        return not self._ended and len(self.tasks) < self.window
 
     @abstractmethod
     def add_task(self, payload: Any) -> int | None:
@@ -235,11 +241,6 @@ class Table(ABC, Generic[T]):
         """Workers with a superfluous copy of an answered task that is not delivered yet."""
 
     @property
-    def window(self) -> int:
-        """Limit on the number of undelivered tasks."""
-        return self._window
-
-    @property
     def has_deliverable(self) -> bool:
         """Whether :meth:`pop_deliverable` gives a task now."""
         if not self._in_order:
@@ -257,7 +258,7 @@ class Table(ABC, Generic[T]):
         else:
             return None
         del self.tasks[task.number]
-        self._window = self._wanted_window
+        self.window = self._wanted_window
         self.answered_bytes -= task.size_bytes or 0
         return task
 

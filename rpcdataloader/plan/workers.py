@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import NamedTuple
 
 # Weight of the newest measurement in an average task time. A worker's second answer replaces the first, which says more
 # about imports and cold caches than about speed.
@@ -200,15 +199,6 @@ class Ranking:
         return heapq.merge(*both, key=lambda worker: (worker.expect_finish(), worker.order))
 
 
-class _Rank(NamedTuple):
-    """Key of a choice; the lowest is the best."""
-
-    is_overdue: bool
-    nearness: int
-    finish: float
-    order: int
-
-
 def choose(candidates: Iterable[WorkerPace], failed_at: WorkerPace | None, now: float) -> WorkerPace:
     """The best of the workers with room, for a task that has failed at ``failed_at``, or nowhere.
 
@@ -221,7 +211,10 @@ def choose(candidates: Iterable[WorkerPace], failed_at: WorkerPace | None, now: 
             if now < worker.overdue_at():
                 return worker
         return next(iter(candidates))
-    return min(candidates, key=lambda worker: _rank(worker, failed_at, now))
+    return min(
+        candidates,
+        key=lambda one: (one.overdue_at() <= now, _nearness(one, failed_at), one.expect_finish(), one.order),
+    )
 
 
 def choose_second(workers: Collection[WorkerPace], first: WorkerPace, now: float) -> WorkerPace | None:
@@ -262,10 +255,6 @@ def keep_until(best: WorkerPace, workers: Iterable[WorkerPace], failed_at: Worke
         if is_better and not other.draining and now < (overdue_at := other.overdue_at()) < math.inf:
             return min(overdue_at, stale_at)
     return now
-
-
-def _rank(worker: WorkerPace, avoided: WorkerPace, now: float) -> _Rank:
-    return _Rank(worker.overdue_at() <= now, _nearness(worker, avoided), worker.expect_finish(), worker.order)
 
 
 def _nearness(worker: WorkerPace, avoided: WorkerPace | None) -> int:

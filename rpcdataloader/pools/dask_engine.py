@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rpcdataloader.pools.node import NodeActor, Order
-from rpcdataloader.pools.pool import Pool, import_engine, make_order
+from rpcdataloader.pools.pool import NodeActor, Order, Pool, import_engine, make_order
 
 
 def dask_pool(

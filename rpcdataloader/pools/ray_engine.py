@@ -6,8 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rpcdataloader.pools.node import NodeActor, Order
-from rpcdataloader.pools.pool import Pool, import_engine, make_order
+from rpcdataloader.pools.pool import NodeActor, Order, Pool, import_engine, make_order
 
 
 def ray_pool(

@@ -13,16 +13,15 @@ import os
 import secrets
 import tempfile
 import time
-from types import TracebackType
 
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.wire.registration import RENEWAL_PERIOD, Registration
+from rpcdataloader.wire.status import RENEWAL_PERIOD, Registration
 
 logger = logging.getLogger("rpcdataloader.server")
 
 
 class Announcement:
-    """Announces a server in ``directory`` for the duration of a ``with`` block.
+    """Announces a server in ``directory`` until it is closed.
 
     Args:
         directory: Absolute path; created if it is missing, for its owner alone.
@@ -32,36 +31,25 @@ class Announcement:
         due: Time of the next :meth:`renew`, on the clock of :func:`time.monotonic`.
 
     Raises:
-        ConnectError: The directory cannot be written when the block begins.
+        ConnectError: The directory cannot be written.
     """
 
     def __init__(self, directory: str, registration: Registration) -> None:
         self._directory = directory
         self._registration = registration
         self._path = os.path.join(directory, registration.file_name(secrets.token_hex(4)))
-        self._has_ended = False
         self._has_failed = False
         self.due = time.monotonic() + RENEWAL_PERIOD
-
-    def __enter__(self) -> Announcement:
         try:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(self._directory, 0o700)
+                os.mkdir(directory, 0o700)
             self._write(is_first=True)
         except OSError as exc:
-            raise ConnectError(f"cannot register in {self._directory}: {exc.strerror or exc}") from exc
+            raise ConnectError(f"cannot register in {directory}: {exc.strerror or exc}") from exc
         logger.info("registered as %s", self._path)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.end()
 
     def renew(self) -> None:
         """Show that the server still lives, when that is :attr:`due`; logs problems."""
-        if self._has_ended:
-            return
         self.due = time.monotonic() + RENEWAL_PERIOD
         try:
             try:
@@ -75,11 +63,10 @@ class Announcement:
                 logger.warning("cannot renew %s: %s", self._path, exc.strerror or exc)
             self._has_failed = True
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Tell clients that the server is leaving; idempotent."""
-        if self._has_ended:
+        if self.due == math.inf:
             return
-        self._has_ended = True
         self.due = math.inf
         try:
             os.unlink(self._path)

@@ -1,18 +1,19 @@
-"""Settings that every process of a node server inherits through the forks."""
+"""State that every process of a node server inherits through the forks."""
 
 from __future__ import annotations
 
 import logging
+import socket
 from dataclasses import dataclass, field
 
 from rpcdataloader.errors import AuthenticationError, RPCError
-from rpcdataloader.server.connections import Kind, Origin, describe
-from rpcdataloader.server.connections import logger as connection_logger
 from rpcdataloader.server.counters import CounterTable
-from rpcdataloader.server.output import SharedLimit
-from rpcdataloader.wire.certificates import TlsFiles
+from rpcdataloader.server.logs import Kind, Origin, SharedLimit, describe
+from rpcdataloader.server.logs import logger as connection_logger
+from rpcdataloader.server.settings import ServerSettings
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.handshake import TlsError
+from rpcdataloader.wire.tls import TlsFiles
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -24,28 +25,28 @@ REFUSALS_PERIOD = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """The part of the server's settings that sessions and workers need.
+    """State that every process of a node server inherits through the forks.
 
     Attributes:
-        parallel: Threads per worker for ``rpc_async`` calls.
-        timeout: Seconds for an ``rpc_async`` call whose caller set no limit; 0 for no limit.
-        max_tasks: Tasks of a loader after which a worker retires; 0 for no limit.
-        tls: Files for TLS, read again for every connection; None for no TLS.
-        tells_clients: True if warnings go to the client, too; False where the log is the client's terminal.
+        embedded: True for the pool of one trainer: workers are not capped, and warnings only go to the log, which is
+            the trainer's terminal.
+        tls: Files for TLS, with absolute paths: sessions change the working directory, and workers the environment.
         refusals: Limit on the lines of :meth:`log_refusal`.
     """
 
-    node: str
-    num_workers: int
-    parallel: int
-    timeout: float
-    max_tasks: int
+    settings: ServerSettings
     credentials: Credentials
-    max_connections: int | None = None
+    num_workers: int
+    embedded: bool = False
     tls: TlsFiles | None = None
-    tells_clients: bool = True
+    node: str = field(default_factory=socket.gethostname)
     refusals: SharedLimit = field(default_factory=lambda: SharedLimit(MAX_REFUSALS, REFUSALS_PERIOD))
     counters: CounterTable = field(default_factory=CounterTable)
+
+    @property
+    def max_connections(self) -> int | None:
+        """Cap on the workers of all clients together; None for no cap."""
+        return None if self.embedded else self.settings.max_connections or 4 * self.num_workers
 
     def log_refusal(
         self, peer: str, reason: RPCError | str, kind: Kind | None = None, origin: Origin | None = None

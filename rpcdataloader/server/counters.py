@@ -52,7 +52,7 @@ ROW = np.dtype(
         ("unanswered", "i8"),  # received requests without a reply, including running ones
         ("draining", "i8"),  # 1 if new requests are declined
         ("batch", "i8"),  # present batch of a loader's worker,
-        ("sample", "i8"),  # and its sample: see fetch/whereabouts.py
+        ("sample", "i8"),  # and its sample: see fetch/samples.py
         ("socket", "i8"),  # inode of a worker's connection
         ("control", "i8", 2),  # bytes received and sent by a gate or session
         # Work of a worker; in a row above, that of its ended processes:
@@ -90,13 +90,7 @@ def _slot(place: int, number: int) -> int:
 
 
 def _is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
+    return not os.path.exists(f"/proc/{pid}")
 
 
 class CounterTable:
@@ -127,15 +121,7 @@ class CounterTable:
     # --- the node server
 
     def open(self, kind: int, pid: int, now: int, **values: int) -> int:
-        """Assign a row to a process; returns its place.
-
-        Args:
-            kind: ``GATE`` or ``WORKER``.
-            values: Further known fields, under the names of :data:`ROW`.
-
-        Raises:
-            OSError: All rows are in use.
-        """
+        """Assign a row, with further known fields, to a process; returns its place. Raises ``OSError`` without one."""
         for position in range(len(self._free) - 1, -1, -1):
             place = self._free[position]
             before = int(self._rows[place]["pid"])

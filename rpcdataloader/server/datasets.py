@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -17,7 +16,7 @@ from torch.utils.data import IterableDataset
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.generators import set_states
 from rpcdataloader.server.processes import memory_of_its_own, num_threads, open_files
-from rpcdataloader.wire.pickling import loads
+from rpcdataloader.wire.pickling import Build, loads
 from rpcdataloader.wire.slabs import Block
 
 # Seconds in which a joined thread, such as that of a pool, disappears: some instructions, on a busy machine.
@@ -27,54 +26,27 @@ THREAD_END_TIMEOUT = 0.5
 WORTH_COLLECTING_BYTES = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """A pickled ``(instance,)`` or ``(callable, args, kwargs)``, with its blocks and random states."""
-
-    name: str
-    generators: tuple[Any, ...]
-    pickled: bytes
-    blocks: Sequence[Block]
-
-    def build(self) -> Any:
-        """Build the dataset.
-
-        Raises:
-            SerializationError: A module or name in the pickle is missing here.
-            Exception: An exception of the callable.
-        """
-        # Changes that the constructor makes stay, as if the client had called it.
-        set_states(self.generators)
-        made = loads(self.pickled, self.blocks, adopt_main=True)
-        if len(made) == 1:
-            return made[0]
-        factory, args, kwargs = made
-        return factory(*args, **kwargs)
-
-
 class DatasetTable:
     """Datasets by key; keys are chosen by the client and are the same on all of its nodes."""
 
     def __init__(self) -> None:
-        self._recipes: dict[int, Recipe] = {}
+        self._recipes: dict[int, tuple[Build, Sequence[Block]]] = {}
         self._built: dict[int, Any] = {}
         # The least memory of this process since its last full collection.
         self._kept_bytes = memory_of_its_own()
 
-    def add(self, key: int, recipe: Recipe, *, shared: bool) -> tuple[Any, str | None]:
-        """Add a dataset.
-
-        Args:
-            shared: True to build it here, for workers that are forked later; False to leave it to them.
+    def add(self, recipe: Build, blocks: Sequence[Block]) -> tuple[Any, str | None]:
+        """Add a dataset; builds it here if it is shared with workers, which are forked later.
 
         Returns:
-            The dataset, or None where workers build their own; and why they do although ``shared`` was requested.
+            The dataset, or None where workers build their own; and why they do although it should be shared.
         """
-        self._recipes[key] = recipe
-        if not shared:
+        key = recipe.key
+        self._recipes[key] = recipe, blocks
+        if not recipe.shared:
             return None, None
         threads, files = num_threads(), open_files()
-        dataset = recipe.build()
+        dataset = build(recipe, blocks)
         reason = why_not_shared(threads, files)
         if reason is not None:
             return None, reason
@@ -85,15 +57,11 @@ class DatasetTable:
         return dataset, None
 
     def get(self, key: int) -> Any:
-        """Return the dataset, built now if this process has not yet done so.
-
-        Raises:
-            LocalProtocolError: The dataset is unknown here.
-        """
+        """Return the dataset, built now if this process has not yet done so."""
         if key not in self._built:
             if key not in self._recipes:
                 raise LocalProtocolError(f"dataset {key} is unknown to this process")
-            self._built[key] = self._recipes[key].build()
+            self._built[key] = build(*self._recipes[key])
         return self._built[key]
 
     def release(self, keys: Sequence[int]) -> None:
@@ -111,6 +79,17 @@ class DatasetTable:
         # Survivors stay shared with workers that are forked later.
         gc.freeze()
         self._kept_bytes = memory_of_its_own()
+
+
+def build(recipe: Build, blocks: Sequence[Block]) -> Any:
+    """Build a dataset; raises the constructor's error, or ``SerializationError`` if a module is missing here."""
+    # Changes that the constructor makes stay, as if the client had called it.
+    set_states(recipe.generators)
+    made = loads(recipe.pickled, blocks, adopt_main=True)
+    if len(made) == 1:
+        return made[0]
+    factory, args, kwargs = made
+    return factory(*args, **kwargs)
 
 
 def length_of(dataset: object) -> int | None:

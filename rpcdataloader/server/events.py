@@ -15,9 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from rpcdataloader.server.connections import Origin
-from rpcdataloader.wire import plain
-from rpcdataloader.wire.plain import Json
+from rpcdataloader.server.logs import Origin
+from rpcdataloader.wire.messages import Json, from_json, read_json
 
 
 @dataclass(frozen=True)
@@ -67,15 +66,13 @@ class StacksBegun(Event):
 
 @dataclass(frozen=True)
 class IsForWorker(Event):
-    """Gate to node server: the connection belongs to a session. Its id and the preamble are hexadecimal."""
+    """Gate to node server: the connection belongs to a session. Its id and the preamble are hexadecimal.
+
+    The node server ends the gate when the session has the connection.
+    """
 
     session: str
     preamble: str
-
-
-@dataclass(frozen=True)
-class HandedOver(Event):
-    """Node server to gate: the session has the connection."""
 
 
 @dataclass(frozen=True)
@@ -89,17 +86,12 @@ class SessionBegun(Event):
 
     id: str
     name: str
-    peer: str
     origin: Origin
 
 
 @dataclass(frozen=True)
 class SessionKnown(Event):
-    """Node server to session: worker connections may come.
-
-    Attributes:
-        folder: Path for modules of its client; the node server removes it.
-    """
+    """Node server to session: worker connections may come. The node server removes the folder of modules in the end."""
 
     folder: str
 
@@ -187,21 +179,16 @@ _CLASSES = {kind.__name__: kind for kind in Event.__subclasses__()}
 
 
 def encode(event: Event) -> bytes:
-    """The event as JSON."""
     return json.dumps({"event": type(event).__name__, **asdict(event)}).encode()
 
 
 def decode(data: bytes) -> Event:
-    """Return the event.
-
-    Raises:
-        ValueError: ``data`` is not an event.
-    """
-    fields = plain.load(data)
+    """Return the event; raises ``ValueError`` for other data."""
+    fields = read_json(data)
     kind = _CLASSES.get(str(fields.get("event")))
     if kind is None:
         raise ValueError(f"unknown event {fields.get('event')!r}")
-    return plain.make(kind, fields)
+    return from_json(kind, fields)
 
 
 MAX_MESSAGE = 16384
@@ -215,11 +202,14 @@ class Link:
     """One end of a socketpair that keeps message boundaries; several processes may write to it.
 
     Reading yields None once the other end is closed; writing to it then does nothing.
+
+    Attributes:
+        unsent: Posted events that wait for room.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._unsent: deque[bytes] = deque()
+        self.unsent: deque[bytes] = deque()
 
     @classmethod
     def pair(cls) -> tuple[Link, Link]:
@@ -228,36 +218,27 @@ class Link:
         return cls(ours), cls(theirs)
 
     def fileno(self) -> int:
-        """The descriptor, for polling."""
         return self._sock.fileno()
 
     def send(self, event: Event, descriptors: Sequence[int] = ()) -> bool:
-        """Send one event; waits while the other end is busy and its queue is full.
-
-        Returns:
-            True if the event is on its way: the other end is open, and the system has room for it.
-        """
+        """Send one event; waits while the other end's queue is full. Returns True if the event is on its way."""
         return self._send(encode(event), descriptors, 0) is None
 
     def post(self, event: Event) -> bool:
-        """Send one event without waiting; events without room go with a later :meth:`flush`.
-
-        Returns:
-            True if every posted event has gone.
-        """
-        self._unsent.append(encode(event))
+        """Send one event, now or with a later :meth:`flush`; returns True if every posted event has gone."""
+        self.unsent.append(encode(event))
         return self.flush()
 
-    def offer(self, event: Event, descriptors: Sequence[int]) -> bool:
+    def offer(self, event: Event, descriptors: Sequence[int] = ()) -> bool:
         """Send one event with descriptors if there is room for it now; returns True if it is on its way."""
         return self.flush() and self._send(encode(event), descriptors, socket.MSG_DONTWAIT) is None
 
     def flush(self) -> bool:
         """Send posted events as far as there is room; returns True if all have gone."""
-        while self._unsent:
-            if self._send(self._unsent[0], (), socket.MSG_DONTWAIT) in _NO_ROOM:
+        while self.unsent:
+            if self._send(self.unsent[0], (), socket.MSG_DONTWAIT) in _NO_ROOM:
                 return False
-            self._unsent.popleft()
+            self.unsent.popleft()
         return True
 
     def _send(self, data: bytes, descriptors: Sequence[int], flags: int) -> int | None:
@@ -289,19 +270,14 @@ class Link:
         descriptors = array("i")
         for _level, _type, content in ancillary:
             descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
-        if flags & socket.MSG_CTRUNC:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        if not data:
-            return None
         try:
-            return decode(data), list(descriptors)
-        except ValueError:
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return (decode(data), list(descriptors)) if data else None
+        except (OSError, ValueError):
             for descriptor in descriptors:
                 os.close(descriptor)
             raise
 
     def close(self) -> None:
-        """Close this end; idempotent."""
         self._sock.close()

@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import Counter
@@ -19,15 +18,12 @@ from collections.abc import Callable, Iterator
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.server.announcement import Announcement
-from rpcdataloader.server.children import Child, ClientSession, OpenGate, become
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE
 from rpcdataloader.server.events import Accepted, Event, IsForWorker, Refused, SessionBegun, TellsStatus, WantsStacks
-from rpcdataloader.server.gate import Gate, SpareGates, fork_gate
-from rpcdataloader.server.loop import Door, Lifeline, Loop
-from rpcdataloader.server.output import Outputs
-from rpcdataloader.server.processes import EXHAUSTED_PAUSE, reap_orphans
-from rpcdataloader.server.sessions import Admission, Sessions
+from rpcdataloader.server.gate import SpareGates, fork_gate
+from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, reap_orphans
+from rpcdataloader.server.sessions import Child, ClientSession, OpenGate, Sessions, become
 from rpcdataloader.wire.connecting import accept, peer_name
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -42,14 +38,14 @@ MAX_GATES = 128
 # Seconds until a retry when a session has no room for a message.
 RETRY_PAUSE = 0.05
 
+# Seconds of silence after which an owner that writes to the lifeline counts as gone: a machine that vanished does not
+# close it.
+LIFELINE_SILENCE = 60.0
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 # poll(2) takes milliseconds in 32 bits.
 _MAX_POLL_TIMEOUT = 3600.0
-
-
-def write_to_stderr(line: str) -> None:
-    """Write a line of output to standard error, the default."""
-    sys.stderr.write(line)
-    sys.stderr.flush()
 
 
 class NodeServer:
@@ -57,10 +53,9 @@ class NodeServer:
 
     Args:
         listener: Listening socket; closed when the server ends or drains.
-        max_connections_per_client: Cap on the workers of one client; None for no cap.
-        grace: Seconds of a drain after which all processes are ended.
         write_output: Function that takes the lines that sessions and workers print.
-        lifeline: Descriptor that shows whether the owner of this server lives (see ``loop.py``); None without an owner.
+        lifeline: Descriptor that the server's owner holds open; None without an owner. End of file means that the owner
+            has gone; so does silence for ``LIFELINE_SILENCE`` seconds after a first byte.
         announcement: File by which clients find the server, renewed here and ended by a drain; None without one.
     """
 
@@ -69,35 +64,33 @@ class NodeServer:
         listener: socket.socket,
         context: ServerContext,
         *,
-        max_connections_per_client: int | None,
-        grace: float,
-        write_output: Callable[[str], None] = write_to_stderr,
+        write_output: Callable[[str], object],
         lifeline: int | None = None,
-        announcement: Announcement | None = None,
     ) -> None:
         self._context = context
-        self._grace = grace
+        self._grace = context.settings.grace
         self._loop = Loop()
-        self._door = Door(listener, self._loop, self._on_connection)
-        self._outputs = Outputs(self._loop, write_output)
-        admission = Admission(context.max_connections, max_connections_per_client)
-        self._sessions = Sessions(context, admission, self._loop, self._outputs)
-        self._lifeline = None if lifeline is None else Lifeline(lifeline)
-        self._announcement = announcement
+        # A connection may go away between poll and accept.
+        listener.setblocking(False)
+        self._listener = listener
+        self._accept_at = 0.0  # time from which connections are accepted; infinite while they are, and in a drain
+        self._sessions = Sessions(context, self._loop, write_output)
+        self._lifeline = lifeline
+        self._owner_gone_at = math.inf
+        self.announcement: Announcement | None = None
         # By process id: gates, sessions, and status connections.
         self._children: dict[int, Child] = {}
         # Enough for the session and the workers of one client.
         self._spares = SpareGates(context.num_workers + 1, lambda: fork_gate(self._forget_in_child, context))
-        self._stop_requests = 0
         self._drain_deadline: float | None = None
+        self._num_stops = 0
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self) -> None:
-        """Run until :meth:`stop`; returns when every child has ended."""
-        self._door.open()
+        """Run until a signal or the owner's end; returns when every child has ended."""
         self._loop.watch(self._wake_read, self._on_wake)
         if self._lifeline is not None:
-            self._loop.watch(self._lifeline.fileno(), self._lifeline.read)
+            self._loop.watch(self._lifeline, self._on_lifeline)
         self._spares.wait(time.monotonic())
         try:
             while self._drain_deadline is None or self._busy():
@@ -106,15 +99,23 @@ class NodeServer:
         finally:
             self._close()
 
-    def stop(self) -> None:
-        """Drain; called a second time, end at once. Safe in a signal handler and in any thread."""
-        self._stop_requests += 1
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b".")
-
-    def wakeup_fileno(self) -> int:
-        """A descriptor that ends the server's wait when written to (:func:`signal.set_wakeup_fd`)."""
-        return self._wake_write
+    @contextlib.contextmanager
+    def hearing_signals(self) -> Iterator[None]:
+        """Let SIGTERM and SIGINT drain the server, and a second one end it; only possible in the main thread."""
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        # A signal that the kernel gives to another thread, such as one of a preloaded module, does not interrupt poll.
+        # The descriptor comes first, so that no signal is lost.
+        wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False) if in_main_thread else None
+        before = {number: signal.signal(number, lambda *_: None) for number in _STOP_SIGNALS if in_main_thread}
+        try:
+            yield
+        finally:
+            if wakeup is not None:
+                signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            os.close(self._wake_read)
+            os.close(self._wake_write)
 
     def _close(self) -> None:
         self._spares.close()
@@ -122,13 +123,7 @@ class NodeServer:
             child.end("the node server has ended")
             child.process.reap(wait=True)
         self._sessions.close()
-        self._outputs.finish()
-        self._door.close()
-
-    def close(self) -> None:
-        """Close the descriptors, once :meth:`stop` can no longer be called."""
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._listener.close()
 
     def _gates(self) -> Iterator[OpenGate]:
         return (child for child in list(self._children.values()) if isinstance(child, OpenGate))
@@ -144,25 +139,22 @@ class NodeServer:
             return
         try:
             # Before the connection is accepted, as a gate that is forked later would inherit it.
-            gate = self._spares.take(time.monotonic())
+            spare = self._spares.take(time.monotonic())
             with contextlib.ExitStack() as failed:
-                failed.callback(self._spares.give_back, gate)
-                row = self._context.counters.open(GATE, gate.process.pid, time.monotonic_ns())
+                failed.callback(self._spares.give_back, spare)
+                row = self._context.counters.open(GATE, spare.process.pid, time.monotonic_ns())
                 failed.callback(self._context.counters.close, row)
-                accepted = accept(self._door.listener)
-                if accepted is not None:
-                    self._open_gate(gate, row, *accepted)
-                    failed.pop_all()
+                if (accepted := accept(self._listener)) is None:
+                    return
+                sock, source = accepted
+                failed.callback(sock.close)
+                peer = peer_name(sock)
+                has_it = spare.link.send(Accepted(peer, row), [sock.fileno()])
+                failed.pop_all()
         except (ConnectError, OSError) as exc:
             logger.warning("cannot accept a connection now: %s", getattr(exc, "strerror", exc))
-            self._door.pause(EXHAUSTED_PAUSE)
-
-    def _open_gate(self, spare: Gate, row: int, sock: socket.socket, source: str) -> None:
-        with contextlib.ExitStack() as failed:
-            failed.callback(sock.close)
-            peer = peer_name(sock)
-            has_it = spare.link.send(Accepted(peer, row), [sock.fileno()])
-            failed.pop_all()
+            self._accept_after(EXHAUSTED_PAUSE)
+            return
         process, pid = spare.process, spare.process.pid
         gate = self._children[pid] = OpenGate(
             process=process,
@@ -178,16 +170,21 @@ class NodeServer:
         if not has_it:
             gate.end("its connection could not be handed over")
 
+    def _accept_after(self, seconds: float) -> None:
+        """Leave connections in the kernel's queue for a while."""
+        self._loop.unwatch(self._listener.fileno())
+        self._accept_at = time.monotonic() + seconds
+
     def _has_room(self) -> bool:
         """Whether a gate may be forked; at the limit, the oldest gate of the busiest source is ended to make room."""
-        gates = [(gate.deadline, gate) for gate in self._gates() if gate.deadline is not None]
+        gates = [(gate.deadline, gate) for gate in self._gates() if gate.deadline < math.inf]
         if len(gates) < MAX_GATES:
             return True
         busiest = Counter(gate.source for _deadline, gate in gates).most_common(1)[0][0]
         deadline, victim = next((deadline, gate) for deadline, gate in gates if gate.source == busiest)
         youth = deadline - GATE_TIMEOUT + GATE_PATIENCE - time.monotonic()
         if youth > 0:
-            self._door.pause(youth)
+            self._accept_after(youth)
             return False
         self._context.log_refusal(victim.peer, "too many unauthenticated connections")
         victim.end("too many unauthenticated connections")
@@ -195,12 +192,12 @@ class NodeServer:
 
     def _forget_in_child(self) -> None:
         """Close the node server's descriptors in a fork."""
-        self._door.listener.close()
+        self._listener.close()
         os.close(self._wake_read)
         os.close(self._wake_write)
         if self._lifeline is not None:
-            os.close(self._lifeline.fileno())
-        self._outputs.forget_in_child()
+            os.close(self._lifeline)
+        self._sessions.forget_in_child()
         for child in self._children.values():
             child.forget_in_child()
         self._spares.forget_in_child()
@@ -255,7 +252,8 @@ class NodeServer:
         self._loop.unwatch(child.link.fileno())
         self._loop.unwatch(child.sock.fileno())
         child.close()
-        self._door.open()
+        if self._drain_deadline is None:
+            self._accept_at = 0.0
         if isinstance(child, ClientSession):
             self._sessions.ended(child, reason)
         self._context.counters.close(child.row)
@@ -266,15 +264,27 @@ class NodeServer:
 
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_read, 4096)
-        if self._stop_requests > 0:
-            self._drain()
-        if self._stop_requests > 1:
-            self._end_all("the node server was told to end")
+            # The same signal twice at once counts once, as for Python's handlers.
+            for _signal in set(_STOP_SIGNALS).intersection(os.read(self._wake_read, 4096)):
+                self._num_stops += 1
+                if self._num_stops == 1:
+                    self._drain()
+                else:
+                    self._end_all("the node server was told to end")
 
-    def _on_owner_gone(self, lifeline: Lifeline) -> None:
-        self._loop.unwatch(lifeline.fileno())
-        lifeline.deadline = math.inf
+    def _on_lifeline(self) -> None:
+        assert self._lifeline is not None
+        try:
+            has_written = bool(os.read(self._lifeline, 4096))
+        except OSError:  # a terminal that was closed
+            has_written = False
+        self._owner_gone_at = time.monotonic() + LIFELINE_SILENCE
+        if not has_written:
+            self._on_owner_gone(self._lifeline)
+
+    def _on_owner_gone(self, lifeline: int) -> None:
+        self._loop.unwatch(lifeline)
+        self._owner_gone_at = math.inf
         logger.info("the owner of this server has gone")
         self._drain()
         if self._grace == 0:
@@ -286,9 +296,11 @@ class NodeServer:
         self._context.counters.row(0).draining[0] = 1
         self._spares.close()
         self._drain_deadline = time.monotonic() + self._grace
-        if self._announcement is not None:
-            self._announcement.end()
-        self._door.close()
+        if self.announcement is not None:
+            self.announcement.close()
+        self._loop.unwatch(self._listener.fileno())
+        self._listener.close()
+        self._accept_at = math.inf
         # Readers of this line may start another server at the same address.
         logger.info("draining: %d sessions, at most %g s", len(self._sessions), self._grace)
         for gate in self._gates():
@@ -303,55 +315,36 @@ class NodeServer:
     def _next_due(self) -> float:
         """The time of the next action."""
         now = time.monotonic()
-        times = [now + _MAX_POLL_TIMEOUT, self._sessions.due, self._spares.due, self._door.due]
-        times += [gate.deadline for gate in self._gates() if gate.deadline is not None]
+        times = [now + _MAX_POLL_TIMEOUT, self._sessions.due, self._spares.due, self._accept_at, self._owner_gone_at]
+        times += [gate.deadline for gate in self._gates()]
         if self._drain_deadline is not None:
             times.append(self._drain_deadline)
-        if self._lifeline is not None:
-            times.append(self._lifeline.deadline)
-        if self._announcement is not None:
-            times.append(self._announcement.due)
-        if any(child.has_unsent for child in self._children.values()) or any(gate.wanted for gate in self._gates()):
+        if self.announcement is not None:
+            times.append(self.announcement.due)
+        if any(child.link.unsent for child in self._children.values()) or any(gate.wanted for gate in self._gates()):
             times.append(now + RETRY_PAUSE)
         return min(times)
 
     def _do_what_is_due(self) -> None:
         now = time.monotonic()
         for gate in self._gates():
-            if gate.deadline is not None and now > gate.deadline:
+            if now > gate.deadline:
                 if not gate.is_refused:
                     self._context.log_refusal(gate.peer, f"no handshake within {GATE_TIMEOUT:g} s")
                 gate.end("no handshake in time")
             if gate.wanted is not None:
                 self._sessions.hand_over(gate, gate.wanted)
         for child in self._children.values():
-            if child.has_unsent:
-                child.has_unsent = not child.link.flush()
+            child.link.flush()
         self._spares.refill(now)
-        if self._announcement is not None and now > self._announcement.due:
-            self._announcement.renew()
+        if self.announcement is not None and now > self.announcement.due:
+            self.announcement.renew()
         self._sessions.do_what_is_due(now)
-        if self._lifeline is not None and now > self._lifeline.deadline:
+        if self._lifeline is not None and now > self._owner_gone_at:
             self._on_owner_gone(self._lifeline)
-        if now > self._door.due:
-            self._door.open()
+        if now > self._accept_at:
+            self._loop.watch(self._listener.fileno(), self._on_connection)
+            self._accept_at = math.inf
         if self._drain_deadline is not None and now > self._drain_deadline and (busy := self._busy()):
             logger.warning("ended %d sessions that were still busy after %g s", len(busy), self._grace)
             self._end_all(f"still busy {self._grace:g} s after it was told to drain")
-
-
-@contextlib.contextmanager
-def stopping_on_signals(server: NodeServer) -> Iterator[None]:
-    """Let SIGTERM and SIGINT drain ``server``; without effect outside of the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, lambda *_: server.stop()) for number in (signal.SIGTERM, signal.SIGINT)}
-    # A signal that the kernel gives to another thread, such as one of a preloaded module, does not interrupt poll.
-    wakeup = signal.set_wakeup_fd(server.wakeup_fileno(), warn_on_full_buffer=False)
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(wakeup)
-        for number, handler in before.items():
-            signal.signal(number, handler)

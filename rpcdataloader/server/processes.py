@@ -1,4 +1,4 @@
-"""Forked processes: their stages, their exit status, and their end with their parent.
+"""Forked processes: their stages, their exit status, their end with their parent, and the loop that waits for them.
 
 Linux only: children are watched through descriptors, without signal handlers and ``waitpid(-1)``, which could disturb
 the caller of :func:`~rpcdataloader.server.run.run_worker`.
@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import random
+import select
 import signal
 import sys
 import threading
@@ -49,6 +50,31 @@ EXHAUSTED_PAUSE = 1.0
 WORKER_OOM_SCORE = 500
 
 _QUIET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Loop:
+    """Waits for descriptors, in a node server or a session."""
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+        self._handlers: dict[int, Callable[[], object]] = {}
+
+    def watch(self, descriptor: int, handler: Callable[[], object], events: int = select.POLLIN) -> None:
+        """Call ``handler`` on any of ``events``. The handler must cope with finding nothing to read."""
+        self._handlers[descriptor] = handler
+        self._poll.register(descriptor, events)
+
+    def unwatch(self, descriptor: int) -> None:
+        """Stop calling its handler; idempotent. Call this before the descriptor is closed."""
+        if self._handlers.pop(descriptor, None):
+            self._poll.unregister(descriptor)
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait for events at most ``timeout`` seconds, and call their handlers."""
+        for descriptor, _events in self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000 + 1):
+            # An earlier handler of this round may have dropped the descriptor, or even reused its number.
+            if handler := self._handlers.get(descriptor):
+                handler()
 
 
 class Process:
@@ -283,10 +309,7 @@ def reap_orphans(known: Container[int]) -> None:
     """Collect ended children that this process has not forked.
 
     A node server may be process 1 of a container, as without ``docker run --init``: it then inherits the workers of
-    ended sessions, and orphans of user code.
-
-    Args:
-        known: Ids of processes that are reaped elsewhere in this process.
+    ended sessions, and orphans of user code. Processes whose ids are ``known`` are reaped elsewhere.
     """
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and ended.si_pid not in known:

@@ -9,26 +9,26 @@ import logging
 import os
 import resource
 import socket
+import sys
 from collections.abc import Callable, Sequence
 
-from rpcdataloader.host.pages import collapse_pages
-from rpcdataloader.host.resources import machine_id
+from rpcdataloader.host.resources import collapse_pages, machine_id
 from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.node import NodeServer, stopping_on_signals, write_to_stderr
+from rpcdataloader.server.node import NodeServer
 from rpcdataloader.server.processes import num_threads
-from rpcdataloader.server.settings import ServerSettings
+from rpcdataloader.server.settings import DEFAULT_PORT, ServerSettings
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
 from rpcdataloader.wire.connecting import listen_tcp, listen_unix, resolve
 from rpcdataloader.wire.credentials import Credentials, load_credentials
-from rpcdataloader.wire.registration import Registration
+from rpcdataloader.wire.status import Registration
 
 logger = logging.getLogger("rpcdataloader.server")
 
 # Modules that clients make sessions and workers run, and that this part of the package does not use itself. Importing
 # them in each worker would delay the first batch by 15 ms.
-_CALLED = ("rpcdataloader.fetch.remote", "rpcdataloader.host.additions")
+_CALLED = ("rpcdataloader.fetch.remote", "rpcdataloader.host.environment")
 
 
 def run_worker(host: str, port: int, timeout: float = 120, parallel: int = 1) -> None:
@@ -48,14 +48,19 @@ def run_worker(host: str, port: int, timeout: float = 120, parallel: int = 1) ->
         AuthenticationError: No usable secret is set.
         ConnectError: The port is in use, or the host is not an address of this machine.
     """
-    if host.startswith("unix:"):
-        settings = ServerSettings(host=host, timeout=timeout, parallel=parallel)
-    else:
-        settings = ServerSettings(host=host, port=str(port), timeout=timeout, parallel=parallel)
+    given = DEFAULT_PORT if host.startswith("unix:") else str(port)
+    settings = ServerSettings(host=host, port=given, timeout=timeout, parallel=parallel)
     try:
         run_server(settings, load_credentials())
     finally:
         gc.unfreeze()  # the caller may want these objects collected
+
+
+def write_to_stderr(line: str) -> None:
+    """Write to standard error, if there is one."""
+    if sys.stderr is not None:
+        sys.stderr.write(line)
+        sys.stderr.flush()
 
 
 def run_server(
@@ -64,17 +69,14 @@ def run_server(
     *,
     embedded: bool = False,
     ready: Callable[[str], None] = lambda _line: None,
-    write_output: Callable[[str], None] = write_to_stderr,
+    write_output: Callable[[str], object] = write_to_stderr,
     lifeline: int | None = None,
 ) -> None:
-    """Serve until told to stop.
+    """Serve until told to stop; ``embedded`` as in :class:`ServerContext`, ``lifeline`` as in :class:`NodeServer`.
 
     Args:
-        embedded: True for the pool of one trainer: workers are not capped, and warnings only go to the log, which is
-            the trainer's terminal.
         ready: Function that takes the ready line once clients can connect.
         write_output: Function that takes the lines that workers print.
-        lifeline: See :class:`~rpcdataloader.server.node.NodeServer`.
 
     Raises:
         AuthenticationError: The files for TLS cannot be used.
@@ -98,28 +100,16 @@ def run_server(
     gc.freeze()
     collapse_pages()
     try:
-        context = ServerContext(
-            node=socket.gethostname(),
-            num_workers=settings.workers,
-            max_connections=None if embedded else settings.connections,
-            parallel=settings.parallel,
-            timeout=settings.timeout,
-            max_tasks=settings.max_tasks_per_worker,
-            credentials=credentials,
-            tls=tls,
-            tells_clients=not embedded,
-        )
-        announcement = _announcement(settings, context, address)
-        server = NodeServer(
-            listener,
-            context,
-            max_connections_per_client=settings.max_connections_per_client or None,
-            grace=settings.grace,
-            write_output=write_output,
-            lifeline=lifeline,
-            announcement=announcement,
-        )
-        with contextlib.closing(server), stopping_on_signals(server), announcement or contextlib.nullcontext():
+        context = ServerContext(settings, credentials, settings.workers, embedded, tls)
+        with contextlib.ExitStack() as stack:
+            server = NodeServer(listener, context, write_output=write_output, lifeline=lifeline)
+            stack.enter_context(server.hearing_signals())
+            if settings.register:
+                ours = address, context.num_workers, context.node, os.getpid(), machine_id()
+                registration = Registration(*ours, started=0.0)
+                server.announcement = stack.enter_context(
+                    contextlib.closing(Announcement(settings.register_directory, registration))
+                )
             how = "" if tls is None else " over TLS"
             logger.info("listening on %s%s, offering %d workers", address, how, context.num_workers)
             ready(f"rpcdataloader ready {address} num_workers={context.num_workers} pid={os.getpid()}")
@@ -130,13 +120,6 @@ def run_server(
         with contextlib.suppress(OSError):
             if made is not None and _identity(settings) == made:
                 os.unlink(settings.unix_path)
-
-
-def _announcement(settings: ServerSettings, context: ServerContext, address: Address) -> Announcement | None:
-    if not settings.register:
-        return None
-    registration = Registration(address, context.num_workers, context.node, os.getpid(), machine_id(), started=0.0)
-    return Announcement(settings.register_directory, registration)
 
 
 def _preload(modules: Sequence[str]) -> None:

@@ -13,45 +13,29 @@ import os
 import select
 import socket
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
-from rpcdataloader.host.additions import become_session
-from rpcdataloader.server.connections import Origin
+from rpcdataloader.host.environment import become_session
+from rpcdataloader.server import events
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import Row
-from rpcdataloader.server.datasets import DatasetTable, Recipe, kind_of, length_of
-from rpcdataloader.server.events import (
-    Authenticated,
-    Decided,
-    Drain,
-    GaveUp,
-    Link,
-    Printed,
-    SessionBegun,
-    SessionKnown,
-    StacksBegun,
-    WantsOutput,
-    WantsRoom,
-    WantsStacks,
-    WorkerConnection,
-    WorkerEnded,
-    WorkerForked,
-)
-from rpcdataloader.server.loop import Loop
-from rpcdataloader.server.output import redirect_output, tell_client, tell_nobody
-from rpcdataloader.server.processes import Life, fork, name_process
-from rpcdataloader.server.stack_desk import ForkedWorker, StackDesk
-from rpcdataloader.server.stacks import StackPipe, dump_stacks_on_signal
+from rpcdataloader.server.datasets import DatasetTable, kind_of, length_of
+from rpcdataloader.server.events import Link
+from rpcdataloader.server.logs import Origin, redirect_output, tell_client, tell_nobody
+from rpcdataloader.server.processes import Life, Loop, Process, fork, name_process
+from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackFile, StackPipe, dump_stacks_on_signal
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.frames import Flag, Message, MessageType
-from rpcdataloader.wire.messages import Build, Call, Exited, Log, StackRequest, Welcome, unpack_handles
-from rpcdataloader.wire.pickling import dumps_exception, dumps_reply, loads
-from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Preamble
+from rpcdataloader.wire.messages import Call, Exited, Log, StackRequest, Welcome, unpack_handles
+from rpcdataloader.wire.pickling import Build, dumps_exception, dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.transport import Stream
 
@@ -64,7 +48,7 @@ HANDSHAKE_TIMEOUT = 10.0
 MAX_UNAUTHENTICATED = 256
 
 
-def run_session(channel: Channel, node: Link, context: ServerContext, peer: str, row: Row) -> None:
+def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) -> None:
     """Serve an authenticated control connection until it ends."""
     # With --insecure, or in the embedded pool, the variable is still set.
     os.environ.pop(TOKEN_VARIABLE, None)
@@ -73,16 +57,16 @@ def run_session(channel: Channel, node: Link, context: ServerContext, peer: str,
     os.setpgid(0, 0)
     session_id = os.urandom(16)
     output = redirect_output()
-    node.send(SessionBegun(session_id.hex(), channel.name, peer, Origin.of(channel.peer)), [output])
+    node.send(events.SessionBegun(session_id.hex(), channel.name, Origin.of(channel.peer)), [output])
     os.close(output)
     # The stacks go to the log: a constructor of a dataset may hang as well.
     dump_stacks_on_signal(2)
     # The node server knows the session before the client does, so that no worker connection comes too early.
     received = node.recv()
-    if received is None or not isinstance(received[0], SessionKnown):
+    if received is None or not isinstance(received[0], events.SessionKnown):
         return
-    become_session(received[0].folder, lambda: node.send(WantsOutput()))
-    welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers, takes_reports=True)
+    become_session(received[0].folder, lambda: node.send(events.WantsOutput()))
+    welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers)
     try:
         channel.send(MessageType.WELCOME, payload=welcome.encode())
         Session(channel, node, context, row).serve()
@@ -97,6 +81,26 @@ def _has_hung_up(sock: socket.socket) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)
     return bool(poll.poll(0))
+
+
+@dataclass(slots=True, eq=False)
+class ForkedWorker:
+    """A session's view of one worker.
+
+    Attributes:
+        deadline: Time by which a starting worker must have authenticated its client.
+        failure: The worker's own reason for giving up; empty otherwise.
+    """
+
+    number: int
+    peer: str
+    process: Process
+    link: Link
+    stack: StackPipe
+    deadline: float
+    life: Life = Life.STARTING
+    failure: str = ""
+    row: int = 0
 
 
 class Session:
@@ -116,24 +120,19 @@ class Session:
         self._life = Life.SERVING
         self._loop = Loop()
         self._logs: deque[Log] = deque()
-        self._stacks = StackDesk(
-            self._workers, lambda id, text: channel.send(MessageType.REPLY, id, dumps_reply(text).payload)
-        )
+        self._stack_files: weakref.WeakSet[StackFile] = weakref.WeakSet()
 
     def serve(self) -> None:
-        """Run until the client has gone, or a drain is over.
-
-        Raises:
-            RPCError: The connection ended in another way.
-        """
-        if self._context.tells_clients:
+        """Run until the client has gone, or a drain is over; raises the error of a connection that ends otherwise."""
+        if not self._context.embedded:
             tell_client(self._tell_client)
         self._loop.watch(self._channel.fileno(), self._on_control)
         self._loop.watch(self._node.fileno(), self._on_node)
         while self._life is not Life.ENDED:
             self._loop.wait(self._pause())
             self._end_late_handshakes()
-            self._stacks.finish(self._last_number)
+            for worker in self._workers.values():
+                worker.stack.finish()
             self._flush_logs()
 
     # --- the control connection
@@ -166,12 +165,27 @@ class Session:
         elif message.type == MessageType.CALL:
             self._answer(message, self._call)
         elif message.type == MessageType.STACK:
-            self._stacks.ask(message.request_id, StackRequest.decode(message.payload))
+            self._ask_for_stack(message.request_id, StackRequest.decode(message.payload))
         elif message.type == MessageType.RELEASE:
             self._datasets.release(unpack_handles(message.payload))
         elif message.type == MessageType.REPORT:
             self._context.counters.report(self._row.place, message.payload, time.monotonic_ns())
         # CANCEL: requests before it are answered already.
+
+    def _ask_for_stack(self, request_id: int, request: StackRequest) -> None:
+        def reply(text: str) -> None:
+            if request.end_because is not None and worker is not None:
+                # A worker that waits in the kernel may outlive this look for a while. Nothing waits for it.
+                worker.process.kill(request.end_because)
+            self._channel.send(MessageType.REPLY, request_id, dumps_reply(text).payload)
+
+        worker = self._workers.get(request.worker)
+        if worker is not None:
+            worker.stack.ask(reply)
+        elif 0 < request.worker <= self._last_number:
+            reply(f"worker {request.worker} has ended")
+        else:
+            reply(f"there is no worker {request.worker}")
 
     def _answer(self, message: Message, serve: Callable[[Message], Any]) -> None:
         """Send exactly one reply to a request."""
@@ -188,8 +202,7 @@ class Session:
 
     def _build(self, message: Message) -> dict[str, Any]:
         build = Build.decode(message.payload)
-        recipe = Recipe(build.name, build.generators, build.pickled, message.blocks)
-        dataset, reason = self._datasets.add(build.key, recipe, shared=build.shared)
+        dataset, reason = self._datasets.add(build, message.blocks)
         if reason is not None:
             logger.warning(
                 "dataset %s is built in every worker instead of once on %s: %s; set build='worker' if that is intended",
@@ -226,18 +239,18 @@ class Session:
             return
         event, descriptors = received
         match event:
-            case WorkerConnection():
+            case events.WorkerConnection():
                 self._fork_worker(descriptors[0], event.peer, bytes.fromhex(event.preamble))
-            case Decided():
+            case events.Decided():
                 if worker := self._workers.get(event.worker):
                     worker.row = event.row
                     worker.link.send(event)
-            case Printed():
+            case events.Printed():
                 self._logs.append(Log(0, "", event.text, event.printed_by))  # sent in the loop's next round
-            case WantsStacks():
-                self._node.send(StacksBegun())
-                self._stacks.ask_all(*descriptors)
-            case Drain():
+            case events.WantsStacks():
+                self._node.send(events.StacksBegun())
+                self._stack_files.add(StackFile([worker.stack for worker in self._workers.values()], *descriptors))
+            case events.Drain():
                 self._life = Life.DRAINING
                 self._channel.send(MessageType.GOAWAY)
                 for worker in self._workers.values():
@@ -288,12 +301,12 @@ class Session:
                 logger.warning("cannot fork a worker: %s", exc)
                 return
             failed.pop_all()
-            self._node.send(WorkerForked(number), [read_end])
-        reader = stacks.become_session(process.pid)
-        worker = ForkedWorker(number, peer, process, ours, reader, time.monotonic() + HANDSHAKE_TIMEOUT)
+            self._node.send(events.WorkerForked(number), [read_end])
+        stacks.become_session(process.pid, number)
+        worker = ForkedWorker(number, peer, process, ours, stacks, time.monotonic() + HANDSHAKE_TIMEOUT)
         self._workers[number] = worker
         self._loop.watch(ours.fileno(), lambda: self._on_worker(worker))
-        self._loop.watch(reader.fileno(), lambda: self._on_stack(worker))
+        self._loop.watch(stacks.fileno(), lambda: self._on_stack(worker))
         self._loop.watch(process.fileno(), lambda: self._on_worker_end(worker))
 
     def _forget_in_child(self) -> None:
@@ -301,7 +314,8 @@ class Session:
         tell_nobody()
         self._channel.stream.close()
         self._node.close()
-        self._stacks.forget_in_child()
+        for file in self._stack_files:
+            file.close()
         for worker in self._workers.values():
             worker.link.close()
             worker.stack.close()
@@ -320,12 +334,12 @@ class Session:
             worker.link.close()
             return
         match received[0]:
-            case Authenticated(origin) if worker.life is Life.STARTING:
+            case events.Authenticated(origin) if worker.life is Life.STARTING:
                 worker.life = Life.SERVING
-                self._node.send(WantsRoom(worker.number, worker.process.pid, worker.peer, origin))
+                self._node.send(events.WantsRoom(worker.number, worker.process.pid, worker.peer, origin))
                 if self._life is Life.DRAINING:
-                    worker.link.send(Drain())
-            case GaveUp(reason):
+                    worker.link.send(events.Drain())
+            case events.GaveUp(reason):
                 worker.failure = reason
 
     def _on_worker_end(self, worker: ForkedWorker) -> None:
@@ -339,18 +353,17 @@ class Session:
             self._on_worker(worker)
         if worker.failure:
             reason = f"gave up: {worker.failure}"
-        if worker.link.fileno() >= 0:
-            self._loop.unwatch(worker.link.fileno())
-            worker.link.close()
+        self._loop.unwatch(worker.link.fileno())
+        worker.link.close()
         self._loop.unwatch(worker.stack.fileno())
         worker.stack.close()
-        self._stacks.ended(worker)
         del self._workers[worker.number]
         row = self._context.counters.row(worker.row)
         exited = Exited(worker.number, worker.process.pid, reason, row.batch[0] - 1, row.sample[0])
-        self._node.send(WorkerEnded(worker.number, reason))  # which frees the row
+        self._node.send(events.WorkerEnded(worker.number, reason))  # which frees the row
         if worker.life is Life.SERVING:
             self._channel.send(MessageType.EXITED, payload=exited.encode())
+        worker.stack.tell(f"worker {worker.number} has ended")
         self._finish_drain()
 
     def _on_stack(self, worker: ForkedWorker) -> None:
@@ -360,8 +373,8 @@ class Session:
 
     def _pause(self) -> float | None:
         """Seconds until the next action; None if none is due."""
-        if (pause := self._stacks.pause) is not None:
-            return pause
+        if any(worker.stack.is_asked for worker in self._workers.values()):
+            return STACK_LOOK_INTERVAL
         deadlines = [worker.deadline for worker in self._workers.values() if worker.life is Life.STARTING]
         return min(deadlines) - time.monotonic() if deadlines else None
 

@@ -13,49 +13,108 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
-from rpcdataloader.server.children import AdmittedWorker, ClientSession, OpenGate, become
-from rpcdataloader.server.connections import AcceptedConnection
+from rpcdataloader.server import events
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import SESSION, WORKER
-from rpcdataloader.server.events import (
-    Decided,
-    Drain,
-    Event,
-    HandedOver,
-    IsForWorker,
-    Printed,
-    SessionBegun,
-    SessionKnown,
-    StacksBegun,
-    UnknownSession,
-    WantsOutput,
-    WantsRoom,
-    WantsStacks,
-    WorkerConnection,
-    WorkerEnded,
-    WorkerForked,
-)
-from rpcdataloader.server.loop import Loop
-from rpcdataloader.server.output import Outputs
+from rpcdataloader.server.events import Event, Link
+from rpcdataloader.server.logs import AcceptedConnection, OutputReader
+from rpcdataloader.server.processes import Loop, Process
 from rpcdataloader.wire import transport
-from rpcdataloader.wire.lines import MAX_CHARS, LineLimit
+from rpcdataloader.wire.messages import MAX_CHARS, LineLimit
 
 logger = logging.getLogger("rpcdataloader.server")
 
 _CLIENT_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
+@dataclass(slots=True, kw_only=True, eq=False)
+class Child:
+    """A process with a connection; this class itself is for one that serves the node's status.
+
+    Attributes:
+        sock: The connection, kept to see the peer leave while the process is busy.
+    """
+
+    process: Process
+    link: Link
+    sock: socket.socket
+    source: str
+    peer: str
+    row: int
+
+    def end(self, reason: str) -> None:
+        self.process.kill(reason)
+
+    def close(self) -> None:
+        """Close the descriptors of a process that has ended."""
+        self.link.close()
+        self.sock.close()
+
+    def forget_in_child(self) -> None:
+        self.close()
+        os.close(self.process.fileno())
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class OpenGate(Child):
+    """A gate whose connection is still undecided.
+
+    Attributes:
+        deadline: Time by which the gate must have become something else; infinite while it is being ended.
+        is_refused: True once it has refused its connection and waits for the peer to close.
+        wanted: The session that its connection is for, while that session has no room for it.
+    """
+
+    deadline: float
+    is_refused: bool = False
+    wanted: events.IsForWorker | None = None
+
+    def end(self, reason: str) -> None:
+        self.deadline = math.inf
+        self.process.kill(reason)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ClientSession(Child):
+    """A session.
+
+    Attributes:
+        output: Limit on the printed lines that are sent to its client; None if the client wants no output.
+        is_asked: True while a request for stacks is unread.
+    """
+
+    id: str
+    client: str
+    connection: AcceptedConnection
+    folder: str
+    output: LineLimit | None = None
+    workers: dict[int, AcceptedConnection] = field(default_factory=dict)
+    is_client_gone: bool = False
+    is_asked: bool = False
+
+
+_Kind = TypeVar("_Kind", bound=Child)
+
+
+def become(gate: OpenGate, kind: type[_Kind], **more: Any) -> _Kind:
+    """Turn a gate into another kind of child: the same process and connection."""
+    return kind(**{each.name: getattr(gate, each.name) for each in fields(Child)}, **more)
+
+
 class Sessions:
     """The sessions of a node server."""
 
-    def __init__(self, context: ServerContext, admission: Admission, loop: Loop, outputs: Outputs) -> None:
+    def __init__(self, context: ServerContext, loop: Loop, write_output: Callable[[str], object]) -> None:
         self._context = context
         self._counters = context.counters
-        self._admission = admission
+        self._admission = Admission(context.max_connections, context.settings.max_connections_per_client or None)
         self._loop = loop
-        self._outputs = outputs
+        self._write_output = write_output
+        self._readers: set[OutputReader] = set()
         self._folders = Folders()
         self._by_id: dict[str, ClientSession] = {}
         self._is_draining = False
@@ -67,7 +126,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def begin(self, gate: OpenGate, begun: SessionBegun, output: int) -> ClientSession:
+    def begin(self, gate: OpenGate, begun: events.SessionBegun, output: int) -> ClientSession:
         """Register a gate that has become a session; ``output`` is the pipe of its output."""
         origin = begun.origin
         rank = -1 if origin.rank is None else origin.rank
@@ -78,7 +137,7 @@ class Sessions:
             ClientSession,
             id=begun.id,
             client=begun.name,
-            connection=AcceptedConnection(begun.peer, origin, traffic),
+            connection=AcceptedConnection(gate.peer, origin, traffic),
             folder=self._folders.name(),
         )
         self._by_id[session.id] = session
@@ -87,41 +146,53 @@ class Sessions:
         self._add_output(session, output, "session")
         # The session ends with its client, even while it is busy with user code.
         self._loop.watch(session.sock.fileno(), lambda: self._on_client_gone(session), _CLIENT_GONE)
-        session.post(SessionKnown(session.folder))
+        session.link.post(events.SessionKnown(session.folder))
         if self._is_draining:
-            session.post(Drain())
+            session.link.post(events.Drain())
         return session
 
     def receive(self, session: ClientSession, event: Event, descriptors: list[int]) -> None:
-        """Handle an event of a session."""
         match event:
-            case WorkerForked():
+            case events.WorkerForked():
                 self._add_output(session, descriptors[0], f"worker {event.worker}")
-            case WantsOutput():
-                session.output = LineLimit(lambda note: session.link.offer(Printed(note, ""), []))
-            case WantsRoom():
+            case events.WantsOutput():
+                session.output = LineLimit(lambda note: session.link.offer(events.Printed(note, "")))
+            case events.WantsRoom():
                 self._decide(session, event)
-            case WorkerEnded():
+            case events.WorkerEnded():
                 self._worker_ended(session, event)
-            case StacksBegun():
+            case events.StacksBegun():
                 session.is_asked = False
 
     def _add_output(self, session: ClientSession, descriptor: int, name: str) -> None:
-        def forward(line: str) -> bool:
-            if session.output is None:
-                return False
-            # A progress bar rewrites its line: only its last state counts.
-            text = line.rstrip("\r").rpartition("\r")[2][:MAX_CHARS]
-            # The session may be busy, and the node server never waits for it.
-            if session.output.admits(text, time.monotonic()) and not session.link.offer(Printed(text, name), []):
-                session.output.leave_out()
-            # The log of an embedded pool is its client's terminal, which would show the line twice.
-            return not self._context.tells_clients
-
+        """Log what a pipe of a session brings, and tell its client."""
         prefix = f"[{self._context.node} {session.client}{'' if name == 'session' else ' ' + name}]"
-        self._outputs.add(descriptor, prefix, forward)
 
-    def _decide(self, session: ClientSession, event: WantsRoom) -> None:
+        def take(line: str) -> None:
+            if session.output is not None:
+                # A progress bar rewrites its line: only its last state counts.
+                text = line.rstrip("\r").rpartition("\r")[2][:MAX_CHARS]
+                # The session may be busy, and the node server never waits for it.
+                printed = events.Printed(text, name)
+                if session.output.admits(text, time.monotonic()) and not session.link.offer(printed):
+                    session.output.leave_out()
+                # The log of an embedded pool is its client's terminal, which would show the line twice.
+                if self._context.embedded:
+                    return
+            # A full disk, or a closed terminal, must not cost all clients their datasets.
+            with contextlib.suppress(OSError, ValueError):
+                self._write_output(f"{prefix} {line}\n")
+
+        reader = OutputReader(descriptor, take)
+        self._readers.add(reader)
+        self._loop.watch(descriptor, lambda: self._on_output(reader))
+
+    def _on_output(self, reader: OutputReader) -> None:
+        if not reader.read():
+            self._loop.unwatch(reader.fileno())
+            self._readers.discard(reader)
+
+    def _decide(self, session: ClientSession, event: events.WantsRoom) -> None:
         row, reason = 0, self._admission.admit(session.id)
         if reason is None:
             try:
@@ -132,32 +203,31 @@ class Sessions:
                 reason = str(exc.strerror)
         if reason is None:
             traffic = self._counters.row(row).traffic
-            connection = AcceptedConnection(event.peer, event.origin, traffic, event.worker)
-            session.workers[event.worker] = AdmittedWorker(connection, row)
+            session.workers[event.worker] = AcceptedConnection(event.peer, event.origin, traffic, event.worker, row)
         else:
             self._context.log_refusal(event.peer, f"busy: {reason}", "worker", event.origin)
-        session.post(Decided(event.worker, reason, row))
+        session.link.post(events.Decided(event.worker, reason, row))
 
-    def _worker_ended(self, session: ClientSession, event: WorkerEnded) -> None:
+    def _worker_ended(self, session: ClientSession, event: events.WorkerEnded) -> None:
         worker = session.workers.pop(event.worker, None)
         if worker is None:  # it was not admitted
             return
-        worker.connection.closed(event.reason)
+        worker.closed(event.reason)
         self._counters.close(worker.row)
         self._admission.release(session.id)
         if event.reason != "exited with status 0":
             # The log of an embedded pool is the trainer's terminal, and the trainer reports this itself.
-            level = logging.WARNING if self._context.tells_clients else logging.INFO
+            level = logging.INFO if self._context.embedded else logging.WARNING
             logger.log(level, "worker %d of %s %s", event.worker, session.client, event.reason)
 
-    def hand_over(self, gate: OpenGate, wanted: IsForWorker) -> None:
+    def hand_over(self, gate: OpenGate, wanted: events.IsForWorker) -> None:
         """Pass the connection of a gate to its session; later, while the session has no room."""
         gate.wanted = None
         session = self._by_id.get(wanted.session)
         if session is None:
-            gate.post(UnknownSession())
-        elif session.link.offer(WorkerConnection(gate.peer, wanted.preamble), [gate.sock.fileno()]):
-            gate.post(HandedOver())
+            gate.link.post(events.UnknownSession())
+        elif session.link.offer(events.WorkerConnection(gate.peer, wanted.preamble), [gate.sock.fileno()]):
+            gate.end("its session has its connection")
         else:
             gate.wanted = wanted
 
@@ -167,7 +237,7 @@ class Sessions:
             for session in self:
                 # A busy session would accumulate requests.
                 if not session.is_asked:
-                    session.is_asked = session.link.offer(WantsStacks(), descriptors)
+                    session.is_asked = session.link.offer(events.WantsStacks(), descriptors)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -201,12 +271,18 @@ class Sessions:
         """Refuse further clients and workers, and let sessions drain."""
         self._is_draining = True
         for session in self:
-            session.post(Drain())
+            session.link.post(events.Drain())
 
     def close(self) -> None:
-        """Clean up after sessions whose end was not reported."""
+        """Clean up after sessions whose end was not reported, and log the last output, which is still in pipes."""
         for session in self:
             self._folders.remove(session.folder, wait=True)
+        for reader in self._readers:
+            reader.finish()
+
+    def forget_in_child(self) -> None:
+        for reader in self._readers:
+            os.close(reader.fileno())
 
     def ended(self, session: ClientSession, reason: str) -> None:
         """Clean up after an ended session and its workers; ``reason`` is the end of its process."""
@@ -220,7 +296,7 @@ class Sessions:
         else:
             logger.warning("session of %s %s", session.client, reason)
         for worker in session.workers.values():
-            worker.connection.closed(f"its session has ended: {reason}")
+            worker.closed(f"its session has ended: {reason}")
         session.connection.closed(reason)
 
 
@@ -229,10 +305,6 @@ class Admission:
 
     Clients are any hashable. A client at its share waits. A late client gets its share as soon as workers end; running
     workers are never taken away.
-
-    Args:
-        max_workers: Cap on all workers together; None for no cap.
-        max_per_client: Cap on the workers of one client; None for no cap but its fair share.
 
     Attributes:
         held: Workers of each client.
@@ -286,9 +358,6 @@ class Folders:
 
         A program does the work, as the client may have put any number of files there, at any depth. An orphaned worker
         may write until the kernel has ended it: what is left then goes with the next folder.
-
-        Args:
-            wait: True to wait until the folder is gone; False to return at once.
         """
         self._ended = {folder for folder in {*self._ended, path} if _is_ours(folder)}
         if self._ended:

@@ -1,4 +1,4 @@
-"""Settings of a node server, validated when created; the command line and ``run_worker`` derive from them."""
+"""Settings of a node server, from which command line and ``run_worker`` derive."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rpcdataloader.host.resources import available_cpus
-from rpcdataloader.wire.certificates import TlsFiles, name_files
+from rpcdataloader.wire.tls import TlsFiles, name_files
 
 WILDCARDS = ("0.0.0.0", "::")
+DEFAULT_PORT = "6543"
 
 
 def _option(default: Any, text: str, metavar: str | None = None) -> Any:
@@ -32,7 +33,9 @@ class ServerSettings:
         "address or name to listen on, such as one network card's, or unix:/path for a Unix socket; "
         "0.0.0.0 or :: for every interface",
     )
-    port: str = _option("6543", "port: a number, 0 for any free one, or FIRST-LAST for the first free one of a range")
+    port: str = _option(
+        DEFAULT_PORT, "port: a number, 0 for any free one, or FIRST-LAST for the first free one of a range"
+    )
     advertise: str = _option(
         "",
         "host name or address that clients use, shown in the ready line "
@@ -95,7 +98,7 @@ class ServerSettings:
             raise ValueError(f"parallel must be at least 1, but is {self.parallel}")
         if not self.host:
             raise ValueError("host is empty; write 0.0.0.0 or :: to listen on every interface")
-        if self.is_unix and (self.advertise or self.port != _default("port")):
+        if self.is_unix and (self.advertise or self.port != DEFAULT_PORT):
             raise ValueError("a Unix socket takes neither port nor advertise")
         if self.is_unix and not self.unix_path.startswith("/"):
             raise ValueError(f"a Unix socket needs an absolute path, but host is {self.host!r}")
@@ -106,21 +109,15 @@ class ServerSettings:
 
     @property
     def is_unix(self) -> bool:
-        """Whether the server listens on a Unix socket."""
         return self.host.startswith("unix:")
 
     @property
     def unix_path(self) -> str:
-        """Path of the Unix socket."""
         return self.host.removeprefix("unix:")
 
     @property
     def ports(self) -> range:
-        """Ports to try, in order.
-
-        Raises:
-            ValueError: ``port`` is neither a port number nor a range of them.
-        """
+        """Ports to try, in order; raises ``ValueError`` for a malformed ``port``."""
         match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", self.port)
         if match:
             first, last = int(match[1]), int(match[2] or match[1])
@@ -130,22 +127,13 @@ class ServerSettings:
 
     @property
     def tls(self) -> TlsFiles | None:
-        """Files for TLS; None for no TLS.
-
-        Raises:
-            ValueError: Some of the three files are missing.
-        """
+        """Files for TLS, or None; raises ``ValueError`` if some of the three are missing."""
         return name_files(("tls_cert", "tls_key", "tls_ca"), (self.tls_cert, self.tls_key, self.tls_ca))
 
     @property
     def workers(self) -> int:
         """Number of workers that the server offers."""
         return self.num_workers or available_cpus()
-
-    @property
-    def connections(self) -> int:
-        """Cap on workers."""
-        return self.max_connections or 4 * self.workers
 
     @property
     def register_directory(self) -> str:
@@ -157,7 +145,3 @@ class ServerSettings:
         if self.advertise:
             return self.advertise
         return socket.gethostname() if self.host in WILDCARDS else self.host
-
-
-def _default(name: str) -> Any:
-    return ServerSettings.__dataclass_fields__[name].default

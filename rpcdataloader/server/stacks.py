@@ -14,12 +14,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import operator
 import os
 import re
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
+
+from rpcdataloader.server.events import WorkerStack
 
 # For users: the stacks go into the log. Java and Go programs use the same signal so, and neither torch nor
 # multiprocessing uses it.
@@ -59,11 +63,7 @@ def dump_stacks_on_signal(descriptor: int) -> None:
 
 
 class StackPipe:
-    """A pipe between a worker and its session for the stacks, created before the fork.
-
-    Raises:
-        OSError: No descriptor is left.
-    """
+    """A worker's stacks: created by its session before the fork, and used on both sides of it."""
 
     def __init__(self) -> None:
         self._request = os.eventfd(0)
@@ -75,6 +75,18 @@ class StackPipe:
         # Neither side ever waits: excess output is lost.
         os.set_blocking(self._read_end, False)
         os.set_blocking(self._write_end, False)
+        # In the session:
+        self.pid = 0
+        self._name = ""
+        self._tellers: list[Callable[[str], None]] = []
+        self._dump = bytearray()
+        self._deadline: float | None = None  # of the pending dump
+        self._is_signalled = False
+        self._ticks: dict[int, int] = {}  # of each thread, at the request
+        self._is_closed = False
+        self._state = ""
+
+    # --- the worker
 
     def become_worker(self) -> None:
         """Write to the pipe from now on, in the fork."""
@@ -97,62 +109,41 @@ class StackPipe:
                 faulthandler.dump_traceback(self._write_end)
                 os.write(self._write_end, _END)
 
-    def become_session(self, pid: int) -> StackReader:
-        """Read the output of worker ``pid``, in the parent."""
+    # --- the session
+
+    def become_session(self, pid: int, number: int) -> None:
+        """Read the output of worker ``number``, a child of this process that only this process reaps."""
         os.close(self._write_end)
-        return StackReader(pid, self._read_end, self._request)
-
-    def close(self) -> None:
-        """Close everything, if the fork failed."""
-        for descriptor in self._request, self._read_end, self._write_end:
-            os.close(descriptor)
-
-
-class StackReader:
-    """The session's view of one worker's stacks.
-
-    Args:
-        pid: Process id of the worker, a child of this process that only this process reaps.
-        descriptor: The end of the pipe that is read; owned by this object.
-        request: The eventfd that the worker waits for; owned by this object.
-    """
-
-    def __init__(self, pid: int, descriptor: int, request: int) -> None:
-        self._pid = pid
-        self._descriptor = descriptor
-        self._request = request
-        self._dump = bytearray()
-        self._deadline: float | None = None  # of the pending dump
-        self._is_signalled = False
-        self._ticks: dict[int, int] = {}  # of each thread, at the request
-        self._is_closed = False
-        self._state = ""
+        self._write_end = -1
+        self.pid = pid
+        self._name = f"worker {number} (pid {pid})"
 
     def fileno(self) -> int:
-        """The descriptor, for polling."""
-        return self._descriptor
+        return self._read_end
 
     @property
     def is_asked(self) -> bool:
         """Whether a dump is pending."""
         return self._deadline is not None
 
-    def ask(self) -> None:
-        """Request the worker's stacks, unless a request is pending."""
+    def ask(self, tell: Callable[[str], None] | None = None) -> None:
+        """Request the worker's stacks, for ``tell`` or the node's log; a pending request serves this one, too."""
+        if tell is not None:
+            self._tellers.append(tell)
         if self.is_asked:
             return
         self._deadline = time.monotonic() + STACK_TIMEOUT
         self.read()
         self._dump.clear()
         self._is_signalled = False
-        self._state = _describe(self._pid)
-        self._ticks = {thread: _ticks(self._pid, thread) for thread in _threads(self._pid)}
+        self._state = _describe(self.pid)
+        self._ticks = {thread: _ticks(self.pid, thread) for thread in _threads(self.pid)}
         os.eventfd_write(self._request, 1)
 
     def read(self) -> bool:
         """Read the pipe, perhaps a user's request; False when it is closed at the other end."""
         try:
-            data = os.read(self._descriptor, MAX_DUMP)
+            data = os.read(self._read_end, MAX_DUMP)
         except BlockingIOError:
             return True
         self._dump += data[: MAX_DUMP - len(self._dump)]
@@ -161,24 +152,35 @@ class StackReader:
             self.ask()
         return bool(data)
 
-    def is_done(self) -> bool:
-        """Whether the dump is complete or hopeless. Sends the signal if the worker takes long."""
-        assert self._deadline is not None
-        self.read()
-        remaining = self._deadline - time.monotonic()
-        if self._written() is not None or self._is_closed or remaining < 0:
-            return True
-        if remaining < STACK_TIMEOUT - LOCK_TIMEOUT and not self._is_signalled:
-            self._is_signalled = self._signal()
-        return _letter(_status(self._pid, self._pid)) in "TtZX"
-
-    def take(self) -> str:
-        """Describe the worker as text: its state, and the stacks or why they are missing."""
+    def finish(self) -> None:
+        """Answer requests if the dump is complete or hopeless; never waits for the worker."""
+        if self._deadline is None or not self._is_done(self._deadline):
+            return
         self._deadline = None
         dump = self._written() or self._dump
         # A fork inherits the main thread's identifier from its parent.
         stacks = arrange(dump.decode("ascii", "replace"), threading.get_ident(), _PACKAGE)
-        return f"state: {self._state}\n{stacks or 'no Python stack: ' + self._explain()}"
+        text = f"{self._name}: state: {self._state}\n{stacks or 'no Python stack: ' + self._explain()}"
+        if not self._tellers:
+            # Requested on this node by a signal: for its log.
+            os.write(1, f"{text}\n".encode())
+        self.tell(text)
+
+    def tell(self, text: str) -> None:
+        """Answer all requests."""
+        tellers, self._tellers = self._tellers, []
+        for tell in tellers:
+            tell(text)
+
+    def _is_done(self, deadline: float) -> bool:
+        """Whether the dump is complete or hopeless. Sends the signal if the worker takes long."""
+        self.read()
+        remaining = deadline - time.monotonic()
+        if self._written() is not None or self._is_closed or remaining < 0:
+            return True
+        if remaining < STACK_TIMEOUT - LOCK_TIMEOUT and not self._is_signalled:
+            self._is_signalled = self._signal()
+        return _letter(_status(self.pid, self.pid)) in "TtZX"
 
     def _written(self) -> bytearray | None:
         """The last stacks of the worker's thread; None if they are incomplete."""
@@ -187,7 +189,7 @@ class StackReader:
         return stacks if begin and end else None
 
     def _explain(self) -> str:
-        letter = _letter(_status(self._pid, self._pid))
+        letter = _letter(_status(self.pid, self.pid))
         if letter in "ZX":
             return "it has ended"
         if letter in "Tt":
@@ -205,11 +207,11 @@ class StackReader:
         have, the machine is slow, and the lock may pass between them. If none has, the thread with the lock sleeps. It
         may be unable to run a handler, for example while it waits for a file server; then any other thread will do.
         """
-        threads = {thread: _status(self._pid, thread) for thread in _threads(self._pid)}
+        threads = {thread: _status(self.pid, thread) for thread in _threads(self.pid)}
         busy = [
             thread
             for thread, status in threads.items()
-            if _letter(status) == "R" or _ticks(self._pid, thread) > self._ticks.get(thread, 0) + 1
+            if _letter(status) == "R" or _ticks(self.pid, thread) > self._ticks.get(thread, 0) + 1
         ]
         if len(busy) > 1:
             return False
@@ -217,14 +219,37 @@ class StackReader:
             status = threads[thread]
             # Without a handler the signal would end the worker.
             if _letter(status) != "D" and _has_signal(status, "SigCgt") and not _has_signal(status, "SigBlk"):
-                _send_to_thread(self._pid, thread)
+                _send_to_thread(self.pid, thread)
                 return True
         return False
 
     def close(self) -> None:
-        """Close the descriptors."""
-        os.close(self._descriptor)
-        os.close(self._request)
+        for descriptor in self._request, self._read_end, self._write_end:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+class StackFile:
+    """A status gate's request for the stacks of all workers: a line for each in ``file``, until ``pipe`` is closed."""
+
+    def __init__(self, stacks: Sequence[StackPipe], file: int, pipe: int) -> None:
+        self._file, self._pipe = file, pipe
+        self._num_missing = len(stacks)
+        for stack in stacks:
+            stack.ask(functools.partial(self._write, stack.pid))
+        if not stacks:
+            self.close()
+
+    def _write(self, pid: int, text: str) -> None:
+        with contextlib.suppress(OSError):  # a limit on file sizes costs a stack, not the session
+            os.write(self._file, WorkerStack(pid, text).encode() + b"\n")
+        self._num_missing -= 1
+        if not self._num_missing:
+            self.close()
+
+    def close(self) -> None:
+        os.close(self._file)
+        os.close(self._pipe)
 
 
 def _threads(pid: int) -> list[int]:
@@ -234,19 +259,21 @@ def _threads(pid: int) -> list[int]:
     return []
 
 
+def _read(pid: int, thread: int, name: str) -> str:
+    """A file that the kernel has for a thread; empty when the thread is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/{name}", errors="replace") as file:
+        return file.read()
+    return ""
+
+
 def _status(pid: int, thread: int) -> dict[str, str]:
-    """The kernel's status of a thread; empty when it is gone."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/status", errors="replace") as file:
-        return dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
-    return {}
+    return dict(line.split(":\t", 1) for line in _read(pid, thread, "status").splitlines() if ":\t" in line)
 
 
 def _ticks(pid: int, thread: int) -> int:
     """CPU time of a thread, in units of mostly 10 ms: a thread that only waits for the lock takes less than two."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/stat", errors="replace") as file:
-        fields = file.read().rpartition(") ")[2].split()
-        return int(fields[11]) + int(fields[12])
-    return 0
+    fields = _read(pid, thread, "stat").rpartition(") ")[2].split()
+    return int(fields[11]) + int(fields[12]) if fields else 0
 
 
 def _letter(status: dict[str, str]) -> str:
@@ -260,11 +287,8 @@ def _has_signal(status: dict[str, str], field: str) -> bool:
 def _describe(pid: int) -> str:
     """State of the main thread and, where the kernel shows it, the function in which it waits."""
     state = _status(pid, pid).get("State", "gone")
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{pid}/wchan") as file:
-        function = file.read().strip()
-        if function not in ("", "0"):
-            return f"{state} in {function}"
-    return state
+    function = _read(pid, pid, "wchan").strip()
+    return state if function in ("", "0") else f"{state} in {function}"
 
 
 def _send_to_thread(pid: int, thread: int) -> None:
@@ -285,10 +309,7 @@ _FRAME = re.compile(r'^  File "(.*)", line ')
 def arrange(dump: str, main: int, package: str) -> str:
     """Put the main thread first; leave out threads without user code, and frames below user code in the others.
 
-    Args:
-        dump: Stacks of all threads, each with its most recent call first.
-        main: Identifier of the main thread (:func:`threading.get_ident`).
-        package: Folder of this package, as in file names.
+    ``main`` is the identifier of the main thread, ``package`` the folder of this package.
     """
     # The text before the first header, then for each thread its identifier and lines.
     _before, *parts = _HEADER.split(dump)

@@ -23,21 +23,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
-from rpcdataloader.fetch.whereabouts import keep_whereabouts
-from rpcdataloader.server.connections import Origin
+from rpcdataloader.fetch.samples import keep_whereabouts
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.events import Authenticated, Decided, Drain, GaveUp, Link
-from rpcdataloader.server.meter import Meter
-from rpcdataloader.server.output import tell_client
+from rpcdataloader.server.logs import Origin, tell_client
 from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
-from rpcdataloader.server.requests import MAX_WAITING_BYTES, HandleTable, Outbox, Requests
+from rpcdataloader.server.requests import HandleTable, Meter, Outbox, Requests
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
 from rpcdataloader.wire.frames import Flag, Message, MessageType
+from rpcdataloader.wire.handshake import Preamble
 from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Encoded, dumps_exception, dumps_reply, loads
-from rpcdataloader.wire.preamble import Preamble
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.transport import Stream
 
@@ -51,12 +49,7 @@ LOOK_INTERVAL = 1_000_000
 def run_worker_process(
     stream: Stream, preamble: Preamble, session: Link, datasets: DatasetTable, number: int, context: ServerContext
 ) -> None:
-    """Serve one worker connection until its client has gone; the session limits the time of the handshake.
-
-    Args:
-        session: Link to the session, which asks the node server for admission.
-        number: Number of this worker in its session, from 1.
-    """
+    """Serve one worker connection until its client has gone; the session limits the time of the handshake."""
     name_process("rpcdl-worker")
     prefer_for_oom()
     keep_freed_memory()
@@ -104,6 +97,7 @@ class Worker:
         self._session = session
         self._datasets = datasets
         self._context = context
+        self._settings = settings = context.settings
         self._where = f"worker {number} (pid {os.getpid()}) on {context.node}"
         self._handles = HandleTable()
         pool = PageablePool()
@@ -120,8 +114,8 @@ class Worker:
         self._life = Life.SERVING
         self._num_tasks = 0  # answered
         # From main and pool threads to the sender.
-        self._outbox = Outbox(MAX_WAITING_BYTES)
-        self._pool = ThreadPoolExecutor(context.parallel, "rpcdl-call") if context.parallel > 1 else None
+        self._outbox = Outbox()
+        self._pool = ThreadPoolExecutor(settings.parallel, "rpcdl-call") if settings.parallel > 1 else None
         # Written by the watcher on a drain.
         self._drain_read, self._drain_write = os.pipe()
         self._poll = select.poll()
@@ -135,7 +129,7 @@ class Worker:
 
     def run(self) -> None:
         """Serve until a drain or a retirement; the process exits inside when the client goes."""
-        if self._context.tells_clients:
+        if not self._context.embedded:
             tell_client(
                 lambda fields: self._outbox.put(
                     Outgoing(MessageType.LOG, payload=Log(**fields).encode(), flags=Flag.OPTIONAL)
@@ -181,7 +175,7 @@ class Worker:
         stream = self._channel.stream
         if self._requests.is_full:
             if not self._inbox:  # all requests are with the threads of the pool
-                self._requests.wait_for_room()
+                self._requests.wait()
             return
         now = time.monotonic_ns()
         if self._inbox and now < self._next_look:
@@ -252,7 +246,7 @@ class Worker:
                 self._channel.send(message.type, message.request_id, message.payload, message.buffers, message.flags)
                 if message.flags & Flag.MEASURED:
                     self._meter.left()
-                self._outbox.sent(message)
+                self._outbox.done(message.size_bytes)
                 del message
         except RPCError:
             # The client left while we wrote.
@@ -271,7 +265,7 @@ class Worker:
         try:
             call = Call(*loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))
         except BaseException as exc:
-            self._requests.has_run(size_bytes)
+            self._requests.done(size_bytes)
             self._reply_error(request_id, exc)
             return
         idle, self._idle = self._idle, 0
@@ -280,18 +274,18 @@ class Worker:
         if measured:
             self._meter.begin(idle / 1e9)
         del message
-        timer = self._limit(request_id) if call.limited and self._context.timeout > 0 else None
+        timer = self._limit(request_id) if call.limited and self._settings.timeout > 0 else None
         if self._pool is None or call.ordered:
             self._execute(request_id, size_bytes, call, timer, measured)
-            if call.task and self._context.max_tasks:
+            if call.task and self._settings.max_tasks_per_worker:
                 self._count_task()
         else:
             self._pool.submit(self._execute, request_id, size_bytes, call, timer)
-            self._row.unanswered[0] = self._requests.num_unanswered
+            self._row.unanswered[0] = len(self._requests.unanswered)
 
     def _count_task(self) -> None:
         self._num_tasks += 1
-        if self._num_tasks == self._context.max_tasks and self._life is Life.SERVING:
+        if self._num_tasks == self._settings.max_tasks_per_worker and self._life is Life.SERVING:
             self._begin_drain(Life.RETIRING)
 
     def _execute(
@@ -303,14 +297,14 @@ class Worker:
         if self._pool is None:
             # The idle time is noted when nothing more is there, which costs less than after each request.
             row = self._row
-            row.since[0], row.running[0], row.unanswered[0] = time.monotonic_ns(), 1, self._requests.num_unanswered
+            row.since[0], row.running[0], row.unanswered[0] = time.monotonic_ns(), 1, len(self._requests.unanswered)
         else:
             self._count_running(1)
         try:
-            if self._requests.is_cancelled(request_id):
+            if request_id in self._requests.cancelled:
                 raise _given_up()
             result = call.func(*call.args, **call.kwargs)
-            if self._requests.is_cancelled(request_id):
+            if request_id in self._requests.cancelled:
                 raise _given_up()
             if call.keep:
                 result = handle = self._handles.add(result)
@@ -329,7 +323,7 @@ class Worker:
         finally:
             if self._pool is not None:
                 self._count_running(-1)
-            self._requests.has_run(size_bytes)
+            self._requests.done(size_bytes)
             if timer is not None:
                 timer.cancel()
 
@@ -341,10 +335,10 @@ class Worker:
 
     def _resolve(self, reference: tuple[str, int]) -> Any:
         kind, number = reference
-        return self._handles.get(number) if kind == "handle" else self._datasets.get(number)
+        return self._handles[number] if kind == "handle" else self._datasets.get(number)
 
     def _limit(self, request_id: int) -> threading.Timer:
-        seconds = self._context.timeout
+        seconds = self._settings.timeout
         error = RPCTimeoutError(f"the call took longer than {seconds:g} s, the limit of the node server (--timeout)")
         timer = threading.Timer(seconds, self._reply_error, (request_id, error))
         timer.daemon = True
@@ -367,30 +361,27 @@ class Worker:
         """Answer a request, once; returns False if the time limit has answered it before."""
         if (is_wanted := self._requests.answer(request_id)) is None:
             return False
+        row = self._row
         # Before the client has the answer, so that it finds it counted.
-        self._count(is_wanted, task, error)
-        if self._outbox.num_waiting or not self._send_now(type, request_id, encoded, flags):
+        with self._lock:
+            row.unanswered[0] = len(self._requests.unanswered)
+            if is_wanted and error is not None:
+                row.errors[0] += 1
+                row.error[0], row.failed[0] = error.encode(errors="replace"), time.monotonic_ns()
+            elif is_wanted:
+                counter = row.tasks if task else row.calls
+                counter[0] += 1
+        try:
+            is_sent = not self._outbox.num_waiting and self._channel.send_now(
+                type, request_id, encoded.payload, encoded.buffers, flags
+            )
+        except RPCError:
+            return True  # the main thread sees the same error and ends this process
+        if not is_sent:
             self._outbox.put(Outgoing(type, request_id, encoded.payload, encoded.buffers, flags))
         elif flags:
             self._meter.left()
         return True
-
-    def _count(self, is_wanted: bool, task: bool, error: str | None) -> None:
-        row = self._row
-        with self._lock:
-            row.unanswered[0] = self._requests.num_unanswered
-            if is_wanted:
-                counter = row.errors if error is not None else row.tasks if task else row.calls
-                counter[0] += 1
-                if error is not None:
-                    row.error[0], row.failed[0] = error.encode(errors="replace"), time.monotonic_ns()
-
-    def _send_now(self, type: MessageType, request_id: int, encoded: Encoded, flags: int) -> bool:
-        try:
-            return self._channel.send_now(type, request_id, encoded.payload, encoded.buffers, flags)
-        except RPCError:
-            # The main thread sees the same error and ends this process.
-            return True
 
 
 def _given_up() -> RPCTimeoutError:

@@ -1,4 +1,4 @@
-"""From the command line over questions to text. Imports no torch: a probe must be cheap."""
+"""From the command line over questions to all node servers at once to text. Imports no torch: a probe must be cheap."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from rpcdataloader.errors import AuthenticationError
-from rpcdataloader.status.asking import Asker, Places
-from rpcdataloader.status.report import Tree, make_document
+from rpcdataloader.client.discovery import Inline, Local, find_workers
+from rpcdataloader.client.register import Elastic, Register
+from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError, RPCError
+from rpcdataloader.status.report import Answer, Tree, make_document
 from rpcdataloader.status.text import as_text
-from rpcdataloader.wire.certificates import client_tls
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.channel import Channel, local_identity, open_channel
+from rpcdataloader.wire.credentials import client_credentials
+from rpcdataloader.wire.frames import MessageType
+from rpcdataloader.wire.handshake import STATUS_ID
+from rpcdataloader.wire.status import NodeStatus, StatusRequest
+from rpcdataloader.wire.tls import TlsCredentials, client_tls
+from rpcdataloader.wire.transport import Deadline
 
 # The alternate screen of a terminal, which keeps the user's screen, without wrapping long lines.
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?7l", "\x1b[?7h\x1b[?1049l"
@@ -82,31 +90,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
     try:
-        places = Places(options.places)
-        asker = Asker(client_tls(), options.timeout)
+        nodes = Nodes(options.places, client_tls(), options.timeout)
     except (ValueError, AuthenticationError) as exc:
         parser.error(str(exc))
-    if options.serve is not None:
-        try:
-            return _serve(parser, options, places, asker)
-        finally:
-            asker.close()
-    document: Tree | None = None
+    with contextlib.closing(nodes):
+        if options.serve is None:
+            return _show(options, nodes)
+        if options.workers or options.json or options.why or options.stacks:
+            parser.error("--serve shows all but stacks: leave --workers, --json, --why and --stacks out")
+        _serve(parser, options, nodes)
+        return 0
+
+
+def _show(options: argparse.Namespace, nodes: Nodes) -> int:
     redraw = options.watch is not None and not options.json and sys.stdout.isatty()
+    separator = ""
     try:
         with _alternate_screen() if redraw else contextlib.nullcontext():
             while True:
-                addresses, ignored = places.look()
-                answers = asker.ask(addresses, stacks=options.stacks)
-                before, document = document, make_document(time.time(), answers, ignored, document)
+                document = nodes.look(stacks=options.stacks)
                 if options.json:
                     text = json.dumps(document) + "\n"
                 else:
-                    nowhere = () if addresses else places.registers()
                     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(document["time_unix_seconds"]))
                     workers = options.workers or options.stacks
-                    text = as_text(document, when, nowhere=nowhere, workers=workers, why=options.why)
-                    text = _fit(text) if redraw else text if before is None else "\n" + text
+                    text = as_text(document, when, nowhere=nodes.nowhere, workers=workers, why=options.why)
+                    text = _fit(text) if redraw else separator + text
+                    separator = "\n"
                 sys.stdout.write(text)
                 sys.stdout.flush()
                 if options.watch is None:
@@ -117,34 +127,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # The reader has closed the pipe; the rest of the buffer must not be written at exit.
         sys.stdout = None
-    finally:
-        asker.close()
-    return 1 if document is None else int(document["exit_status"])
+    return 1 if nodes.document is None else int(nodes.document["exit_status"])
 
 
-def _serve(parser: argparse.ArgumentParser, options: argparse.Namespace, places: Places, asker: Asker) -> int:
+def _serve(parser: argparse.ArgumentParser, options: argparse.Namespace, nodes: Nodes) -> None:
     # Not imported for a probe.
     from rpcdataloader.status import serving
 
-    if options.workers or options.json or options.why or options.stacks:
-        parser.error("--serve shows all but stacks: leave --workers, --json, --why and --stacks out")
     try:
         server = serving.StatusServer(serving.parse_place(options.serve), serving.find_token())
     except (ValueError, AuthenticationError) as exc:
         parser.error(f"--serve: {exc}")
-    before: list[Tree] = []
-
-    def look() -> Tree:
-        addresses, ignored = places.look()
-        before[:] = [make_document(time.time(), asker.ask(addresses, stacks=False), ignored, *before)]
-        return before[0]
-
     with contextlib.suppress(KeyboardInterrupt):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         sys.stdout.write(f"rpcdataloader status {server.url} pid={os.getpid()}\n")
         sys.stdout.flush()
-        server.serve(look, options.watch or 2.0)
-    return 0
+        server.serve(nodes.look, options.watch or 2.0)
 
 
 @contextlib.contextmanager
@@ -166,6 +164,126 @@ def _fit(text: str) -> str:
     if len(lines) > room:
         lines[room - 1 :] = [f"... {len(lines) - room + 1} more lines than fit this terminal"]
     return _HOME + f"{_END_OF_LINE}\n".join(lines) + _END_OF_LINE + _END_OF_SCREEN
+
+
+class Nodes:
+    """Node servers that are looked at repeatedly, over connections that stay open.
+
+    So a draining node server, which refuses new connections, can be watched until it ends.
+
+    Args:
+        places: Places as in ``workers=``; empty for those of the environment.
+        timeout: Seconds that each answer may take.
+
+    Attributes:
+        document: Result of the last look; None before the first one.
+        nowhere: Directories and names in which the last look found no node server, if none was named by address.
+
+    Raises:
+        ValueError: No node server is named, an address is malformed, or a place has no node server of its own.
+    """
+
+    def __init__(self, places: Sequence[str], tls: TlsCredentials | None, timeout: float) -> None:
+        self.document: Tree | None = None
+        self.nowhere: list[str] = []
+        self._tls = tls
+        self._timeout = timeout
+        self._channels: dict[Address, Channel] = {}  # each used only by its address's thread
+        self._places: list[Elastic | tuple[Address, ...]] = []
+        self._elastic: list[str] = []
+        for where in map(find_workers, places) if places else [find_workers(None)]:
+            if where is None:
+                raise ValueError("name a node server, or set RPCDATALOADER_WORKERS")
+            if isinstance(where, (Inline, Local)):
+                raise ValueError(f"{where} belongs to one training process; name node servers by address")
+            if isinstance(where, Elastic):
+                self._places.append(where.open())
+                self._elastic.append(str(where))
+            else:
+                self._places.append(where.addresses)
+
+    def look(self, *, stacks: bool = False) -> Tree:
+        """Ask the node servers that are named, and those that are registered now; each once, in this order."""
+        found: list[Address] = []
+        problems: dict[str, str] = {}
+        for place in self._places:
+            if isinstance(place, tuple):
+                found += place
+            else:
+                found += [one.address for one in place.look()]
+                # The path of a directory stands for the directory itself.
+                folder = place.directory if isinstance(place, Register) else ""
+                problems |= {os.path.join(folder, name): reason for name, reason in place.problems.items()}
+        self.nowhere = [] if found else self._elastic
+        answers = self.ask(list(dict.fromkeys(found)), stacks=stacks)
+        self.document = make_document(time.time(), answers, problems, self.document)
+        return self.document
+
+    def ask(self, addresses: Sequence[Address], *, stacks: bool) -> list[Answer]:
+        """Ask all node servers, and wait for the slowest.
+
+        A node server that is draining has left its register: it is asked until it stops answering.
+        """
+        leaving = [address for address in list(self._channels) if address not in addresses]
+        answers: dict[Address, Answer] = {}
+
+        def ask(address: Address) -> None:
+            answers[address] = self._ask(address, stacks)
+
+        # Not joined at the end: a thread may be resolving a name, which cannot be ended.
+        threads = [
+            threading.Thread(target=ask, args=[address], name=f"rpcdl-status {address}", daemon=True)
+            for address in [*addresses, *leaving]
+        ]
+        deadline = Deadline(self._timeout + 1)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(deadline.remaining())
+        found = [answers.get(address) or self._late(address) for address in addresses]
+        return found + [answer for address in leaving if (answer := answers.get(address)) and answer.status]
+
+    def _ask(self, address: Address, stacks: bool) -> Answer:
+        deadline = Deadline(self._timeout)
+        try:
+            if (channel := self._channels.pop(address, None)) is not None:
+                with contextlib.suppress(ConnectionLostError):  # the server has ended; another one may have its address
+                    return Answer(str(address), self._question(address, channel, stacks, deadline))
+            tls = None if address.is_unix else self._tls
+            identity = local_identity("client")
+            channel = open_channel(address, client_credentials(address), identity, STATUS_ID, deadline, tls=tls)
+            return Answer(str(address), self._question(address, channel, stacks, deadline))
+        except TimeoutError:  # includes RPCTimeoutError
+            return self._late(address)
+        except (RPCError, ValueError) as exc:
+            # Waiting does not help: another version, perhaps of Python, or another program on that port; a ValueError
+            # is about a malformed variable.
+            is_refused = isinstance(exc, (AuthenticationError, RemoteProtocolError, ValueError))
+            return Answer(str(address), error=str(exc), is_refused=is_refused)
+
+    def _question(self, address: Address, channel: Channel, stacks: bool, deadline: Deadline) -> NodeStatus:
+        with contextlib.ExitStack() as failed:
+            failed.callback(channel.stream.close)
+            channel.stream.limit(deadline)
+            channel.send(MessageType.STATS, payload=StatusRequest(stacks).encode())
+            message = channel.recv()
+            if message is None:
+                raise ConnectionLostError(f"{address} closed the connection without an answer")
+            if message.type != MessageType.STATS:
+                raise RemoteProtocolError(f"{address} answered with message type {message.type} instead of its status")
+            status = NodeStatus.decode(message.payload)
+            failed.pop_all()
+        self._channels[address] = channel
+        return status
+
+    def _late(self, address: Address) -> Answer:
+        return Answer(str(address), error=f"{address} did not answer within {self._timeout:g} s")
+
+    def close(self) -> None:
+        """Close the connections."""
+        for channel in self._channels.values():
+            channel.stream.close()
+        self._channels.clear()
 
 
 if __name__ == "__main__":

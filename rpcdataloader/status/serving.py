@@ -32,8 +32,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rpcdataloader.errors import AuthenticationError
-from rpcdataloader.status import metrics
-from rpcdataloader.status.report import Tree
+from rpcdataloader.status.report import METRICS_TYPE, Tree, as_metrics
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import client_credentials, load_credentials
 
@@ -51,11 +50,7 @@ _PAGE = Path(__file__).with_name("page")
 
 
 def parse_place(text: str) -> Address:
-    """Read ``[HOST:]PORT``; port 0 is any free one.
-
-    Raises:
-        ValueError: ``text`` is malformed.
-    """
+    """Read ``[HOST:]PORT``; port 0 is any free one. Raises ``ValueError`` if ``text`` is malformed."""
     host, _, port = text.rpartition(":")
     address = Address.parse(f"{host or '127.0.0.1'}:{'1' if port == '0' else port}")
     if address.is_unix:
@@ -147,12 +142,7 @@ class StatusServer(socketserver.ThreadingTCPServer):
         return f"http://{Address(str(host), int(port))}/"
 
     def serve(self, look: Callable[[], Tree], interval: float) -> None:
-        """Refresh the answers until an exception ends it.
-
-        Args:
-            look: Function that returns a document.
-            interval: Seconds between two looks.
-        """
+        """Refresh the answers with a document every ``interval`` seconds, until an exception ends it."""
         history = History(interval)
         threading.Thread(target=self.serve_forever, name="rpcdl-serve", daemon=True).start()
         try:
@@ -161,7 +151,7 @@ class StatusServer(socketserver.ThreadingTCPServer):
                 try:
                     document = look()
                     history.add(document)
-                    found["/metrics"] = metrics.as_metrics(document, self._num_failures).encode(), metrics.CONTENT_TYPE
+                    found["/metrics"] = as_metrics(document, self._num_failures).encode(), METRICS_TYPE
                     for path, tree in {"/json": document, "/history": history.as_columns()}.items():
                         found[path] = json.dumps(tree).encode(), "application/json"
                 except Exception:
@@ -270,11 +260,7 @@ _MAX_CLIENTS = 7
 
 
 class History:
-    """Points in memory; the oldest are dropped.
-
-    Args:
-        interval: Seconds between two looks.
-    """
+    """Points in memory, ``interval`` seconds apart; the oldest are dropped."""
 
     def __init__(self, interval: float) -> None:
         self._interval = interval

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rpcdataloader.status.report import Tree
-from rpcdataloader.wire.lines import printable
+from rpcdataloader.wire.messages import printable
 
 
 def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: bool = False, why: bool = False) -> str:

@@ -24,23 +24,38 @@ from rpcdataloader.errors import (
     RPCTimeoutError,
 )
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.buffers import Allocate, BlockBytes, heap_blocks
-from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsCredentials, TlsFiles
 from rpcdataloader.wire.connecting import connect
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
+    Allocate,
+    BlockBytes,
     Decoder,
     Message,
     MessageType,
     Sealer,
     encode,
+    heap_blocks,
 )
-from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake, TlsError
-from rpcdataloader.wire.preamble import PREAMBLE_SIZE, PROTOCOL_VERSION, Preamble
+from rpcdataloader.wire.handshake import (
+    PREAMBLE_SIZE,
+    PROTOCOL_VERSION,
+    Handshake,
+    Identity,
+    Preamble,
+    TlsError,
+)
 from rpcdataloader.wire.stages import Arrival
-from rpcdataloader.wire.tls import AnsweredInClearError, TlsStream
-from rpcdataloader.wire.transport import Deadline, Stream
+from rpcdataloader.wire.tls import (
+    CA_VARIABLE,
+    CERT_VARIABLE,
+    KEY_VARIABLE,
+    AnsweredInClearError,
+    TlsCredentials,
+    TlsFiles,
+    TlsStream,
+)
+from rpcdataloader.wire.transport import Deadline, Stream, without_start
 
 MAX_SENT_NOW_BYTES = 4096
 
@@ -72,7 +87,7 @@ class Channel:
             ConnectionLostError when the connection broke, perhaps in the middle of a message.
     """
 
-    def __init__(self, stream: Stream, handshake: ClientHandshake | ServerHandshake, name: str) -> None:
+    def __init__(self, stream: Stream, handshake: Handshake, name: str) -> None:
         established = handshake.established
         if established is None:
             raise ValueError("the handshake is not complete")
@@ -106,11 +121,7 @@ class Channel:
         buffers: Sequence[BlockBytes] = (),
         flags: int = 0,
     ) -> None:
-        """Seal and send one message; blocks until the kernel has taken all of it.
-
-        Raises:
-            ConnectionLostError: The peer is gone.
-        """
+        """Seal and send one message; blocks until the kernel has taken all of it."""
         with self._send_lock:
             self.stream.send(encode(self._sealer, type, request_id, payload, buffers, flags))
 
@@ -121,9 +132,6 @@ class Channel:
 
         Waking that thread costs two changes of the GIL's holder, which is more than the message does. A caller that
         must not wait has to know that the kernels' buffers have room.
-
-        Raises:
-            ConnectionLostError: The peer is gone.
         """
         size_bytes = len(payload)
         if buffers:
@@ -140,35 +148,37 @@ class Channel:
         finally:
             self._send_lock.release()
 
-    def abandon(self) -> None:
-        """Drop a partly received message; nothing can be received afterwards.
-
-        References to an ended connection must not keep the memory of a batch.
-        """
-        self._decoder.abandon()
-
 
 def _recv(stream: Stream, decoder: Decoder, deadline: Deadline | None = None) -> Message | None:
     arrival: Arrival | None = None
-    while True:
-        if deadline is not None:
-            stream.limit(deadline)
-        size = stream.recv_into(decoder.get_buffers())
-        if size == 0:
-            if decoder.mid_message:
-                raise ConnectionLostError(f"connection to {stream.name} lost in the middle of a message")
-            return None
-        message = decoder.buffers_filled(size)
-        if message is not None:
-            if arrival is not None:
-                message.arrival = arrival
-            return message
-        # Nothing is read ahead, so another receive call gets the rest; an optional message may have been skipped.
-        if not stream.unread and decoder.mid_message:
-            if arrival is None:
-                arrival = Arrival(time.monotonic(), time.thread_time(), True)
-            if arrival.was_here and stream.count_waiting() < decoder.missing_bytes:
-                arrival = arrival._replace(was_here=False)
+
+    def fill(views: list[memoryview], is_first: bool) -> int:
+        nonlocal arrival
+        filled, missing = 0, sum(map(len, views))
+        while True:
+            if deadline is not None:
+                # For each receive anew: a peer that sends a byte now and then must not hold this side without limit.
+                stream.limit(deadline)
+            if not is_first and not stream.unread:
+                # Nothing is read ahead, so that this takes another receive call.
+                if arrival is None:
+                    arrival = Arrival(time.monotonic(), time.thread_time(), True)
+                if arrival.was_here and stream.count_waiting() < missing:
+                    arrival = arrival._replace(was_here=False)
+            size = stream.recv_into(views)
+            filled += size
+            missing -= size
+            if not size or not missing:
+                return filled
+            views, is_first = without_start(views, size), False
+
+    try:
+        message = decoder.read(fill)
+    except EOFError:
+        raise ConnectionLostError(f"connection to {stream.name} lost in the middle of a message") from None
+    if message is not None:
+        message.arrival = arrival
+    return message
 
 
 def open_channel(
@@ -200,7 +210,7 @@ def open_channel(
     try:
         if credentials.insecure:
             stream.require_same_user()
-        handshake = ClientHandshake(credentials.secret, identity, session_id, tls=tls is not None)
+        handshake = Handshake(credentials.secret, identity, Preamble(session_id, tls=tls is not None))
         if tls is not None:
             stream = _start_tls(stream, handshake, tls, address.host, deadline)
         _shake_hands(stream, handshake, deadline)
@@ -232,7 +242,7 @@ def open_channel(
 
 
 def _start_tls(
-    stream: Stream, handshake: ClientHandshake, credentials: TlsCredentials, host: str, deadline: Deadline
+    stream: Stream, handshake: Handshake, credentials: TlsCredentials, host: str, deadline: Deadline
 ) -> TlsStream:
     stream.limit(deadline)
     stream.send([handshake.preamble_to_send()])
@@ -277,7 +287,7 @@ def accept_channel(
     """
     if credentials.insecure:
         stream.require_same_user()
-    handshake = ServerHandshake(credentials.secret, identity, preamble)
+    handshake = Handshake(credentials.secret, identity, preamble)
     if tls is not None or preamble.tls:
         stream = _accept_tls(stream, handshake, preamble, tls)
     _shake_hands(stream, handshake, Deadline(None))
@@ -287,7 +297,7 @@ def accept_channel(
     return channel
 
 
-def _accept_tls(stream: Stream, handshake: ServerHandshake, preamble: Preamble, files: TlsFiles | None) -> TlsStream:
+def _accept_tls(stream: Stream, handshake: Handshake, preamble: Preamble, files: TlsFiles | None) -> TlsStream:
     told: TlsError | None = None
     try:
         if files is None:
@@ -312,7 +322,7 @@ def _accept_tls(stream: Stream, handshake: ServerHandshake, preamble: Preamble, 
     return secure
 
 
-def _shake_hands(stream: Stream, handshake: ClientHandshake | ServerHandshake, deadline: Deadline) -> None:
+def _shake_hands(stream: Stream, handshake: Handshake, deadline: Deadline) -> None:
     decoder = Decoder(heap_blocks, None, HANDSHAKE_LIMITS)
     while True:
         stream.limit(deadline)
@@ -321,12 +331,11 @@ def _shake_hands(stream: Stream, handshake: ClientHandshake | ServerHandshake, d
         if handshake.established is not None:
             return
         try:
-            # For each receive anew: a peer that sends a byte now and then must not hold this side without limit.
             message = _recv(stream, decoder, deadline)
             if message is None:
-                hint = "node server" if isinstance(handshake, ClientHandshake) else "client"
                 raise ConnectionLostError(
-                    f"{stream.name} closed the connection during the handshake (is it a {hint} of this package?)"
+                    f"{stream.name} closed the connection during the handshake "
+                    f"(is it a {handshake.peer_role} of this package?)"
                 )
             handshake.receive(message)
         except RPCError:

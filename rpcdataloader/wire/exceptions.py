@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 
 from rpcdataloader.errors import RemoteError, RemoteTraceback
 from rpcdataloader.host.environment import hint_at
-from rpcdataloader.wire.diagnose import USER_ERRORS
-from rpcdataloader.wire.picklers import ReplyPickler, Unpickler
+from rpcdataloader.wire.picklers import USER_ERRORS, ReplyPickler, Unpickler
 
 #: A longer text is cut in the middle: a message with a whole array in it is of no use.
 _MAX_TEXT_CHARACTERS = 1 << 16

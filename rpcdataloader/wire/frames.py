@@ -1,6 +1,6 @@
 """The wire format of one message, without I/O. Little-endian.
 
-After the preamble (``preamble.py``), each message in either direction is a header, a body and blocks::
+After the preamble (``handshake.py``), each message in either direction is a header, a body and blocks::
 
     offset  size  field
          0     4  magic          b"RPDL"
@@ -37,7 +37,6 @@ from enum import IntEnum, IntFlag
 from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
-from rpcdataloader.wire.buffers import Allocate, Buffer, Pieces, as_bytes, heap_blocks, pieces_of
 from rpcdataloader.wire.stages import Arrival
 
 _HEADER = struct.Struct("<4sBBHQQII32s16s")
@@ -51,6 +50,21 @@ _HASH_BLOCK_SIZE = 64  # of SHA-256
 
 # Below this, one more copy of the payload is cheaper than one more element for sendmsg to gather.
 _JOIN_BELOW_BYTES = 16 * 1024
+
+
+Buffer = bytes | bytearray | memoryview
+
+Allocate = Callable[[int, Sequence[int]], list[Any]]
+"""``allocate(request_id, sizes in bytes)`` returns memory for one block per size, in order.
+
+The ``view`` of each is writable, contiguous, of format ``"B"``, and of exactly the requested size, which may be 0.
+"""
+
+Fill = Callable[[list[memoryview], bool], int]
+"""``fill(views, is_first)`` receives into ``views``, none of them empty, in order: all, unless the stream ends.
+
+Returns the number of bytes. ``is_first`` is true for the first bytes of a message.
+"""
 
 
 class MessageType(IntEnum):
@@ -147,9 +161,6 @@ class Message:
     arrival: Arrival | None = None
 
 
-_NO_MESSAGE = Message(0)
-
-
 class Sealer:
     """Makes or checks the MACs of one direction of a connection.
 
@@ -179,6 +190,50 @@ class Sealer:
         outer.update(inner.digest())
         self.num_sealed += 1
         return outer.digest()[:MAC_SIZE]
+
+
+class Pieces:
+    """A block whose bytes lie in several places, which the kernel gathers when sending it.
+
+    Args:
+        pieces: Parts in order, each as a block of its own would be.
+    """
+
+    __slots__ = ("nbytes", "pieces")
+
+    def __init__(self, pieces: Sequence[Buffer]) -> None:
+        self.pieces = [as_bytes(piece) for piece in pieces]
+        self.nbytes = sum(map(len, self.pieces))
+
+
+BlockBytes = memoryview | Pieces
+"""The bytes of a block to send."""
+
+
+def pieces_of(block: Buffer | Pieces) -> list[memoryview]:
+    """The bytes of a block, in order, wherever they are."""
+    return block.pieces if isinstance(block, Pieces) else [as_bytes(block)]
+
+
+def as_bytes(buffer: Buffer) -> memoryview:
+    """A view of format ``"B"`` and one dimension; TypeError when the buffer is not contiguous."""
+    view = memoryview(buffer)
+    # An empty view of another shape or format cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+class HeapBlock:
+    """A block of ordinary memory, for messages that need no pool."""
+
+    __slots__ = ("view",)
+
+    def __init__(self, size_bytes: int) -> None:
+        self.view = memoryview(bytearray(size_bytes))
+
+
+def heap_blocks(_request_id: int, sizes: Sequence[int]) -> list[Any]:
+    """Allocate blocks of ordinary memory (an ``Allocate``)."""
+    return [HeapBlock(size) for size in sizes]
 
 
 def encode(
@@ -251,110 +306,63 @@ def _digest(blocks: Sequence[memoryview]) -> bytes:
 class Decoder:
     """Turns the bytes of one direction of a connection into messages, without copying them.
 
-    The caller owns the socket::
-
-        while True:
-            num_bytes = sock.recvmsg_into(decoder.get_buffers())[0]
-            message = decoder.buffers_filled(num_bytes)
-            if message is not None:
-                ...
-
-    Headers are received into reused memory, a body into memory of its own, and all blocks of a message at once into
-    memory from ``allocate``. An error is final: the start of the next message is lost.
+    The caller owns the socket. Headers are received into reused memory, a body into memory of its own, and all blocks
+    of a message at once into memory from ``allocate``. An error is final: the start of the next message is lost.
 
     Args:
         allocate: Function called once per message with blocks, after a check of their sizes. May be replaced between
             messages.
         sealer: Sealer of this direction; None before the handshake has made one.
-        limits: Limits for each message. The attribute may be changed between messages.
+        limits: Limits for each message.
     """
 
     def __init__(self, allocate: Allocate, sealer: Sealer | None = None, limits: Limits = DEFAULT_LIMITS) -> None:
         self.allocate = allocate
-        self.limits = limits
         self._sealer = sealer
+        self._limits = limits
         self._header = memoryview(bytearray(HEADER_SIZE))
-        self._idle = [self._header]
-        self._broken: str | None = None
-        self._reset()
+        self._is_broken = False
 
-    def _reset(self) -> None:
-        """Wait for a header. Nothing of the previous message is kept alive."""
-        # A plain function, not a bound method: that would be a reference cycle, and blocks would wait for the
-        # garbage collector when a connection ends part-way.
-        self._then: Callable[[Decoder], Message | None] = Decoder._header_filled
-        self._pending = self._idle
-        self._missing_bytes = HEADER_SIZE
-        self._message = _NO_MESSAGE
-        self._body = self._header[:0]
-        self._num_blocks = 0
-        self._table_size = 0
-        self._digest = b""
-
-    @property
-    def missing_bytes(self) -> int:
-        """The number of bytes for which :meth:`get_buffers` has room."""
-        return self._missing_bytes
-
-    @property
-    def mid_message(self) -> bool:
-        """Whether the end of the stream, here, would cut a message."""
-        return self._pending is not self._idle
-
-    def get_buffers(self) -> list[memoryview]:
-        """The memory to fill next, in order: at least one view, none of them empty.
-
-        Raises:
-            RemoteProtocolError: An earlier message was wrong.
-        """
-        if self._broken is not None:
-            raise self._unusable()
-        return self._pending
-
-    def buffers_filled(self, num_bytes: int) -> Message | None:
-        """Process ``num_bytes`` that were written into the memory of :meth:`get_buffers`.
-
-        Args:
-            num_bytes: Number of bytes, from 1 to the total size of these buffers.
+    def read(self, fill: Fill) -> Message | None:
+        """Read the next message; those of unknown type are skipped if they are optional.
 
         Returns:
-            The message that these bytes completed, if any.
+            The message; None if the stream ends before it.
 
         Raises:
+            EOFError: The stream ends in the middle of a message.
             RemoteProtocolError: The peer broke the format, a limit or the MAC.
         """
-        if self._broken is not None:
-            raise self._unusable()
-        if num_bytes != self._missing_bytes:
-            self._advance(num_bytes)
-            return None
+        if self._is_broken:
+            raise RemoteProtocolError("nothing more can be read from this connection after an error")
         try:
-            return self._then(self)
-        except Exception as error:
-            self._broken = str(error)
+            while size := fill([self._header], True):
+                if size < HEADER_SIZE:
+                    raise EOFError
+                message, payload_size, num_blocks, digest = self._read_header()
+                table_size = 8 * num_blocks
+                if num_blocks and message.type in _WITH_BLOCK_DIGEST:
+                    table_size += _DIGEST_SIZE
+                body = memoryview(bytearray(table_size + payload_size))
+                # A receive into an empty view returns 0, which looks like the end of the stream.
+                if body and fill([body], False) < len(body):
+                    raise EOFError
+                # Compared in constant time for uniformity only: guesses against an authenticated header are impossible.
+                if not hmac.compare_digest(hashlib.sha256(body).digest(), digest):
+                    raise RemoteProtocolError(f"the body of message {message.request_id} was altered on its way")
+                message.payload = body[table_size:]
+                if num_blocks:
+                    self._read_blocks(fill, message, num_blocks, body[:table_size])
+                if message.type in _MESSAGE_TYPES:
+                    return message
+                del message, body
+            return None
+        except BaseException:
+            self._is_broken = True
             raise
 
-    def abandon(self) -> None:
-        """Drop a partly received message: nothing more will be received."""
-        self._reset()
-        self._broken = self._broken or "the connection has ended"
-
-    def _unusable(self) -> RemoteProtocolError:
-        return RemoteProtocolError(f"nothing more can be read from this connection after: {self._broken}")
-
-    def _advance(self, num_bytes: int) -> None:
-        """Process bytes that do not fill the buffers."""
-        if not 0 < num_bytes < self._missing_bytes:
-            raise ValueError(f"{num_bytes} bytes cannot have been received where {self._missing_bytes} are missing")
-        self._missing_bytes -= num_bytes
-        position = 0
-        while num_bytes >= len(self._pending[position]):
-            num_bytes -= len(self._pending[position])
-            position += 1
-        # A new list: the caller may still be using the old one.
-        self._pending = [self._pending[position][num_bytes:], *self._pending[position + 1 :]]
-
-    def _header_filled(self) -> Message | None:
+    def _read_header(self) -> tuple[Message, int, int, bytes]:
+        """The message without its content, payload size, number of blocks, and digest of the body."""
         magic, code, flags, header_size, request_id, payload_size, num_blocks, reserved, digest, mac = _HEADER.unpack(
             self._header
         )
@@ -376,54 +384,24 @@ class Decoder:
             )
         if code not in _MESSAGE_TYPES and not (flags & _OPTIONAL and sealer is not None):
             raise RemoteProtocolError(f"the peer sent a message of the unknown type {code}")
-        if (excess := self.limits.find_excess(payload_size, num_blocks)) is not None:
+        if (excess := self._limits.find_excess(payload_size, num_blocks)) is not None:
             raise _too_much(excess)
-        self._message = Message(_MESSAGE_TYPES.get(code, code), flags, request_id)
-        self._num_blocks = num_blocks
-        self._digest = digest
-        self._table_size = 8 * num_blocks
-        if num_blocks and code in _WITH_BLOCK_DIGEST:
-            self._table_size += _DIGEST_SIZE
-        self._missing_bytes = self._table_size + payload_size
-        self._body = memoryview(bytearray(self._missing_bytes))
-        # A receive into an empty view returns 0, which looks like the end of the stream.
-        if not self._missing_bytes:
-            return self._body_filled()
-        self._then = Decoder._body_filled
-        self._pending = [self._body]
-        return None
+        return Message(_MESSAGE_TYPES.get(code, code), flags, request_id), payload_size, num_blocks, digest
 
-    def _body_filled(self) -> Message | None:
-        body, message, num_blocks = self._body, self._message, self._num_blocks
-        # Compared in constant time for uniformity only: guesses against an authenticated header are impossible.
-        if not hmac.compare_digest(hashlib.sha256(body).digest(), self._digest):
-            raise RemoteProtocolError(f"the body of message {message.request_id} was altered on its way")
-        message.payload = body[self._table_size :]
-        if not num_blocks:
-            self._reset()
-            return message if message.type in _MESSAGE_TYPES else None
-        sizes = struct.unpack_from(f"<{num_blocks}Q", body)
-        if (excess := self.limits.find_excess(len(message.payload), num_blocks, sizes)) is not None:
+    def _read_blocks(self, fill: Fill, message: Message, num_blocks: int, table: memoryview) -> None:
+        sizes = struct.unpack_from(f"<{num_blocks}Q", table)
+        if (excess := self._limits.find_excess(len(message.payload), num_blocks, sizes)) is not None:
             raise _too_much(excess)
         allocate = self.allocate if message.type in _MESSAGE_TYPES else heap_blocks
         message.blocks = allocate(message.request_id, sizes)
         views = [block.view for block in message.blocks]
         if tuple(map(len, views)) != sizes:
             raise LocalProtocolError(f"the allocator gave blocks of other sizes than {sizes}")
-        self._missing_bytes = sum(sizes)
-        if not self._missing_bytes:
-            return self._blocks_filled()
-        self._then = Decoder._blocks_filled
-        self._pending = list(filter(None, views))
-        return None
-
-    def _blocks_filled(self) -> Message | None:
-        message = self._message
-        digest = self._body[8 * self._num_blocks : self._table_size]
-        if digest and not hmac.compare_digest(_digest([block.view for block in message.blocks]), digest):
+        if any(sizes) and fill(list(filter(None, views)), False) < sum(sizes):
+            raise EOFError
+        digest = table[8 * num_blocks :]
+        if digest and not hmac.compare_digest(_digest(views), digest):
             raise RemoteProtocolError(f"the blocks of message {message.request_id} were altered on their way")
-        self._reset()
-        return message if message.type in _MESSAGE_TYPES else None
 
 
 def _too_much(excess: str) -> RemoteProtocolError:

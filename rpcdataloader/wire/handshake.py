@@ -1,6 +1,16 @@
-"""Versions and a mutual proof of the secret, as a state machine without I/O.
+"""The first bytes of a connection, versions, and a mutual proof of the secret, as a state machine without I/O.
 
-In this order, each message as ``frames.py`` lays it out, with a JSON payload of at most 4 KiB::
+The preamble is 32 bytes from the client, in clear, and the same in every version of the protocol::
+
+    offset  size  field
+         0     8  magic          b"RPCDLDR\\x01"
+         8     2  version        of the protocol; judged after both HELLOs, where both sides can be named
+        10     2  flags          bit 0: TLS follows at once; others zero, ignored when received
+        12     4  reserved       zero; ignored when received
+        16    16  session id     zero: start a session; 1: tell the status of the node; else: start a worker of that
+                                 session
+
+Then, in this order, each message as ``frames.py`` lays it out, with a JSON payload of at most 4 KiB::
 
     client                                    server
     preamble, HELLO {nonce, identity}   ->
@@ -24,14 +34,25 @@ import hashlib
 import hmac
 import json
 import secrets
+import struct
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 from rpcdataloader.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
-from rpcdataloader.wire import plain
 from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, Message, MessageType, Sealer, encode
-from rpcdataloader.wire.lines import printable
-from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
+from rpcdataloader.wire.messages import printable, read_json
+
+PROTOCOL_VERSION = 2
+
+_PREAMBLE = struct.Struct("<8sHHI16s")
+_PREAMBLE_MAGIC = b"RPCDLDR\x01"
+_PREAMBLE_TLS = 1
+PREAMBLE_SIZE = _PREAMBLE.size
+SESSION_ID_SIZE = 16
+
+# In place of a session id, requests a status connection. Ids of sessions are random.
+STATUS_ID = bytes([1]).ljust(SESSION_ID_SIZE, b"\0")
 
 NONCE_SIZE = 32
 _PROOF_SIZE = hashlib.sha256().digest_size
@@ -45,8 +66,46 @@ _KEY_LABELS = {"client": b"rpcdataloader key client to server", "server": b"rpcd
 _MAX_STRING_CHARS = 255
 _MAX_REFUSAL_CHARS = 500
 
-Role = Literal["client", "server"]
 _ROLE_NAMES = {"client": "client", "server": "node server"}
+
+
+@dataclass(frozen=True, slots=True)
+class Preamble:
+    """The first bytes of a connection, from the client.
+
+    Attributes:
+        session_id: 16 bytes; zero to start a new session, ``STATUS_ID`` for a status connection.
+        version: Version of the protocol that the client speaks.
+        tls: True if the client speaks TLS from here on. A server that does not, or that requires it, can then say so.
+    """
+
+    session_id: bytes = bytes(SESSION_ID_SIZE)
+    version: int = PROTOCOL_VERSION
+    tls: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.session_id) != SESSION_ID_SIZE:
+            raise ValueError(f"a session id has {SESSION_ID_SIZE} bytes, not {len(self.session_id)}")
+        if not 0 <= self.version < 2**16:
+            raise ValueError(f"protocol version {self.version} does not fit into two bytes")
+
+    def encode(self) -> bytes:
+        """The 32 bytes to send."""
+        return _PREAMBLE.pack(_PREAMBLE_MAGIC, self.version, _PREAMBLE_TLS * self.tls, 0, self.session_id)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Preamble:
+        """Read the 32 bytes that a client sent.
+
+        Raises:
+            RemoteProtocolError: These are not the first bytes of this protocol.
+        """
+        if len(data) != PREAMBLE_SIZE:
+            raise RemoteProtocolError(f"the preamble has {PREAMBLE_SIZE} bytes, the peer sent {len(data)}")
+        magic, version, flags, _, session_id = _PREAMBLE.unpack(data)
+        if magic != _PREAMBLE_MAGIC:
+            raise RemoteProtocolError(f"the peer does not speak this protocol: its first bytes are {magic!r}")
+        return cls(session_id, version, bool(flags & _PREAMBLE_TLS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,32 +156,45 @@ class TlsError(AuthenticationError):
     """TLS failed, or only one of the two sides uses it; their secrets have not been compared."""
 
 
-class _Handshake:
-    """The common part of both sides: HELLO, then AUTH, each once.
+class Handshake:
+    """One side: HELLO, then AUTH, each once. The client's preamble and HELLO are ready to send from the start.
 
     Not thread-safe. An error is final: send :meth:`data_to_send` before closing, so that the other side learns why.
-    """
 
-    _role: ClassVar[Role]
-    _peer_role: ClassVar[Role]
+    Args:
+        identity: Self-description; its role chooses the side.
+        preamble: The client's. On the server's side, it has been received already.
+        nonce: 32 bytes, fresh and random by default; given by tests only.
+
+    Attributes:
+        established: Result of the handshake; None before both sides have proved that they hold the secret.
+        peer_role: Role of the other side, in words.
+    """
 
     def __init__(self, secret: bytes, identity: Identity, preamble: Preamble, nonce: bytes | None = None) -> None:
         if not secret:
             raise ValueError("the secret is empty")
-        if identity.role != self._role:
-            raise ValueError(f"the identity is that of a {identity.role}, not of a {self._role}")
-        if nonce is not None and len(nonce) != NONCE_SIZE:
-            raise ValueError(f"a nonce has {NONCE_SIZE} bytes, not {len(nonce)}")
         self.established: Established | None = None
+        self._is_client = identity.role == "client"
+        self._peer_role = "server" if self._is_client else "client"
+        self.peer_role = _ROLE_NAMES[self._peer_role]
         self._secret = secret
         self._identity = identity
         self._preamble = preamble
-        self._nonce = nonce or secrets.token_bytes(NONCE_SIZE)
-        self._hello = _dump(nonce=self._nonce.hex(), identity=asdict(identity))
+        self._hello = _dump(nonce=(nonce or secrets.token_bytes(NONCE_SIZE)).hex(), identity=asdict(identity))
         self._expected: MessageType | None = MessageType.HELLO
         self._outgoing = bytearray()
         self._peer: Identity | None = None
         self._transcript = b""
+        if self._is_client:
+            self._outgoing += preamble.encode()
+            self._queue(MessageType.HELLO, self._hello)
+
+    def preamble_to_send(self) -> bytes:
+        """A client's preamble alone, sent in clear before TLS; :meth:`data_to_send` does not return it again."""
+        data = bytes(self._outgoing[:PREAMBLE_SIZE])
+        del self._outgoing[:PREAMBLE_SIZE]
+        return data
 
     def data_to_send(self) -> bytes:
         """Data for the peer; the next call does not return it again."""
@@ -144,10 +216,10 @@ class _Handshake:
         try:
             content = _load(message)
             if message.type == MessageType.REFUSED:
-                raise _refusal_received(content, self._peer_role)
+                raise _refusal_received(content, self.peer_role)
             if message.type != expected:
                 raise RemoteProtocolError(
-                    f"the {_ROLE_NAMES[self._peer_role]} sent message type {message.type} instead of {expected.name}"
+                    f"the {self.peer_role} sent message type {message.type} instead of {expected.name}"
                 )
             if expected == MessageType.HELLO:
                 self._receive_hello(bytes(message.payload), content)
@@ -177,8 +249,12 @@ class _Handshake:
         if problem is not None:
             raise _IncompatibleError(problem)
         self._peer = peer
-        hellos = (self._hello, payload) if self._role == "client" else (payload, self._hello)
+        hellos = (self._hello, payload) if self._is_client else (payload, self._hello)
         self._transcript = _hash_transcript(self._preamble.encode(), *hellos)
+        if self._is_client:
+            self._queue_proof()
+        else:
+            self._queue(MessageType.HELLO, self._hello)
 
     def _receive_auth(self, content: dict[str, Any]) -> None:
         assert self._peer is not None  # for mypy: HELLO comes first
@@ -189,75 +265,24 @@ class _Handshake:
                 "give both the same token file (by default ~/.config/rpcdataloader/token)"
             )
         self.established = Established(
-            send=Sealer(self._derive(_KEY_LABELS[self._role])),
+            send=Sealer(self._derive(_KEY_LABELS[self._identity.role])),
             receive=Sealer(self._derive(_KEY_LABELS[self._peer_role])),
             peer=self._peer,
             differences=_list_differences(self._identity, self._peer),
         )
+        if not self._is_client:
+            # Only now: a client without the secret gets no proof to try guesses against.
+            self._queue_proof()
 
     def _derive(self, label: bytes) -> bytes:
         return hmac.digest(self._secret, label + b"\0" + self._transcript, "sha256")
 
-    def _queue_hello(self) -> None:
-        self._queue(MessageType.HELLO, self._hello)
-
     def _queue_proof(self) -> None:
-        self._queue(MessageType.AUTH, _dump(proof=self._derive(_PROOF_LABELS[self._role]).hex()))
+        self._queue(MessageType.AUTH, _dump(proof=self._derive(_PROOF_LABELS[self._identity.role]).hex()))
 
     def _queue(self, type: MessageType, payload: bytes) -> None:
         for piece in encode(None, type, payload=payload, limits=HANDSHAKE_LIMITS):
             self._outgoing += piece
-
-
-class ClientHandshake(_Handshake):
-    """The connecting side; its preamble and HELLO are ready to send from the start.
-
-    Args:
-        session_id: 16 bytes, zero to start a session.
-        nonce: 32 bytes, fresh and random by default; given by tests only.
-        tls: True if TLS begins after the preamble, see :meth:`preamble_to_send`.
-    """
-
-    _role = "client"
-    _peer_role = "server"
-
-    def __init__(
-        self, secret: bytes, identity: Identity, session_id: bytes, nonce: bytes | None = None, *, tls: bool = False
-    ) -> None:
-        super().__init__(secret, identity, Preamble(session_id, identity.protocol, tls), nonce)
-        self._outgoing += self._preamble.encode()
-        self._queue_hello()
-
-    def preamble_to_send(self) -> bytes:
-        """The preamble alone, which is sent in clear before TLS; :meth:`data_to_send` does not return it again."""
-        data = bytes(self._outgoing[:PREAMBLE_SIZE])
-        del self._outgoing[:PREAMBLE_SIZE]
-        return data
-
-    def _receive_hello(self, payload: bytes, content: dict[str, Any]) -> None:
-        super()._receive_hello(payload, content)
-        self._queue_proof()
-
-
-class ServerHandshake(_Handshake):
-    """The accepting side.
-
-    Args:
-        preamble: The client's, sent before its HELLO.
-        nonce: 32 bytes, fresh and random by default; given by tests only.
-    """
-
-    _role = "server"
-    _peer_role = "client"
-
-    def _receive_hello(self, payload: bytes, content: dict[str, Any]) -> None:
-        super()._receive_hello(payload, content)
-        self._queue_hello()
-
-    def _receive_auth(self, content: dict[str, Any]) -> None:
-        super()._receive_auth(content)
-        # Only now: a client without the secret gets no proof to try guesses against.
-        self._queue_proof()
 
 
 class _IncompatibleError(RemoteProtocolError):
@@ -273,12 +298,12 @@ _REFUSALS: dict[str, type[Exception]] = {
 }
 
 
-def _refusal_received(content: dict[str, Any], peer_role: Role) -> Exception:
+def _refusal_received(content: dict[str, Any], peer: str) -> Exception:
     code, text = content.get("code"), content.get("text")
     if not isinstance(code, str) or not isinstance(text, str):
-        return RemoteProtocolError(f"the {_ROLE_NAMES[peer_role]} refused this connection without a reason")
+        return RemoteProtocolError(f"the {peer} refused this connection without a reason")
     error_class = {"tls": TlsError, "authentication": AuthenticationError}.get(code, RemoteProtocolError)
-    return error_class(f"the {_ROLE_NAMES[peer_role]} refused this connection: {_printable(text, _MAX_REFUSAL_CHARS)}")
+    return error_class(f"the {peer} refused this connection: {_printable(text, _MAX_REFUSAL_CHARS)}")
 
 
 def _find_incompatibility(ours: Identity, peer: Identity) -> str | None:
@@ -287,26 +312,23 @@ def _find_incompatibility(ours: Identity, peer: Identity) -> str | None:
     Code objects only work in the minor version of Python that made them: a lambda of 3.11 crashes 3.12. Arrays and
     scalars of numpy 1 and 2 are pickled under different module names.
     """
-    for describe, advice in (
-        (_describe_protocol, "install the same version of rpcdataloader on both sides"),
-        (_describe_python, "use the same minor version of Python on both sides"),
-        (_describe_numpy, "install the same major version of numpy on both sides"),
-    ):
+    for describe, advice in _MUST_MATCH:
         if describe(ours) != describe(peer):
             return f"{ours} runs {describe(ours)}, {peer} runs {describe(peer)}; {advice}"
     return None
 
 
-def _describe_protocol(identity: Identity) -> str:
-    return f"version {identity.protocol} of the protocol"
-
-
-def _describe_python(identity: Identity) -> str:
-    return f"{identity.python_implementation} {_cut(identity.python_version, 2)}"
-
-
-def _describe_numpy(identity: Identity) -> str:
-    return f"numpy {_cut(identity.numpy, 1)}"
+_MUST_MATCH: list[tuple[Callable[[Identity], str], str]] = [
+    (
+        lambda side: f"version {side.protocol} of the protocol",
+        "install the same version of rpcdataloader on both sides",
+    ),
+    (
+        lambda side: f"{side.python_implementation} {_cut(side.python_version, 2)}",
+        "use the same minor version of Python on both sides",
+    ),
+    (lambda side: f"numpy {_cut(side.numpy, 1)}", "install the same major version of numpy on both sides"),
+]
 
 
 def _list_differences(ours: Identity, peer: Identity) -> list[str]:
@@ -340,13 +362,11 @@ def _dump(**content: object) -> bytes:
 
 
 def _load(message: Message) -> dict[str, Any]:
-    """The content of a message of the handshake; checks again what the decoder's limits should have stopped."""
-    if len(message.payload) > HANDSHAKE_LIMITS.payload_size_bytes or message.blocks:
-        raise RemoteProtocolError("the peer sent a message that is too large for the handshake")
+    """The content of a message of the handshake."""
     if message.request_id or message.flags:
         raise RemoteProtocolError("the peer sent a message of the handshake with a request id or flags")
     try:
-        return plain.load(message.payload)
+        return read_json(message.payload)
     except ValueError as error:
         raise RemoteProtocolError(f"the peer sent a message of the handshake that {error}") from None
 

@@ -1,18 +1,108 @@
-"""The payloads of messages, on both sides: one class per message type that carries fields.
+"""The payloads of messages, on both sides, and how the JSON and the text of other processes are read. Pure.
 
-WELCOME, BUSY, EXITED, STACK and GOAWAY are JSON or empty; CALL, BUILD and REPLY are pickles, read behind a valid seal.
+One class per message type that carries fields. WELCOME, BUSY, EXITED, STACK and GOAWAY are JSON or empty; CALL, BUILD
+and REPLY are pickles, read behind a valid seal.
 """
 
 from __future__ import annotations
 
-import pickle
+import dataclasses
+import functools
+import json
+import math
 import struct
+import types
+import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from rpcdataloader.errors import RemoteProtocolError
-from rpcdataloader.wire.plain import Json
+
+_Made = TypeVar("_Made")
+
+
+def read_json(data: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ValueError: The data is no JSON object; the message begins with "is".
+    """
+    try:
+        fields = json.loads(bytes(data).decode())
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except ValueError:
+        raise ValueError("is not JSON") from None
+    if not isinstance(fields, dict):
+        raise ValueError("is not a JSON object")
+    return fields
+
+
+def from_json(kind: type[_Made], fields: dict[str, Any]) -> _Made:
+    """Make a dataclass of plain values; ignores unknown fields.
+
+    Args:
+        kind: Dataclass whose fields are numbers, strings, booleans, None, and dataclasses or lists of these.
+
+    Raises:
+        ValueError: A field is missing, or of another type.
+    """
+    values = {}
+    for name, (hint, is_needed) in _hints(typing.cast(Any, kind)).items():
+        if name in fields:
+            values[name] = _convert(hint, fields[name], name)
+        elif is_needed:
+            raise ValueError(f"{name} is missing")
+    return kind(**values)
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, tuple[Any, bool]]:
+    hints = typing.get_type_hints(kind)
+    found = {}
+    for field in dataclasses.fields(kind):
+        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        found[field.name] = hints[field.name], not has_default
+    return found
+
+
+def _convert(hint: Any, value: Any, name: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        if value is None and types.NoneType in hint.__args__:
+            return None
+        (hint,) = [other for other in hint.__args__ if other is not types.NoneType]
+    if typing.get_origin(hint) is list and isinstance(value, list):
+        return [_convert(hint.__args__[0], item, name) for item in value]
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type) and isinstance(value, dict):
+        return from_json(hint, value)
+    if hint is float and type(value) is int:
+        return value
+    if type(value) is not hint:
+        raise ValueError(f"{name} is of another type")
+    return value
+
+
+class Json:
+    """A dataclass whose JSON object is the payload of a message."""
+
+    __slots__ = ()
+
+    def encode(self) -> bytes:
+        """The payload."""
+        return json.dumps(dataclasses.asdict(typing.cast(Any, self))).encode()
+
+    @classmethod
+    def decode(cls: type[_Made], payload: bytes | bytearray | memoryview) -> _Made:
+        """Read a payload; ignores unknown fields.
+
+        Raises:
+            RemoteProtocolError: The payload is not a JSON object with these fields.
+        """
+        try:
+            return from_json(cls, read_json(payload))
+        except ValueError as exc:
+            raise RemoteProtocolError(f"malformed {cls.__name__} message: {exc}") from exc
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +112,6 @@ class Welcome(Json):
     Attributes:
         session: Hexadecimal session id, for the worker connections that follow.
         worker: Number of this worker in its session; 0 for the session itself.
-        takes_reports: True if the session knows REPORT. An older one would wait for what comes after it.
     """
 
     node: str
@@ -30,7 +119,6 @@ class Welcome(Json):
     session: str
     num_workers: int
     worker: int = 0
-    takes_reports: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +132,7 @@ class Busy(Json):
 class Exited(Json):
     """A worker of this session ended: its number, process id, and how it ended, in words.
 
-    ``batch`` is the last one begun for a loader, -1 for none; ``sample`` is a number of ``fetch/whereabouts.py``.
+    ``batch`` is the last one begun for a loader, -1 for none; ``sample`` is a number of ``fetch/samples.py``.
     """
 
     worker: int
@@ -89,35 +177,8 @@ class Log(Json):
     printed_by: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Build:
-    """Make a dataset, in the session if ``shared``, else in each worker that needs it.
-
-    Attributes:
-        key: Number chosen by the client; the same on all its nodes.
-        generators: States of the client's random generators, which a constructor may draw from.
-        pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``; its blocks are the message's.
-    """
-
-    key: int
-    name: str
-    shared: bool
-    generators: tuple[Any, ...]
-    pickled: bytes
-
-    def encode(self) -> bytes:
-        """The payload."""
-        return pickle.dumps((self.key, self.name, self.shared, self.generators, self.pickled), protocol=5)
-
-    @classmethod
-    def decode(cls, payload: bytes | bytearray | memoryview) -> Build:
-        """Read a payload whose seal was checked."""
-        return cls(*pickle.loads(payload))
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Run ``func(*args, **kwargs)``.
+class Call(NamedTuple):
+    """Run ``func(*args, **kwargs)``. Pickled as a plain tuple, which is smaller and faster.
 
     Attributes:
         keep: Hold the result on the worker and reply with its handle.
@@ -133,10 +194,6 @@ class Call:
     ordered: bool = False
     limited: bool = False
     task: bool = False
-
-    def fields(self) -> tuple[Any, ...]:
-        """The values to pickle, in the order of the arguments: a plain tuple is smaller and faster than the object."""
-        return (self.func, self.args, self.kwargs, self.keep, self.ordered, self.limited, self.task)
 
 
 def pack_handles(handles: Iterable[int]) -> bytes:
@@ -154,3 +211,73 @@ def unpack_handles(payload: bytes | bytearray | memoryview) -> list[int]:
     if len(payload) % 8:
         raise RemoteProtocolError(f"a RELEASE message of {len(payload)} bytes")
     return list(struct.unpack(f"<{len(payload) // 8}Q", payload))
+
+
+# Workers print for users to read; a loop that prints in every sample reaches this limit.
+MAX_BYTES_PER_SECOND = 64 << 10
+
+# Longer lines are cut. With a line's overhead, at most a thousand pass in a second.
+MAX_CHARS = 1000
+
+_LINE_BYTES = 64
+
+
+class LineLimit:
+    """A limit on forwarded lines, in bytes per second, and a count of the others.
+
+    After the first line left out, all are until the second is over, so that the note stands in their place.
+
+    Args:
+        emit: Function that takes the note of how many were left out; returns whether it could.
+
+    Attributes:
+        due: Time to call :meth:`tell`; infinite if nothing was left out.
+    """
+
+    def __init__(self, emit: Callable[[str], bool]) -> None:
+        self.due = math.inf
+        self._emit = emit
+        self._end = -math.inf
+        self._room = 0
+        self._num_left_out = 0
+
+    def admits(self, text: str, now: float) -> bool:
+        """Whether a line fits at this time, in seconds."""
+        self.tell(now)
+        if now >= self._end:
+            self._end, self._room = now + 1.0, MAX_BYTES_PER_SECOND
+        self._room -= len(text.encode(errors="replace")) + _LINE_BYTES
+        if self._room < 0:
+            self.leave_out()
+        return self._room >= 0
+
+    def leave_out(self) -> None:
+        """Leave out the line that was just admitted."""
+        self._room = -1
+        self._num_left_out += 1
+        self.due = min(self.due, self._end)
+
+    def tell(self, now: float) -> None:
+        """Emit the number of lines left out, if it is time."""
+        if now < self.due or not self._num_left_out:
+            return
+        if self._emit(f"{self._num_left_out} lines left out"):
+            self._num_left_out, self.due = 0, math.inf
+        else:
+            self.due = now + 1.0
+
+
+def printable(text: str, keep: str = "") -> str:
+    """``text`` with a question mark for each character that could affect a terminal, or begin a line.
+
+    Args:
+        keep: Characters to leave as they are.
+    """
+    return "".join(char if char.isprintable() or char in keep else "?" for char in text)
+
+
+def escaped(text: str) -> str:
+    """``text`` with characters that could affect a terminal written as in ``\\x1b``; tabs stay."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\t" else ascii(char)[1:-1] for char in text)

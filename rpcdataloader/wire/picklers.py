@@ -1,18 +1,28 @@
 """The picklers of both directions and the unpickler.
 
 They differ from cloudpickle's in three kinds of objects: dense tensors and large numpy arrays go out of band, every
-received array is writable, and definitions that travel by value keep their identity.
+received array is writable, and *definitions* that travel by value, functions and classes, keep their identity.
+
+A worker cannot import the functions and classes of a client's ``__main__``, its lambdas and its local classes:
+cloudpickle sends their code. Each gets a random token when it is first sent, and both sides remember, weakly, which
+object goes by which token. So a definition that comes back is the client's own object, and never changes it: a
+definition is applied only where it was received, not where it was made.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
+import importlib
 import io
 import pickle
+import secrets
 import sys
+import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
@@ -20,9 +30,11 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from rpcdataloader.errors import SerializationError
-from rpcdataloader.wire import definitions
-from rpcdataloader.wire.buffers import BlockBytes
-from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Packer, Stack, is_dense
+from rpcdataloader.wire.frames import BlockBytes
+from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Stack, is_dense
+
+#: Exceptions of user code while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
+USER_ERRORS = (Exception, SystemExit, GeneratorExit)
 
 #: Returns an object's stand-in on the wire; None for all that is pickled as usual.
 PersistentId = Callable[[Any], Any]
@@ -53,7 +65,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         buffers: List for large numpy arrays. None pickles these in band, and tensors as torch does.
 
     Attributes:
-        packer: Holds the dense tensors; None without any.
+        tensors: The dense tensors.
     """
 
     # The global table itself, so that reducers which users register keep working. cloudpickle's ChainMap over it would
@@ -61,7 +73,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table = copyreg.dispatch_table
 
     def __init__(self, file: io.BytesIO, buffers: list[BlockBytes] | None) -> None:
-        self.packer: Packer | None = None
+        self.tensors: list[torch.Tensor | Stack] = []
         self._is_in_band = buffers is None
         # Not a method: the pickler would refer to itself, and keep every tensor until the next garbage collection.
         callback = None if buffers is None else functools.partial(_take_buffer, buffers)
@@ -73,9 +85,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if kind is torch.Tensor:
             if not self._is_in_band:
                 if is_dense(obj):
-                    if self.packer is None:
-                        self.packer = Packer()
-                    return take_tensor, (self.packer.add(obj),)
+                    self.tensors.append(obj)
+                    return take_tensor, (len(self.tensors) - 1,)
                 if obj.requires_grad and not obj.__dict__ and is_dense(obj.detach()):
                     return require_grad, (obj.detach(),)
         elif kind is np.ndarray:
@@ -87,25 +98,24 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return obj.copy(order="A").__reduce_ex__(5)
         elif kind is Stack:
             if not self._is_in_band:
-                if self.packer is None:
-                    self.packer = Packer()
-                return take_tensor, (self.packer.add_stack(obj),)
+                self.tensors.append(obj)
+                return take_tensor, (len(self.tensors) - 1,)
         elif kind is PackedSequence:
             return make_packed_sequence, tuple(obj)
         elif kind in _CLOUDPICKLE_TABLE:
             return _CLOUDPICKLE_TABLE[kind](obj)
-        elif definitions.is_definition(obj) and obj is not take_tensor:
+        elif is_definition(obj) and obj is not take_tensor:
             return self._reduce_definition(obj)
         return NotImplemented
 
     def _reduce_definition(self, obj: Any) -> Any:
-        if type(obj) is definitions.LRU_CACHE:
-            by_value = definitions.importable_name(obj) is None or obj.__module__ in definitions.MAIN_NAMES
+        if type(obj) is LRU_CACHE:
+            by_value = importable_name(obj) is None or obj.__module__ in MAIN_NAMES
             reduction = _reduce_lru_cache(obj) if by_value else NotImplemented
         else:
             reduction = super().reducer_override(obj)
         if isinstance(reduction, tuple) and len(reduction) == 6:  # code and state, as against a name
-            return definitions.reduce_by_value(obj, reduction)
+            return reduce_by_value(obj, reduction)
         return reduction
 
 
@@ -131,11 +141,10 @@ class ReplyPickler(Pickler):
     """Pickles a worker's messages: objects from the client go back by name."""
 
     def _reduce_definition(self, obj: Any) -> Any:
-        origin = definitions.find_origin(obj)
-        reduction = None if origin is None else definitions.reduce_by_name(origin)
-        if reduction is not None:
-            return reduction
-        if definitions.importable_name(obj) is not None:  # of this process's __main__ too: never by value
+        origin = _origins.get(obj)
+        if origin is not None and not origin.is_ours and origin.name is not None:  # its maker can find it again
+            return find, (origin.token, *origin.name)
+        if importable_name(obj) is not None:  # of this process's __main__ too: never by value
             return NotImplemented
         return super()._reduce_definition(obj)
 
@@ -154,12 +163,14 @@ class Unpickler(pickle.Unpickler):
     Attributes:
         adopt_main: Give definitions from the client's ``__main__`` their names in this process's.
         resolve: Function that returns the object that ``persistent_id`` replaced.
+        fix: Function to call with tensors that the message's own tensors become part of; None if they stay anyway.
     """
 
     # Set before load, if different: a constructor in Python would be a good part of the cost of a small batch.
     tensors: Sequence[torch.Tensor] = ()
     adopt_main: bool = False
     resolve: Callable[[Any], Any] | None = None
+    fix: Callable[[Any], None] | None = None
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object that a pickle names."""
@@ -167,13 +178,21 @@ class Unpickler(pickle.Unpickler):
         if module.startswith("rpcdataloader.wire."):
             if name == take_tensor.__name__:
                 return self.tensors.__getitem__
-            if name == definitions.complete.__name__:
-                return definitions.complete_and_adopt if self.adopt_main else definitions.complete
+            if name == complete.__name__:
+                return complete_and_adopt if self.adopt_main else complete
         try:
             found = super().find_class(module, name)
         except AttributeError as error:
             raise SerializationError(f"module {module!r} has no {name!r} here: {error}") from error
-        return _rebuild_nested_tensor if found is torch._utils._rebuild_nested_tensor else found
+        if found is torch._utils._rebuild_nested_tensor:
+            found = _rebuild_nested_tensor
+        if self.fix is not None:
+            if found is make_packed_sequence:
+                # The CPU reads the sizes; torch refuses others.
+                return functools.partial(_call_with_fixed, self.fix, found, slice(1, 2))
+            if module.startswith("torch.") and name.startswith("_rebuild"):
+                return functools.partial(_call_with_fixed, self.fix, found, slice(None))
+        return found
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the object that was replaced on the wire."""
@@ -183,6 +202,12 @@ class Unpickler(pickle.Unpickler):
             return self.resolve(pid)
         except Exception as error:
             raise UnresolvedError(error) from error
+
+
+# Not a method: the unpickler remembers the functions it has found, and would refer to itself.
+def _call_with_fixed(fix: Callable[[Any], None], function: Callable[..., Any], which: slice, *args: Any) -> Any:
+    fix(args[which])
+    return function(*args)
 
 
 def _take_buffer(buffers: list[BlockBytes], buffer: pickle.PickleBuffer) -> bool:
@@ -229,3 +254,109 @@ def _make_lru_cache(function: Callable[..., Any], maxsize: int | None, typed: bo
 
 def _set_nothing(cached: Any, state: None) -> None:
     """A cached function is its arguments; its cached results stay where they are."""
+
+
+#: multiprocessing's name for ``__main__`` in a spawned child, where it is the same module under two names.
+MAIN_NAMES = ("__main__", "__mp_main__")
+
+LRU_CACHE = type(functools.lru_cache(id))
+
+
+class Origin(NamedTuple):
+    """The process that made a definition.
+
+    Attributes:
+        token: Name of the definition on both sides.
+        is_ours: True if this process made it.
+        name: Module and qualified name under which its maker finds it; None for a lambda or a local class.
+    """
+
+    token: bytes
+    is_ours: bool
+    name: tuple[str, str] | None
+
+
+# No lock: each operation on these is atomic, and both threads of a race write the same.
+_origins: weakref.WeakKeyDictionary[Any, Origin] = weakref.WeakKeyDictionary()
+_definitions: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
+
+
+def is_definition(obj: object) -> bool:
+    """Whether this is a function or a class, or a cached function, which pickle treats as one."""
+    kind = type(obj)
+    return kind is types.FunctionType or issubclass(kind, type) or kind is LRU_CACHE
+
+
+def importable_name(definition: Any) -> tuple[str, str] | None:
+    """Return the module and qualified name under which this process finds exactly this object."""
+    module, name = getattr(definition, "__module__", None), getattr(definition, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str):
+        return None
+    try:
+        found = attrgetter(name)(sys.modules[module])
+    except (KeyError, AttributeError):  # missing, or "<locals>"
+        return None
+    return (module, name) if found is definition else None
+
+
+def reduce_by_value(definition: Any, reduction: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Extend cloudpickle's recipe for a definition by its origin.
+
+    Args:
+        reduction: Result of ``reducer_override``: make, args, state, None, None, set_state.
+    """
+    make, args, state, _, _, set_state = reduction
+    if isinstance(definition, type) and vars(definition).get("__slots__"):
+        args = tuple(_with_slots(arg, definition) for arg in args)
+    origin = _origins.get(definition)
+    if origin is None:
+        ours = Origin(secrets.token_bytes(12), True, importable_name(definition))
+        origin = _origins.setdefault(definition, ours)
+        _definitions[origin.token] = definition
+    return receive, (origin.token, origin.name, make, args), (set_state, state), None, None, complete
+
+
+def _with_slots(argument: Any, cls: type) -> Any:
+    """Add ``__slots__`` to the namespace in which cloudpickle makes a class; it adds them too late to have an effect.
+
+    Instances would have a dictionary, and come back with a state that does not fit.
+    """
+    return argument | {"__slots__": vars(cls)["__slots__"]} if isinstance(argument, dict) else argument
+
+
+def receive(token: bytes, name: tuple[str, str] | None, make: Callable[..., Any], args: Any) -> Any:
+    """Return the definition of this token: this process's own, or else one begun by ``make(*args)``."""
+    definition = _definitions.get(token)
+    if definition is None or not _origins[definition].is_ours:
+        definition = make(*args)
+        _origins[definition] = Origin(token, False, name)
+        _definitions[token] = definition
+    return definition
+
+
+def complete(definition: Any, recipe: tuple[Callable[[Any, Any], None], Any]) -> None:
+    """Fill a received function or class, unless this process made it."""
+    if not _origins[definition].is_ours:
+        set_state, state = recipe
+        set_state(definition, state)
+
+
+def complete_and_adopt(definition: Any, recipe: tuple[Callable[[Any, Any], None], Any]) -> None:
+    """On a worker, also give a definition from the client's ``__main__`` its name in the worker's.
+
+    So code there that pickles it by name, as deep copies and child processes do, works too.
+    """
+    complete(definition, recipe)
+    origin = _origins[definition]
+    if origin.name and not origin.is_ours:
+        module, name = origin.name
+        if module in MAIN_NAMES and "." not in name:
+            main = sys.modules["__main__"]
+            sys.modules.setdefault(module, main)
+            setattr(main, name, definition)
+
+
+def find(token: bytes, module: str, name: str) -> Any:
+    """Return this process's own definition: the one sent, or else the current one of that name."""
+    definition = _definitions.get(token)
+    return attrgetter(name)(importlib.import_module(module)) if definition is None else definition

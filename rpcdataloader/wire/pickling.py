@@ -9,25 +9,35 @@ Apart from exceptions, received bytes are unpickled here only, and after their m
 
 from __future__ import annotations
 
+import copyreg
+import functools
+import inspect
 import io
 import os
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rpcdataloader.errors import RPCError, SerializationError
-from rpcdataloader.wire.buffers import BlockBytes
-from rpcdataloader.wire.diagnose import USER_ERRORS, find_culprit
 from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
-from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.picklers import PersistentId, Pickler, ReplyPickler, RequestPickler, Unpickler, UnresolvedError
-from rpcdataloader.wire.rebuild import Movable, MovableUnpickler, inline_memory, rebuild, rebuild_inline
+from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
+from rpcdataloader.wire.picklers import (
+    USER_ERRORS,
+    PersistentId,
+    Pickler,
+    ReplyPickler,
+    RequestPickler,
+    Unpickler,
+    UnresolvedError,
+)
+from rpcdataloader.wire.rebuild import Movable, inline_memory, rebuild, rebuild_inline
 from rpcdataloader.wire.slabs import Allocator, Block
-from rpcdataloader.wire.tensors import Index
+from rpcdataloader.wire.tensors import Index, pack
 
 __all__ = ["Encoded", "dumps", "dumps_exception", "dumps_reply", "loads", "loads_exception", "result_of"]
 
@@ -65,6 +75,31 @@ class Encoded:
         return len(self.payload) + sum(buffer.nbytes for buffer in self.buffers)
 
 
+class Build(NamedTuple):
+    """Make a dataset, in the session if ``shared``, else in each worker that needs it.
+
+    Attributes:
+        key: Number chosen by the client; the same on all its nodes.
+        generators: States of the client's random generators, which a constructor may draw from.
+        pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``; its blocks are the message's.
+    """
+
+    key: int
+    name: str
+    shared: bool
+    generators: tuple[Any, ...]
+    pickled: bytes
+
+    def encode(self) -> bytes:
+        """The payload."""
+        return pickle.dumps(tuple(self), protocol=5)
+
+    @classmethod
+    def decode(cls, payload: bytes | bytearray | memoryview) -> Build:
+        """Read a payload whose seal was checked."""
+        return cls(*pickle.loads(payload))
+
+
 def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "object") -> Encoded:
     """Encode a client's object.
 
@@ -79,10 +114,7 @@ def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "o
         RPCError: ``persistent_id`` raised it.
     """
 
-    def make_pickler(file: io.BytesIO, buffers: list[BlockBytes]) -> Pickler:
-        return RequestPickler(file, buffers, persistent_id)
-
-    return _dumps(obj, make_pickler, name, _REQUEST_ADVICE)
+    return _dumps(obj, functools.partial(RequestPickler, persistent_id=persistent_id), name, _REQUEST_ADVICE)
 
 
 def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:
@@ -107,10 +139,10 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
     try:
         pickler = make_pickler(file, buffers)
         pickler.dump(obj)
-        if pickler.packer is None:
+        if not pickler.tensors:
             file.write(NO_TENSORS)
             return Encoded(file.getvalue(), buffers)
-        index, blocks = pickler.packer.pack()
+        index, blocks = pack(pickler.tensors)
     except RPCError:  # already clear, such as for a reference to an object of another worker
         raise
     except USER_ERRORS as error:
@@ -135,8 +167,7 @@ def _explain(obj: Any, make_pickler: _MakePickler, name: str, advice: str, error
         return None
 
     path, part, reason = find_culprit(obj, name, error, attempt)
-    kind = f"{type(part).__module__}.{type(part).__qualname__}".removeprefix("builtins.")
-    return SerializationError(f"{path} is a {kind}, which cannot be pickled ({_describe(reason)}): {advice}")
+    return SerializationError(f"{path} is a {kind_of(part)}, which cannot be pickled ({_describe(reason)}): {advice}")
 
 
 def loads(
@@ -183,13 +214,10 @@ def loads(
                 memory = [block.tensor for block in blocks[num_buffers:]]
                 tensors = rebuild(index, memory, allocator) if movable is None else movable.rebuild(index, memory)
         buffers = [block.view for block in blocks[:num_buffers]] if blocks else None
-        unpickler: Unpickler
-        if movable is None:
-            unpickler = Unpickler(io.BytesIO(payload), buffers=buffers)
-        else:
-            unpickler = MovableUnpickler(io.BytesIO(payload), buffers=buffers)
-            unpickler.movable = movable
+        unpickler = Unpickler(io.BytesIO(payload), buffers=buffers)
         unpickler.tensors, unpickler.adopt_main, unpickler.resolve = tensors, adopt_main, persistent_load
+        if movable is not None:
+            unpickler.fix = movable.fix
         return unpickler.load()
     except RPCError:
         raise
@@ -217,5 +245,105 @@ def result_of(reply: Message | RPCError, allocator: Allocator, movable: Movable 
     return loads(reply.payload, reply.blocks, allocator=allocator, movable=movable)
 
 
+def kind_of(value: Any) -> str:
+    """``PIL.Image.Image``; built-in types without their module."""
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+
+
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+#: No deeper than users nest objects on purpose.
+_MAX_DEPTH = 30
+
+Attempt = Callable[[Any], "BaseException | None"]
+
+
+def find_culprit(obj: Any, path: str, error: BaseException, attempt: Attempt) -> tuple[str, Any, BaseException]:
+    """Find the innermost part that cannot be pickled.
+
+    Args:
+        path: The caller's name for the object.
+        attempt: Function that pickles its argument and returns the error, or None.
+
+    Returns:
+        The path of the part, the part, and the error. The part is ``obj`` itself if all of its parts can be pickled.
+    """
+    return _search(obj, path, error, attempt, set(), _MAX_DEPTH) or (path, obj, error)
+
+
+def _search(
+    obj: Any, path: str, error: BaseException, attempt: Attempt, visited: set[int], depth: int
+) -> tuple[str, Any, BaseException] | None:
+    visited.add(id(obj))
+    is_innermost = True
+    for part_path, part in _parts(obj, path) if depth else ():
+        part_error = attempt(part)
+        if part_error is None:
+            continue
+        # In a cycle, a part fails because it leads back to another part: then it is not the culprit.
+        is_innermost = False
+        if id(part) not in visited:
+            found = _search(part, part_path, part_error, attempt, visited, depth - 1)
+            if found:
+                return found
+    return (path, obj, error) if is_innermost else None
+
+
+def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the parts that are pickled with an object, and their paths."""
+    if isinstance(obj, dict):
+        yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
+        yield from ((f"a key of {path}", key) for key in obj)
+    elif isinstance(obj, (list, tuple)):
+        yield from ((f"{path}[{i}]", item) for i, item in enumerate(obj))
+    elif isinstance(obj, (set, frozenset)):
+        yield from ((f"an element of {path}", item) for item in obj)
+    elif isinstance(obj, types.FunctionType):
+        yield from _function_parts(obj, path)
+    elif isinstance(obj, type):
+        yield from ((f"{path}.{name}", value) for name, value in vars(obj).items() if not name.startswith("__"))
+        yield from ((f"{path}.{name}", value) for name, value in vars(obj).items() if inspect.isfunction(value))
+    elif isinstance(obj, functools.partial):
+        yield f"{path}.func", obj.func
+        yield from _parts(obj.args, f"{path}.args")
+        yield from _parts(obj.keywords, f"{path}.keywords")
+    elif isinstance(obj, types.MethodType):
+        yield from ((f"{path}.__self__", obj.__self__), (f"{path}.__func__", obj.__func__))
+    else:
+        yield from _reduction_parts(obj, path)
+
+
+def _function_parts(function: types.FunctionType, path: str) -> Iterator[tuple[str, Any]]:
+    try:
+        used = inspect.getclosurevars(function)
+    except ValueError:  # a variable of the closure has no value yet
+        return
+    yield from ((f"{path}.<closure>.{name}", value) for name, value in used.nonlocals.items())
+    yield from ((f"{path}.<globals>.{name}", value) for name, value in used.globals.items())
+    yield from ((f"{path}.__defaults__[{i}]", value) for i, value in enumerate(function.__defaults__ or ()))
+    yield from ((f"{path}.{name}", value) for name, value in vars(function).items())
+
+
+def _reduction_parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
+    reduce: Any = copyreg.dispatch_table.get(type(obj))
+    try:
+        reduction: Any = reduce(obj) if reduce else obj.__reduce_ex__(5)
+    except USER_ERRORS:  # this is why it cannot be pickled
+        return
+    if not isinstance(reduction, tuple):
+        return
+    parts: list[Any] = [*reduction, None, None, None, None]
+    _, args, state, items, pairs, *_ = parts
+    # Instances with slots have two states: those of their dictionary and of their slots.
+    states = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    for part in states:
+        if isinstance(part, dict):
+            yield from ((f"{path}.{name}", value) for name, value in part.items())
+        elif part is not None:
+            yield f"{path}.__getstate__()", part
+    for i, arg in enumerate(args or ()):
+        yield f"{path}.__class__" if arg is type(obj) else f"{path}.__reduce__()[1][{i}]", arg
+    yield from ((f"{path}[{i}]", item) for i, item in enumerate(items or ()))
+    yield from ((f"{path}[{key!r}]", value) for key, value in pairs or ())

@@ -8,35 +8,37 @@ place would make autograd refuse another.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from rpcdataloader.wire.buffers import Buffer
-from rpcdataloader.wire.picklers import Unpickler, make_packed_sequence
+from rpcdataloader.wire.frames import Buffer
 from rpcdataloader.wire.slabs import Allocator, PageablePool
-from rpcdataloader.wire.tensors import Index, Layout, Place, Region, Run, SlabIndex
+from rpcdataloader.wire.tensors import Index, Place, Region, SlabIndex
 
 #: Up to this number of small tensors per message get their own pinned memory, which costs some microseconds each.
 MAX_PINNED_COPIES = 64
 
 
-def rebuild(index: Index, memory: Sequence[torch.Tensor], allocator: Allocator | None) -> list[torch.Tensor]:
+def rebuild(
+    index: Index, memory: Sequence[torch.Tensor], allocator: Allocator | None, *, in_place: bool = False
+) -> list[torch.Tensor]:
     """Make the tensors of a message.
 
     Args:
+        memory: Its blocks.
         allocator: Allocator of the blocks, and of small tensors, so that pinned stays pinned. None for plain memory.
+        in_place: True if all small tensors share their slab.
     """
-    rebuilder = _Rebuilder(index.layouts, index.num_tensors)
+    rebuilder = _Rebuilder(index)
     num_large = len(index.blocks)
     for block, places in zip(memory[:num_large], index.blocks, strict=True):
         rebuilder.place(block, 0, places)
     num_small = sum(map(_num_regions, index.slabs))
     for block, slab in zip(memory[num_large:], index.slabs, strict=True):
-        if _num_regions(slab) == 1:
+        if in_place or _num_regions(slab) == 1:
             rebuilder.share(block, slab)
         elif allocator is None or isinstance(allocator, PageablePool):
             rebuilder.copy(block, slab)
@@ -44,24 +46,6 @@ def rebuild(index: Index, memory: Sequence[torch.Tensor], allocator: Allocator |
             rebuilder.copy_to(allocator, block, slab)
         else:
             rebuilder.share(block, slab)
-    rebuilder.make_empty(index.empty, torch.device("cpu"))
-    return rebuilder.tensors
-
-
-def rebuild_in_place(index: Index, memory: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Make the tensors of a message on its blocks; small ones then share their slab.
-
-    Args:
-        memory: Its blocks, on any device.
-        device: Device of tensors without elements.
-    """
-    rebuilder = _Rebuilder(index.layouts, index.num_tensors)
-    num_large = len(index.blocks)
-    for block, places in zip(memory[:num_large], index.blocks, strict=True):
-        rebuilder.place(block, 0, places)
-    for block, slab in zip(memory[num_large:], index.slabs, strict=True):
-        rebuilder.share(block, slab)
-    rebuilder.make_empty(index.empty, device)
     return rebuilder.tensors
 
 
@@ -91,26 +75,30 @@ def _num_regions(slab: SlabIndex) -> int:
 
 
 class _Rebuilder:
-    def __init__(self, layouts: list[Layout], num_tensors: int) -> None:
-        self._layouts = [(getattr(torch, dtype), shape, strides) for dtype, shape, strides in layouts]
-        self.tensors: list[torch.Tensor] = [_NOT_YET] * num_tensors
+    def __init__(self, index: Index) -> None:
+        self._layouts = [(getattr(torch, dtype), shape, strides) for dtype, shape, strides in index.layouts]
+        self.tensors: list[torch.Tensor] = [_NOT_YET] * index.num_tensors
+        for number, layout in index.empty:
+            dtype, shape, strides = self._layouts[layout]
+            # torch.set_default_device may name another device, here and below.
+            self.tensors[number] = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
     def place(self, memory: torch.Tensor, offset_bytes: int, places: list[Place]) -> None:
         """Make tensors on the storage of some memory."""
-        storage, device = memory.untyped_storage(), memory.device
+        storage = memory.untyped_storage()
         for number, layout, offset in places:
             dtype, shape, strides = self._layouts[layout]
-            tensor = torch.empty(0, dtype=dtype, device=device)  # torch.set_default_device may name another
+            tensor = torch.empty(0, dtype=dtype, device="cpu")
             self.tensors[number] = tensor.set_(storage, offset_bytes // dtype.itemsize + offset, shape, strides)
 
     def share(self, memory: torch.Tensor, slab: SlabIndex) -> None:
         """Leave the tensors where they were received."""
-        for offset, _, places in self._all_regions(slab):
+        for offset, _, places in self._regions(slab):
             self.place(memory, offset, places)
 
     def copy_to(self, allocator: Allocator, memory: torch.Tensor, slab: SlabIndex) -> None:
         """Give each region memory of the allocator."""
-        for offset, size_bytes, places in self._all_regions(slab):
+        for offset, size_bytes, places in self._regions(slab):
             own = allocator.allocate(size_bytes).tensor
             self.place(own.copy_(memory[offset : offset + size_bytes]), 0, places)
 
@@ -129,27 +117,18 @@ class _Rebuilder:
             for number, tensor in zip(numbers, copies, strict=True):
                 self.tensors[number] = tensor
 
-    def make_empty(self, empty: list[tuple[int, int]], device: torch.device) -> None:
-        """Make the tensors without elements."""
-        for number, layout in empty:
-            dtype, shape, strides = self._layouts[layout]
-            self.tensors[number] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-    def _all_regions(self, slab: SlabIndex) -> list[Region]:
+    def _regions(self, slab: SlabIndex) -> Iterator[Region]:
+        """All regions, those of runs included."""
         regions, runs = slab
-        return regions + [region for run in runs for region in self._regions(run)]
-
-    def _regions(self, run: Run) -> list[Region]:
-        offset, layout, numbers = run
-        dtype, shape, _ = self._layouts[layout]
-        size_bytes = dtype.itemsize * math.prod(shape)
-        return [(offset + i * size_bytes, size_bytes, [(number, layout, 0)]) for i, number in enumerate(numbers)]
+        yield from regions
+        for offset, layout, numbers in runs:
+            dtype, shape, _ = self._layouts[layout]
+            size_bytes = dtype.itemsize * math.prod(shape)
+            for i, number in enumerate(numbers):
+                yield offset + i * size_bytes, size_bytes, [(number, layout, 0)]
 
 
 _NOT_YET = torch.empty(0, device="cpu")  # fills the list until each tensor is made
-
-
-_CPU = torch.device("cpu")
 
 
 class Movable:
@@ -166,15 +145,13 @@ class Movable:
     """
 
     def __init__(self) -> None:
-        self._index: Index | None = None
         self._memory: list[torch.Tensor] = []
         self._tensors: list[torch.Tensor] = []
         self._fixed: set[int] = set()  # ids of those that stay
 
     def rebuild(self, index: Index, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Make the tensors of the message on the blocks themselves, the small ones on their slabs."""
-        self._index, self._memory = index, list(memory)
-        self._tensors = rebuild_in_place(index, self._memory, _CPU)
+        self._memory, self._tensors = list(memory), rebuild(index, memory, None, in_place=True)
         return self._tensors
 
     def fix(self, value: Any) -> None:
@@ -190,59 +167,26 @@ class Movable:
     @property
     def blocks(self) -> list[torch.Tensor]:
         """The blocks to copy: those with a tensor that moves."""
-        return [self._memory[position] for position in self._moving()]
+        used = {_storage_of(tensor) for tensor in self._tensors if id(tensor) not in self._fixed}
+        return [block for block in self._memory if _storage_of(block) in used]
 
     def move(self, copies: Sequence[torch.Tensor], device: torch.device) -> None:
         """Move the tensors to copies of :attr:`blocks`, and drop the blocks."""
-        if self._index is None:
-            return
-        memory = list(self._memory)
-        for position, copy in zip(self._moving(), copies, strict=True):
-            memory[position] = copy
-        for tensor, moved in zip(self._tensors, rebuild_in_place(self._index, memory, device), strict=True):
-            if id(tensor) not in self._fixed:
-                tensor.data = moved
-        self._index, self._memory, self._tensors, self._fixed = None, [], [], set()
-
-    def _moving(self) -> list[int]:
-        if self._index is None or not self._fixed:
-            return list(range(len(self._memory)))
-        return [
-            position
-            for position, numbers in enumerate(_numbers_by_block(self._index))
-            if any(id(self._tensors[number]) not in self._fixed for number in numbers)
-        ]
+        copied = {_storage_of(block): copy for block, copy in zip(self.blocks, copies, strict=True)}
+        for tensor in self._tensors:
+            if id(tensor) in self._fixed:
+                continue
+            copy = copied.get(_storage_of(tensor))
+            if copy is None and tensor.numel():  # user code gave it other memory
+                tensor.data = tensor.data.to(device)
+            elif copy is None:
+                tensor.data = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            else:
+                moved = torch.empty(0, dtype=tensor.dtype, device=device)
+                place = tensor.storage_offset(), tensor.shape, tensor.stride()
+                tensor.data = moved.set_(copy.untyped_storage(), *place)
+        self._memory, self._tensors, self._fixed = [], [], set()
 
 
-def _numbers_by_block(index: Index) -> list[list[int]]:
-    """The tensors on each block."""
-    found = [[number for number, _, _ in places] for places in index.blocks]
-    for regions, runs in index.slabs:
-        numbers = [number for _, _, places in regions for number, _, _ in places]
-        found.append(numbers + [number for _, _, run in runs for number in run])
-    return found
-
-
-class MovableUnpickler(Unpickler):
-    """Notes which tensors must stay.
-
-    Attributes:
-        movable: Receiver of the notes; set before ``load``.
-    """
-
-    movable: Movable
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name)
-        if found is make_packed_sequence:
-            # The CPU reads the sizes; torch refuses others.
-            return functools.partial(_call_with_fixed, self.movable, found, slice(1, 2))
-        if module.startswith("torch.") and name.startswith("_rebuild"):
-            return functools.partial(_call_with_fixed, self.movable, found, slice(None))
-        return found
-
-
-# Not a method: the unpickler remembers the functions it has found, and would refer to itself.
-def _call_with_fixed(movable: Movable, function: Callable[..., Any], which: slice, *args: Any) -> Any:
-    movable.fix(args[which])
-    return function(*args)
+def _storage_of(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

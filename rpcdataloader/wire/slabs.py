@@ -16,7 +16,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -56,14 +55,6 @@ class Allocator(Protocol):
 
     def allocate(self, size_bytes: int) -> Block:
         """Return a block of exactly ``size_bytes`` uninitialised bytes; 0 is allowed."""
-
-
-@dataclass(frozen=True, slots=True)
-class PoolStats:
-    """Bytes of one :class:`PageablePool`, in units of whole mappings."""
-
-    leased_bytes: int
-    kept_bytes: int
 
 
 class PageablePool:
@@ -128,12 +119,12 @@ class PageablePool:
     def _kept_bytes(self) -> int:
         return sum(len(memory) for memory, _num_leases in self._free)
 
-    def stats(self) -> PoolStats:
-        """Count the bytes in use and the free ones."""
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes in use, in units of whole mappings."""
         with self._lock:
             self._collect()
-            kept_bytes = self._kept_bytes()
-            return PoolStats(leased_bytes=self._mapped_bytes - kept_bytes, kept_bytes=kept_bytes)
+            return self._mapped_bytes - self._kept_bytes()
 
 
 class PinnedAllocator:
@@ -217,13 +208,10 @@ def _round_up(size_bytes: int) -> int:
 
 
 def _map(capacity: int) -> mmap.mmap:
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, capacity)
     # The default, MAP_SHARED, gets no huge pages and would let a forked child write into this process's batches.
     memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without transparent huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without transparent huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
@@ -235,6 +223,5 @@ def _start_pools_empty() -> None:
         pool._start_empty()
 
 
-if hasattr(os, "register_at_fork"):
-    # A thread that the child lacks may hold the lock. The parent's leases end in the child's copy of the old deque.
-    os.register_at_fork(after_in_child=_start_pools_empty)
+# A thread that the child lacks may hold the lock. The parent's leases end in the child's copy of the old deque.
+os.register_at_fork(after_in_child=_start_pools_empty)

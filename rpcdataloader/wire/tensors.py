@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rpcdataloader.wire.buffers import BlockBytes, Pieces
+from rpcdataloader.wire.frames import BlockBytes, Pieces
 
 #: Regions of this size travel alone, without a copy. Below it, gathering costs less than one more block.
 MIN_BLOCK_BYTES = 1 << 16
@@ -157,13 +157,34 @@ def _overlapping(members: list[_Member]) -> list[_Group]:
     return groups
 
 
-class Packer:
-    """Collects the dense tensors of one message while it is pickled, then gathers their bytes all at once."""
+def pack(tensors: Sequence[torch.Tensor | Stack]) -> tuple[Index, list[BlockBytes]]:
+    """Gather the bytes of the dense tensors of a message, all at once.
 
-    def __init__(self) -> None:
-        self._num_tensors = 0
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._stacks: dict[int, Stack] = {}
+    Returns:
+        The index of the tensors, which are numbered in this order, and the blocks, which keep the memory they show.
+    """
+    if len(tensors) == 1 and isinstance(tensors[0], torch.Tensor):
+        small = _pack_only(tensors[0])
+        if small is not None:
+            return small
+    return _Packer(tensors).pack()
+
+
+def _pack_only(tensor: torch.Tensor) -> tuple[Index, list[BlockBytes]] | None:
+    """The same for the only tensor of a message, if it is small, at the least cost."""
+    _, data_bytes, _, _, in_bulk = _measure(tensor.dtype, tensor.shape, tensor.stride())
+    if not in_bulk or not 0 < data_bytes < MIN_BLOCK_BYTES:
+        return None
+    layout = _layout(tensor.dtype, tensor.shape, tensor.stride())
+    content = memoryview(ctypes.string_at(tensor.data_ptr(), data_bytes))
+    return Index(1, [layout], [], [([], [(0, 0, [0])])], []), [content]
+
+
+class _Packer:
+    def __init__(self, tensors: Sequence[torch.Tensor | Stack]) -> None:
+        self._num_tensors = len(tensors)
+        self._tensors = {number: tensor for number, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)}
+        self._stacks = {number: stack for number, stack in enumerate(tensors) if isinstance(stack, Stack)}
         self._layouts: list[Layout] = []
         self._geometries: dict[tuple[torch.dtype, torch.Size, tuple[int, ...]], _Geometry] = {}
         self._blocks: list[list[Place]] = []
@@ -171,26 +192,7 @@ class Packer:
         self._small: list[tuple[int, int, list[Place]]] = []  # address, size in bytes, the tensors on it
         self._empty: list[tuple[int, int]] = []
 
-    def add(self, tensor: torch.Tensor) -> int:
-        """Take in a dense tensor and return its number. :meth:`pack` is the first to read its bytes."""
-        number = self._num_tensors
-        self._tensors[number] = tensor
-        self._num_tensors += 1
-        return number
-
-    def add_stack(self, stack: Stack) -> int:
-        """Take in a stack and return the number of the resulting tensor."""
-        number = self._num_tensors
-        self._stacks[number] = stack
-        self._num_tensors += 1
-        return number
-
     def pack(self) -> tuple[Index, list[BlockBytes]]:
-        """Return the index of the tensors, and the blocks, which keep the memory they show."""
-        if self._num_tensors == len(self._tensors) == 1:
-            small = self._pack_only(self._tensors[0])
-            if small is not None:
-                return small
         storages: dict[int, list[_Member]] = {}  # by the address of their first byte
         for number, tensor in self._tensors.items():
             geometry = self._geometry(tensor.dtype, tensor.shape, tensor.stride())
@@ -210,15 +212,6 @@ class Packer:
             self._pack_stack(number, stack.tensors)
         slabs = self._fill_slabs()
         return Index(self._num_tensors, self._layouts, self._blocks, slabs, self._empty), self._buffers
-
-    def _pack_only(self, tensor: torch.Tensor) -> tuple[Index, list[BlockBytes]] | None:
-        """The same for the only tensor of a message, if it is small, at the least cost."""
-        _, data_bytes, _, _, in_bulk = _measure(tensor.dtype, tensor.shape, tensor.stride())
-        if not in_bulk or not 0 < data_bytes < MIN_BLOCK_BYTES:
-            return None
-        layout = _layout(tensor.dtype, tensor.shape, tensor.stride())
-        content = memoryview(ctypes.string_at(tensor.data_ptr(), data_bytes))
-        return Index(1, [layout], [], [([], [(0, 0, [0])])], []), [content]
 
     def _geometry(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> _Geometry:
         geometry = self._geometries.get((dtype, shape, strides))

@@ -120,7 +120,7 @@ class Stream:
                     first += len(window)
                 else:
                     self._traffic[1] -= size - sent
-                    pieces, first = _without_start(pieces[first:], sent), 0
+                    pieces, first = without_start(pieces[first:], sent), 0
         except OSError as exc:
             self._traffic[1] -= size
             if _is_limit(exc):
@@ -171,10 +171,10 @@ class Stream:
     def sending_times(self) -> tuple[float, float]:
         """Seconds that the connection had unacknowledged data, and that the peer's window was full.
 
-        Both since the beginning; zeros where the system does not tell.
+        Both since the beginning; zeros for a Unix socket.
         """
-        if self._sock.family != socket.AF_UNIX and hasattr(socket, "TCP_INFO"):
-            with contextlib.suppress(OSError, struct.error):
+        if self._is_tcp:
+            with contextlib.suppress(OSError, struct.error):  # an older kernel tells less
                 info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_TIMES.size)
                 busy, window_full = _TCP_TIMES.unpack(info)
                 return busy / 1e6, window_full / 1e6
@@ -253,7 +253,7 @@ class Stream:
         Raises:
             AuthenticationError: The peer's user is neither this process's nor root.
         """
-        if self._sock.family != socket.AF_UNIX:
+        if self._is_tcp:
             return
         uid = peer_uid(self._sock)
         if uid not in (0, os.geteuid()):
@@ -263,7 +263,7 @@ class Stream:
             )
 
 
-def _without_start(views: Sequence[bytes | bytearray | memoryview], size_bytes: int) -> list[Any]:
+def without_start(views: Sequence[bytes | bytearray | memoryview], size_bytes: int) -> list[Any]:
     """Drop the first ``size_bytes`` bytes of ``views``, which hold more."""
     position = 0
     while len(views[position]) <= size_bytes:
@@ -296,8 +296,7 @@ def _close_in_child() -> None:
         stream.close()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def peer_uid(sock: socket.socket) -> int:
@@ -318,10 +317,9 @@ def tune(sock: socket.socket) -> None:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
     if sock.getsockname()[0] == sock.getpeername()[0]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SAME_HOST_SEND_BYTES)
 
@@ -333,9 +331,9 @@ def is_cut_off(sock: socket.socket) -> bool:
     quarter of an hour. So callers look every :data:`LOOK_INTERVAL`. This counts retransmissions without answer, and so,
     unlike ``TCP_USER_TIMEOUT``, spares a host whose process is stopped: that still answers.
 
-    False where the system does not tell, for a Unix socket, and for a closed one.
+    False for a Unix socket, and for a closed one.
     """
-    if sock.family == socket.AF_UNIX or not hasattr(socket, "TCP_INFO"):
+    if sock.family == socket.AF_UNIX:
         return False
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
@@ -345,10 +343,6 @@ def is_cut_off(sock: socket.socket) -> bool:
     patience = KEEPALIVE_IDLE + KEEPALIVE_INTERVAL * KEEPALIVE_PROBES
     # Milliseconds since data and since an acknowledgement came.
     return bool(num_repeated + num_probes >= KEEPALIVE_PROBES and min(silent) >= patience * 1000)
-
-
-def _do_nothing() -> None:
-    pass
 
 
 class Deadline:
@@ -362,7 +356,7 @@ class Deadline:
         self.timeout = timeout
         self._at = None if timeout is None else time.monotonic() + timeout
         self._cancelled = threading.Event()
-        self._interrupt: Callable[[], None] = _do_nothing
+        self._interrupt: Callable[[], None] = lambda: None
 
     def remaining(self) -> float | None:
         """Seconds left, never negative; None when there is no limit."""

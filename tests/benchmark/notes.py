@@ -32,8 +32,8 @@ _NUM_LEFT_OUT = 100
 
 # Text of the modules, each of which occurs once, and what it would be without a diagnosis.
 _SEAT = {
-    """        if task.probe is not None:
-            sent.probe = dataclasses.replace(task.probe, assigned=time.monotonic())
+    """        if (drawn := task.probe) is not None:
+            sent.probe = Probe(drawn.number, drawn.draw, drawn.added, time.monotonic())
 """: "",
     """                if (probe := sent.probe) is not None:
                     request.flags, probe.sent = Flag.MEASURED, time.monotonic()
@@ -69,33 +69,33 @@ _ITERATOR = {
 """: """        timeout, began = self._settings.timeout or None, 0.0
         deadline = None if timeout is None else time.monotonic() + timeout
 """,
-    """        now = time.monotonic()
+    """        decided = self._advance(wants_input, began)
         if answer.probe is not None or blocked >= self._noted:
-            self._note(answer, now, now - began, blocked)
+            self._note(answer, decided, decided - began, blocked)
         else:  # what Recorder.delivered does, without the call
             recorder = driver.recorder
             recorder.batches += 1
-            recorder.waited += now - began
-            recorder.blocked += blocked
-            recorder.last = now
-""": "",
-    """        sleep.since = now
+            recorder.waited += decided - began
+            recorder.last = decided
+            if blocked:
+                recorder.blocked += blocked
+""": """        self._advance(wants_input, began)
+""",
+    """        since = sleep.since = now
         sleep.later_since = now if engine.table.answered_bytes else math.inf
 """: "",
     """        now = time.monotonic()
-        slept = now - sleep.since
         if sleep.later_since < now:
             self._ready += now - sleep.later_since
-        sleep.since = None
         if due is not None and due <= now:
             engine.tick(now)
-        return slept
+        return now - since
 """: """        if due is not None and due <= (now := time.monotonic()):
             engine.tick(now)
 """,
     "                    blocked += self._wait(deadline)": "                    self._wait(deadline)",
     "            return 0.0  # a stream": "            return  # a stream",
-    """                if now < driver.recorder.next_probe:
+    """                if began < driver.recorder.next_probe:
                     self._drawn = next(driver.begun.source, None)
                 else:
                     self._draw_probe()
@@ -172,7 +172,7 @@ def measure(num_sets: int, num_rounds: int, num_batches: int) -> dict[bool, list
             next(passes[kind])
         for _ in range(num_rounds):
             for kind, batches in passes.items():
-                found[kind].append(take_turn(batches, batches._driver.workers[0].pid, num_batches))
+                found[kind].append(take_turn(batches, batches.driver.workers[0].pid, num_batches))
     return found
 
 

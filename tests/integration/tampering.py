@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rpcdataloader.wire.frames import HEADER_SIZE
-from rpcdataloader.wire.preamble import PREAMBLE_SIZE
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE
 
 
 def leave_trace(path: str) -> None:

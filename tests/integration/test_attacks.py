@@ -25,16 +25,15 @@ from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, rpc_async
 from rpcdataloader.client import client as pool
-from rpcdataloader.client.exchange import read_welcome
+from rpcdataloader.client.worker import read_welcome
 from rpcdataloader.errors import RPCError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity, open_channel
 from rpcdataloader.wire.credentials import load_credentials
 from rpcdataloader.wire.frames import HEADER_SIZE, Flag, MessageType, encode
-from rpcdataloader.wire.handshake import ClientHandshake
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Handshake, Preamble
 from rpcdataloader.wire.messages import Call, Exited, pack_handles
 from rpcdataloader.wire.pickling import dumps, loads_exception
-from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, wait_until
 from tests.integration.quick import quick_server
@@ -117,7 +116,7 @@ def read_to_the_end(sock):
 @pytest.mark.parametrize("known", [False, True], ids=["new session", "known session"])
 def test_handshake_that_drips_is_ended_in_time(server, known):
     session_id = session_id_of(server) if known else bytes(16)
-    hello = ClientHandshake(WRONG, local_identity("client"), session_id).data_to_send()
+    hello = Handshake(WRONG, local_identity("client"), Preamble(session_id)).data_to_send()
     pause = PROMPTLY / (len(hello) - PREAMBLE_SIZE)
     start = time.monotonic()
     with dial(server, hello[:PREAMBLE_SIZE]) as sock, contextlib.suppress(ConnectionError):
@@ -183,7 +182,7 @@ def test_session_ids_cannot_be_guessed(server):
     for guess in [*near, right[::-1], b"\xff" * 16, secrets.token_bytes(16)]:
         with dial(server, Preamble(guess).encode()) as sock:
             assert b"there is no such session on this node server" in read_to_the_end(sock)
-    handshake = ClientHandshake(WRONG, local_identity("client"), right)
+    handshake = Handshake(WRONG, local_identity("client"), Preamble(right))
     with dial(server, handshake.data_to_send()) as sock:
         hello = recv_frame(sock)
         assert hello.type == MessageType.HELLO
@@ -226,7 +225,7 @@ def first_bytes(draw):
     """What a client with the wrong secret says, damaged; or anything at all."""
     if draw(st.booleans()):
         return draw(st.binary(max_size=200))
-    data = bytearray(ClientHandshake(WRONG, local_identity("client"), bytes(16)).data_to_send())
+    data = bytearray(Handshake(WRONG, local_identity("client"), Preamble(bytes(16))).data_to_send())
     for _ in range(draw(st.integers(0, 3))):
         position = draw(st.integers(0, len(data)))
         size = draw(st.integers(0, 40))
@@ -256,7 +255,7 @@ def open_as_client(server, session_id=bytes(16)):
     channel = open_channel(
         Address.parse(server.address), load_credentials(), local_identity("client"), session_id, Deadline(PROMPTLY)
     )
-    return channel, read_welcome(channel)
+    return channel, read_welcome(channel, Deadline(None))
 
 
 class Unloadable:
@@ -324,7 +323,7 @@ def test_requests_that_cannot_be_read_are_answered_each_and_the_next_one_is_serv
             answer = channel.recv()
             assert (answer.type, answer.request_id) == (MessageType.ERROR, 2**63 + number), payload
             assert isinstance(loads_exception(answer.payload), Exception)
-        encoded = dumps(Call(os.getpid, (), {}).fields())
+        encoded = dumps(tuple(Call(os.getpid, (), {})))
         channel.send(MessageType.CALL, 2**64 - 1, encoded.payload, encoded.buffers)
         answer = channel.recv()
         assert (answer.type, answer.request_id) == (MessageType.REPLY, 2**64 - 1)

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.errors import BadSamplesError, ConnectionLostError, RemoteTraceback
-from rpcdataloader.plan import retries
+from rpcdataloader.plan import engine as engine_module
 from rpcdataloader.plan import workers as pace
 from tests.integration.datasets import Augmented, note, notes
 
@@ -265,7 +265,7 @@ def test_streams_go_on_after_skipped_batches(where, generator):
 
 @pytest.fixture
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(retries, "RETRY_PAUSE", 0.01)
+    monkeypatch.setattr(engine_module, "RETRY_PAUSE", 0.01)
 
 
 @pytest.mark.usefixtures("short_pauses")

@@ -161,11 +161,11 @@ def test_a_kept_tensor_keeps_nothing_else(workers, batch):
     assert label.untyped_storage().nbytes() == label.nbytes
     batches = list(RPCDataloader([0] * 6, collate_fn=large_and_small, workers=workers))
     kept = [small for _large, small in batches]
-    assert pool.stats().leased_bytes >= 6 * 2 << 20
+    assert pool.leased_bytes >= 6 * 2 << 20
     del batches
     gc.collect()
     # The thread that received the last one may not have let it go yet.
-    wait_until(lambda: pool.stats().leased_bytes == 0)
+    wait_until(lambda: pool.leased_bytes == 0)
     assert [int(small) for small in kept] == [3] * 6
 
 

@@ -279,10 +279,10 @@ def test_trainer_ends_at_once_while_its_workers_are_stopped(serve, start, tmp_pa
 
 
 WATCHING = """
-from rpcdataloader.client.discovery import Registered
+from rpcdataloader.client.register import Register
 from rpcdataloader.client.client import get_client
 changes = []
-watch = get_client().watch(Registered(workers[1:]), (), lambda *change: changes.append(change))
+watch = get_client().watcher(Register(workers[1:])).watch((), lambda *change: changes.append(change))
 wait_until(lambda: changes)
 """
 

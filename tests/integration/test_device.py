@@ -17,7 +17,7 @@ from rpcdataloader.loader import dataloader as dataloader_module
 from rpcdataloader.loader import driver as driver_module
 from rpcdataloader.loader import inline as inline_module
 from rpcdataloader.loader import settings as settings_module
-from rpcdataloader.loader.copying import Carrier, PlainCopier, _Done
+from rpcdataloader.loader.copying import Carrier, Copier, Copies
 from rpcdataloader.wire.slabs import PageablePool
 from tests.conftest import wait_until
 from tests.devices import FakeDevice
@@ -145,7 +145,7 @@ def test_the_consumer_waits_for_each_copy_before_it_sees_the_batch(device, worke
 
 def test_one_batch_is_copied_ahead_and_no_more(device, workers):
     iterator = iter(RPCDataloader(Images(), batch_size=1, device=NAME, workers=workers, prefetch_factor=4))
-    run = iterator._driver
+    run = iterator.driver
     for num_delivered in range(1, 5):
         next(iterator)
         # The others have arrived, and wait for their turn in the memory of this process. One place of the window may
@@ -280,7 +280,7 @@ def test_what_the_processor_reads_stays(device, workers):
 def test_an_iterator_that_is_dropped_lets_everything_go(device, workers):
     iterator = iter(RPCDataloader(Images(), batch_size=4, device=NAME, workers=workers))
     next(iterator)
-    run = iterator._driver
+    run = iterator.driver
     iterator = None
     wait_until(lambda: run.closed.is_set(), what="the end of the iterator")
     wait_until(lambda: run.ahead.delivery is None and not num_answered(run), what="what it had")
@@ -330,13 +330,13 @@ def test_batches_that_are_replayed_stay_there(device, workers, where):
         check(next(batches), [0, 1, 2, 3] if turn % 2 == 0 else [4, 5, 6, 7], device)
 
 
-class SlowCopier(PlainCopier):
+class SlowCopier(Copier):
     """A device with one stream, to which a copy takes ten milliseconds."""
 
     def copy(self, blocks, is_timed=False):
         time.sleep(0.01)
         copies = super().copy(blocks, is_timed)
-        return _Done(copies.memory, 0.01)
+        return Copies(copies.memory, 0.01)
 
 
 @pytest.mark.parametrize("consumer", [0.001, 0.002, 0.004])

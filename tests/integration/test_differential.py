@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client import client as pool
 from rpcdataloader.errors import LocalProtocolError, RemoteError, SerializationError
-from rpcdataloader.host.pages import collapse_pages
+from rpcdataloader.host.resources import collapse_pages
 from tests.conftest import descendants, wait_until, without_spares
 from tests.integration.comparison import assert_same
 from tests.integration.datasets import Augmented, Failing, Gated, Numbers, State
@@ -82,12 +82,14 @@ import os, signal, sys, threading, time
 from torch.utils.data import DataLoader
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.integration.datasets import Gated
+from tests.integration.zygote import fork_pools
 
 how, address, fifo, persistent = sys.argv[1:]
 dataset, options = Gated(8, 2, fifo), {"persistent_workers": persistent == "True"}
 if how == "torch":
     loader = DataLoader(dataset, num_workers=2, **options)
 elif how == "local":
+    fork_pools()
     loader = RPCDataloader(dataset, num_workers=2, **options)
 elif how == "workers":
     loader = RPCDataloader(dataset, workers=address, **options)
@@ -130,7 +132,7 @@ for _ in range(2):
 @pytest.mark.parametrize("persistent", [False, True])
 def test_interrupt_while_waiting_leaves_a_loader_that_works(addresses, zygote, tmp_path, persistent):
     scripts = []
-    # A pool of its own imports torch, and is waited for in the same way.
+    # A pool of its own is waited for in the same way.
     for how in ("torch", "workers", "RPCDataset", *(["local"] if persistent else [])):
         fifo = tmp_path / how
         os.mkfifo(fifo)

@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from tests.conftest import AT_ONCE, TIMEOUT_SCALE, is_running, wait_until
+from tests.integration.zygote import FORK_POOLS
 
 BEGIN = """
 import contextlib, copy, os, pickle, sys, threading, time
@@ -33,7 +34,7 @@ def pools():
 """
 
 # Takes no connections: a script that waits for it does not end.
-DEAF = 'from rpcdataloader.client import local_server; local_server._BOOT = "import signal; signal.pause()"\n'
+DEAF = 'from rpcdataloader.client import node; node._BOOT = "import signal; signal.pause()"\n'
 
 CLOCK = """
 import atexit
@@ -90,7 +91,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 assert len(list(loaders[0])) == 4
 assert pools() == early and len(early) == 1, (early, pools())
 """
-    assert script(loaders) == []
+    assert script(loaders, begin=FORK_POOLS + BEGIN) == []
 
 
 def test_copies_begin_nothing(script):
@@ -114,7 +115,7 @@ os.environ["CHOSEN"] = "late"
 print({value for _index, (value,), _parent in loader})
 assert len(pools()) == 1 and pools() != early
 """
-    assert script(loader) == ["{'early'}", "{'early'}"]
+    assert script(loader, begin=FORK_POOLS + BEGIN) == ["{'early'}", "{'early'}"]
 
 
 UNGUARDED = """

@@ -130,7 +130,7 @@ def test_stream_is_who_it_was_after_the_loss_of_its_worker(loaders, serve):
     (loader,) = loaders(dataset, 1, states, num_workers=1)
     iterator = iter(loader)
     rest = [next(iterator)]
-    os.kill(iterator._driver.workers[0].pid, signal.SIGKILL)
+    os.kill(iterator.driver.workers[0].pid, signal.SIGKILL)
     rest += iterator
     assert by_stream(begun + rest) == by_stream(whole)
 

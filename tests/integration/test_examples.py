@@ -194,7 +194,7 @@ class ImageNet:
     def train(self, checkpoint, num_ranks, *, record, stop=""):
         """Train for two epochs, or on from the checkpoint, or until it stops; gives the standard output.
 
-        One process that stops has a pool of its own. The others use node servers, as each such pool imports torch.
+        One process that stops has a pool of its own. The others use node servers.
         """
         workers = "local:2" if stop and num_ranks == 1 else ",".join(self.servers)
         env = {"OMP_NUM_THREADS": "1", "RPCDATALOADER_WORKERS": workers, "RECORD": str(self.folder / record)}
@@ -211,6 +211,7 @@ class ImageNet:
             env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         source = (
             "import os, runpy, sys; os.environ.update({env}); sys.path[:0] = {paths};"
+            "from tests.integration.zygote import fork_pools; fork_pools();"
             f"runpy.run_path({str(RECORDER)!r}, run_name='__main__')"
         )
         ranks = [

@@ -15,6 +15,7 @@ from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client.client import close_client
 from tests.conftest import wait_until
 from tests.integration.datasets import Numbers
+from tests.integration.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -179,7 +180,7 @@ def test_last_words_of_a_worker_come_though_the_script_fails(server, zygote):
 
 
 def test_embedded_pool_prints_each_line_once_and_with_its_origin(zygote):
-    ended = zygote.start(SCRIPT, "local:1").wait(30)
+    ended = zygote.start(FORK_POOLS + SCRIPT, "local:1").wait(30)
     assert ended.status == 0
     lines = ended.errors.splitlines()
     assert [re.sub(r"unix:\S+", "HERE", line) for line in lines] == [

@@ -18,7 +18,8 @@ import pytest
 import yaml
 
 from rpcdataloader import launch, rpc_async
-from rpcdataloader.client.discovery import Resolved, find_workers
+from rpcdataloader.client.discovery import find_workers
+from rpcdataloader.client.register import Names
 from rpcdataloader.wire.address import Address
 from tests.conftest import READY_LINE, TIMEOUT_SCALE
 
@@ -86,7 +87,7 @@ def test_manifests_agree_with_each_other():
 def test_trainer_and_exporter_name_the_service_whose_name_stands_for_pods_that_are_ready():
     env = {variable["name"]: variable["value"] for variable in TRAINER["containers"][0]["env"]}
     assert env["RPCDATALOADER_WORKERS"] == "dns://workers:6543" == WATCHER["containers"][0]["command"][-1]
-    assert find_workers(env["RPCDATALOADER_WORKERS"]) == Resolved(Address(SERVICE["metadata"]["name"], 6543))
+    assert find_workers(env["RPCDATALOADER_WORKERS"]) == Names(Address(SERVICE["metadata"]["name"], 6543))
     assert SERVICE["spec"]["clusterIP"] == "None"
     assert "publishNotReadyAddresses" not in SERVICE["spec"]
 
@@ -98,7 +99,7 @@ def test_autoscaler_follows_a_metric_of_the_exporter():
     assert metric["target"]["averageValue"] == SERVER["resources"]["limits"]["cpu"], "workers of a pod"
     labels = EXPORTER["spec"]["template"]["metadata"]["labels"]
     assert METRICS["spec"]["selector"] == labels == EXPORTER["spec"]["selector"]["matchLabels"]
-    metrics = pytest.importorskip("rpcdataloader.status.metrics")
+    metrics = pytest.importorskip("rpcdataloader.status.report")
     assert metric["metric"]["name"] in Path(metrics.__file__).read_text()
 
 

@@ -347,8 +347,26 @@ def test_server_drains_when_its_standard_input_ends(serve_with_stdin, fifo):
     assert server.wait() == 0
 
 
+def test_first_signal_after_the_end_of_standard_input_goes_on_draining(serve_with_stdin, fifo):
+    note = "print('stop', self._num_stops, file=sys.stderr, flush=True)"
+    server, end = serve_with_stdin(
+        "--exit-with-stdin",
+        before="import sys; drain = node.NodeServer._drain; "
+        f"node.NodeServer._drain = lambda self: (drain(self), {note})",
+    )
+    running = rpc_async(server.address, lambda path: Path(path).read_text(), (fifo,))
+    with open(fifo, "w") as file:
+        end.shutdown(socket.SHUT_WR)
+        wait_until(lambda: "stop 0" in server.log)
+        server.signal(signal.SIGTERM)
+        wait_until(lambda: "stop 1" in server.log)
+        file.write("done")
+    assert running.wait() == "done"
+    assert server.wait() == 0
+
+
 def test_server_drains_when_its_standard_input_falls_silent(serve_with_stdin):
-    server, end = serve_with_stdin("--exit-with-stdin", before="loop.LIFELINE_SILENCE = 0.2")
+    server, end = serve_with_stdin("--exit-with-stdin", before="node.LIFELINE_SILENCE = 0.2")
     assert call(server, os.getpid) > 0  # it waits for the first byte for ever
     end.send(b"\n")
     assert server.wait() == 0

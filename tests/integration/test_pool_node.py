@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.pools.node import NodeActor, Order
-from rpcdataloader.pools.pool import Pool
+from rpcdataloader.pools.pool import NodeActor, Order, Pool
 from rpcdataloader.wire.credentials import Credentials
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 

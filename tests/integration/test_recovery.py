@@ -20,7 +20,7 @@ from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.executor import Executor
-from rpcdataloader.plan import retries
+from rpcdataloader.plan import engine as engine_module
 from rpcdataloader.wire.address import Address
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration import datasets
@@ -42,7 +42,7 @@ class DeadlyStream(IterableDataset):
 @pytest.fixture(autouse=True)
 def short_searches(monkeypatch):
     """Nodes that are gone are looked for more often than usual."""
-    monkeypatch.setattr("rpcdataloader.plan.crew.MAX_PAUSE", 0.2)
+    monkeypatch.setattr("rpcdataloader.plan.roster.MAX_PAUSE", 0.2)
 
 
 @pytest.fixture
@@ -441,7 +441,7 @@ def loader_of_one(dataset, workers, **options):
 
 @pytest.fixture
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(retries, "RETRY_PAUSE", 0.01)
+    monkeypatch.setattr(engine_module, "RETRY_PAUSE", 0.01)
 
 
 @pytest.mark.usefixtures("short_pauses")
@@ -574,7 +574,7 @@ def test_worker_that_drains_when_an_epoch_begins_is_replaced_when_it_ends(worker
     left = iter(loader)
     next(left)
     wait_for_crew(left, 2)
-    draining, _other = left._driver._executor.seats.values()
+    draining, _other = left.driver._executor.seats.values()
     draining.worker_draining(draining.worker)
     iterator = iter(loader)
     os.kill(draining.worker.pid, signal.SIGKILL)

@@ -16,10 +16,10 @@ from torch.utils.data import IterableDataset
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.check.__main__ import main as check
 from rpcdataloader.client.client import close_client, get_client
-from rpcdataloader.client.discovery import Registered
+from rpcdataloader.client.register import Register
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.registration import Registration
+from rpcdataloader.wire.status import Registration
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.integration import datasets
 from tests.integration.test_forks import fork
@@ -208,7 +208,7 @@ def test_check_takes_a_directory(register, where, capsys):
 
 def test_servers_that_come_and_go_are_reported(register, folder):
     changes = Changes()
-    watch = get_client().watch(Registered(str(folder)), (), changes)
+    watch = get_client().watcher(Register(str(folder))).watch((), changes)
     server, _path = register()
     came = time.monotonic()
     assert changes.next() == ((Address.parse(server.address),), ())
@@ -223,7 +223,7 @@ def test_servers_that_come_and_go_are_reported(register, folder):
 def test_watch_after_the_end_of_the_client_does_nothing(folder):
     client = get_client()
     close_client()
-    client.watch(Registered(str(folder)), (), Changes()).close()
+    client.watcher(Register(str(folder))).watch((), Changes()).close()
     assert not [thread for thread in threading.enumerate() if thread.name == "rpcdl-register"]
 
 
@@ -231,20 +231,20 @@ def test_fork_has_no_watch_and_can_begin_its_own(register, where, folder, monkey
     monkeypatch.setattr("rpcdataloader.client.register.Register.pause", 0.05)
     server, path = register()
     changes = Changes()
-    watch = get_client().watch(Registered(str(folder)), (), changes)
+    watch = get_client().watcher(Register(str(folder))).watch((), changes)
     assert changes.next() == ((Address.parse(server.address),), ())
 
     def child():
         watch.close()
         own = Changes()
-        get_client().watch(Registered(str(folder)), (), own)
+        get_client().watcher(Register(str(folder))).watch((), own)
         assert own.next() == ((Address.parse(server.address),), ())
         assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {server.pid}
 
     held, enough = threading.Event(), threading.Event()
 
     def hold():
-        with get_client()._watchers[Registered(str(folder))]._condition:
+        with get_client()._watchers[Register(str(folder))]._condition:
             held.set()
             enough.wait(30 * TIMEOUT_SCALE)
 
@@ -263,9 +263,9 @@ def test_program_ends_at_once_though_it_watches(zygote, folder):
     source = """
 import atexit, sys, time
 atexit.register(lambda: print(time.monotonic()))  # the last of these; the interpreter's own end is not measured
-from rpcdataloader.client.discovery import Registered
+from rpcdataloader.client.register import Register
 from rpcdataloader.client.client import get_client
-watch = get_client().watch(Registered(sys.argv[1]), (), print)
+watch = get_client().watcher(Register(sys.argv[1])).watch((), print)
 print(time.monotonic())
 """
     ended = zygote.start(source, folder).wait()

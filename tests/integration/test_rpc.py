@@ -23,7 +23,7 @@ import torch.utils.data
 from torch.futures import Future
 
 from rpcdataloader import RPCDataset, rpc_async
-from rpcdataloader.client.alarm import MAX_CANCELLED
+from rpcdataloader.client.background import MAX_CANCELLED
 from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.errors import (
     ConnectError,

@@ -33,8 +33,7 @@ from rpcdataloader.wire import credentials
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
 from rpcdataloader.wire.frames import MessageType, encode
-from rpcdataloader.wire.handshake import ClientHandshake, ServerHandshake
-from rpcdataloader.wire.preamble import Preamble
+from rpcdataloader.wire.handshake import Handshake, Preamble
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration.quick import quick_server
 from tests.integration.tampering import Bomb, Frame, Proxy, leave_trace, num_loaded, recv_frame
@@ -262,7 +261,7 @@ def test_session_id_cannot_be_changed_on_the_way(server):
     victim = bytes.fromhex(session_of(server.address).wait().session)
     sock = dial(server, Preamble(victim).encode())
     # The client means to start a session of its own.
-    handshake = ClientHandshake(secret_of_the_suite(), local_identity("client"), bytes(16))
+    handshake = Handshake(secret_of_the_suite(), local_identity("client"), Preamble(bytes(16)))
     sock.sendall(handshake.data_to_send()[32:])
     with sock, pytest.raises(AuthenticationError):
         shake_hands(sock, handshake)
@@ -331,7 +330,7 @@ def message(type, payload, number=0):
 def meet(sock):
     """Take the preamble and HELLO of a client and answer with a HELLO; gives the handshake."""
     preamble = Preamble.decode(sock.recv(32, socket.MSG_WAITALL))
-    handshake = ServerHandshake(WRONG, local_identity("server"), preamble)
+    handshake = Handshake(WRONG, local_identity("server"), preamble)
     hello = recv_frame(sock)
     handshake.receive(as_message(hello))
     sock.sendall(handshake.data_to_send())
@@ -490,7 +489,7 @@ def session_id(request, server):
 @pytest.mark.parametrize("after", ["preamble", "hello", "wrong proof"])
 def test_server_loads_nothing_of_a_client_without_the_secret(server, session_id, trace, type, after):
     bomb = message(type, pickle.dumps(Bomb(trace)), 1)
-    handshake = ClientHandshake(WRONG, local_identity("client"), session_id)
+    handshake = Handshake(WRONG, local_identity("client"), Preamble(session_id))
     start = handshake.data_to_send()
     with dial(server, start[:32]) as sock:
         if after != "preamble":
@@ -506,7 +505,7 @@ def test_server_loads_nothing_of_a_client_without_the_secret(server, session_id,
 
 
 def test_wrong_secret_with_the_right_session_id(server, session_id):
-    handshake = ClientHandshake(WRONG, local_identity("client"), session_id)
+    handshake = Handshake(WRONG, local_identity("client"), Preamble(session_id))
     count = server.log.count("do not hold the same secret")
     with dial(server, handshake.data_to_send()) as sock, pytest.raises(AuthenticationError, match="refused"):
         shake_hands(sock, handshake)
@@ -515,7 +514,7 @@ def test_wrong_secret_with_the_right_session_id(server, session_id):
 
 def test_unknown_session_id_is_refused_in_words(server):
     """Such as that of a server that was started again."""
-    handshake = ClientHandshake(secret_of_the_suite(), local_identity("client"), secrets.token_bytes(16))
+    handshake = Handshake(secret_of_the_suite(), local_identity("client"), Preamble(secrets.token_bytes(16)))
     with (
         dial(server, handshake.data_to_send()) as sock,
         pytest.raises(RemoteProtocolError, match="there is no such session on this node server"),
@@ -530,7 +529,7 @@ def test_peers_that_stop_in_the_middle_are_put_out(server):
     with contextlib.ExitStack() as stack:
         socks = []
         for session_id in (bytes(16), known):
-            hello = ClientHandshake(WRONG, local_identity("client"), session_id).data_to_send()
+            hello = Handshake(WRONG, local_identity("client"), Preamble(session_id)).data_to_send()
             for data in (b"", hello[:16], hello[:32], hello[: 32 + len(hello) // 2], hello):
                 socks.append((stack.enter_context(dial(server, data)), data == hello))
         for sock, complete in socks:
@@ -556,7 +555,7 @@ def test_garbage_is_put_out_at_once(server, data):
 def test_names_that_a_stranger_gives_do_not_write_into_the_log(server):
     """It may be read in a terminal, or by a program that goes line by line."""
     identity = dataclasses.replace(local_identity("client"), host="x\n2026-01-01 CRITICAL forged\x1b[31m")
-    handshake = ClientHandshake(WRONG, identity, bytes(16))
+    handshake = Handshake(WRONG, identity, Preamble(bytes(16)))
     with dial(server, handshake.data_to_send()) as sock, pytest.raises(AuthenticationError):
         shake_hands(sock, handshake)
     wait_until(lambda: "x?2026-01-01 CRITICAL forged?[31m" in server.log)
@@ -568,7 +567,7 @@ def test_names_that_a_stranger_gives_do_not_write_into_the_log(server):
 
 def test_client_of_another_version_of_the_protocol(server):
     identity = dataclasses.replace(local_identity("client"), protocol=77)
-    handshake = ClientHandshake(secret_of_the_suite(), identity, bytes(16))
+    handshake = Handshake(secret_of_the_suite(), identity, Preamble(bytes(16)))
     with dial(server, handshake.data_to_send()) as sock, pytest.raises(RemoteProtocolError) as raised:
         shake_hands(sock, handshake)
     assert f"the client on {identity.host} (pid {os.getpid()}) runs version 77 of the protocol" in str(raised.value)

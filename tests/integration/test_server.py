@@ -20,11 +20,12 @@ import pytest
 
 from rpcdataloader import RPCDataset, rpc_async
 from rpcdataloader.client import client as pool
-from rpcdataloader.client import local_server as local
+from rpcdataloader.client import node as local
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Preamble
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, wait_until
+from tests.integration.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
 
@@ -605,11 +606,12 @@ def session_of(server):
 def test_connection_that_is_handed_to_a_session_that_ends_ends_too(serve):
     """And not only when somebody's patience does: the socket must be nowhere else."""
     telling = """
-hand_over = gate._hand_over
+from rpcdataloader.server import sessions
+hand_over = sessions.Sessions.hand_over
 def tell(*args):
     hand_over(*args)
     os.write(2, b"handed over\\n")
-gate._hand_over = tell
+sessions.Sessions.hand_over = tell
 """
     server = serve(before=telling)
     session_id, session = session_of(server)
@@ -707,12 +709,15 @@ def test_embedded_pool_ends_with_its_trainer_however_that_ends_and_leaves_nothin
     end_of_pool = f"import atexit, os; atexit.register(os.mkdir, {str(long_tmpdir / 'the long way')!r}); "
     start = f"""
 import os, tempfile
-from rpcdataloader.client import local_server as local
+from rpcdataloader.client import node as local
 os.environ["TMPDIR"] = {str(long_tmpdir)!r}
 tempfile.tempdir = None
 local._BOOT = {end_of_pool!r} + local._BOOT
 {EMBEDDED}"""
-    scripts = {end: zygote.start(start + source) for end, source in ENDS.items()}
+    # One pool is a real one; for the others, importing torch would be most of the work.
+    scripts = {
+        end: zygote.start(("" if end == "normally" else FORK_POOLS) + start + source) for end, source in ENDS.items()
+    }
     for end, script in scripts.items():
         ended = script.wait(60)
         num_lines = 2 if "fork" in end else 1

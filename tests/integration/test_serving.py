@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.client import reporter
+from rpcdataloader.client import client as client_module
 from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.status.__main__ import main
 from rpcdataloader.wire.address import Address
@@ -55,7 +55,7 @@ class Stalled(Dataset):
 @pytest.fixture
 def often(monkeypatch):
     """Reports come often."""
-    monkeypatch.setattr(reporter, "PERIOD", 0.1)
+    monkeypatch.setattr(client_module, "PERIOD", 0.1)
 
 
 @contextlib.contextmanager
@@ -258,7 +258,7 @@ def test_nothing_that_is_sent_becomes_html(serve, tmp_path, monkeypatch):
         close_client()
         with pytest.raises(ValueError, match="onerror"):
             rpc_async(server.address, fail, (EVIL,)).wait()
-        get_client().node(Address.parse(server.address)).report(evil)
+        get_client().node(Address.parse(server.address)).session().report(evil)
         tab.wait_for("document.querySelector('.badge')?.textContent === 'script'")
         assert tab.run("document.querySelectorAll('img').length") == 0
         assert tab.run("document.title") == "rpcdataloader status"

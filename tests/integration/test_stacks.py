@@ -18,7 +18,7 @@ import pytest
 from rpcdataloader import rpc_async
 from rpcdataloader.client import session as client_session
 from rpcdataloader.client.client import get_client
-from rpcdataloader.client.exchange import PendingReply
+from rpcdataloader.client.worker import PendingReply
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.server.stacks import LOCKED_SIGNAL, STACK_SIGNAL
 from rpcdataloader.wire.address import Address

@@ -25,22 +25,20 @@ import torch
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
-from rpcdataloader.client import reporter
+from rpcdataloader.client import client as client_module
 from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError
-from rpcdataloader.status import asking
-from rpcdataloader.status.__main__ import main
-from rpcdataloader.status.asking import Asker
+from rpcdataloader.status import __main__ as status_command
+from rpcdataloader.status.__main__ import Nodes, main
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from rpcdataloader.wire.channel import local_identity, open_channel
 from rpcdataloader.wire.credentials import Credentials, load_credentials
 from rpcdataloader.wire.frames import MessageType, Sealer, encode
+from rpcdataloader.wire.handshake import STATUS_ID, Preamble
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import dumps
-from rpcdataloader.wire.preamble import STATUS_ID, Preamble
-from rpcdataloader.wire.registration import MAX_SILENCE
-from rpcdataloader.wire.status import StatusRequest
+from rpcdataloader.wire.status import MAX_SILENCE, StatusRequest
+from rpcdataloader.wire.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 
@@ -116,7 +114,7 @@ def look_at(look):
 
 @pytest.fixture
 def asker():
-    with contextlib.closing(Asker(None, PROMPTLY)) as asker:
+    with contextlib.closing(Nodes(["localhost:1"], None, PROMPTLY)) as asker:
         yield asker
 
 
@@ -278,7 +276,7 @@ def test_totals_do_not_go_back_when_workers_are_killed(serve, look_at):
         before = sent
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda number=number: look_at(server)["ended_workers"] == number)
-        wait_until(lambda: not session_on(server)._workers)  # or the next call would go to the dead one
+        wait_until(lambda: not session_on(server).workers)  # or the next call would go to the dead one
         node = look_at(server)
         assert (node["calls"], node["clients"][0]["calls"], workers_of(node)) == (number, number, [])
         assert node["sent_bytes"] >= sent
@@ -362,7 +360,7 @@ class Stalled(Samples):
 @pytest.fixture
 def often(monkeypatch):
     """Reports come often."""
-    monkeypatch.setattr(reporter, "PERIOD", 0.05)
+    monkeypatch.setattr(client_module, "PERIOD", 0.05)
 
 
 def loops_of(node):
@@ -415,24 +413,6 @@ def test_loop_that_hangs_says_that_it_waits(serve, look_at, fifo):
     consumer.join()
 
 
-@pytest.mark.usefixtures("often")
-def test_server_that_does_not_know_reports_serves_and_tells_of_no_loop(serve, look_at):
-    old = "del frames._MESSAGE_TYPES[27]; session.Welcome = lambda *fields, **_: messages.Welcome(*fields)"
-    server = serve("--num-workers", "2", before=f"from rpcdataloader.wire import frames, messages; {old}")
-    reported = threading.Event()
-    node = get_client().node(Address.parse(server.address))
-    report = node.report
-    node.report = lambda payload: (report(payload), reported.set())
-    loader = RPCDataloader(
-        RPCDataset([server.address], Samples), batch_size=BATCH_SIZE, on_error="skip", persistent_workers=True
-    )
-    while not reported.is_set():
-        assert sum(len(batch) for batch in loader) == NUM_SAMPLES - 1
-    rpc_async(server.address, os.getpid).wait()  # the session is at work
-    assert loops_of(look_at(server)) == []
-    assert "report" not in server.log.lower()
-
-
 def test_session_that_builds_gets_no_report_that_would_wait_there(serve, fifo):
     class Slow(Samples):
         def __init__(self, path):
@@ -442,7 +422,7 @@ def test_session_that_builds_gets_no_report_that_would_wait_there(serve, fifo):
     session = session_on(server)
     session.wait()
     told = []
-    session._connection.tell = lambda *message: told.append(message)
+    session.connection.tell = lambda *message: told.append(message)
     build = threading.Thread(target=RPCDataset, args=([server.address], Slow, fifo))
     build.start()
     wait_until(lambda: session.is_busy)
@@ -480,7 +460,7 @@ def test_report_of_a_stranger_or_of_nonsense_does_not_disturb(serve, look_at):
     rpc_async(server.address, os.getpid).wait()
     session = session_on(server)
     for payload in b"nonsense", b"x" * 100_000, b'{"loops": [{"bound": 1e999}]}', b"":
-        session._connection.tell(MessageType.REPORT, payload)
+        session.connection.tell(MessageType.REPORT, payload)
         assert session.call(os.getpid)() in server.processes()  # it comes after the report
         assert loops_of(look_at(server)) == []
 
@@ -553,7 +533,7 @@ def test_missing_token(serve, look, tmp_path, monkeypatch):
 def test_versions_that_do_not_fit(serve, look, monkeypatch):
     server = serve()
     other = dataclasses.replace(local_identity("client"), python_version="2.7.18")
-    monkeypatch.setattr(asking, "local_identity", lambda _role: other)
+    monkeypatch.setattr(status_command, "local_identity", lambda _role: other)
     status, document = look(server.address)
     assert (status, document["nodes"][0]["state"]) == (2, "refused")
     assert "runs CPython 2.7" in document["nodes"][0]["error"]
@@ -634,7 +614,7 @@ def test_open_status_connections_take_nobody_elses_place(serve, asker):
     limits = "node.MAX_GATES = 3; node.GATE_TIMEOUT = 0.5; node.GATE_PATIENCE = 0.3"
     server = serve("--max-connections", "1", before=limits)
     with contextlib.ExitStack() as stack:
-        others = [stack.enter_context(contextlib.closing(Asker(None, PROMPTLY))) for _ in range(3)]
+        others = [stack.enter_context(contextlib.closing(Nodes(["localhost:1"], None, PROMPTLY))) for _ in range(3)]
         assert all(ask(one, server).status for one in others)
         assert rpc_async(server.address, os.getpid).wait()
         start = time.monotonic()
@@ -743,7 +723,7 @@ def test_stacks_of_the_workers_of_all_clients(serve, zygote, look_at):
 
 
 def test_worker_of_a_session_that_stands_still_is_listed(serve, look_at):
-    server = serve(before="from rpcdataloader.server import statistics; statistics.STACK_TIMEOUT = 0.3")
+    server = serve(before="gate.STACK_TIMEOUT = 0.3")
     pid = rpc_async(server.address, os.getpid).wait()
     session = look_at(server)["clients"][0]["session_pid"]
     os.kill(session, signal.SIGSTOP)
@@ -927,7 +907,7 @@ def test_status_connection_runs_nothing(serve, tmp_path, kind):
     with contextlib.closing(channel.stream):
         if kind == "call":
             marker = tmp_path / "was here"
-            payload = dumps(Call(marker.touch, (), {}).fields()).payload
+            payload = dumps(tuple(Call(marker.touch, (), {}))).payload
             channel.send(MessageType.CALL, 1, payload)
         elif kind == "nonsense":
             channel.send(MessageType.STATS, 1, b"nonsense")

@@ -22,9 +22,9 @@ from rpcdataloader import RPCDataloader, RPCDataset, launch, rpc_async
 from rpcdataloader.client import client as pool
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from rpcdataloader.wire.frames import MessageType, encode
-from rpcdataloader.wire.preamble import Preamble
+from rpcdataloader.wire.handshake import Preamble
+from rpcdataloader.wire.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.integration.quick import quick_server
 from tests.integration.tampering import Bomb, num_loaded, recv_frame
@@ -90,6 +90,13 @@ def test_loader_delivers_the_same_batches(server, plain_server, certificates, mo
     for one, other in zip(expected, received, strict=True):
         assert all(map(torch.equal, one, other))
     assert "over TLS" in server.log
+
+
+def test_files_of_a_server_are_those_of_the_folder_where_it_started(zygote, certificates, monkeypatch):
+    use(monkeypatch, certificates)
+    before = f"import os; os.chdir({str(certificates)!r})"
+    with quick_server(zygote, "--num-workers", "2", *options("."), before=before) as server:
+        assert len(batches(server.address)) == 6  # a worker's folder is the client's
 
 
 def test_workers_are_forked_and_results_of_any_size_come_back(server, certificates, monkeypatch):

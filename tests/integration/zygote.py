@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import types
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,38 @@ def serve() -> list[Any] | None:
             os.write(1, json.dumps(report).encode() + b"\n")
 
 
+# Begins such a script.
+FORK_POOLS = "from tests.integration.zygote import fork_pools\nfork_pools()\n"
+
+
+def fork_pools() -> None:
+    """Called by a script: from now on, its embedded pools are forks of it, which import torch no more.
+
+    For scripts that are not about the start of a pool, and whose dataset would be found by a new interpreter, too.
+    """
+    from rpcdataloader.client import node
+
+    def start(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        def run() -> None:
+            # One of these is a pipe whose end the parent waits for.
+            os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+            run_code(*words[2:])
+
+        return subprocess.Popen(words, preexec_fn=run, **options)  # it has no threads yet
+
+    vars(node)["subprocess"] = types.SimpleNamespace(**{**vars(subprocess), "Popen": start})
+
+
+def run_code(code: str, *args: str) -> None:
+    """What ``python -c`` does, in a fork."""
+    # The old ones stay, with what the script has not flushed yet.
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.argv = ["-c", *args]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(code, vars(main))
+    os._exit(0)
+
+
 _may_end_quickly = False
 
 
@@ -177,6 +210,9 @@ def become(folder: str, ends_quickly: bool, args: list[str]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_APPEND), descriptor)
+    if ends_quickly:
+        for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+            finalizer.atexit = False  # torch's, which take its operators apart
     path = f"{folder}/script.py"
     sys.argv = [path, *args]
     main = types.ModuleType("__main__")
@@ -196,8 +232,12 @@ if __name__ == "__main__":
     # The folder of this file: a script that asks for a library must not get a module of the tests.
     del sys.path[0]
     import rpcdataloader.loader.dataloader
-    import rpcdataloader.loader.dataset  # noqa: F401
-    from rpcdataloader.host.pages import collapse_pages
+    import rpcdataloader.loader.dataset
+
+    # Most of a node server, but for rpcdataloader.server.node, which tells the package that it runs in one.
+    import rpcdataloader.server.gate
+    import rpcdataloader.server.sessions  # noqa: F401
+    from rpcdataloader.host.resources import collapse_pages
 
     for module in sys.argv[1:]:
         importlib.import_module(module)

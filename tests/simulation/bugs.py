@@ -77,7 +77,7 @@ BUGS = [
     ),
     Bug(
         "a deadly batch kills one worker too many",
-        "retries",
+        "engine",
         "return len(trouble.killed) - suspected >= self._max_retries",
         "return len(trouble.killed) - suspected > self._max_retries",
     ),
@@ -90,7 +90,7 @@ BUGS = [
     # Samples that kill workers
     Bug(
         "a deadly sample kills one worker too many",
-        "retries",
+        "engine",
         "place is not None and trouble.places[place] >= self._max_retries",
         "place is not None and trouble.places[place] > self._max_retries",
     ),
@@ -102,25 +102,25 @@ BUGS = [
     ),
     Bug(
         "samples are left out that the user wants to have",
-        "retries",
-        "place = place if self._leaves_out else None",
+        "engine",
+        "place = place if self._options.leaves_out else None",
         "pass",
     ),
     Bug(
         "deaths count once more after a sample was left out",
-        "retries",
+        "engine",
         "            trouble.killed.clear()\n            trouble.places.clear()\n",
         "",
     ),
     Bug(
         "deaths at several samples condemn no batch",
-        "retries",
+        "engine",
         "suspected = max((num for place, num in trouble.places.items() if place is not None), default=0)",
         "suspected = sum(num for place, num in trouble.places.items() if place is not None)",
     ),
     Bug(
         "a chance death condemns a batch that has a deadly sample",
-        "retries",
+        "engine",
         "return len(trouble.killed) - suspected >= self._max_retries",
         "return len(trouble.killed) >= self._max_retries",
     ),
@@ -142,7 +142,7 @@ BUGS = [
         "heapq.heappush(self._pausing, (now + delay, number))",
         "bisect.insort(self._waiting, number)",
     ),
-    Bug("the window is one too large", "table", "len(self.tasks) < self._window", "len(self.tasks) <= self._window"),
+    Bug("the window is one too large", "table", "len(self.tasks) < self.window", "len(self.tasks) <= self.window"),
     Bug(
         "a worker gets one batch too many",
         "batches",
@@ -152,7 +152,7 @@ BUGS = [
     Bug(
         "the window never shrinks",
         "table",
-        "        self._window = self._wanted_window\n        self.answered_bytes",
+        "        self.window = self._wanted_window\n        self.answered_bytes",
         "        self.answered_bytes",
     ),
     Bug(
@@ -318,7 +318,7 @@ BUGS = [
     ),
     Bug("a place stays promised", "crew", "        self._promised.discard(worker.place)\n", ""),
     Bug(
-        "a node is tried again without a longer pause", "crew", "min(2 * self._pauses[node], MAX_PAUSE)", "FIRST_PAUSE"
+        "a node is tried again without a longer pause", "roster", "min(2 * self.pauses[node], MAX_PAUSE)", "FIRST_PAUSE"
     ),
     Bug(
         "all ranks take all workers of a new node",
@@ -326,7 +326,7 @@ BUGS = [
         "sum(number % options.world_size == options.rank for number in numbers)",
         "len(numbers)",
     ),
-    Bug("deaths count though workers answer", "engine", "        self._crew.num_deaths = 0\n", ""),
+    Bug("deaths count though workers answer", "engine", "        self.crew.num_deaths = 0\n", ""),
     Bug(
         "a worker that does not come is asked for without end",
         "crew",
@@ -342,7 +342,7 @@ BUGS = [
     Bug(
         "a pass gives up as soon as it has no workers",
         "crew",
-        "return self._stuck_since + self._options.reconnect_timeout if self._is_hopeful else now",
+        "return self._stuck_since + self._options.reconnect_timeout if self.roster.is_hopeful else now",
         "return now",
     ),
     Bug(
@@ -354,17 +354,17 @@ BUGS = [
     # Exceptions that may pass
     Bug(
         "one try too many",
-        "retries",
+        "engine",
         "num_retries >= self._max_retries and is_last",
         "num_retries > self._max_retries and is_last",
     ),
     Bug(
         "the last try is not marked",
-        "retries",
+        "engine",
         "trouble is None or trouble.num_retries < self._max_retries",
         "trouble is None or trouble.num_retries <= self._max_retries",
     ),
-    Bug("the pause before another try does not grow", "retries", "RETRY_PAUSE * 2**num_retries", "RETRY_PAUSE"),
+    Bug("the pause before another try does not grow", "engine", "RETRY_PAUSE * 2**num_retries", "RETRY_PAUSE"),
     # The engine
     Bug(
         "the other copy of an answered task is not cancelled",
@@ -399,8 +399,8 @@ BUGS = [
     Bug(
         "errors of one epoch are delivered in the next",
         "engine",
-        "        self._retries = Retries(\n",
-        "        self._retries = getattr(self, '_retries', None) or Retries(\n",
+        "        self._retries = Retries(options)\n",
+        "        self._retries = getattr(self, '_retries', None) or Retries(options)\n",
     ),
     Bug(
         "a long wait is told again all the time",
@@ -412,8 +412,8 @@ BUGS = [
     Bug(
         "a wait that is over is told",
         "engine",
-        "        self._waiting_since = None\n        condemned =",
-        "        condemned =",
+        "            self._waiting_since = None\n            if self._retries",
+        "            if self._retries",
     ),
 ]
 

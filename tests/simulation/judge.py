@@ -26,7 +26,8 @@ from rpcdataloader.plan.actions import (
     Seek,
 )
 from rpcdataloader.plan.crew import Loss
-from rpcdataloader.plan.engine import REPORT_AFTER, REPORT_AGAIN, Delivery
+from rpcdataloader.plan.engine import REPORT_AFTER, REPORT_AGAIN
+from rpcdataloader.plan.table import Entry
 
 _TINY = 1e-9
 _SHORTEST = 1e-6  # shorter times of tasks count as this
@@ -185,8 +186,9 @@ class Judge:
             return number if task.is_answered else None
         return None
 
-    def delivered(self, delivery: Delivery) -> Task:
-        number, payload, _answer, stream, condemned = delivery
+    def delivered(self, delivery: Entry) -> Task:
+        number, payload, stream = delivery.number, delivery.payload, delivery.stream
+        condemned = delivery.condemned
         if number != self.deliverable():
             self.fail(f"task {number} is delivered, and {self.deliverable()} should be")
         self.waiting_since, self.reported_at = None, -math.inf

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, PlanOptions, Restart, Seek
 from rpcdataloader.plan.crew import Loss
-from rpcdataloader.plan.engine import Delivery, Engine
+from rpcdataloader.plan.engine import Engine
+from rpcdataloader.plan.table import Entry
 from tests.simulation.cluster import CONNECT_TIMEOUT, Cluster, Worker
 from tests.simulation.judge import Judge, ViolationError
 
@@ -80,10 +81,10 @@ class Pass:
                 self.judge.node_up(name, node.incarnation, 0)
                 self.engine.node_up(name, node.incarnation)
             else:
-                self.engine.node_missing(name, UNREACHABLE)
+                self.engine.crew.node_missing(name, UNREACHABLE)
         if rank.cluster.scenario.expects_more:
             self.judge.expects_more = True
-            self.engine.expect_more()
+            self.engine.crew.roster.expects_more = True
         self.acts()
 
     def begin(self, payloads: list[int], lengths: list[int], positions: list[int], turn: int) -> None:
@@ -177,7 +178,7 @@ class Pass:
     def fail_open(self, number: int) -> None:
         if not self.is_closed:
             self.judge.open_failed(number)
-            self.engine.open_failed(number, GONE)
+            self.engine.crew.open_failed(number, GONE)
             self.happened()
 
     def close_worker(self, action: Close) -> None:
@@ -476,16 +477,16 @@ class Pass:
         node, now = self.cluster.nodes[name], self.cluster.now
         if not node.answers:
             self.judge.node_failed(name, is_foreign=False)
-            self.engine.node_failed(name, UNREACHABLE)
+            self.engine.crew.node_failed(name, UNREACHABLE)
         elif node.foreign_until > now:
             self.cluster.count("foreign node")
             self.judge.node_failed(name, is_foreign=True)
-            self.engine.node_failed(name, UNREACHABLE, is_foreign=True)
+            self.engine.crew.node_failed(name, UNREACHABLE, is_foreign=True)
         elif node.broken_until > now:
             self.cluster.count("broken node")
-            if self.engine._crew.is_sought(name):
+            if self.engine.crew.is_sought(name):
                 self.judge.node_hopeless(name)
-            self.engine.node_hopeless(name, ValueError("no such file"))
+            self.engine.crew.node_hopeless(name, ValueError("no such file"))
         else:
             self.rank.sessions[name] = node.incarnation
             self.judge.node_up(name, node.incarnation, node.offered)
@@ -517,9 +518,9 @@ class Pass:
                 raise ViolationError(f"task {number} is given to stream {engine.table.stream_of(number)}, not {stream}")
         self.acts()
 
-    def take(self, delivery: Delivery) -> None:
+    def take(self, delivery: Entry) -> None:
         """The consumer gets what comes next."""
-        number, _payload, answer, _stream, condemned = delivery
+        number, answer, condemned = delivery.number, delivery.answer, delivery.condemned
         task = self.judge.delivered(delivery)
         if self.lengths:
             self.take_of_stream(delivery)
@@ -545,7 +546,7 @@ class Pass:
         self.cluster.deadly.pop(payload, None)
         self.cluster.bad.discard(payload)
 
-    def take_of_stream(self, delivery: Delivery) -> None:
+    def take_of_stream(self, delivery: Entry) -> None:
         stream = delivery.stream
         assert stream is not None
         self.turn = stream + 1

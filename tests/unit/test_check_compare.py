@@ -12,7 +12,7 @@ import PIL.Image
 import pytest
 import torch
 
-from rpcdataloader.check.compare import (
+from rpcdataloader.check.probe import (
     AGAIN,
     HERE,
     OTHER_NODE,

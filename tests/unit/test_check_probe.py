@@ -32,7 +32,7 @@ class Drawn:
 @pytest.fixture(autouse=True)
 def _no_sample_afterwards():
     """A process that checks is not meant to be used for anything else; this one is."""
-    with seeding.sample_scope(), seeding.generators_restored():
+    with seeding.generators_restored():
         yield
 
 

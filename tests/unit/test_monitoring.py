@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rpcdataloader.status.metrics import METRICS, as_metrics
+from rpcdataloader.status.report import METRICS, as_metrics
 from tests.unit.test_status_metrics import WAITING, look
 
 ROOT = Path(__file__).parents[2]

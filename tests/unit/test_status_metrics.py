@@ -9,8 +9,7 @@ import subprocess
 
 import pytest
 
-from rpcdataloader.status.metrics import METRICS, as_metrics
-from rpcdataloader.status.report import STATES, Answer, make_document
+from rpcdataloader.status.report import METRICS, STATES, Answer, as_metrics, make_document
 from rpcdataloader.wire.status import Value
 from tests.unit.wire.test_status import CLIENT, LOOP, NODE, WORKER
 

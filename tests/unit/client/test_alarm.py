@@ -8,8 +8,8 @@ import weakref
 
 import pytest
 
-from rpcdataloader.client import alarm as module
-from rpcdataloader.client.alarm import Alarm
+from rpcdataloader.client import background as module
+from rpcdataloader.client.background import Alarm
 from tests.conftest import TIMEOUT_SCALE
 
 LIMIT = 10 * TIMEOUT_SCALE

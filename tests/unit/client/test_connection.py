@@ -14,9 +14,8 @@ from rpcdataloader.client.connection import MAX_SENT_NOW, Connection, Request
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel, local_identity
 from rpcdataloader.wire.frames import Decoder, Flag, Message, MessageType
-from rpcdataloader.wire.handshake import ClientHandshake, ServerHandshake
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Handshake, Preamble
 from rpcdataloader.wire.messages import unpack_handles
-from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.transport import Stream
 from tests.conftest import TIMEOUT_SCALE, wait_until
@@ -60,20 +59,21 @@ def flip(position):
 def open_channels():
     """Both ends of an authenticated connection; the second is faulty on demand."""
     ours, theirs = socket.socketpair()
-    client = ClientHandshake(SECRET, local_identity("client"), bytes(16))
+    client = Handshake(SECRET, local_identity("client"), Preamble(bytes(16)))
     data = client.data_to_send()
-    server = ServerHandshake(SECRET, local_identity("server"), Preamble.decode(data[:PREAMBLE_SIZE]))
+    server = Handshake(SECRET, local_identity("server"), Preamble.decode(data[:PREAMBLE_SIZE]))
     data = data[PREAMBLE_SIZE:]
     receiver, sender = server, client
+
+    def fill(views, _is_first):
+        nonlocal data
+        [view] = views
+        view[:], data = data[: len(view)], data[len(view) :]
+        return len(view)
+
     while client.established is None or server.established is None:
         while data:
-            decoder = Decoder(lambda _id, _sizes: [])
-            message = None
-            while message is None:
-                [view] = decoder.get_buffers()
-                view[:] = data[: len(view)]
-                data = data[len(view) :]
-                message = decoder.buffers_filled(len(view))
+            message = Decoder(lambda _id, _sizes: []).read(fill)
             receiver.receive(message)
         data = receiver.data_to_send()
         receiver, sender = sender, receiver

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from rpcdataloader.client.discovery import WORKERS_VARIABLE, Inline, Local, Registered, Remote, Resolved, find_workers
+from rpcdataloader.client.discovery import WORKERS_VARIABLE, Inline, Local, Remote, find_workers
+from rpcdataloader.client.register import Names, Register
 from rpcdataloader.wire.address import Address
 
 NODE = Address("node01", 6543)
@@ -29,11 +30,11 @@ UNIX = Address(path="/run/pool,1")
         (" inline ", Inline()),
         ("local", Local()),
         ("local:4", Local(4)),
-        ("@/run/pool", Registered("/run/pool")),
-        (" @/run/../run/pool/ ", Registered("/run/pool")),
-        ("@pool", Registered(os.path.abspath("pool"))),
-        ("@~/pool", Registered(os.path.expanduser("~/pool"))),
-        ("dns://node01:6543", Resolved(NODE)),
+        ("@/run/pool", Register("/run/pool")),
+        (" @/run/../run/pool/ ", Register("/run/pool")),
+        ("@pool", Register(os.path.abspath("pool"))),
+        ("@~/pool", Register(os.path.expanduser("~/pool"))),
+        ("dns://node01:6543", Names(NODE)),
     ],
 )
 def test_forms(workers, expected):

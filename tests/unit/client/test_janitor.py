@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from rpcdataloader.client.client import Janitor
+from rpcdataloader.client.background import Janitor
 from tests.conftest import TIMEOUT_SCALE
 
 LIMIT = 10 * TIMEOUT_SCALE

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from rpcdataloader.client import printer as module
-from rpcdataloader.client.printer import Printer
+from rpcdataloader.client import background as module
+from rpcdataloader.client.background import Printer
 from tests.conftest import AT_ONCE, wait_until
 
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from rpcdataloader.client.refs import DatasetRef, RRef
+from rpcdataloader.client.worker import DatasetRef, RRef
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.wire.pickling import dumps
 

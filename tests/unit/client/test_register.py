@@ -13,7 +13,7 @@ from rpcdataloader.client import register as module
 from rpcdataloader.client.register import PATIENCE, Register, Silences
 from rpcdataloader.host.resources import machine_id
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.registration import MAX_SILENCE, Registration
+from rpcdataloader.wire.status import MAX_SILENCE, Registration
 
 
 def server(name, started=1.0, **fields):
@@ -127,8 +127,8 @@ def test_file_that_stays_malformed_is_warned_of_once(tmp_path, register, caplog)
     for _ in range(3 * PATIENCE):
         assert register.look() == ()
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warning == f"{path} is not used: started is missing or of another type"
-    assert register.problems == {path.name: "started is missing or of another type"}
+    assert warning == f"{path} is not used: address is of another type"
+    assert register.problems == {path.name: "address is of another type"}
 
 
 def test_name_that_somebody_else_has_chosen_writes_no_line_of_its_own_into_the_log(tmp_path, register, caplog):

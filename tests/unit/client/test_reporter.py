@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from rpcdataloader.client.reporter import PERIOD, Reporter
+from rpcdataloader.client.client import PERIOD, Reporter
 from rpcdataloader.wire.status import Report
 from tests.unit.wire.test_status import LOOP
 
@@ -39,6 +39,7 @@ class FakeLoop:
 class FakeNode:
     def __init__(self):
         self.told = []
+        self.sessions = [self]
 
     def report(self, payload):
         self.told.append(Report.decode(payload).loops)

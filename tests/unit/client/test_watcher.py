@@ -9,11 +9,10 @@ import time
 
 import pytest
 
-from rpcdataloader.client.register import Register
-from rpcdataloader.client.watcher import RegisterWatcher
+from rpcdataloader.client.register import Register, RegisterWatcher
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.registration import MAX_SILENCE
+from rpcdataloader.wire.status import MAX_SILENCE
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.unit.client.test_register import age, server, write
 
@@ -242,7 +241,7 @@ def test_watch_can_be_closed_in_a_fork(watcher, changes, monkeypatch):
     watcher.forget_in_child()
     watch.close()
     with monkeypatch.context() as patch:
-        patch.setattr("rpcdataloader.client.watcher.JOIN_TIMEOUT", 0.1)  # for the thread, which there is here
+        patch.setattr("rpcdataloader.client.register.JOIN_TIMEOUT", 0.1)  # for the thread, which there is here
         watcher.close()
     assert thread.is_alive()
     enough.set()

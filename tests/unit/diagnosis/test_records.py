@@ -85,6 +85,17 @@ def test_time_since_the_batch_before_is_that_of_reordering():
     assert probe.totals == Totals(batches=2, waited=1.0)
 
 
+def test_end_of_a_call_is_estimated_from_the_noted_ones():
+    recorder = make_recorder()
+    for now in 1.0, 2.0, 3.0:
+        recorder.delivered(now, 0.5, 0.25)
+    recorder.sent(0.125)
+    probe = recorder.probe(3.0, 0.0, 7)
+    recorder.probed(probe, 0, 4.0, 0.5, 0.25, 0.125)
+    assert (probe.delivered, probe.wait) == (4.125, 0.625)
+    assert recorder.snapshot().totals.in_next == 4 * 0.625
+
+
 def test_wait_for_the_first_batch_is_known_of_one_that_is_no_probe():
     recorder = make_recorder()
     recorder.delivered(4.0, 4.0, 4.0)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rpcdataloader.errors import BadSamplesError, RemoteTraceback
-from rpcdataloader.fetch.bad_samples import MAX_SHOWN, Reduced
+from rpcdataloader.fetch.samples import MAX_SHOWN, Reduced
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.wire.pickling import dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
@@ -43,7 +43,7 @@ def test_what_is_missing_travels_with_the_batch():
     reduced = Reduced(stream=3)
     reduced.leave_out([4], raised(ValueError("bad")))
     reduced.leave_out([6, 7], raised(KeyError("worse")))
-    reduced.hold({"x": torch.arange(3)})
+    reduced.batch, reduced.is_empty = {"x": torch.arange(3)}, False
     arrived = travel(reduced)
     assert arrived.batch["x"].tolist() == [0, 1, 2]
     assert not arrived.is_empty
@@ -87,7 +87,7 @@ def test_pinning_reaches_the_batch():
             return "pinned"
 
     reduced = Reduced()
-    reduced.hold(Pinnable())
+    reduced.batch, reduced.is_empty = Pinnable(), False
     assert reduced.pin_memory().batch == "pinned"
 
 
@@ -99,7 +99,7 @@ def reduced_by(*indices, is_empty=False):
     for index in indices:
         reduced.leave_out([index], ValueError(f"bad {index}"))
     if not is_empty:
-        reduced.hold("batch")
+        reduced.batch, reduced.is_empty = "batch", False
     return reduced
 
 

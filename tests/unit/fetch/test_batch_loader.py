@@ -25,8 +25,8 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
-from rpcdataloader.fetch.bad_samples import Reduced
 from rpcdataloader.fetch.collate import TensorCollator
+from rpcdataloader.fetch.samples import Reduced
 from rpcdataloader.wire.tensors import Stack
 from tests.unit.fetch.loading import (
     Augmented,
@@ -52,11 +52,11 @@ def test_batch_is_fetched_and_collated():
 def test_metrics_are_seconds_per_stage():
     class Slow(Squares):
         def __getitem__(self, index):
-            time.sleep(0.01)
+            time.sleep(0.1)
             return index
 
     (fetch_seconds, collate_seconds), _batch = make_loader(Slow()).load([1], 0, 0)
-    assert fetch_seconds >= 0.01 > collate_seconds > 0
+    assert fetch_seconds >= 0.1 > collate_seconds > 0
 
 
 @pytest.mark.parametrize("value", [np.arange(3), {"a": np.float32(2)}, (1, np.int64(2)), "text", 4, torch.ones(2)])
@@ -183,7 +183,7 @@ def test_epoch_can_come_with_the_spec():
 
 def test_global_position_is_position_times_world_size_plus_rank():
     *_, seeds = load(Augmented(), position=10, rank=1, world_size=4)
-    expected = [seeding.sample_seeds(2**62 + 5, 0, position)[0] for position in (41, 45, 49)]
+    expected = [seeding.derive_seeds(seeding.SAMPLE, 2**62 + 5, 0, position)[0] for position in (41, 45, 49)]
     assert seeds.tolist() == expected
 
 
@@ -193,13 +193,13 @@ def test_getitems_is_seeded_once_with_its_first_position():
             return [(seeding.get_sample_seed(), torch.rand(()).item()) for _ in indices]
 
     seeds, drawn = load(Batched(), position=10, batch_number=5)
-    assert set(seeds.tolist()) == {seeding.sample_seeds(2**62 + 5, 0, 10)[0]}
+    assert set(seeds.tolist()) == {seeding.derive_seeds(seeding.SAMPLE, 2**62 + 5, 0, 10)[0]}
     assert len(set(drawn.tolist())) == 3
 
 
 def test_single_samples_are_seeded_by_their_position():
     _metrics, sample = make_loader(Augmented(), auto_collation=False).load(3, 17, 17)
-    assert sample[4] == seeding.sample_seeds(2**62 + 5, 0, 17)[0]
+    assert sample[4] == seeding.derive_seeds(seeding.SAMPLE, 2**62 + 5, 0, 17)[0]
 
 
 def test_collate_is_seeded_by_the_batch_and_unlike_any_sample():
@@ -218,7 +218,9 @@ def test_collate_is_seeded_by_the_batch_and_unlike_any_sample():
     assert collate(1) == collate(1, draws=5)
     results = [collate(number, rank=rank, world_size=2) for number in range(3) for rank in range(2)]
     assert len({seed for seed, *_ in results}) == 6
-    assert collate(2)[0] not in {seeding.sample_seeds(2**62 + 5, 0, position)[0] for position in range(10)}
+    assert collate(2)[0] not in {
+        seeding.derive_seeds(seeding.SAMPLE, 2**62 + 5, 0, position)[0] for position in range(10)
+    }
 
 
 # Worker info and the init function

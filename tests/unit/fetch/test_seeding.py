@@ -16,7 +16,7 @@ LARGEST = 2**63 - 1
 
 @pytest.fixture(autouse=True)
 def _untouched():
-    with seeding.generators_restored(), seeding.sample_scope():
+    with seeding.generators_restored():
         yield
 
 
@@ -49,23 +49,30 @@ def draw_torch(source, count) -> list[int]:
 
 def test_seeds_are_pinned():
     # Changing these numbers changes every augmentation: the changelog must say so.
-    first, another = seeding.sample_seeds(0, 0, 0), seeding.sample_seeds(LARGEST, 3, 10**9)
-    batch = seeding.batch_seeds(0, 0, 0)
+    first, another = (
+        seeding.derive_seeds(seeding.SAMPLE, 0, 0, 0),
+        seeding.derive_seeds(seeding.SAMPLE, LARGEST, 3, 10**9),
+    )
+    batch = seeding.derive_seeds(seeding.BATCH, 0, 0, 0)
     assert first == (1134789983623107974, 8693072347268702877, 265151668, 941572882)
     assert another == (5495875880838284195, 17922270945573925468, 4294291904, 2269416550)
     assert batch == (5986860245025877345, 4786845041662790429, 1875654636, 3036767808)
 
 
 def test_seeds_are_non_negative_and_fit_int64():
-    seeds = [seeding.sample_seeds(LARGEST, epoch, position)[0] for epoch in (0, 2**31) for position in range(5000)]
+    seeds = [
+        seeding.derive_seeds(seeding.SAMPLE, LARGEST, epoch, position)[0]
+        for epoch in (0, 2**31)
+        for position in range(5000)
+    ]
     assert all(0 <= seed <= LARGEST for seed in seeds)
     assert max(seeds) > 2**62
 
 
 def test_seeds_differ_by_base_epoch_position_and_purpose():
     seeds = [
-        derive(base, epoch, number)[0]
-        for derive in (seeding.sample_seeds, seeding.batch_seeds)
+        seeding.derive_seeds(purpose, base, epoch, number)[0]
+        for purpose in (seeding.SAMPLE, seeding.BATCH)
         for base in (0, 1, 2, LARGEST)
         for epoch in range(5)
         for number in range(200)
@@ -74,7 +81,7 @@ def test_seeds_differ_by_base_epoch_position_and_purpose():
 
 
 def test_neighbouring_positions_give_unrelated_bits():
-    seeds = [seeding.sample_seeds(7, 0, position) for position in range(4001)]
+    seeds = [seeding.derive_seeds(seeding.SAMPLE, 7, 0, position) for position in range(4001)]
     sizes = (63, 64, 32, 32)
     bits = np.array([[seed >> k & 1 for seed, n in zip(row, sizes, strict=True) for k in range(n)] for row in seeds])
     flips = bits[1:] != bits[:-1]
@@ -87,7 +94,7 @@ def test_neighbouring_positions_give_unrelated_bits():
 
 
 def begin(position=0, **options):
-    seeding.begin_sample(seeding.sample_seeds(0, 0, position), **options)
+    seeding.begin_sample(seeding.derive_seeds(seeding.SAMPLE, 0, 0, position), **options)
 
 
 def test_equal_seeds_give_equal_draws_whatever_was_drawn_before():
@@ -177,7 +184,7 @@ def test_generators_are_restored_also_after_an_error():
 
 
 def test_sample_seed_is_the_same_throughout_a_sample():
-    with seeding.sample_scope():
+    with seeding.generators_restored():
         seeding.begin_sample((17, 1, 2, 3))
         assert [get_sample_seed(), get_sample_seed()] == [17, 17]
         seeding.begin_sample((18, 1, 2, 3))
@@ -185,7 +192,7 @@ def test_sample_seed_is_the_same_throughout_a_sample():
 
 
 def test_sample_seed_draws_nothing_from_the_generators_in_a_sample():
-    with seeding.sample_scope():
+    with seeding.generators_restored():
         seeding.begin_sample((17, 1, 2, 3))
         state = torch.default_generator.get_state()
         get_sample_seed()
@@ -202,7 +209,7 @@ def test_sample_seed_is_drawn_from_torch_outside_of_a_sample():
 
 
 def test_sample_seed_ends_with_its_scope_also_after_an_error():
-    @seeding.sample_scope()
+    @seeding.generators_restored()
     def fail():
         seeding.begin_sample((17, 1, 2, 3))
         raise KeyError
@@ -213,8 +220,8 @@ def test_sample_seed_ends_with_its_scope_also_after_an_error():
 
 
 def test_scopes_nest():
-    with seeding.sample_scope():
+    with seeding.generators_restored():
         seeding.begin_sample((17, 1, 2, 3))
-        with seeding.sample_scope():
+        with seeding.generators_restored():
             seeding.begin_sample((18, 1, 2, 3))
         assert get_sample_seed() == 17

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from rpcdataloader.fetch.bad_samples import Reduced
+from rpcdataloader.fetch.samples import Reduced
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from tests.unit.fetch.loading import make_spec
 

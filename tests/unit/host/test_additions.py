@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rpcdataloader.host import additions
-from rpcdataloader.host.additions import Additions
-from rpcdataloader.host.modules import pack
+from rpcdataloader.host import environment
+from rpcdataloader.host.environment import Additions, pack
 
 ONE = pack("one", {"one.py": b"1"})
 OTHER_ONE = pack("one", {"one.py": b"2"})
@@ -35,7 +34,7 @@ def test_modules_add_up_and_another_version_is_named():
 
 
 def test_limit_holds_for_all_modules_together(monkeypatch):
-    monkeypatch.setattr(additions, "MAX_BYTES", 8)
+    monkeypatch.setattr(environment, "MAX_BYTES", 8)
     first = Additions().plus(Additions.of({}, [TWO], False))
     with pytest.raises(ValueError, match=r"py_modules: two, one have .* together, and the limit is"):
         first.plus(Additions.of({}, [ONE], False))

@@ -34,12 +34,6 @@ def test_affinity_counts(tmp_path):
     assert available_cpus({}, str(tmp_path)) == 16
 
 
-def test_system_without_affinity_counts_all(monkeypatch, tmp_path):
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 5)
-    assert available_cpus({}, str(tmp_path)) == 5
-
-
 @pytest.mark.parametrize(("value", "expected"), [("4", 4), ("64", 16), ("", 16), ("many", 16), ("0", 1)])
 def test_slurm_task(tmp_path, value, expected):
     assert available_cpus({"SLURM_CPUS_PER_TASK": value}, str(tmp_path)) == expected

@@ -11,8 +11,8 @@ import zipfile
 
 import pytest
 
-from rpcdataloader.host import modules
-from rpcdataloader.host.modules import Module, install_modules, pack, unpack, unpack_into
+from rpcdataloader.host import environment
+from rpcdataloader.host.environment import Module, become_session, install_modules, pack, unpack
 
 FILES = {
     "shapes/__init__.py": b"from shapes.round import circle\n",
@@ -24,10 +24,10 @@ FILES = {
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder of a session that has no modules yet."""
-    monkeypatch.setattr(modules, "_installed", {})
-    monkeypatch.setattr(modules, "_folder", "")
+    monkeypatch.setattr(environment, "_installed", {})
+    monkeypatch.setattr(environment, "_folder", "")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "earlier"), *sys.path])
-    unpack_into(str(tmp_path / "session"))
+    become_session(str(tmp_path / "session"), lambda: None)
     yield tmp_path / "session"
     for name in [name for name in sys.modules if name.partition(".")[0] in ("shapes", "squares")]:
         del sys.modules[name]
@@ -70,7 +70,7 @@ def test_path_that_leads_out_of_the_module_is_refused(tmp_path, path):
 def test_archive_that_was_altered_or_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="archive of module shapes does not match its digest"):
         unpack(crafted("shapes", "shapes.py", digest="0" * 64), str(tmp_path))
-    monkeypatch.setattr(modules, "MAX_BYTES", 1000)
+    monkeypatch.setattr(environment, "MAX_BYTES", 1000)
     with pytest.raises(ValueError, match="has 1001 bytes, more than 1000"):
         unpack(crafted("shapes", "shapes.py", bytes(1001)), str(tmp_path))
     assert os.listdir(tmp_path) == []
@@ -115,6 +115,6 @@ def test_folder_of_somebody_else_is_not_used(folder):
 
 
 def test_without_a_folder_the_error_says_what_to_set(folder):  # noqa: ARG001
-    unpack_into("")
+    become_session("", lambda: None)
     with pytest.raises(FileNotFoundError, match="has no folder for temporary files: set its TMPDIR"):
         install_modules([pack("squares", {"squares.py": b"side = 2"})])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rpcdataloader.host.pages import collapse_pages
+from rpcdataloader.host.resources import collapse_pages
 
 SIZE = 8 << 20
 

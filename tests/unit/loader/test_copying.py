@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rpcdataloader.loader.copying import Carrier, PlainCopier, StreamCopier, find_device, make_carrier
+from rpcdataloader.loader.copying import Carrier, Copier, StreamCopier, find_device, make_carrier
 from rpcdataloader.wire.pickling import dumps_reply, loads
 from rpcdataloader.wire.rebuild import Movable
 from rpcdataloader.wire.slabs import PageablePool
@@ -173,7 +173,7 @@ def test_what_is_copied_is_not_kept(module):
 
 
 def test_device_with_one_stream_is_copied_to_in_order():
-    copies = PlainCopier(torch.device("meta")).copy(make_blocks())
+    copies = Copier(torch.device("meta")).copy(make_blocks())
     copies.wait()
     assert [(memory.device.type, memory.nbytes) for memory in copies.memory] == [("meta", 3), ("meta", 5)]
     seconds, stalled = copies.times()
@@ -317,4 +317,4 @@ def test_fake_copies_are_made_when_waited_for():
 
 
 def test_carrier_is_for_any_copier():
-    assert Carrier(PlainCopier(CPU), PageablePool()).send([torch.ones(3)])[0].tolist() == [1.0] * 3
+    assert Carrier(Copier(CPU), PageablePool()).send([torch.ones(3)])[0].tolist() == [1.0] * 3

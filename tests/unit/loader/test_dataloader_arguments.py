@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.host.modules import pack
+from rpcdataloader.host.environment import pack
 
 ADDRESS = "node07.invalid:6543"
 

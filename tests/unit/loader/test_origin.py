@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from rpcdataloader import ResumableDistributedSampler
-from rpcdataloader.loader.origin import Origin, check_order, check_rank, describe_samplers
+from rpcdataloader.loader.origin import Origin, check_order, check_rank, describe_sampler
 from rpcdataloader.loader.settings import PassSettings
 
 
@@ -17,7 +17,7 @@ class Own:
 
 
 def origin(*samplers, job=(0, 1), partition=None, one_order=False):
-    return Origin(list(job), list(partition or job), describe_samplers(samplers), one_order)
+    return Origin(list(job), list(partition or job), [describe_sampler(each) for each in samplers], one_order)
 
 
 def distributed(num_ranks, rank=0, batch_size=4, **options):
@@ -52,7 +52,7 @@ def refusal(check, *args, **options):
 def test_what_decides_about_the_order_is_described():
     sampler = DistributedSampler(range(10), 4, 3, seed=5)
     sampler.set_epoch(2)
-    assert describe_samplers([BatchSampler(sampler, 2, True), sampler]) == [
+    assert [describe_sampler(each) for each in [BatchSampler(sampler, 2, True), sampler]] == [
         {"kind": "BatchSampler", "batch_size": 2},
         {
             "kind": "DistributedSampler", "rank": 3, "num_ranks": 4, "seed": 5, "shuffle": True, "num_samples": 3,
@@ -60,12 +60,12 @@ def test_what_decides_about_the_order_is_described():
         },
     ]  # fmt: skip
     names = {"process_index": 1, "num_processes": 2, "seed": torch.tensor(3), "epoch": 4, "given": 5}
-    assert describe_samplers([Own(**names), [3, 4]]) == [
+    assert [describe_sampler(each) for each in [Own(**names), [3, 4]]] == [
         {"kind": "Own", "rank": 1, "num_ranks": 2, "epoch": 4},
         {"kind": "list", "length": 2},
     ]
     stateful = Own(epoch=4, load_state_dict=None, rank=0, world_size=1)
-    assert describe_samplers([stateful]) == [{"kind": "Own", "rank": 0, "num_ranks": 1}]
+    assert describe_sampler(stateful) == {"kind": "Own", "rank": 0, "num_ranks": 1}
 
 
 @pytest.mark.parametrize("make", [distributed, shuffled, ordered, stream, resumable])

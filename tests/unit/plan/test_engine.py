@@ -174,7 +174,7 @@ def test_a_node_that_was_removed_while_it_was_connected_to_is_not_taken_in():
 def test_a_node_that_was_foreign_when_it_joined_may_join_later():
     engine = start(["a"])
     engine.add_nodes(["b"])
-    engine.node_failed("b", DIED, is_foreign=True)
+    engine.crew.node_failed("b", DIED, is_foreign=True)
     engine.add_nodes(["b"])
     engine.act(0.0)
     engine.node_up("b", 1, 2)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rpcdataloader.plan.retries import Retries
+from rpcdataloader.plan.actions import PlanOptions
+from rpcdataloader.plan.engine import Retries
 
 
 @pytest.mark.parametrize(
@@ -29,17 +30,16 @@ from rpcdataloader.plan.retries import Retries
     ],
 )
 def test_sample_at_which_workers_died_is_left_out(places, limit, left_out, num_deaths):
-    retries = Retries(limit, marks_last_try=False, leaves_out=True)
+    retries = Retries(PlanOptions(1, max_retries=limit, leaves_out=True))
     died = [retries.died(7, f"worker {number} died", place) for number, place in enumerate(places)]
     assert died == [False] * (len(places) - 1) + [num_deaths is not None]
     assert (retries.left_out(7) or {}).keys() == left_out
     if num_deaths:
-        retries.condemn(7, "it")
-        assert retries.delivered(7).startswith(f"it has ended {num_deaths} workers in a row: ")
+        assert retries.reason(7).startswith(f"has ended {num_deaths} workers in a row: ")
 
 
 def test_reason_names_the_deaths_since_the_last_sample_was_left_out():
-    retries = Retries(2, marks_last_try=False, leaves_out=True)
+    retries = Retries(PlanOptions(1, max_retries=2, leaves_out=True))
     for number, place in enumerate((2, 2, 0, 0)):
         retries.died(7, f"worker {number} died", place)
     assert retries.left_out(7) == {
@@ -50,6 +50,6 @@ def test_reason_names_the_deaths_since_the_last_sample_was_left_out():
 
 
 def test_no_sample_is_left_out_unless_the_user_says_so():
-    retries = Retries(2, marks_last_try=False)
+    retries = Retries(PlanOptions(1, max_retries=2))
     assert [retries.died(7, "a worker died", 2) for _ in range(2)] == [False, True]
     assert retries.left_out(7) is None

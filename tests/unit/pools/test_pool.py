@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +15,7 @@ import pytest
 from rpcdataloader.client.discovery import find_workers
 from rpcdataloader.errors import AuthenticationError, ConnectError
 from rpcdataloader.pools import dask_engine, dask_pool, pool, ray_pool
-from rpcdataloader.pools.node import Order
-from rpcdataloader.pools.pool import Pool, PoolWorkers, make_order
+from rpcdataloader.pools.pool import Order, Pool, PoolWorkers, make_order
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, client_credentials, load_credentials
 from tests.conftest import TIMEOUT_SCALE, wait_until
@@ -229,3 +230,17 @@ def test_missing_engine_names_the_extra(monkeypatch):
 
 def test_secret_of_an_order_is_not_shown():
     assert "secret of a pool" not in repr(ORDER)
+
+
+def test_server_is_told_that_its_actor_is_there_from_the_beginning_and_again_until_it_is_to_end(monkeypatch):
+    monkeypatch.setattr(pool, "HEARTBEAT", 0.01)
+    reading, writing = os.pipe()
+    closing = threading.Event()
+    with open(reading, "rb", buffering=0) as theirs, open(writing, "wb", buffering=0) as ours:
+        thread = threading.Thread(target=pool._beat, args=[SimpleNamespace(stdin=ours), closing])
+        thread.start()
+        assert theirs.read(1) + theirs.read(1) + theirs.read(1) == b"\n\n\n"
+        closing.set()
+        thread.join()
+        assert ours.closed
+        assert set(theirs.read()) <= set(b"\n")

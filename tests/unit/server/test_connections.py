@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcdataloader.server.connections import AcceptedConnection, Origin, describe
+from rpcdataloader.server.logs import AcceptedConnection, Origin, describe
 
 ORIGIN = Origin("gpu01:2304", 0, "4711")
 KEYS = ["event", "kind", "peer", "client", "rank", "job", "worker", "seconds", "received", "sent", "reason"]

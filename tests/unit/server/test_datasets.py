@@ -10,9 +10,9 @@ import pytest
 
 from rpcdataloader.host.generators import get_states
 from rpcdataloader.server import datasets
-from rpcdataloader.server.datasets import DatasetTable, Recipe, why_not_shared
+from rpcdataloader.server.datasets import DatasetTable, why_not_shared
 from rpcdataloader.server.processes import open_files
-from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.pickling import Build, dumps
 
 
 @pytest.fixture
@@ -40,17 +40,17 @@ def test_threads_that_stay_and_files_are_named(threads, monkeypatch, tmp_path):
         assert "files" in why_not_shared(2, files)
 
 
-def list_recipe() -> Recipe:
-    """What makes ``["sample"]``."""
-    instance = dumps((["sample"],))
-    return Recipe("list", get_states(), bytes(instance.payload), ())
+def add(table, key, *recipe):
+    """Add what ``recipe`` makes."""
+    dataset, _reason = table.add(Build(key, "test", True, get_states(), bytes(dumps(recipe).payload)), ())
+    return dataset
 
 
 def test_datasets_that_are_left_stay_out_of_the_collector_when_another_is_let_go(monkeypatch):
     monkeypatch.setattr(datasets, "WORTH_COLLECTING_BYTES", -(1 << 40))
     table = DatasetTable()
     for key in (1, 2):
-        table.add(key, list_recipe(), shared=True)
+        add(table, key, ["sample"])
     table.release([1])
     assert not any(known is table.get(2) for known in gc.get_objects())
 
@@ -66,8 +66,7 @@ class Knot:
 def test_large_dataset_in_a_cycle_goes_when_it_is_let_go():
     table = DatasetTable()
     for key in (1, 2):  # what the first one leaves must not hide the second
-        pickled = bytes(dumps((Knot, (), {})).payload)
-        made, _reason = table.add(key, Recipe("Knot", get_states(), pickled, ()), shared=True)
+        made = add(table, key, Knot, (), {})
         reference = weakref.ref(made)
         del made
         table.release([key])
@@ -76,7 +75,7 @@ def test_large_dataset_in_a_cycle_goes_when_it_is_let_go():
 
 def test_dataset_that_goes_by_itself_costs_no_collection():
     table = DatasetTable()
-    table.add(1, list_recipe(), shared=True)
+    add(table, 1, ["sample"])
     seen = []
     gc.callbacks.append(see := lambda phase, info: seen.append((phase, info["generation"])))
     try:

@@ -22,7 +22,7 @@ def test_objects_are_held_by_new_handles(table):
     one, other = Thing(), Thing()
     handles = [table.add(one), table.add(other), table.add(one), table.add(None), table.add(None)]
     assert handles == [1, 2, 3, 4, 5]
-    assert [table.get(handle) for handle in handles] == [one, other, one, None, None]
+    assert [table[handle] for handle in handles] == [one, other, one, None, None]
     assert len(table) == 5
 
 
@@ -32,7 +32,7 @@ def test_object_goes_with_its_last_handle(table):
     handles = [table.add(thing), table.add(thing)]
     del thing
     table.release(handles[:1])
-    assert reference() is table.get(handles[1])
+    assert reference() is table[handles[1]]
     table.release(handles[1:])
     assert reference() is None
     assert len(table) == 0
@@ -43,7 +43,7 @@ def test_released_handle_is_never_used_again(table):
     table.release([stale])
     assert table.add(Thing()) != stale
     with pytest.raises(LocalProtocolError, match=f"no object with handle {stale} on this worker"):
-        table.get(stale)
+        table[stale]
 
 
 def test_unknown_handles_are_released_in_peace(table):
@@ -51,7 +51,7 @@ def test_unknown_handles_are_released_in_peace(table):
     table.release([5, 5, 2**63])
     table.release([])
     assert len(table) == 1
-    assert type(table.get(kept)) is Thing
+    assert type(table[kept]) is Thing
 
 
 def test_destructors_may_use_the_table(table):
@@ -63,7 +63,7 @@ def test_destructors_may_use_the_table(table):
     added: list[int] = []
     inner = table.add(Thing())
     table.release([table.add(Nested())])
-    assert [table.get(handle) for handle in added] == ["of a destructor"]
+    assert [table[handle] for handle in added] == ["of a destructor"]
     assert len(table) == 1
 
 
@@ -84,7 +84,7 @@ def test_threads_share_the_table(table):
     def work():
         for _ in range(500):
             mine = [table.add(threading.get_ident()) for _ in range(3)]
-            assert {table.get(handle) for handle in mine} == {threading.get_ident()}
+            assert {table[handle] for handle in mine} == {threading.get_ident()}
             table.release(mine)
             done.append(mine)
 

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from rpcdataloader.server.meter import Meter
+from rpcdataloader.server.requests import Meter
 from rpcdataloader.wire.stages import Stages
 from rpcdataloader.wire.transport import Stream
 

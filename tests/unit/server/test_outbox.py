@@ -29,7 +29,7 @@ def test_many_small_ones_may_wait():
     assert not outbox.is_full
     outbox.put(reply(1))
     assert outbox.is_full
-    outbox.sent(outbox.get())
+    outbox.done(outbox.get().size_bytes)
     assert not outbox.is_full
 
 
@@ -38,7 +38,7 @@ def test_message_waits_until_it_was_sent():
     outbox.put(reply(1))
     message = outbox.get()
     assert outbox.num_waiting == 1
-    outbox.sent(message)
+    outbox.done(message.size_bytes)
     assert outbox.num_waiting == 0
     outbox.close()
     assert outbox.get() is None
@@ -51,9 +51,9 @@ def test_who_waits_goes_on_when_there_is_room_again():
     went_on = threading.Event()
     thread = threading.Thread(target=lambda: (outbox.wait(), went_on.set()))
     thread.start()
-    outbox.sent(outbox.get())
+    outbox.done(outbox.get().size_bytes)
     assert outbox.is_full
     assert not went_on.is_set()
-    outbox.sent(outbox.get())
+    outbox.done(outbox.get().size_bytes)
     thread.join(10)
     assert went_on.is_set()

@@ -5,22 +5,23 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
-from rpcdataloader.server.connections import Origin
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE, CounterTable
 from rpcdataloader.server.events import Decided, WantsRoom
-from rpcdataloader.server.sessions import Admission, Sessions
+from rpcdataloader.server.logs import Origin
+from rpcdataloader.server.sessions import Sessions
+from rpcdataloader.server.settings import ServerSettings
 from rpcdataloader.wire.credentials import INSECURE
 
 
 def test_worker_for_which_the_counters_have_no_row_is_refused():
     counters = CounterTable(num_rows=2)
-    context = ServerContext("node01", 2, parallel=1, timeout=0, max_tasks=0, credentials=INSECURE, counters=counters)
-    admission = Admission(8)
+    context = ServerContext(ServerSettings(), INSECURE, 2, counters=counters)
     decisions = []
     row = counters.open(GATE, os.getpid(), 0)
-    session = SimpleNamespace(id="00", row=row, workers={}, post=decisions.append)
+    session = SimpleNamespace(id="00", row=row, workers={}, link=SimpleNamespace(post=decisions.append))
     wanted = WantsRoom(1, 300, "10.0.0.7:5", Origin("gpu01:2304", None, ""))
-    Sessions(context, admission, None, None).receive(session, wanted, [])
+    sessions = Sessions(context, None, None)
+    sessions.receive(session, wanted, [])
     assert decisions == [Decided(1, "at most 1 processes can serve connections", 0)]
-    assert (session.workers, admission.held["00"], counters.look()[0].refused) == ({}, 0, 1)
+    assert (session.workers, sessions._admission.held["00"], counters.look()[0].refused) == ({}, 0, 1)

@@ -10,14 +10,15 @@ import socket
 import pytest
 
 from rpcdataloader.server import settings as module
+from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.settings import ServerSettings
+from rpcdataloader.wire.credentials import INSECURE
 
 
 def test_defaults_listen_on_this_machine_alone():
     settings = ServerSettings()
     assert (settings.host, settings.advertised_host()) == ("127.0.0.1",) * 2
     assert list(settings.ports) == [6543]
-    assert settings.connections == 4 * settings.workers > 0
     assert (settings.parallel, settings.timeout, settings.grace, settings.preload) == (1, 120.0, 30.0, ())
 
 
@@ -72,9 +73,14 @@ def test_bad_ports_are_refused_when_the_settings_are_made(port):
 
 def test_number_of_workers_is_that_of_the_cpus_unless_given(monkeypatch):
     monkeypatch.setattr(module, "available_cpus", lambda: 7)
-    assert (ServerSettings().workers, ServerSettings().connections) == (7, 28)
-    assert (ServerSettings(num_workers=3).workers, ServerSettings(num_workers=3).connections) == (3, 12)
-    assert ServerSettings(num_workers=3, max_connections=5).connections == 5
+    assert ServerSettings().workers == 7
+    assert ServerSettings(num_workers=3).workers == 3
+
+
+@pytest.mark.parametrize(("given", "embedded", "cap"), [(0, False, 12), (5, False, 5), (5, True, None)])
+def test_cap_on_workers_is_four_times_their_number_unless_given(given, embedded, cap):
+    settings = ServerSettings(num_workers=3, max_connections=given)
+    assert ServerContext(settings, INSECURE, settings.workers, embedded).max_connections == cap
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])

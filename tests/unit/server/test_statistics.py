@@ -9,11 +9,12 @@ import time
 import pytest
 
 from rpcdataloader.host.resources import ProcessUse
-from rpcdataloader.server import statistics
+from rpcdataloader.server import gate
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE, SESSION, WORKER, CounterTable
 from rpcdataloader.server.events import WantsStacks, WorkerStack
-from rpcdataloader.server.statistics import ask_for_stacks, describe
+from rpcdataloader.server.gate import ask_for_stacks, describe_node
+from rpcdataloader.server.settings import ServerSettings
 from rpcdataloader.wire.credentials import INSECURE
 from rpcdataloader.wire.status import NodeStatus, Report
 from tests.unit.wire.test_status import LOOP
@@ -24,13 +25,10 @@ SECOND = 10**9
 @pytest.fixture
 def context():
     return ServerContext(
-        "node01",
+        ServerSettings(),
+        INSECURE,
         num_workers=2,
-        parallel=1,
-        timeout=0,
-        max_tasks=0,
-        credentials=INSECURE,
-        max_connections=8,
+        node="node01",
         counters=CounterTable(is_gone=lambda _pid: True),
     )
 
@@ -62,11 +60,11 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     row.since[0], row.running[0], row.unanswered[0], row.socket[0] = 4 * SECOND, 1, 3, 77
     table.row(session).control[1] = 1000
     uses = {302: ProcessUse("R", 1.5, 4096)}
-    monkeypatch.setattr(statistics, "process_use", lambda pid: uses.get(pid, ProcessUse()))
-    monkeypatch.setattr(statistics, "unread_bytes", lambda: {77: 9})
-    node = describe(table.look(), 6 * SECOND, context, None)
+    monkeypatch.setattr(gate, "process_use", lambda pid: uses.get(pid, ProcessUse()))
+    monkeypatch.setattr(gate, "unread_bytes", lambda: {77: 9})
+    node = describe_node(table.look(), 6 * SECOND, context, None)
     assert (node.host, node.pid, node.num_workers, node.max_connections) == ("node01", os.getpid(), 2, 8)
-    assert describe(table.look(), time.monotonic_ns(), context, None).uptime_seconds > 0
+    assert describe_node(table.look(), time.monotonic_ns(), context, None).uptime_seconds > 0
     assert (node.tasks, node.errors, node.sent_bytes, node.ended_workers) == (2, 1, 50, 1)
     assert 0 < node.memory_available_bytes <= node.memory_total_bytes
     assert node.cpus >= 1
@@ -84,7 +82,7 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     assert (worker.process_state, worker.cpu_seconds, worker.memory_bytes) == ("R", 1.5, 4096)
     assert worker.stack is None
     # The clock of the copy may be a little ahead of the one who looks.
-    assert describe(table.look(), 3 * SECOND, context, None).clients[0].workers[0].state_seconds == 0
+    assert describe_node(table.look(), 3 * SECOND, context, None).clients[0].workers[0].state_seconds == 0
     # All of it is plain, numpy's own numbers would not be.
     assert NodeStatus.decode(node.encode()) == node
 
@@ -97,7 +95,7 @@ def test_clients_and_workers_are_in_the_order_in_which_they_came(context):
     late = open_session(table, 202, "a:3", now=3)  # in the row of the first one
     for number, session in (2, early), (1, early), (3, late):
         open_worker(table, session, number, 300, 4)
-    node = describe(table.look(), 9, context, None)
+    node = describe_node(table.look(), 9, context, None)
     assert late < early
     assert [client.pid for client in node.clients] == [2, 3]
     assert [worker.number for worker in node.workers] == [1, 2, 3]
@@ -108,7 +106,7 @@ def test_loops_are_told_as_their_client_has_reported_them_and_not_for_long(conte
     session = open_session(table, 200, "gpu01:2304")
 
     def loops(now):
-        (client,) = describe(table.look(), now, context, None).clients
+        (client,) = describe_node(table.look(), now, context, None).clients
         return client.loops, client.loops_seconds
 
     assert loops(SECOND) == ([], None)
@@ -126,7 +124,7 @@ def test_stack_that_has_not_come_is_explained(context):
     session = open_session(table, 200, "gpu01:2304")
     for number in (1, 2):
         open_worker(table, session, number, 300 + number, 0)
-    node = describe(table.look(), 0, context, {301: "it sleeps"})
+    node = describe_node(table.look(), 0, context, {301: "it sleeps"})
     assert [worker.stack for worker in node.workers] == [
         "it sleeps",
         "no stack: its session did not answer within 2 s (perhaps it is building a dataset)",
@@ -152,7 +150,7 @@ class FakeNode:
 
 
 def test_stacks_of_all_sessions_are_gathered_until_the_last_has_closed(monkeypatch):
-    monkeypatch.setattr(statistics, "STACK_TIMEOUT", 60)
+    monkeypatch.setattr(gate, "STACK_TIMEOUT", 60)
     text = "日" * 5000 + "\n" + '"\\' * 2000
 
     class Answering(FakeNode):
@@ -165,7 +163,7 @@ def test_stacks_of_all_sessions_are_gathered_until_the_last_has_closed(monkeypat
 
 
 def test_session_that_does_not_answer_is_not_waited_for_long(monkeypatch):
-    monkeypatch.setattr(statistics, "STACK_TIMEOUT", 0.05)
+    monkeypatch.setattr(gate, "STACK_TIMEOUT", 0.05)
     late = WorkerStack(302, "late").encode()
     with contextlib.closing(FakeNode(WorkerStack(301, "in time").encode() + b"\n", late[:10])) as node:
         assert ask_for_stacks(node) == {301: "in time"}

@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from rpcdataloader.errors import AuthenticationError
-from rpcdataloader.wire.certificates import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsFiles, client_tls, name_files
+from rpcdataloader.wire.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, TlsFiles, client_tls, name_files
 
 NAMES = "cert", "key", "ca"
 

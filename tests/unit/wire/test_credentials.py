@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from rpcdataloader.errors import AuthenticationError
-from rpcdataloader.host import safe_files
 from rpcdataloader.wire import credentials
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import (
@@ -182,14 +181,6 @@ def test_file_of_root_is_accepted(monkeypatch, environ, default_file):
         pytest.skip("only root can create a file of root")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert load_credentials(environ=environ).secret == TOKEN.encode()
-
-
-def test_permissions_are_not_judged_where_they_mean_nothing(monkeypatch, tmp_path):
-    status = os.stat(write(tmp_path / "token", mode=0o666))
-    with pytest.raises(safe_files.UnsafeFileError):
-        safe_files.check(status, 0o077)
-    monkeypatch.setattr(safe_files.os, "name", "nt")
-    safe_files.check(status, 0o077)
 
 
 def test_named_file_that_is_missing_is_refused_and_not_created(environ, tmp_path):

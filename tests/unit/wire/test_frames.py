@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import gc
 import hashlib
 import hmac
@@ -12,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
+from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteProtocolError
+from rpcdataloader.wire.channel import _recv
 from rpcdataloader.wire.frames import (
-    HANDSHAKE_LIMITS,
     HEADER_SIZE,
     MAC_SIZE,
     Decoder,
@@ -24,7 +25,7 @@ from rpcdataloader.wire.frames import (
     Sealer,
     encode,
 )
-from rpcdataloader.wire.preamble import PREAMBLE_SIZE, STATUS_ID, Preamble
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE, STATUS_ID, Preamble
 
 KEY = bytes(range(32))
 UNKNOWN_TYPE = 99
@@ -43,22 +44,39 @@ def refuse_to_allocate(_request_id, sizes):
     raise AssertionError(f"allocated {sizes}")
 
 
-def feed(decoder, data, step_sizes=None):
-    """Fill the decoder's buffers from ``data``, at most the given number of bytes at a time; the messages."""
-    steps = iter(step_sizes or ())
-    messages = []
-    position = 0
-    while position < len(data):
-        limit = next(steps, len(data))
-        filled = 0
-        for view in decoder.get_buffers():
+class Source:
+    """A stream of bytes, received at most the given number at a time, and then at once; notes what it is asked for."""
+
+    name = "the peer"
+    unread = b""
+
+    def __init__(self, data, step_sizes=None):
+        self.rest = memoryview(data)
+        self.steps = iter(step_sizes or ())
+        self.asked = []
+
+    def recv_into(self, views):
+        limit = min(next(self.steps, len(self.rest)), len(self.rest))
+        self.asked.append([len(view) for view in views])
+        size = 0
+        for view in views:
             assert len(view) > 0
-            piece = data[position : position + min(len(view), limit - filled)]
+            piece = self.rest[: min(len(view), limit - size)]
             view[: len(piece)] = piece
-            position += len(piece)
-            filled += len(piece)
-        message = decoder.buffers_filled(filled)
-        if message is not None:
+            self.rest = self.rest[len(piece) :]
+            size += len(piece)
+        return size
+
+    def count_waiting(self):
+        return len(self.rest)
+
+
+def feed(decoder, data, step_sizes=None):
+    """The messages that a channel reads from ``data``, but for a last one that is cut."""
+    messages = []
+    source = Source(data, step_sizes)
+    with contextlib.suppress(ConnectionLostError):
+        while (message := _recv(source, decoder)) is not None:
             messages.append(message)
     return messages
 
@@ -238,7 +256,6 @@ def test_messages_survive_random_splits(messages, step_sizes, sealed):
     decoder = Decoder(allocate, checker)
     received = feed(decoder, data, step_sizes)
     assert [content(message) for message in received] == messages
-    assert not decoder.mid_message
 
 
 def test_messages_survive_one_byte_at_a_time_and_all_two_way_splits():
@@ -258,11 +275,10 @@ def test_messages_survive_one_byte_at_a_time_and_all_two_way_splits():
 @pytest.mark.parametrize("split", range(1, 18))
 def test_blocks_of_one_message_are_offered_together_and_refilled_from_where_they_stopped(split):
     data = join(None, MessageType.CALL, 7, b"p", [b"abcdef", b"", b"ghi", b"jklmnopqr"])
-    decoder = Decoder(allocate)
-    head, blocks = data[:-18], data[-18:]
-    assert feed(decoder, head) == []
-    assert [len(view) for view in decoder.get_buffers()] == [6, 3, 9]
-    [message] = feed(decoder, blocks, [split])
+    source = Source(data, [HEADER_SIZE, len(data) - HEADER_SIZE - 18, split])
+    message = _recv(source, Decoder(allocate))
+    assert source.asked[2] == [6, 3, 9]
+    assert sum(source.asked[3]) == 18 - split
     assert content(message) == (MessageType.CALL, 0, 7, b"p", [b"abcdef", b"", b"ghi", b"jklmnopqr"])
 
 
@@ -363,10 +379,8 @@ def test_blocks_of_a_message_that_was_cut_are_freed_without_the_garbage_collecto
     gc.disable()
     try:
         decoder = Decoder(record)
-        feed(decoder, join(None, MessageType.CALL, 1, b"payload", [b"block"])[:-1])
-        assert allocated[0]() is not None
-        del decoder
-        assert allocated[0]() is None
+        assert feed(decoder, join(None, MessageType.CALL, 1, b"payload", [b"block"])[:-1]) == []
+        assert [block() for block in allocated] == [None]
     finally:
         gc.enable()
 
@@ -380,8 +394,6 @@ def decode_garbage(data, step_sizes=(), sealer=None):
     try:
         return feed(decoder, data, step_sizes)
     except RemoteProtocolError:
-        with pytest.raises(RemoteProtocolError, match=r"nothing more can be read from this connection after: ."):
-            decoder.get_buffers()
         return None
 
 
@@ -498,17 +510,6 @@ def test_length_that_was_altered_is_an_altered_message_not_a_limit():
         feed(Decoder(refuse_to_allocate, Sealer(KEY)), bytes(data))
 
 
-def test_limits_can_change_between_messages():
-    decoder = Decoder(allocate, limits=HANDSHAKE_LIMITS)
-    data = join(None, MessageType.CALL, 1, bytes(5000), [b"block"])
-    feed(decoder, join(None, MessageType.HELLO, payload=bytes(4096)))
-    decoder.limits = Limits()
-    assert len(feed(decoder, data)) == 1
-    decoder.limits = HANDSHAKE_LIMITS
-    with pytest.raises(RemoteProtocolError, match="a payload of 5000 bytes is over the limit of 4096"):
-        feed(decoder, data)
-
-
 # ---------------------------------------------------------------------------------------------------- seals
 
 
@@ -518,10 +519,6 @@ def expect_refusal_of(number, stream, key=KEY):
         assert len(feed(decoder, data)) == 1
     with pytest.raises(RemoteProtocolError, match=rf"message {number} from the peer failed authentication"):
         feed(decoder, stream[number])
-    with pytest.raises(RemoteProtocolError, match="nothing more can be read"):
-        decoder.get_buffers()
-    with pytest.raises(RemoteProtocolError, match="nothing more can be read"):
-        decoder.buffers_filled(1)
 
 
 def test_change_of_any_byte_of_header_or_body_is_detected():
@@ -533,6 +530,17 @@ def test_change_of_any_byte_of_header_or_body_is_detected():
             decoder = Decoder(refuse_to_allocate, Sealer(KEY))
             with pytest.raises(RemoteProtocolError, match=r"altered|where one should begin"):
                 feed(decoder, bytes(altered))
+
+
+def test_nothing_is_read_after_an_altered_message():
+    first, second = sealed_stream(2)
+    altered = bytearray(first)
+    altered[HEADER_SIZE] ^= 1
+    decoder = Decoder(allocate, Sealer(KEY))
+    with pytest.raises(RemoteProtocolError, match="the body of message"):
+        feed(decoder, bytes(altered))
+    with pytest.raises(RemoteProtocolError, match="nothing more can be read"):
+        feed(decoder, second)
 
 
 @pytest.mark.parametrize("type", [MessageType.CALL, MessageType.BUILD])
@@ -617,7 +625,6 @@ def test_unknown_optional_message_is_skipped_with_its_blocks():
     data += join(sealer, UNKNOWN_TYPE, 5, flags=Flag.OPTIONAL)
     decoder = Decoder(refuse_to_allocate, Sealer(KEY))
     assert feed(decoder, data, [1] * len(data)) == []
-    assert not decoder.mid_message
     [message] = feed(decoder, join(sealer, MessageType.REPLY, 6, b"payload"))
     assert content(message) == (MessageType.REPLY, 0, 6, b"payload", [])
 
@@ -636,18 +643,11 @@ def test_header_of_the_future_is_an_error(changes):
 
 def test_end_of_stream_is_clean_only_between_messages():
     data = join(None, MessageType.CALL, 1, b"payload", [b"block"])
-    for size in range(len(data) + 1):
-        decoder = Decoder(allocate)
-        feed(decoder, data[:size])
-        assert decoder.mid_message == (0 < size < len(data))
-
-
-def test_more_or_fewer_bytes_than_possible_are_refused_without_harm():
-    decoder = Decoder(allocate)
-    for num_bytes in (0, -1, HEADER_SIZE + 1):
-        with pytest.raises(ValueError, match="bytes"):
-            decoder.buffers_filled(num_bytes)
-    assert len(feed(decoder, join(None, MessageType.CALL, 1, b"payload"))) == 1
+    assert _recv(Source(b""), Decoder(allocate)) is None
+    assert _recv(Source(data), Decoder(allocate)) is not None
+    for size in range(1, len(data)):
+        with pytest.raises(ConnectionLostError, match="connection to the peer lost in the middle of a message"):
+            _recv(Source(data[:size]), Decoder(allocate))
 
 
 def test_allocator_that_gives_other_sizes_is_caught():
@@ -657,18 +657,6 @@ def test_allocator_that_gives_other_sizes_is_caught():
     decoder = Decoder(allocate_more)
     with pytest.raises(LocalProtocolError, match="blocks of other sizes"):
         feed(decoder, join(None, MessageType.CALL, 1, b"payload", [b"block"]))
-    assert decoder.mid_message
-
-
-def test_error_of_the_allocator_ends_the_stream():
-    def fail(_request_id, _sizes):
-        raise MemoryError("no pinned memory left")
-
-    decoder = Decoder(fail)
-    with pytest.raises(MemoryError):
-        feed(decoder, join(None, MessageType.CALL, 1, b"payload", [b"block"]))
-    with pytest.raises(RemoteProtocolError, match="no pinned memory left"):
-        decoder.get_buffers()
 
 
 # ---------------------------------------------------------------------------------------------------- preamble

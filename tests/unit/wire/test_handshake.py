@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from rpcdataloader.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
 from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, Decoder, Message, MessageType, encode
-from rpcdataloader.wire.handshake import ClientHandshake, Identity, ServerHandshake, TlsError
-from rpcdataloader.wire.preamble import PREAMBLE_SIZE, Preamble
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Handshake, Identity, Preamble, TlsError
 
 SECRET = b"a secret of the test"
 SESSION_ID = bytes(range(16))
@@ -36,26 +35,37 @@ SERVER = dataclasses.replace(CLIENT, role="server", host="node07", pid=22, rank=
 
 
 def client(secret=SECRET, nonce=None, session_id=SESSION_ID, **changes):
-    return ClientHandshake(secret, dataclasses.replace(CLIENT, **changes), session_id, nonce)
+    return Handshake(secret, dataclasses.replace(CLIENT, **changes), Preamble(session_id), nonce)
 
 
 def server(data=None, secret=SECRET, nonce=None, **changes):
     """A server that has read the preamble at the start of ``data``."""
     preamble = Preamble.decode(data[:PREAMBLE_SIZE]) if data else Preamble(SESSION_ID)
-    return ServerHandshake(secret, dataclasses.replace(SERVER, **changes), preamble, nonce)
+    return Handshake(secret, dataclasses.replace(SERVER, **changes), preamble, nonce)
+
+
+def fill_from(data):
+    """A function that fills memory from ``data``, which it takes away."""
+
+    def fill(views, _is_first):
+        [view] = views
+        piece = data[: len(view)]
+        del data[: len(view)]
+        view[: len(piece)] = piece
+        return len(piece)
+
+    return fill
+
+
+def make_decoder():
+    """With the limits that the transport sets for a handshake."""
+    return Decoder(lambda _request_id, _sizes: pytest.fail("allocated"), limits=HANDSHAKE_LIMITS)
 
 
 def decode(data):
-    """The messages in ``data``, under the limits that the transport sets for a handshake."""
-    decoder = Decoder(lambda _request_id, _sizes: pytest.fail("allocated"), limits=HANDSHAKE_LIMITS)
-    messages = []
-    while data:
-        [view] = decoder.get_buffers()
-        piece, data = data[: len(view)], data[len(view) :]
-        view[: len(piece)] = piece
-        messages.append(decoder.buffers_filled(len(piece)))
-    assert not decoder.mid_message
-    return [message for message in messages if message is not None]
+    """The messages in ``data``."""
+    decoder, fill = make_decoder(), fill_from(bytearray(data))
+    return list(iter(lambda: decoder.read(fill), None))
 
 
 def decode_one(data):
@@ -294,7 +304,7 @@ def test_replayed_server_is_refused_by_a_new_client():
 def test_preamble_is_part_of_what_is_proved(changes):
     one = client()
     hello = decode_one(one.data_to_send()[PREAMBLE_SIZE:])
-    two = ServerHandshake(SECRET, SERVER, dataclasses.replace(Preamble(SESSION_ID), **changes))
+    two = Handshake(SECRET, SERVER, dataclasses.replace(Preamble(SESSION_ID), **changes))
     two.receive(hello)
     one.receive(decode_one(two.data_to_send()))
     with pytest.raises(AuthenticationError):
@@ -426,7 +436,6 @@ def hello_with(**identity):
         (hello_with(torch=["2"]), "without a valid torch"),
         (hello_with(job=None), "without a valid job"),
         (hello_with(job=4711), "without a valid job"),
-        (hello_with(numpy="2" * 5000), "too large for the handshake"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -463,12 +472,10 @@ def test_malformed_proof_is_a_protocol_error(proof):
 def test_message_that_does_not_belong_into_a_handshake_is_a_protocol_error():
     good = json.dumps(GOOD_HELLO).encode()
     for bad in (
-        Message(MessageType.HELLO, payload=good + b" " * 5000),
-        Message(MessageType.HELLO, payload=good, blocks=[object()]),
         Message(MessageType.HELLO, payload=good, request_id=1),
         Message(MessageType.HELLO, payload=good, flags=1),
     ):
-        with pytest.raises(RemoteProtocolError, match=r"too large for the handshake|request id or flags"):
+        with pytest.raises(RemoteProtocolError, match="request id or flags"):
             server().receive(bad)
 
 
@@ -552,12 +559,12 @@ def test_refusal_before_any_message_says_why():
 
 def test_preamble_can_be_sent_alone_and_both_sides_agree_on_what_it_said():
     """In clear, before TLS. Somebody who changes its flag on the way does not get past the proofs."""
-    one = ClientHandshake(SECRET, CLIENT, SESSION_ID, tls=True)
+    one = Handshake(SECRET, CLIENT, Preamble(SESSION_ID, tls=True))
     preamble = one.preamble_to_send()
     assert Preamble.decode(preamble) == Preamble(SESSION_ID, tls=True)
     [hello] = decode(one.data_to_send())
     for tls in (True, False):
-        two = ServerHandshake(SECRET, SERVER, Preamble(SESSION_ID, tls=tls), nonce=bytes(32))
+        two = Handshake(SECRET, SERVER, Preamble(SESSION_ID, tls=tls), nonce=bytes(32))
         two.receive(hello)
         if tls:
             one.receive(decode_one(two.data_to_send()))
@@ -654,20 +661,16 @@ def test_damaged_stream_of_a_client_is_refused_or_too_short_and_never_establishe
 def read_as_server(data, nonce):
     """How many bytes were read, and whether the handshake was completed."""
     try:
-        side = ServerHandshake(SECRET, SERVER, Preamble.decode(data[:PREAMBLE_SIZE]), nonce)
-        decoder = Decoder(lambda _request_id, _sizes: pytest.fail("allocated"), limits=HANDSHAKE_LIMITS)
-        place = PREAMBLE_SIZE
-        while place < len(data) and side.established is None:
-            [view] = decoder.get_buffers()
-            piece = data[place : place + len(view)]
-            view[: len(piece)] = piece
-            place += len(piece)
-            message = decoder.buffers_filled(len(piece))
-            if message is not None:
-                side.receive(message)
+        side = Handshake(SECRET, SERVER, Preamble.decode(data[:PREAMBLE_SIZE]), nonce)
+        rest = bytearray(data[PREAMBLE_SIZE:])
+        decoder, fill = make_decoder(), fill_from(rest)
+        while side.established is None and (message := decoder.read(fill)) is not None:
+            side.receive(message)
+    except EOFError:
+        return len(data), False
     except (AuthenticationError, RemoteProtocolError):
         return 0, False
-    return place, side.established is not None
+    return len(data) - len(rest), side.established is not None
 
 
 @settings(max_examples=200, deadline=None)
@@ -686,7 +689,7 @@ def test_handshake_with_one_altered_byte_establishes_nowhere(victim, position, c
     preamble = pass_on("preamble", opening[:PREAMBLE_SIZE])
     hello = decode_one(opening[PREAMBLE_SIZE:])
     try:
-        two = ServerHandshake(SECRET, SERVER, Preamble.decode(preamble))
+        two = Handshake(SECRET, SERVER, Preamble.decode(preamble))
         two.receive(Message(MessageType.HELLO, payload=pass_on("hello", hello.payload)))
         answer = decode_one(two.data_to_send())
         one.receive(Message(MessageType.HELLO, payload=pass_on("answer", answer.payload)))
@@ -715,12 +718,6 @@ def _same_proof(*payloads):
 def test_wrong_arguments_are_refused_when_built():
     with pytest.raises(ValueError, match="secret is empty"):
         client(secret=b"")
-    with pytest.raises(ValueError, match="a nonce has 32 bytes, not 5"):
-        client(nonce=b"short")
-    with pytest.raises(ValueError, match="identity is that of a server, not of a client"):
-        client(role="server")
-    with pytest.raises(ValueError, match="identity is that of a client, not of a server"):
-        server(role="client")
     with pytest.raises(ValueError, match="session id"):
         client(session_id=b"short")
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rpcdataloader.wire.lines import MAX_BYTES_PER_SECOND, LineLimit
+from rpcdataloader.wire.messages import MAX_BYTES_PER_SECOND, LineLimit
 
 
 class Notes:

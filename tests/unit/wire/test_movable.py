@@ -209,3 +209,20 @@ def test_memory_that_was_received_into_is_let_go_at_once():
         assert len(batch) == 3
     finally:
         gc.enable()
+
+
+class Raised:
+    """A part of a batch that gives its tensor other memory as it is rebuilt."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __setstate__(self, state):
+        self.tensor = state["tensor"]
+        self.tensor.data = self.tensor.data + 1
+
+
+def test_tensor_that_was_given_other_memory_keeps_its_content():
+    [part, other] = Elsewhere([Raised(torch.arange(1000.0)), torch.ones(1000)]).batch
+    assert torch.equal(part.tensor, torch.arange(1000.0) + 1)
+    assert torch.equal(other, torch.ones(1000))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcdataloader.wire import plain
+from rpcdataloader.wire.messages import from_json, read_json
 
 
 @dataclass
@@ -33,15 +33,15 @@ FIELDS = {"number": 1, "share": 2, "flag": False, "rank": None, "inner": {"text"
 
 def test_fields_become_what_the_class_says_and_others_are_left_alone():
     expected = Outer(1, 2, False, None, Inner("a"), [Inner("b")])
-    assert plain.make(Outer, {**FIELDS, "unknown": 1}) == expected
-    assert plain.make(Outer, {**FIELDS, "rank": 3, "name": "x"}).rank == 3
+    assert from_json(Outer, {**FIELDS, "unknown": 1}) == expected
+    assert from_json(Outer, {**FIELDS, "rank": 3, "name": "x"}).rank == 3
 
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_field_that_is_missing_is_named(name):
     fields = {other: value for other, value in FIELDS.items() if other != name}
     with pytest.raises(ValueError, match=f"{name} is missing"):
-        plain.make(Outer, fields)
+        from_json(Outer, fields)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_field_that_is_missing_is_named(name):
 )
 def test_field_of_another_type_is_named(name, value):
     with pytest.raises(ValueError, match=f"{name} is of another type"):
-        plain.make(Outer, {**FIELDS, name: value})
+        from_json(Outer, {**FIELDS, name: value})
 
 
 def test_problem_of_an_inner_object_is_found():
     with pytest.raises(ValueError, match="text is missing"):
-        plain.make(Outer, {**FIELDS, "several": [{}]})
+        from_json(Outer, {**FIELDS, "several": [{}]})
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_problem_of_an_inner_object_is_found():
 )
 def test_what_is_no_object_is_refused(data, problem):
     with pytest.raises(ValueError, match=f"^{problem}$"):
-        plain.load(memoryview(data))
+        read_json(memoryview(data))
 
 
 @given(st.binary(max_size=100))
 def test_garbage_is_refused_with_nothing_but_a_value_error(data):
     with contextlib.suppress(ValueError):
-        assert isinstance(plain.load(data), dict)
+        assert isinstance(read_json(data), dict)

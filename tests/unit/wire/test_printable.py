@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rpcdataloader.wire.lines import escaped, printable
+from rpcdataloader.wire.messages import escaped, printable
 
 
 def test_only_what_can_do_something_to_a_terminal_is_replaced():

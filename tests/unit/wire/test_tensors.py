@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.wire import tensors
-from rpcdataloader.wire.buffers import BlockBytes, pieces_of
+from rpcdataloader.wire.frames import pieces_of
 from rpcdataloader.wire.rebuild import MAX_PINNED_COPIES, rebuild
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PinnedAllocator
-from rpcdataloader.wire.tensors import Index, Packer, Stack, is_dense
+from rpcdataloader.wire.tensors import Index, Stack, is_dense, pack
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -39,12 +39,6 @@ class FakePinned(PinnedAllocator):
     def owns(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
         return any(storage.data_ptr() == memory.data_ptr() for memory in self.memory)
-
-
-def pack(sent: list[torch.Tensor]) -> tuple[Index | None, list[BlockBytes]]:
-    packer = Packer()
-    assert [packer.add(tensor) for tensor in sent] == list(range(len(sent)))
-    return packer.pack()
 
 
 def transfer(sent: list[torch.Tensor], allocator: Allocator | None = None) -> list[torch.Tensor]:
@@ -399,10 +393,8 @@ def test_named_tensors_are_not_dense():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
 def test_a_stack_arrives_as_one_tensor(dtype):
     tensors = [torch.randint(0, 2, (3, 200, 100)).to(dtype) for _ in range(4)]
-    packer = Packer()
     label = torch.tensor(7)
-    assert [packer.add(label), packer.add_stack(Stack(tensors)), packer.add(label)] == [0, 1, 2]
-    index, buffers = packer.pack()
+    index, buffers = pack([label, Stack(tensors), label])
     blocks = [torch.frombuffer(bytearray(b"".join(pieces_of(buffer))), dtype=torch.uint8) for buffer in buffers]
     first, stacked, last = rebuild(index, blocks, None)
     assert stacked.dtype == dtype
@@ -413,8 +405,6 @@ def test_a_stack_arrives_as_one_tensor(dtype):
 
 def test_a_stack_is_not_copied_before_it_is_sent():
     tensors = [torch.zeros(1 << 16) for _ in range(2)]
-    packer = Packer()
-    packer.add_stack(Stack(tensors))
-    _index, (block,) = packer.pack()
+    _index, (block,) = pack([Stack(tensors)])
     tensors[1][0] = 1
     assert any(bytes(pieces_of(block)[1][:4]))

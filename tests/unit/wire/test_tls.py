@@ -14,9 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError, RPCTimeoutError
-from rpcdataloader.wire.certificates import TlsFiles
 from rpcdataloader.wire.handshake import TlsError
-from rpcdataloader.wire.tls import CHUNK_BYTES, AnsweredInClearError, TlsStream
+from rpcdataloader.wire.tls import CHUNK_BYTES, AnsweredInClearError, TlsFiles, TlsStream
 from rpcdataloader.wire.transport import Deadline, Stream
 from tests.conftest import TIMEOUT_SCALE, wait_until
 

@@ -10,8 +10,8 @@ import warnings
 
 import pytest
 
-from rpcdataloader.server import output as module
-from rpcdataloader.server.output import (
+from rpcdataloader.server import logs as module
+from rpcdataloader.server.logs import (
     MAX_LEFT_BYTES,
     MAX_LINE,
     MAX_RECORDS,

@@ -1,4 +1,9 @@
-"""Destinations of standard output, warnings and log records of sessions and workers.
+"""The log of a node server: connections, and the output and warnings of sessions and workers.
+
+Each accepted, refused or closed connection has a line for ``grep`` and ``awk``. Level INFO has the arrival of each
+client and all refusals; level DEBUG has the rest. A line has ``key=value`` pairs in a fixed order, with ``-`` for an
+unknown value. Values contain no blanks, equals signs or quotation marks, whatever a peer calls itself. Only the reason,
+last and in quotation marks, may contain blanks. So a peer cannot forge a pair or a line.
 
 Output goes through a pipe to the node server, which logs each line with its origin in front. The descriptors themselves
 are replaced, so that output of C libraries is caught. Warnings, and log records of that level and above, also go to the
@@ -15,9 +20,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, TextIO
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TextIO
 
-from rpcdataloader.server.loop import Loop
+from rpcdataloader.wire.handshake import Identity
+
+logger = logging.getLogger("rpcdataloader.connections")
 
 # Longest line of output, so that a worker without line feeds cannot grow the node server.
 MAX_LINE = 8192
@@ -58,7 +66,6 @@ class OutputReader:
         os.set_blocking(descriptor, False)
 
     def fileno(self) -> int:
-        """The descriptor, for polling."""
         return self._descriptor
 
     def read(self) -> bool:
@@ -79,62 +86,19 @@ class OutputReader:
 
     def finish(self) -> None:
         """Read what has been written so far and close, even while other processes hold the other end."""
-        with contextlib.suppress(BlockingIOError):
-            # No more than a pipe holds: a writer may never stop.
-            for _ in range(MAX_LEFT_BYTES // 65536):
-                self._rest += os.read(self._descriptor, 65536)
-        for line in self._rest.splitlines():
-            self._take(line[:MAX_LINE].decode(errors="replace"))
+        # No more than a pipe holds: a writer may never stop.
+        for _ in range(MAX_LEFT_BYTES // 65536):
+            if not self.read():
+                return
+        if self._rest:
+            self._take(self._rest.decode(errors="replace"))
         os.close(self._descriptor)
-
-
-class Outputs:
-    """The pipes of all sessions and workers of a node server."""
-
-    def __init__(self, loop: Loop, write: Callable[[str], None]) -> None:
-        self._loop = loop
-        self._write_line = write
-        self._readers: set[OutputReader] = set()
-
-    def add(self, descriptor: int, prefix: str, forward: Callable[[str], bool] = lambda _line: False) -> None:
-        """Read from a pipe until its other end is closed; this object owns the descriptor.
-
-        Args:
-            prefix: Text in front of every line.
-            forward: Function called with every line first; True keeps the line out of the log.
-        """
-        reader = OutputReader(descriptor, lambda line: None if forward(line) else self._write(f"{prefix} {line}\n"))
-        self._readers.add(reader)
-        self._loop.watch(descriptor, lambda: self._on_output(reader))
-
-    def _on_output(self, reader: OutputReader) -> None:
-        if not reader.read():
-            self._loop.unwatch(reader.fileno())
-            self._readers.discard(reader)
-
-    def _write(self, line: str) -> None:
-        # A full disk, or a closed terminal, must not cost all clients their datasets.
-        with contextlib.suppress(OSError, ValueError):
-            self._write_line(line)
-
-    def finish(self) -> None:
-        """Write the last output of ended processes, which is still in their pipes."""
-        for reader in self._readers:
-            reader.finish()
-
-    def forget_in_child(self) -> None:
-        """Close the node server's descriptors in a fork."""
-        for reader in self._readers:
-            os.close(reader.fileno())
 
 
 class SharedLimit:
     """A rate limit, shared with all processes that are forked from here on.
 
     It has no lock: processes that count at the same instant may miss each other, which a limit can bear.
-
-    Args:
-        period: Seconds.
     """
 
     def __init__(self, count: int, period: float) -> None:
@@ -158,8 +122,7 @@ class SharedLimit:
 class ClientHandler(logging.Handler):
     """Passes records of warning level and above to the client: each text once, and within a rate limit.
 
-    Args:
-        send: Function that takes the fields of one LOG message; called from any thread, must not block.
+    ``send`` takes the fields of one LOG message. It is called from any thread, and must not block.
     """
 
     def __init__(self, send: Callable[[dict[str, Any]], None]) -> None:
@@ -169,7 +132,6 @@ class ClientHandler(logging.Handler):
         self._limit = SharedLimit(MAX_RECORDS, RECORDS_PERIOD)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass ``record`` on, unless it is a repetition or the limit is reached."""
         try:
             text = record.getMessage()
             if record.exc_info:
@@ -188,10 +150,7 @@ class ClientHandler(logging.Handler):
 
 
 def tell_client(send: Callable[[dict[str, Any]], None]) -> None:
-    """Pass this process's warnings and log records to the client from now on; ``send`` as in :class:`ClientHandler`.
-
-    A second call replaces the first.
-    """
+    """Pass this process's warnings and log records to the client (see :class:`ClientHandler`), and to no other one."""
     tell_nobody()
     logging.getLogger().addHandler(ClientHandler(send))
     warnings.showwarning = _show_warning
@@ -221,3 +180,84 @@ def _show_warning(
     text = f"{category.__name__}: {message} ({filename}:{lineno})"
     for handler in _client_handlers():
         handler.handle(logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, text, (), None))
+
+
+Event = Literal["accepted", "refused", "closed"]
+Kind = Literal["control", "worker", "status"]
+
+_KEYS = ("event", "kind", "peer", "client", "rank", "job", "worker", "seconds", "received", "sent")
+
+# Host names have at most 253 characters.
+MAX_VALUE_CHARS = 255
+MAX_REASON_CHARS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The owner of a connection, as it has said and proved.
+
+    Attributes:
+        client: Host and process id, ``"gpu01:2304"``.
+        rank: Rank in a distributed job; None outside of one.
+        job: Slurm job; empty outside of one.
+    """
+
+    client: str
+    rank: int | None
+    job: str
+
+    @classmethod
+    def of(cls, identity: Identity) -> Origin:
+        """The origin of an authenticated peer."""
+        return cls(f"{identity.host}:{identity.pid}", identity.rank, identity.job)
+
+
+class AcceptedConnection:
+    """An accepted connection; logs its beginning when created, and its end.
+
+    Args:
+        traffic: Bytes received and sent, in shared memory: they outlive a killed process.
+
+    Attributes:
+        row: Place of a worker among the counters.
+    """
+
+    def __init__(self, peer: str, origin: Origin, traffic: memoryview, worker: int | None = None, row: int = 0) -> None:
+        self.row = row
+        self._traffic = traffic
+        self._who: tuple[Kind, str, Origin] = ("worker" if worker else "control", peer, origin)
+        self._worker = worker
+        self._start = time.monotonic()
+        # One line per client: a rank of a large job opens hundreds of connections.
+        level = logging.DEBUG if worker else logging.INFO
+        logger.log(level, "%s", describe("accepted", *self._who, worker=worker))
+
+    def closed(self, reason: str) -> None:
+        received, sent = self._traffic
+        values: dict[str, Any] = {"worker": self._worker, "received": received, "sent": sent}
+        seconds = f"{time.monotonic() - self._start:.3f}"
+        logger.debug("%s", describe("closed", *self._who, reason=reason, seconds=seconds, **values))
+
+
+def describe(
+    event: Event, kind: Kind | None, peer: str, origin: Origin | None = None, *, reason: str = "", **more: object
+) -> str:
+    """Return the line, without time and line feed; ``more`` are further values by key."""
+    who = {} if origin is None else asdict(origin)
+    values = {**dict.fromkeys(_KEYS), "event": event, "kind": kind, "peer": peer, **who, **more}
+    pairs = [f"{key}={_escape(value, MAX_VALUE_CHARS).replace(' ', _code(' '))}" for key, value in values.items()]
+    return " ".join([*pairs, f'reason="{_escape(reason, MAX_REASON_CHARS)}"'])
+
+
+def _escape(value: object, max_chars: int) -> str:
+    if value is None or value == "":
+        return "-"
+    text = str(value)
+    escaped = "".join(char if " " <= char <= "~" and char not in '"=\\' else _code(char) for char in text[:max_chars])
+    return escaped if len(text) <= max_chars else f"{escaped}..."
+
+
+def _code(char: str) -> str:
+    """Escape a character, as in ``\\x3d``."""
+    number = ord(char)
+    return f"\\x{number:02x}" if number < 256 else f"\\u{{{number:x}}}"

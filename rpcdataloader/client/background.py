@@ -1,0 +1,224 @@
+"""The threads of a client that serve all of its connections, each started when it is first needed.
+
+The alarm calls functions at the deadlines of requests, the janitor closes objects without references, and the printer
+prints the output of workers (``forward_output=``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import logging
+import math
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from rpcdataloader.wire.messages import MAX_CHARS, LineLimit, escaped
+
+logger = logging.getLogger("rpcdataloader.client")
+
+# Nearly all calls are answered long before their deadline. Fewer cancelled ones than this may wait for it.
+MAX_CANCELLED = 1000
+
+
+class Timer:
+    """A function that waits for its deadline."""
+
+    __slots__ = ("_alarm", "function")
+
+    def __init__(self, alarm: Alarm, function: Callable[[], None]) -> None:
+        self._alarm = alarm
+        self.function: Callable[[], None] | None = function
+
+    def cancel(self) -> None:
+        """Drop the function, unless it has been called; idempotent, from any thread."""
+        self._alarm._cancel(self)
+
+
+class Alarm:
+    """Calls functions at their deadlines; the first one starts the thread."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        # Guarded by the condition: (time, tie-break, timer), and the number of cancelled ones.
+        self._heap: list[tuple[float, int, Timer]] = []
+        self._num_cancelled = 0
+        self._order = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def call_after(self, seconds: float, function: Callable[[], None]) -> Timer:
+        """Call ``function``, which must not block, in the alarm's thread after ``seconds``."""
+        timer = Timer(self, function)
+        entry = (time.monotonic() + seconds, next(self._order), timer)
+        with self._condition:
+            if self._closed:
+                return timer
+            heapq.heappush(self._heap, entry)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rpcdl-alarm", daemon=True)
+                self._thread.start()
+            if self._heap[0] is entry:
+                self._condition.notify()
+        return timer
+
+    def _cancel(self, timer: Timer) -> None:
+        with self._condition:
+            if timer.function is None:
+                return
+            timer.function = None
+            self._num_cancelled += 1
+            if self._num_cancelled > max(MAX_CANCELLED, len(self._heap) // 2):
+                self._heap = [entry for entry in self._heap if entry[2].function is not None]
+                heapq.heapify(self._heap)
+                self._num_cancelled = 0
+
+    def close(self) -> None:
+        """End the thread, and drop all functions."""
+        with self._condition:
+            self._closed = True
+            self._heap.clear()
+            self._condition.notify()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (function := self._next()) is not None:
+            try:
+                function()
+            except Exception:
+                logger.exception("a function called at a deadline failed")
+            # Its objects must not live on until the next deadline.
+            del function
+
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for the next function; None when the alarm is closed."""
+        with self._condition:
+            while not self._closed:
+                seconds = self._heap[0][0] - time.monotonic() if self._heap else threading.TIMEOUT_MAX
+                if seconds > 0:
+                    self._condition.wait(min(seconds, threading.TIMEOUT_MAX))
+                    continue
+                _time, _order, timer = heapq.heappop(self._heap)
+                function, timer.function = timer.function, None
+                if function is not None:
+                    return function
+                self._num_cancelled -= 1
+            return None
+
+
+class Janitor:
+    """A thread that closes objects without references, one after the other.
+
+    A finalizer may run in any thread and inside any lock, so it must not close a connection itself; it hands that over.
+    """
+
+    def __init__(self) -> None:
+        # Another put of the same thread may interrupt a put.
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="rpcdl-janitor", daemon=True)
+        self._thread.start()
+
+    def leave(self, function: Callable[[], None]) -> None:
+        """Queue ``function``; never blocks and takes no lock."""
+        self._queue.put(function)
+
+    def close(self) -> None:
+        """Run what is queued, and end the thread."""
+        self._queue.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (function := self._queue.get()) is not None:
+            try:
+                function()
+            except Exception:
+                logger.exception("cleaning up failed")
+            del function
+
+
+# Most lines that wait while standard error blocks, as on a stopped terminal.
+MAX_WAITING = 1000
+
+# Workers' output for the last batch comes after it. At the end, the client waits until no line has come for this long.
+QUIET_SECONDS = 0.1
+LINGER_SECONDS = 1.0
+
+
+class Printer:
+    """Prints from its own thread, which may have to wait; thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        # Guarded by the condition:
+        self._lines: deque[str] = deque()
+        self._limit = LineLimit(self._note)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def put(self, origin: str, text: str, *, is_note: bool = False) -> None:
+        """Queue a line, or leave it out; never blocks.
+
+        Args:
+            is_note: True for a node server's own count of lines left out, at most one per second.
+        """
+        line = f"({escaped(origin[:MAX_CHARS])}) {escaped(text[:MAX_CHARS])}\n"
+        with self._changed:
+            if self._closed:
+                return
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rpcdl-print", daemon=True)
+                self._thread.start()
+            if is_note or self._limit.admits(line, time.monotonic()):
+                if len(self._lines) < MAX_WAITING:
+                    self._lines.append(line)
+                else:
+                    self._limit.leave_out()
+            self._changed.notify_all()
+
+    def linger(self) -> None:
+        """Wait until no line has come for a moment."""
+        end = time.monotonic() + LINGER_SECONDS
+        with self._changed:
+            while self._changed.wait(QUIET_SECONDS) and time.monotonic() < end:
+                pass
+
+    def close(self) -> None:
+        """Print the waiting lines, and end the thread; does not wait for a blocked one."""
+        with self._changed:
+            self._limit.tell(math.inf)
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(LINGER_SECONDS)
+
+    def _note(self, text: str) -> bool:
+        self._lines.append(f"(rpcdataloader) {text}\n")
+        return True
+
+    def _run(self) -> None:
+        while text := self._next():
+            # Standard error may be closed, or be an object of the user.
+            with contextlib.suppress(Exception):
+                sys.stderr.write(text)
+                sys.stderr.flush()
+
+    def _next(self) -> str:
+        """Wait for lines; empty once closed."""
+        with self._changed:
+            while not self._lines and not self._closed:
+                pause = self._limit.due - time.monotonic()
+                self._changed.wait(None if pause == math.inf else max(pause, 0.0))
+                self._limit.tell(time.monotonic())
+            text = "".join(self._lines)
+            self._lines.clear()
+            return text
