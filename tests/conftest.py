@@ -42,11 +42,18 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0, what: str = "", interval: float = 0.005) -> None:
+def wait_until(
+    condition: Callable[[], object],
+    seconds: float = 10.0,
+    what: str | Callable[[], str] = "",
+    interval: float = 0.005,
+) -> None:
     """Wait for something that another process does, with a deadline; look every ``interval`` seconds."""
     deadline = time.monotonic() + seconds * TIMEOUT_SCALE
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what or condition}"
+        if time.monotonic() > deadline:
+            said = what() if callable(what) else what
+            raise AssertionError(f"not within {seconds} s: {said or condition}")
         time.sleep(interval)
 
 

@@ -95,12 +95,15 @@ class Busy(Holder):
         note(self.log, os.getpid())
         if index < 2 or self.how == "answer":
             return torch.zeros(6_000_000)
+        # One that holds the interpreter lets no other thread send the batch before it.
+        wait_until(lambda: os.path.exists(self.log + ".delivered"), 30)
         tasks.busy_in(os.devnull, self.how)
 
 address, gone, log, how, building = sys.argv[1:]
 loader = RPCDataloader(RPCDataset([address], Busy, gone, log, how), prefetch_factor=4)
 iterator = iter(loader)
 next(iterator)
+open(log + ".delivered", "w").close()
 wait_until(lambda: len(set(open(log))) == 2)  # both workers are at work
 if building:
     threading.Thread(target=RPCDataset, args=([address], tasks.busy_in, building, "hold_gil"), daemon=True).start()
@@ -118,7 +121,7 @@ def start_trainer(start, server, gone, tmp_path, how, building=""):
     """A trainer in the middle of an epoch; gives the workers, too."""
     log = tmp_path / "log"
     script = start(TRAINER, server.address, gone.path, log, how, building)
-    wait_until(lambda: "running" in script.output, 30, script.errors)
+    wait_until(lambda: "running" in script.output, 30, lambda: script.errors)
     if building:
         wait_until(lambda: os.path.exists(building), 30, "a session that builds")
     wait_until(lambda: log.read_text().count("\n") >= 3)
@@ -255,7 +258,7 @@ def test_trainer_ends_at_once_while_a_node_is_sought(serve, start, tmp_path, how
     servers = [serve("--num-workers", "1") for _ in range(2)]
     lost = servers[1]
     script = start(SOUGHT + end, ",".join(server.address for server in servers), tmp_path / "marker")
-    wait_until(lambda: "\n" in script.output, 30, script.errors)
+    wait_until(lambda: "\n" in script.output, 30, lambda: script.errors)
     with contextlib.ExitStack() as stack:
         lost.signal(signal.SIGKILL)
         lost.wait()
@@ -270,7 +273,7 @@ def test_trainer_ends_at_once_while_a_node_is_sought(serve, start, tmp_path, how
 def test_trainer_ends_at_once_while_its_workers_are_stopped(serve, start, tmp_path):
     server = serve("--num-workers", "2")
     script = start(ENDING + END, server.address, tmp_path / "marker")
-    wait_until(lambda: "\n" in script.output, 30, script.errors)
+    wait_until(lambda: "\n" in script.output, 30, lambda: script.errors)
     for pid in script.output.split():
         os.kill(int(pid), signal.SIGSTOP)
     (tmp_path / "marker").touch()
@@ -351,7 +354,7 @@ assert [int(index) for index, _, _ in seen] == list(range(len(seen)))
 def test_forks_disturb_nothing_while_a_node_is_sought(serve, start, tmp_path):
     kept, lost = (serve("--num-workers", "1") for _ in range(2))
     script = start(ENDING + FORKING + END, f"{kept.address},{lost.address}", tmp_path / "marker")
-    wait_until(lambda: "\n" in script.output, 30, script.errors)
+    wait_until(lambda: "\n" in script.output, 30, lambda: script.errors)
     lost.signal(signal.SIGKILL)
     lost.wait()
     (tmp_path / "marker").touch()
