@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager
 from rpcdataloader.diagnosis.records import SPAN_SECONDS, Probe, Records, Setup, Totals, Wait
 
 # Seconds between two probes: a short pass needs many probes, a long one few.
-PROBE_INTERVAL, MAX_PROBE_INTERVAL = 0.02, 0.1
+PROBE_INTERVAL, MAX_PROBE_INTERVAL = 0.02, 0.25
 
 # The interval is this share of the pass so far.
-_PROBE_SHARE = 1 / 50
+_PROBE_SHARE = 1 / 25
 
 # Enough for the span of a diagnosis, even with a trace of fast batches.
 _NUM_PROBES = int(SPAN_SECONDS / PROBE_INTERVAL)

@@ -1,9 +1,9 @@
 """Records of a pass: sums over every batch, and the timed way of some. Pure.
 
-The cheapest batches take 50 microseconds each, and recording may cost 1 % of that. So every batch only adds to a few
-sums (:class:`Totals`). One batch each 20 ms is a *probe*, whose way is timed from the sampler to the consumer; slower
-batches are all probes. Each probe keeps the sums at its delivery, so differences between two probes are exact for all
-batches in between.
+The cheapest batches take 100 microseconds each, and recording may cost 1 % of that. So every batch only adds to a few
+sums (:class:`Totals`). At first one batch each 20 ms, and later one each 250 ms, is a *probe*, whose way is timed from
+the sampler to the consumer; slower batches are all probes. Each probe keeps the sums at its delivery, so differences
+between two probes are exact for all batches in between.
 
 Times are seconds of the trainer's monotonic clock, and are arguments. Workers only send durations
 (:class:`~rpcdataloader.wire.stages.Stages`).

@@ -1,23 +1,27 @@
 """What does the diagnosis cost? Loads batches of one integer with everything that it measures, and without, in turns.
 
-``python -m tests.benchmark.notes`` takes two minutes and prints a Markdown table. Two passes over the same dataset,
+``python -m tests.benchmark.notes`` takes seven minutes and prints a Markdown table. Two passes over the same dataset,
 each with a worker of its own, are there at a time; one of them takes some batches, then the other. After some turns,
-others begin: where the memory of a process lies makes more of a difference than a note. The second pass is made of the
-same modules, from whose text all lines that measure are taken out: no clock is read for them, nothing is noted, and no
-request asks its worker for anything. So the comparison is with code that knows nothing of a diagnosis. Where that is
-allowed, all of it comes before other programs of the machine.
+others begin: where the memory of a process lies makes more of a difference than a note. So each pair of passes gives
+one number, the median of its turns, and the spread of these numbers says how well their mean is known. The second pass
+is made of the same modules, from whose text all lines that measure are taken out: no clock is read for them, nothing is
+noted, and no request asks its worker for anything. So the comparison is with code that knows nothing of a diagnosis.
+Where that is allowed, all of it comes before other programs of the machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import statistics
+import itertools
+import math
+import operator
 import sys
 import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from statistics import fmean, median, stdev
 from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
@@ -159,13 +163,13 @@ def take_turn(batches: Iterator[Any], pid: int, num_batches: int) -> Cost:
 
 
 @hurrying()
-def measure(num_sets: int, num_rounds: int, num_batches: int) -> dict[bool, list[Cost]]:
-    """The costs of each round, with notes and without."""
+def measure(num_sets: int, num_rounds: int, num_batches: int) -> Iterator[dict[bool, list[Cost]]]:
+    """The costs of each round, with notes and without, for one pair of passes after the other."""
     loader = RPCDataloader(RPCDataset("local:2", Integers), num_workers=1)
     classes = {True: iterator.RemoteIterator, False: make_iterator_without_notes()}
-    found: dict[bool, list[Cost]] = {True: [], False: []}
     for number in range(num_sets):
         passes: dict[bool, Any] = {}
+        found: dict[bool, list[Cost]] = {True: [], False: []}
         for kind in (True, False) if number % 2 else (False, True):
             with mock.patch.object(dataloader, "RemoteIterator", classes[kind]):
                 passes[kind] = iter(loader)
@@ -173,28 +177,28 @@ def measure(num_sets: int, num_rounds: int, num_batches: int) -> dict[bool, list
         for _ in range(num_rounds):
             for kind, batches in passes.items():
                 found[kind].append(take_turn(batches, batches.driver.workers[0].pid, num_batches))
-    return found
+        yield found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmark.notes", description=__doc__)
-    parser.add_argument("--sets", type=int, default=20, help="pairs of passes (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each pass (default: %(default)s)")
+    parser.add_argument("--sets", type=int, default=30, help="pairs of passes (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each pass (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=1000, help="batches of a turn (default: %(default)s)")
     args = parser.parse_args()
-    if min(args.sets, args.rounds, args.batches) < 1:
-        parser.error("--sets, --rounds and --batches must be positive")
-    found = measure(args.sets, args.rounds, args.batches)
-    print("| µs per batch | without | with the diagnosis | more, per round: median (quartiles) |")
+    if min(args.sets - 1, args.rounds, args.batches) < 1:
+        parser.error("--rounds and --batches must be positive, and --sets at least 2")
+    pairs = list(measure(args.sets, args.rounds, args.batches))
+    print("| µs per batch | without | with the diagnosis | more (standard error) |")
     print("| --- | ---: | ---: | ---: |")
     titles = {"wall": "time", "trainer": "CPU time of the trainer", "worker": "CPU time of the worker"}
     for name, title in titles.items():
-        on, off = ([getattr(cost, name) for cost in costs] for costs in (found[True], found[False]))
-        more = [100 * (a / b - 1) for a, b in zip(on, off, strict=True)]
-        low, middle, high = statistics.quantiles(more, n=4) if len(more) > 1 else more * 3
+        on, off = ([[getattr(cost, name) for cost in found[kind]] for found in pairs] for kind in (True, False))
+        more = [100 * (median(map(operator.truediv, a, b)) - 1) for a, b in zip(on, off, strict=True)]
+        error = stdev(more) / math.sqrt(len(more))
         print(
-            f"| {title} | {statistics.median(off):.2f} | {statistics.median(on):.2f} "
-            f"| {middle:+.2f} % ({low:+.2f} to {high:+.2f}) |"
+            f"| {title} | {median(itertools.chain(*off)):.2f} | {median(itertools.chain(*on)):.2f} "
+            f"| {fmean(more):+.2f} % ({error:.2f} %) |"
         )
     print(f"\n{args.sets} pairs of passes, {args.rounds} turns of {args.batches:,} batches of each.")
 

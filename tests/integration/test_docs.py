@@ -86,7 +86,7 @@ NOT_RUN = {
     "monitoring.md": ["$ python -m rpcdataloader.status --serve 9100 @pool", "$ cd examples/monitoring"],
     "testing.md": ["$ python -m tests.benchmark --record"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
-    "waiting-measured.md": ["$ python -m tests.benchmark.notes --sets 12 --rounds 20"],
+    "waiting-measured.md": ["$ python -m tests.benchmark.notes"],
     "waiting-verdicts.md": ["$ python -m tests.benchmark.causes --runs 4"],
     "debugging.md": [
         "$ python -m rpcdataloader.status node01:6543 --stacks",

@@ -12,10 +12,10 @@ from tests.unit.diagnosis.recorded import make_recorder, record
 
 
 def test_slow_batches_are_all_probes_and_fast_ones_are_not():
-    assert len(record(num_batches=50, consumer=0.03).snapshot().probes) == 50
-    fast = record(num_batches=1000, consumer=0.001).snapshot()
-    assert len(fast.probes) == pytest.approx(1.0 / PROBE_INTERVAL, abs=3)
-    assert fast.totals.batches == 1000
+    assert len(record(num_batches=50, consumer=0.3).snapshot().probes) == 50
+    fast = record(num_batches=500, consumer=0.001).snapshot()
+    assert len(fast.probes) == pytest.approx(0.5 / PROBE_INTERVAL, abs=3)
+    assert fast.totals.batches == 500
 
 
 def test_long_pass_has_fewer_probes_per_second():
@@ -36,8 +36,8 @@ def test_sums_between_two_probes_are_those_of_all_batches():
 
 
 def test_notes_of_a_long_pass_do_not_grow():
-    few = record(num_batches=5000, consumer=0.03, blocked=0.01)
-    many = record(few, num_batches=5000, consumer=0.03, blocked=0.01).snapshot()
+    few = record(num_batches=5000, consumer=0.3, blocked=0.01)
+    many = record(few, num_batches=5000, consumer=0.3, blocked=0.01).snapshot()
     assert len(many.probes) == 3000
     assert len(many.waits) == 1000
     assert {len(tasks) for tasks in many.tasks.values()} == {64}

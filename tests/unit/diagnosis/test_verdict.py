@@ -191,7 +191,7 @@ def test_numbers_of_a_diagnosis():
 
 def test_p95_is_that_of_the_batches():
     recorder = record(num_batches=100, stages=Stages(fetch=0.01, cpu=0.01))
-    record(recorder, num_batches=10, stages=Stages(fetch=0.05, cpu=0.05))
+    record(recorder, num_batches=20, stages=Stages(fetch=0.05, cpu=0.05))
     fetch = diagnose(recorder.snapshot()).stages["fetch"]
     assert fetch.p95 == pytest.approx(0.05)
     assert 0.01 < fetch.mean < 0.02
