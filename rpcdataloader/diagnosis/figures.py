@@ -184,7 +184,10 @@ def _stages(probes: Sequence[Probe], known: Sequence[tuple[Probe, Stages]], tran
 
 
 def _shares(usual: Sequence[Stages]) -> dict[str, float]:
-    """Shares of the tasks' time: in collate; on a CPU, waiting for one, and the rest (0 without CPU times)."""
+    """Shares of the tasks' time: in collate; on a CPU, waiting for one, and the rest (0 without CPU times).
+
+    ``runqueue_error_share`` is the standard error of the second one: in a short pass, a single long wait is much of it.
+    """
     total = sum(s.task for s in usual)
     collate, cpu, runqueue = (
         min(1.0, ratio(sum(getattr(s, name) for s in usual), total)) for name in ("collate", "cpu", "runqueue")
@@ -192,7 +195,14 @@ def _shares(usual: Sequence[Stages]) -> dict[str, float]:
     # Threads of a dataset may use more CPU time than passes.
     cpu = min(1.0 - runqueue, cpu)
     stalled = 1.0 - cpu - runqueue if cpu + runqueue else 0.0
-    return {"collate_share": collate, "cpu_share": cpu, "runqueue_share": runqueue, "stalled_share": stalled}
+    spread = pstdev([s.runqueue for s in usual]) if usual else 0.0
+    return {
+        "collate_share": collate,
+        "cpu_share": cpu,
+        "runqueue_share": runqueue,
+        "runqueue_error_share": ratio(math.sqrt(len(usual)) * spread, total),
+        "stalled_share": stalled,
+    }
 
 
 def _stage(seconds: Iterable[float]) -> Stage:

@@ -154,7 +154,8 @@ def _refine_workers(figures: Figures, limit: float) -> tuple[str, dict[str, Valu
     lost = 0.0 if slow is None else 1.0 - figures.capacities["workers"] / slow.capacity
     if slow is not None and (slow.capacity >= limit or lost >= _LOST_TO_NODE):
         return _node(slow)
-    if evidence["runqueue_share"] >= _RUNQUEUE:
+    # Other programs of the node may delay a few tasks; where CPUs are short, all of them wait.
+    if evidence["runqueue_share"] - evidence["runqueue_error_share"] >= _RUNQUEUE:
         return "oversubscribed", {}
     if evidence["collate_share"] >= 0.5:
         return "collate", {}

@@ -197,6 +197,16 @@ def test_p95_is_that_of_the_batches():
     assert 0.01 < fetch.mean < 0.02
 
 
+@pytest.mark.parametrize(("num_late", "bound"), [(1, "workers"), (20, "oversubscribed")])
+def test_one_long_wait_for_a_cpu_is_no_lack_of_cpus(num_late, bound):
+    usual, late = Stages(fetch=0.02, cpu=0.02), Stages(fetch=0.17, cpu=0.02, runqueue=0.15)
+    recorder = record(**SLOW_WORKERS | {"num_batches": 25, "stages": usual})
+    record(recorder, num_batches=num_late, blocked=0.02, consumer=0.001, stages=late)
+    diagnosis = diagnose(recorder.snapshot())
+    assert diagnosis.evidence["runqueue_share"] > 0.2
+    assert diagnosis.bound == bound
+
+
 # Passes of which little is known
 
 
