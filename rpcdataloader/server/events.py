@@ -66,13 +66,15 @@ class StacksBegun(Event):
 
 @dataclass(frozen=True)
 class IsForWorker(Event):
-    """Gate to node server: the connection belongs to a session. Its id and the preamble are hexadecimal.
-
-    The node server ends the gate when the session has the connection.
-    """
+    """Gate to node server: the connection belongs to a session. Its id and the preamble are hexadecimal."""
 
     session: str
     preamble: str
+
+
+@dataclass(frozen=True)
+class HandedOver(Event):
+    """Node server to gate: the session has the connection, and the gate may get another one."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Gates: processes that wait for a connection and decide what becomes of it.
 
-Each connection gets its own gate; some are forked in advance. A gate reads the preamble, then becomes a session, hands
-the socket to a session, or serves the node's status. Everything that arrives before the secret is proved is read here
-and never in the node server. The node server ends slow gates, so gates need no clock. A gate may be older than the
-present sessions, and knows none of them.
+Some are forked in advance. A gate reads the preamble of its connection, then becomes a session, hands the socket to a
+session, or serves the node's status. Everything that arrives before the secret is proved is read here and never in the
+node server. Only after 32 bytes for a session, of which it keeps nothing, does a gate take another connection: a pass
+with many workers needs no fork for each of their gates. The node server ends slow gates, so gates need no clock. A gate
+may be older than the present sessions, and knows none of them.
 
 A gate answers questions for the status from shared memory and ``/proc``. Sessions and workers are involved only if
 stacks are requested: the node server then passes the sessions a descriptor to which they write them. A session that is
@@ -29,7 +30,16 @@ from rpcdataloader.errors import RemoteProtocolError, RPCError
 from rpcdataloader.host.resources import available_cpus, memory_bytes, process_use, unread_bytes
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import SESSION, WORKER, Row
-from rpcdataloader.server.events import Accepted, IsForWorker, Link, Refused, TellsStatus, WantsStacks, WorkerStack
+from rpcdataloader.server.events import (
+    Accepted,
+    HandedOver,
+    IsForWorker,
+    Link,
+    Refused,
+    TellsStatus,
+    WantsStacks,
+    WorkerStack,
+)
 from rpcdataloader.server.logs import Kind
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Process, fork, name_process
 from rpcdataloader.server.session import run_session
@@ -43,10 +53,16 @@ logger = logging.getLogger("rpcdataloader.server")
 
 
 def run_gate(node: Link, context: ServerContext) -> None:
-    """Wait for a connection from the node server and serve it, or let the node server hand it over."""
+    """Wait for connections from the node server, and serve the first one that is not handed over."""
+    while _serve(node, context):
+        name_process("rpcdl-spare")
+
+
+def _serve(node: Link, context: ServerContext) -> bool:
+    """Serve a connection, or let the node server hand it over; returns True if this gate is free again."""
     received = node.recv()
     if received is None:
-        return
+        return False
     event, descriptors = received
     if not isinstance(event, Accepted):
         raise TypeError(f"a gate expects its connection, got {event}")
@@ -58,10 +74,9 @@ def run_gate(node: Link, context: ServerContext) -> None:
     try:
         preamble = recv_preamble(stream)
         if preamble is None:
-            return
+            return False
         if any(preamble.session_id) and preamble.session_id != STATUS_ID:
-            _hand_over(stream, preamble, node, context)
-            return
+            return _hand_over(stream, preamble, node, context)
         kind = "status" if preamble.session_id == STATUS_ID else "control"
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
     except RPCError as exc:
@@ -72,21 +87,26 @@ def run_gate(node: Link, context: ServerContext) -> None:
             serve_status(channel, node, context)
         else:
             run_session(channel, node, context, row)
-        return
+        return False
     stream.linger()
+    return False
 
 
-def _hand_over(stream: Stream, preamble: Preamble, node: Link, context: ServerContext) -> None:
+def _hand_over(stream: Stream, preamble: Preamble, node: Link, context: ServerContext) -> bool:
     node.send(IsForWorker(preamble.session_id.hex(), preamble.encode().hex()))
     received = node.recv()
     if received is None:
-        return
+        return False
+    if isinstance(received[0], HandedOver):
+        stream.close()
+        return True
     text = "there is no such session on this node server: it ended, or the server was restarted"
     refusal = json.dumps({"code": "protocol", "text": text}).encode()
     stream.send(encode(None, MessageType.REFUSED, payload=refusal))
     context.log_refusal(stream.name, "unknown session", "worker")
     node.send(Refused())
     stream.linger()
+    return False
 
 
 # Most spare gates: the first batch comes from one of the first workers. Each takes 2.4 MB.
@@ -159,8 +179,13 @@ class SpareGates:
         return self._fork()
 
     def give_back(self, gate: Gate) -> None:
-        """Keep a gate that was taken and has no connection yet."""
+        """Keep a gate that was taken and has no connection yet, or no longer."""
         self._gates.append(gate)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another gate is wanted."""
+        return len(self._gates) < self._num_wanted
 
     def wait(self, now: float) -> None:
         """Postpone forking until no connection has come for a while."""
@@ -170,7 +195,7 @@ class SpareGates:
         """Fork a gate, if that is due and one is missing."""
         if now < self.due:
             return
-        if len(self._gates) >= self._num_wanted:
+        if not self.has_room:
             self.due = math.inf
             return
         try:

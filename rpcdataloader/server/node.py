@@ -20,8 +20,17 @@ from rpcdataloader.errors import ConnectError
 from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE
-from rpcdataloader.server.events import Accepted, Event, IsForWorker, Refused, SessionBegun, TellsStatus, WantsStacks
-from rpcdataloader.server.gate import SpareGates, fork_gate
+from rpcdataloader.server.events import (
+    Accepted,
+    Event,
+    HandedOver,
+    IsForWorker,
+    Refused,
+    SessionBegun,
+    TellsStatus,
+    WantsStacks,
+)
+from rpcdataloader.server.gate import Gate, SpareGates, fork_gate
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, reap_orphans
 from rpcdataloader.server.sessions import Child, ClientSession, OpenGate, Sessions, become
 from rpcdataloader.wire.connecting import accept, peer_name
@@ -232,11 +241,27 @@ class NodeServer:
                 case SessionBegun():
                     self._children[child.process.pid] = self._sessions.begin(child, event, descriptors[0])
                 case IsForWorker():
-                    self._sessions.hand_over(child, event)
+                    self._hand_over(child, event)
                 case Refused():
                     child.is_refused = True
                 case TellsStatus():
                     self._children[child.process.pid] = become(child, Child)
+
+    def _hand_over(self, gate: OpenGate, wanted: IsForWorker) -> None:
+        """Pass a connection to its session, if it has room, and keep the gate for the next one."""
+        if not self._sessions.hand_over(gate, wanted):
+            return
+        is_ending = gate.deadline == math.inf or gate.process.ended
+        if is_ending or not self._spares.has_room or not gate.link.post(HandedOver()):
+            gate.end("its session has its connection")
+            return
+        del self._children[gate.process.pid]
+        self._loop.unwatch(gate.link.fileno())
+        self._loop.unwatch(gate.process.fileno())
+        gate.sock.close()
+        self._context.counters.close(gate.row)
+        self._spares.give_back(Gate(gate.process, gate.link))
+        self._accept_at = 0.0
 
     def _on_end(self, pid: int) -> None:
         child = self._children[pid]
@@ -333,7 +358,7 @@ class NodeServer:
                     self._context.log_refusal(gate.peer, f"no handshake within {GATE_TIMEOUT:g} s")
                 gate.end("no handshake in time")
             if gate.wanted is not None:
-                self._sessions.hand_over(gate, gate.wanted)
+                self._hand_over(gate, gate.wanted)
         for child in self._children.values():
             child.link.flush()
         self._spares.refill(now)

@@ -220,16 +220,21 @@ class Sessions:
             level = logging.INFO if self._context.embedded else logging.WARNING
             logger.log(level, "worker %d of %s %s", event.worker, session.client, event.reason)
 
-    def hand_over(self, gate: OpenGate, wanted: events.IsForWorker) -> None:
-        """Pass the connection of a gate to its session; later, while the session has no room."""
+    def hand_over(self, gate: OpenGate, wanted: events.IsForWorker) -> bool:
+        """Pass the connection of a gate to its session; later, while the session has no room.
+
+        Returns:
+            True if the session has it.
+        """
         gate.wanted = None
         session = self._by_id.get(wanted.session)
         if session is None:
             gate.link.post(events.UnknownSession())
         elif session.link.offer(events.WorkerConnection(gate.peer, wanted.preamble), [gate.sock.fileno()]):
-            gate.end("its session has its connection")
+            return True
         else:
             gate.wanted = wanted
+        return False
 
     def ask_for_stacks(self, descriptors: list[int]) -> None:
         """Let every session write the stacks of its workers to one descriptor."""

@@ -564,7 +564,18 @@ gate.QUIET_SECONDS = 1000
         wait_until(lambda: server.log.count("cannot accept a connection now: ") == 3)
     assert call(server, os.getpid) > 0
     pool.close_client()
-    wait_until(lambda: num_descriptors(server.pid) == descriptors)
+    # A gate that waits has two.
+    wait_until(lambda: num_descriptors(server.pid) == descriptors + 2 * len(spares_of(server)))
+
+
+def test_gate_of_a_worker_gets_another_connection(serve):
+    server = serve("--num-workers", "1")
+    wait_until(lambda: len(spares_of(server)) == 2)
+    waiting = set(spares_of(server))
+    assert call(server, os.getpid) > 0
+    wait_until(lambda: len(waiting & set(spares_of(server))) == 1)  # the other one is the session
+    pool.close_client()
+    assert call(server, os.getpid) > 0
 
 
 def test_gates_that_cannot_be_forked_in_advance_are_forked_later(serve):
