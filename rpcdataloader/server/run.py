@@ -118,6 +118,12 @@ def run_server(
                 server.announcement = stack.enter_context(
                     contextlib.closing(Announcement(settings.register_directory, registration))
                 )
+            if credentials.insecure and tls is None and not settings.is_unix:
+                logger.warning(
+                    "no secret is required: every user who reaches %s, other users of this machine included, can run "
+                    "code as you",
+                    address,
+                )
             how = "" if tls is None else " over TLS"
             logger.info("listening on %s%s, offering %d workers", address, how, context.num_workers)
             ready(f"rpcdataloader ready {address} num_workers={context.num_workers} pid={os.getpid()}")

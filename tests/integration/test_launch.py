@@ -332,12 +332,14 @@ def test_without_a_secret_on_a_unix_socket(serve, tmp_path, monkeypatch):
     server = serve("--host", f"unix:{tmp_path}/socket", "--insecure")
     monkeypatch.setenv("RPCDATALOADER_INSECURE", "unix")
     assert call(server, os.getpid) > 0
+    assert "WARNING" not in server.log
 
 
 def test_without_a_secret_on_tcp(serve, monkeypatch):
     server = serve("--insecure-tcp")
     monkeypatch.setenv("RPCDATALOADER_INSECURE", "tcp")
     assert call(server, os.getpid) > 0
+    assert f"WARNING rpcdataloader.server[{server.pid}] no secret is required: every user who reaches" in server.log
 
 
 # --- standard input
@@ -468,6 +470,7 @@ def test_wrong_arguments_are_refused_before_anything_is_started(fails, options, 
         ),
         (["--host", "unix:/no/such/folder/socket"], "cannot listen on unix:/no/such/folder/socket: No such file"),
         (["--token-file", "/no/such/token"], "the token file /no/such/token does not exist; create it with"),
+        (["--token-file", "/"], "the token file / is not a regular file; set --token-file to one"),
     ],
 )
 def test_server_that_cannot_start_says_why(fails, options, problem):
