@@ -56,6 +56,8 @@ class NodeServer:
         write_output: Function that takes the lines that sessions and workers print.
         lifeline: Descriptor that the server's owner holds open; None without an owner. End of file means that the owner
             has gone; so does silence for ``LIFELINE_SILENCE`` seconds after a first byte.
+
+    Attributes:
         announcement: File by which clients find the server, renewed here and ended by a drain; None without one.
     """
 

@@ -113,11 +113,9 @@ def run_server(
             server = NodeServer(listener, context, write_output=write_output, lifeline=lifeline)
             stack.enter_context(server.hearing_signals())
             if settings.register:
-                ours = address, context.num_workers, context.node, os.getpid(), machine_id()
-                registration = Registration(*ours, started=0.0)
-                server.announcement = stack.enter_context(
-                    contextlib.closing(Announcement(settings.register_directory, registration))
-                )
+                registration = Registration(address, context.num_workers, context.node, os.getpid(), machine_id())
+                announcement = Announcement(settings.register_directory, registration)
+                server.announcement = stack.enter_context(contextlib.closing(announcement))
             if credentials.insecure and tls is None and not settings.is_unix:
                 logger.warning(
                     "no secret is required: every user who reaches %s, other users of this machine included, can run "

@@ -79,7 +79,6 @@ class ServerSettings:
     grace: float = _option(
         30.0, "seconds that running tasks get to finish after SIGTERM; a second SIGTERM ends them at once"
     )
-
     register: str = _option(
         "",
         "directory to register in until the server drains: clients find it with workers='@DIR'; "

@@ -117,15 +117,17 @@ def check_secret(token: str | bytes, source: str) -> Credentials:
     # Editors and echo put a line break at the end of a file.
     secret = os.fsencode(token).rstrip()
     if not secret:
-        raise AuthenticationError(f"the secret ({source}) is empty; {_HOW_TO_CREATE}")
-    if not _MIN_TOKEN_BYTES <= len(secret) <= _MAX_TOKEN_BYTES:
-        size = "shorter" if len(secret) < _MIN_TOKEN_BYTES else "longer"
-        limit = _MIN_TOKEN_BYTES if len(secret) < _MIN_TOKEN_BYTES else _MAX_TOKEN_BYTES
-        raise AuthenticationError(f"the secret ({source}) is {size} than {limit} characters; {_HOW_TO_CREATE}")
+        problem = "is empty"
+    elif len(secret) < _MIN_TOKEN_BYTES:
+        problem = f"is shorter than {_MIN_TOKEN_BYTES} characters"
+    elif len(secret) > _MAX_TOKEN_BYTES:
+        problem = f"is longer than {_MAX_TOKEN_BYTES} characters"
     # HMAC pads keys with zero bytes, so zero bytes at the end of a secret do not count.
-    if secret.rstrip(b"\0") == INSECURE_SECRET:
-        raise AuthenticationError(f"the secret ({source}) is the public one of --insecure; {_HOW_TO_CREATE}")
-    return Credentials(secret, source)
+    elif secret.rstrip(b"\0") == INSECURE_SECRET:
+        problem = "is the public one of --insecure"
+    else:
+        return Credentials(secret, source)
+    raise AuthenticationError(f"the secret ({source}) {problem}; {_HOW_TO_CREATE}")
 
 
 def receive_credentials(descriptor: int, environ: MutableMapping[str, str] = os.environ) -> Credentials:
