@@ -137,18 +137,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_embedded() -> None:
     """Run a trainer's own node server, with settings from standard input, until that ends: the trainer has gone."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    fields = read_json(sys.stdin.readline().encode())
+    line = sys.stdin.readline()
+    if not line:
+        return
+    fields = read_json(line.encode())
     settings = ServerSettings(host=f"unix:{fields['path']}", grace=0.0)
     credentials = Credentials(fields["token"].encode(), "the embedded pool")
     lifeline = os.dup(sys.stdin.fileno())  # sessions and workers get an empty standard input
     try:
-        run_server(settings, credentials, embedded=True, ready=functools.partial(print, flush=True), lifeline=lifeline)
+        run_server(settings, credentials, embedded=True, ready=_tell_trainer, lifeline=lifeline)
     finally:
         # The trainer removes it too, unless it was killed.
         with contextlib.suppress(OSError):
             os.rmdir(os.path.dirname(settings.unix_path))
     # The trainer waits for this process at its own end, and tearing torch down takes a third of a second.
     os._exit(0)
+
+
+def _tell_trainer(line: str) -> None:
+    # A trainer that has gone meanwhile has closed the lifeline as well, so the server ends.
+    with contextlib.suppress(BrokenPipeError):
+        print(line, flush=True)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 from tests.integration.zygote import Zygote
 
 if TYPE_CHECKING:
+    from rpcdataloader.wire.slabs import PageablePool
     from tests.integration.quick import QuickServer
 
 # Slow machines multiply every limit of the tests.
@@ -55,6 +57,15 @@ def wait_until(
             said = what() if callable(what) else what
             raise AssertionError(f"not within {seconds} s: {said or condition}")
         time.sleep(interval)
+
+
+def leased_bytes(pool: PageablePool) -> int:
+    """Bytes of a pool that are in use, in units of whole mappings; what has come back is among the free ones then."""
+    with pool._lock:
+        pool._collect()
+    # A lease holds its mapping by the finalizer that will return it.
+    finalizers = list(weakref.finalize._registry.values())  # type: ignore[attr-defined]
+    return sum(len(each.args[0]) for each in finalizers if getattr(each.func, "__self__", None) is pool._returned)
 
 
 def descendants(pid: int) -> list[int]:

@@ -51,7 +51,7 @@ RETRY_PAUSE = 0.05
 # close it.
 LIFELINE_SILENCE = 60.0
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 # poll(2) takes milliseconds in 32 bits.
 _MAX_POLL_TIMEOUT = 3600.0
@@ -65,6 +65,8 @@ class NodeServer:
         write_output: Function that takes the lines that sessions and workers print.
         lifeline: Descriptor that the server's owner holds open; None without an owner. End of file means that the owner
             has gone; so does silence for ``LIFELINE_SILENCE`` seconds after a first byte.
+
+    Attributes:
         announcement: File by which clients find the server, renewed here and ended by a drain; None without one.
     """
 
@@ -110,19 +112,24 @@ class NodeServer:
 
     @contextlib.contextmanager
     def hearing_signals(self) -> Iterator[None]:
-        """Let SIGTERM and SIGINT drain the server, and a second one end it; only possible in the main thread."""
+        """Let SIGTERM and SIGINT drain the server, and a second one end it; only possible in the main thread.
+
+        Afterwards they are ignored: a process that has drained still takes torch apart, and then exits with status 0.
+        """
         in_main_thread = threading.current_thread() is threading.main_thread()
+        heard = STOP_SIGNALS if in_main_thread else ()
         # A signal that the kernel gives to another thread, such as one of a preloaded module, does not interrupt poll.
         # The descriptor comes first, so that no signal is lost.
         wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False) if in_main_thread else None
-        before = {number: signal.signal(number, lambda *_: None) for number in _STOP_SIGNALS if in_main_thread}
+        for number in heard:
+            signal.signal(number, lambda *_: None)
         try:
             yield
         finally:
+            for number in heard:
+                signal.signal(number, signal.SIG_IGN)
             if wakeup is not None:
                 signal.set_wakeup_fd(wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
             os.close(self._wake_read)
             os.close(self._wake_write)
 
@@ -290,7 +297,7 @@ class NodeServer:
     def _on_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
             # The same signal twice at once counts once, as for Python's handlers.
-            for _signal in set(_STOP_SIGNALS).intersection(os.read(self._wake_read, 4096)):
+            for _signal in set(STOP_SIGNALS).intersection(os.read(self._wake_read, 4096)):
                 self._num_stops += 1
                 if self._num_stops == 1:
                     self._drain()

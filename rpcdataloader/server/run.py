@@ -8,14 +8,16 @@ import importlib
 import logging
 import os
 import resource
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from rpcdataloader.host.resources import collapse_pages, machine_id
 from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.node import NodeServer
+from rpcdataloader.server.node import STOP_SIGNALS, NodeServer
 from rpcdataloader.server.processes import num_threads
 from rpcdataloader.server.settings import DEFAULT_PORT, ServerSettings
 from rpcdataloader.wire.address import Address
@@ -50,9 +52,13 @@ def run_worker(host: str, port: int, timeout: float = 120, parallel: int = 1) ->
     """
     given = DEFAULT_PORT if host.startswith("unix:") else str(port)
     settings = ServerSettings(host=host, port=given, timeout=timeout, parallel=parallel)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS if in_main_thread}
     try:
         run_server(settings, load_credentials())
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         gc.unfreeze()  # the caller may want these objects collected
 
 
@@ -72,11 +78,13 @@ def run_server(
     write_output: Callable[[str], object] = write_to_stderr,
     lifeline: int | None = None,
 ) -> None:
-    """Serve until told to stop; ``embedded`` as in :class:`ServerContext`, ``lifeline`` as in :class:`NodeServer`.
+    """Serve until told to stop, by SIGTERM or SIGINT; both are ignored from then on.
 
     Args:
+        embedded: See :class:`ServerContext`.
         ready: Function that takes the ready line once clients can connect.
         write_output: Function that takes the lines that workers print.
+        lifeline: See :class:`NodeServer`.
 
     Raises:
         AuthenticationError: The files for TLS cannot be used.
@@ -105,10 +113,14 @@ def run_server(
             server = NodeServer(listener, context, write_output=write_output, lifeline=lifeline)
             stack.enter_context(server.hearing_signals())
             if settings.register:
-                ours = address, context.num_workers, context.node, os.getpid(), machine_id()
-                registration = Registration(*ours, started=0.0)
-                server.announcement = stack.enter_context(
-                    contextlib.closing(Announcement(settings.register_directory, registration))
+                registration = Registration(address, context.num_workers, context.node, os.getpid(), machine_id())
+                announcement = Announcement(settings.register_directory, registration)
+                server.announcement = stack.enter_context(contextlib.closing(announcement))
+            if credentials.insecure and tls is None and not settings.is_unix:
+                logger.warning(
+                    "no secret is required: every user who reaches %s, other users of this machine included, can run "
+                    "code as you",
+                    address,
                 )
             how = "" if tls is None else " over TLS"
             logger.info("listening on %s%s, offering %d workers", address, how, context.num_workers)

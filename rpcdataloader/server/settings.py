@@ -79,7 +79,6 @@ class ServerSettings:
     grace: float = _option(
         30.0, "seconds that running tasks get to finish after SIGTERM; a second SIGTERM ends them at once"
     )
-
     register: str = _option(
         "",
         "directory to register in until the server drains: clients find it with workers='@DIR'; "
@@ -105,7 +104,7 @@ class ServerSettings:
         if not self.is_unix:
             self.ports  # noqa: B018  # validates
         if self.tls is not None and self.is_unix:
-            raise ValueError("a Unix socket needs no TLS: leave out tls_cert, tls_key and tls_ca, or listen on TCP")
+            raise ValueError("a Unix socket needs no TLS: leave out the --tls options, or listen on TCP")
 
     @property
     def is_unix(self) -> bool:
@@ -128,7 +127,7 @@ class ServerSettings:
     @property
     def tls(self) -> TlsFiles | None:
         """Files for TLS, or None; raises ``ValueError`` if some of the three are missing."""
-        return name_files(("tls_cert", "tls_key", "tls_ca"), (self.tls_cert, self.tls_key, self.tls_ca))
+        return name_files(("--tls-cert", "--tls-key", "--tls-ca"), (self.tls_cert, self.tls_key, self.tls_ca))
 
     @property
     def workers(self) -> int:

@@ -98,6 +98,7 @@ class Worker:
         self._datasets = datasets
         self._context = context
         self._settings = settings = context.settings
+        self._row = row
         self._where = f"worker {number} (pid {os.getpid()}) on {context.node}"
         self._handles = HandleTable()
         pool = PageablePool()
@@ -123,9 +124,7 @@ class Worker:
         self._poll.register(self._drain_read, select.POLLIN)
         self._requests = Requests()
         self._lock = threading.Lock()
-        # Guarded by the lock:
-        self._num_running = 0  # with a pool only
-        self._row = row
+        self._num_running = 0  # with a pool only; guarded by the lock
 
     def run(self) -> None:
         """Serve until a drain or a retirement; the process exits inside when the client goes."""

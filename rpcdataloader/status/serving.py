@@ -34,7 +34,7 @@ from urllib.parse import urlsplit
 from rpcdataloader.errors import AuthenticationError
 from rpcdataloader.status.report import METRICS_TYPE, Tree, as_metrics
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.credentials import client_credentials, load_credentials
+from rpcdataloader.wire.credentials import check_secret, client_credentials, read_secret
 
 TOKEN_VARIABLE = "RPCDATALOADER_STATUS_TOKEN"
 TOKEN_FILE_VARIABLE = "RPCDATALOADER_STATUS_TOKEN_FILE"
@@ -62,20 +62,21 @@ def find_token(environ: Mapping[str, str] = os.environ) -> bytes | None:
     """Return the token that requests must show; None if none is set.
 
     Raises:
-        AuthenticationError: The token cannot be trusted, or equals the secret of the node servers, which HTTP would
-            expose.
+        AuthenticationError: The token cannot be trusted, does not fit into a header, or equals the secret of the node
+            servers, which HTTP would expose.
     """
-    path, text = environ.get(TOKEN_FILE_VARIABLE), environ.get(TOKEN_VARIABLE)
-    if path is None and text is None:
+    if (path := environ.get(TOKEN_FILE_VARIABLE)) is not None:
+        found = read_secret(path, TOKEN_FILE_VARIABLE)
+    elif (text := environ.get(TOKEN_VARIABLE)) is not None:
+        found = check_secret(text, f"environment variable {TOKEN_VARIABLE}")
+    else:
         return None
-    name = TOKEN_VARIABLE if path is None else TOKEN_FILE_VARIABLE
-    try:
-        found = load_credentials(token=text if path is None else None, token_file=path, environ={})
-    except AuthenticationError as exc:
-        raise AuthenticationError(f"{name}: {exc}") from None
+    # Browsers and servers disagree on the encoding of a header.
+    if not re.fullmatch(rb"[ -~]+", found.secret):
+        raise AuthenticationError(f"the token ({found.source}) must be printable ASCII, to fit into an HTTP header")
     if hmac.compare_digest(found.secret, client_credentials(Address("localhost")).secret):
         raise AuthenticationError(
-            f"{name} is the secret of the node servers, which permits running code: set another one"
+            f"the token ({found.source}) is the secret of the node servers, which permits running code: set another one"
         )
     return found.secret
 

@@ -69,46 +69,65 @@ class Credentials:
 INSECURE = Credentials(INSECURE_SECRET, "insecure")
 
 
-def load_credentials(
-    token: str | bytes | None = None,
-    token_file: str | os.PathLike[str] | None = None,
-    environ: MutableMapping[str, str] = os.environ,
-) -> Credentials:
-    """Find the secret: ``token``, ``token_file``, the environment, else the file in the user's configuration.
+def load_credentials(token_file: str | None = None, environ: MutableMapping[str, str] = os.environ) -> Credentials:
+    """Find the secret: ``--token-file``, the environment, else the file in the user's configuration.
 
     That file is created on first use. All processes and machines that share a home directory share the file.
 
     Args:
+        token_file: Value of ``--token-file``; None without that option.
         environ: Environment with ``RPCDATALOADER_TOKEN_FILE`` and ``RPCDATALOADER_TOKEN``. The latter is removed,
             whether it is used or not, and remembered for later calls.
 
     Raises:
         AuthenticationError: There is no secret, or it cannot be trusted; the message says what to do.
-        ValueError: Both ``token`` and ``token_file`` are given.
     """
-    token_from_environment = _take_environment_token(environ)
-    if token is not None and token_file is not None:
-        raise ValueError("give token or token_file, not both")
-    if token is not None:
-        return _credentials(token, "argument")
-    if token_file is None:
-        token_file = environ.get(TOKEN_FILE_VARIABLE)
-        if token_file == "":
-            raise AuthenticationError(f"{TOKEN_FILE_VARIABLE} is empty; name a file with the secret in it, or unset it")
+    token = _take_environment_token(environ)
     if token_file is not None:
-        path = Path(token_file).expanduser()
-        credentials = _read(path)
-    elif token_from_environment is not None:
-        return _credentials(token_from_environment, f"environment variable {TOKEN_VARIABLE}")
-    else:
-        path = _default_path(environ)
-        credentials = _read(path)
-        if credentials is None:
-            _create(path)
-            credentials = _read(path)
+        return read_secret(token_file, "--token-file")
+    if (token_file := environ.get(TOKEN_FILE_VARIABLE)) is not None:
+        return read_secret(token_file, TOKEN_FILE_VARIABLE)
+    if token is not None:
+        return check_secret(token, f"environment variable {TOKEN_VARIABLE}")
+    path = _default_path(environ)
+    credentials = _read(path, TOKEN_FILE_VARIABLE)
     if credentials is None:
-        raise AuthenticationError(f"the token file {path} does not exist; {_HOW_TO_CREATE}")
+        _create(path)
+        credentials = read_secret(str(path), TOKEN_FILE_VARIABLE)
     return credentials
+
+
+def read_secret(path: str, name: str) -> Credentials:
+    """Read a secret from the file at ``path``, as the option or variable ``name`` says.
+
+    Raises:
+        AuthenticationError: The file is missing, or cannot be trusted; the message says what to do.
+    """
+    if not path:
+        raise AuthenticationError(f"{name} is empty; name a file with the secret in it, or leave it out")
+    absolute = Path(os.path.abspath(os.path.expanduser(path)))
+    credentials = _read(absolute, name)
+    if credentials is None:
+        raise AuthenticationError(f"the token file {absolute} does not exist; {_HOW_TO_CREATE}")
+    return credentials
+
+
+def check_secret(token: str | bytes, source: str) -> Credentials:
+    """Check a secret from any ``source``; raises ``AuthenticationError`` if it is useless."""
+    # Editors and echo put a line break at the end of a file.
+    secret = os.fsencode(token).rstrip()
+    if not secret:
+        problem = "is empty"
+    elif len(secret) < _MIN_TOKEN_BYTES:
+        problem = f"is shorter than {_MIN_TOKEN_BYTES} characters"
+    elif len(secret) > _MAX_TOKEN_BYTES:
+        problem = f"is longer than {_MAX_TOKEN_BYTES} characters"
+    # HMAC pads keys with zero bytes, so zero bytes at the end of a secret do not count.
+    elif secret.rstrip(b"\0") == INSECURE_SECRET:
+        problem = "is the public one of --insecure"
+    else:
+        return Credentials(secret, source)
+    raise AuthenticationError(f"the secret ({source}) {problem}; {_HOW_TO_CREATE}")
 
 
 def receive_credentials(descriptor: int, environ: MutableMapping[str, str] = os.environ) -> Credentials:
@@ -125,7 +144,7 @@ def receive_credentials(descriptor: int, environ: MutableMapping[str, str] = os.
     line = b""
     while not line.endswith(b"\n") and len(line) <= _MAX_TOKEN_BYTES and (byte := os.read(descriptor, 1)):
         line += byte
-    return _credentials(line, "standard input")
+    return check_secret(line, "standard input")
 
 
 def remember_credentials(address: Address, credentials: Credentials) -> None:
@@ -161,7 +180,7 @@ def client_credentials(address: Address, environ: MutableMapping[str, str] = os.
 
 _HOW_TO_CREATE = (
     'create it with: (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > FILE), '
-    "the same on all machines"
+    "the same on both sides"
 )
 
 
@@ -173,24 +192,6 @@ def _take_environment_token(environ: MutableMapping[str, str]) -> str | None:
     return _environment_token
 
 
-def _credentials(token: str | bytes, source: str) -> Credentials:
-    """Check a secret from any source."""
-    if not isinstance(token, (str, bytes)):
-        raise TypeError(f"token must be str or bytes, not {type(token).__name__}")
-    # Editors and echo put a line break at the end of a file.
-    secret = (token.encode() if isinstance(token, str) else token).rstrip()
-    if not secret:
-        raise AuthenticationError(f"the secret ({source}) is empty; {_HOW_TO_CREATE}")
-    if not _MIN_TOKEN_BYTES <= len(secret) <= _MAX_TOKEN_BYTES:
-        size = "shorter" if len(secret) < _MIN_TOKEN_BYTES else "longer"
-        limit = _MIN_TOKEN_BYTES if len(secret) < _MIN_TOKEN_BYTES else _MAX_TOKEN_BYTES
-        raise AuthenticationError(f"the secret ({source}) is {size} than {limit} characters; {_HOW_TO_CREATE}")
-    # HMAC pads keys with zero bytes, so zero bytes at the end of a secret do not count.
-    if secret.rstrip(b"\0") == INSECURE_SECRET:
-        raise AuthenticationError(f"the secret ({source}) is the public one of --insecure; {_HOW_TO_CREATE}")
-    return Credentials(secret, source)
-
-
 def _default_path(environ: Mapping[str, str]) -> Path:
     config = Path(environ.get("XDG_CONFIG_HOME", ""))
     if not config.is_absolute():  # the XDG specification says to ignore relative ones
@@ -198,7 +199,7 @@ def _default_path(environ: Mapping[str, str]) -> Path:
     return config / "rpcdataloader" / "token"
 
 
-def _read(path: Path) -> Credentials | None:
+def _read(path: Path, name: str) -> Credentials | None:
     """Read a token file; None if it is missing, AuthenticationError if it cannot be trusted."""
     try:
         data = safe_files.read(path, _MAX_TOKEN_BYTES, stat.S_IRWXG | stat.S_IRWXO)
@@ -207,16 +208,16 @@ def _read(path: Path) -> Credentials | None:
     except OSError as error:
         raise AuthenticationError(
             f"the token file {path} cannot be read: {error.strerror}; "
-            f"make it yours and readable, or set {TOKEN_FILE_VARIABLE} to another file"
+            f"make it yours and readable, or set {name} to another file"
         ) from error
     except UnsafeFileError as error:
         advice = {
-            Flaw.KIND: f"; set {TOKEN_FILE_VARIABLE} to one",
+            Flaw.KIND: f"; set {name} to one",
             Flaw.OWNER: ", who could read and change it; use a file of your own",
             Flaw.MODE: f"; if no other user has read it, run: chmod 600 {path}",
         }[error.flaw]
         raise AuthenticationError(f"the token file {path} {error}{advice}") from None
-    return _credentials(data, f"file {path}")
+    return check_secret(data, f"file {path}")
 
 
 def _create(path: Path) -> None:

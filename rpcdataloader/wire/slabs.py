@@ -82,7 +82,6 @@ class PageablePool:
         # Guarded by _lock:
         self._free: list[tuple[mmap.mmap, int]] = []  # oldest return first, with the number of leases before it
         self._num_leases = 0
-        self._mapped_bytes = 0  # leased and free
 
     def allocate(self, size_bytes: int) -> Block:
         """Lend a block of exactly ``size_bytes`` uninitialised bytes."""
@@ -103,7 +102,6 @@ class PageablePool:
             for position in range(len(self._free) - 1, -1, -1):  # the last one returned is warm in the cache
                 if len(self._free[position][0]) == capacity:
                     return self._free.pop(position)[0]
-            self._mapped_bytes += capacity
             return None
 
     def _collect(self) -> None:
@@ -112,19 +110,10 @@ class PageablePool:
             self._free.append((self._returned.popleft(), self._num_leases))
         kept_bytes = self._kept_bytes()
         while self._free and (kept_bytes > self._max_bytes or self._num_leases - self._free[0][1] > _MAX_UNUSED_LEASES):
-            size_bytes = len(self._free.pop(0)[0])  # unmapped with its last reference
-            kept_bytes -= size_bytes
-            self._mapped_bytes -= size_bytes
+            kept_bytes -= len(self._free.pop(0)[0])  # unmapped with its last reference
 
     def _kept_bytes(self) -> int:
         return sum(len(memory) for memory, _num_leases in self._free)
-
-    @property
-    def leased_bytes(self) -> int:
-        """Bytes in use, in units of whole mappings."""
-        with self._lock:
-            self._collect()
-            return self._mapped_bytes - self._kept_bytes()
 
 
 class PinnedAllocator:

@@ -176,7 +176,15 @@ loader = RPCDataloader(Variables(), num_workers=1)
 print(*pools(), flush=True)
 os.kill(os.getpid(), 9)
 """
-    ended = zygote.start(source).wait(60 * TIMEOUT_SCALE)
+    trainer = zygote.start(source)
+    ended = trainer.wait(60 * TIMEOUT_SCALE)
     assert ended.status == -signal.SIGKILL
     wait_until(lambda: not is_running(int(ended.output)), 30, "the end of the pool")
     wait_until(lambda: not os.listdir(tmp_path), what="its folder")
+    assert trainer.errors == ""
+
+
+def test_pool_without_settings_ends_in_silence(zygote):
+    """Its trainer was killed before it had written them."""
+    ended = zygote.start("from rpcdataloader.launch import run_embedded; run_embedded()").wait()
+    assert (ended.status, ended.output, ended.errors) == (0, "", "")

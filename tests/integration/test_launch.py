@@ -42,6 +42,7 @@ def fails(capsys):
     def fails(*options):
         root, package = logging.getLogger(), logging.getLogger("rpcdataloader")
         before = root.handlers[:], package.level
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             status = launch.main(options)
         except SystemExit as exc:
@@ -49,6 +50,8 @@ def fails(capsys):
         finally:
             root.handlers[:] = before[0]
             package.setLevel(before[1])
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
         out, err = capsys.readouterr()
         assert out == ""
         return status, err
@@ -216,6 +219,32 @@ def test_server_that_drains_leaves_its_path_to_the_next(serve, tmp_path):
     assert call(new, os.getppid) in new.processes()
 
 
+# --- signals after a drain
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_signal_while_the_interpreter_ends_leaves_the_exit_status_alone(
+    start_server, fifo, tmp_path, monkeypatch, number
+):
+    (tmp_path / "ends_late.py").write_text(f"import atexit; atexit.register(lambda: open({fifo!r}).read())")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    server = start_server("--preload", "ends_late")
+    server.process.send_signal(signal.SIGTERM)
+    with open(fifo, "w"):  # the drain is over
+        server.process.send_signal(number)
+    assert server.process.wait(20 * TIMEOUT_SCALE) == 0
+    assert "KeyboardInterrupt" not in server.log.read_text()
+
+
+def test_signal_after_the_drain_leaves_no_socket_behind(serve, tmp_path):
+    path = tmp_path / "socket"
+    hit = "os.kill(os.getpid(), 15), unlink(path)"
+    server = serve("--host", f"unix:{path}", before=f"unlink = os.unlink; os.unlink = lambda path: ({hit})")
+    server.signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert not path.exists()
+
+
 # --- what it offers
 
 
@@ -303,12 +332,14 @@ def test_without_a_secret_on_a_unix_socket(serve, tmp_path, monkeypatch):
     server = serve("--host", f"unix:{tmp_path}/socket", "--insecure")
     monkeypatch.setenv("RPCDATALOADER_INSECURE", "unix")
     assert call(server, os.getpid) > 0
+    assert "WARNING" not in server.log
 
 
 def test_without_a_secret_on_tcp(serve, monkeypatch):
     server = serve("--insecure-tcp")
     monkeypatch.setenv("RPCDATALOADER_INSECURE", "tcp")
     assert call(server, os.getpid) > 0
+    assert f"WARNING rpcdataloader.server[{server.pid}] no secret is required: every user who reaches" in server.log
 
 
 # --- standard input
@@ -439,6 +470,7 @@ def test_wrong_arguments_are_refused_before_anything_is_started(fails, options, 
         ),
         (["--host", "unix:/no/such/folder/socket"], "cannot listen on unix:/no/such/folder/socket: No such file"),
         (["--token-file", "/no/such/token"], "the token file /no/such/token does not exist; create it with"),
+        (["--token-file", "/"], "the token file / is not a regular file; set --token-file to one"),
     ],
 )
 def test_server_that_cannot_start_says_why(fails, options, problem):

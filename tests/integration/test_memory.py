@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.client.client import get_client
 from rpcdataloader.wire.slabs import PageablePool, PinnedAllocator, _round_up
-from tests.conftest import wait_until
+from tests.conftest import leased_bytes, wait_until
 from tests.integration.crew import workers_of
 from tests.integration.datasets import note, notes, wait_for
 
@@ -99,10 +99,10 @@ def test_nothing_grows_while_the_consumer_stops(server, pool, in_order):
     wait_until(lambda: is_idle(iterator), what="a full window")
     window = sorted(waiting)[:4]
     held_bytes = sum(_round_up(Uneven.sizes[index]) for index in window)
-    wait_until(lambda: pool.leased_bytes == held_bytes, what="memory of the window, and no more")
+    wait_until(lambda: leased_bytes(pool) == held_bytes, what="memory of the window, and no more")
     assert max(private_bytes(worker.pid) for worker in workers_of(iterator)) < 200 * MIB
     iterator = None
-    wait_until(lambda: pool.leased_bytes == 0, what="memory of an iterator that is gone")
+    wait_until(lambda: leased_bytes(pool) == 0, what="memory of an iterator that is gone")
 
 
 class Giant(Dataset):
@@ -117,13 +117,13 @@ def test_half_of_a_batch_does_not_stay(server):
     """Nor does it wait for the garbage collector, with which everything that refers to a connection would go."""
     iterator = iter(RPCDataloader(Giant(), batch_size=None, workers=server.address, num_workers=1))
     pool = get_client().allocator
-    wait_until(lambda: pool.leased_bytes, what="the beginning of a batch")
+    wait_until(lambda: leased_bytes(pool), what="the beginning of a batch")
     (worker,) = workers_of(iterator)
     os.kill(worker.pid, signal.SIGSTOP)
     gc.disable()
     try:
         iterator = None
-        wait_until(lambda: pool.leased_bytes == 0, what="memory of a batch that was not received")
+        wait_until(lambda: leased_bytes(pool) == 0, what="memory of a batch that was not received")
     finally:
         gc.enable()
         with contextlib.suppress(ProcessLookupError):  # it ends with its connection
@@ -157,7 +157,7 @@ def test_late_answer_of_a_second_copy_keeps_no_memory(server, monkeypatch, fifo,
     open(fifo, "w").close()
     wait_until(lambda: is_idle(iterator), what="the late answer")
     assert int(next(iterator)[0]) == 7
-    wait_until(lambda: get_client().allocator.leased_bytes == 0)
+    wait_until(lambda: leased_bytes(get_client().allocator) == 0)
     wait_until(lambda: iterator.driver.engine.table._num_in_flight == 0)
 
 

@@ -368,10 +368,10 @@ def test_client_with_files_that_are_not_there(monkeypatch, tmp_path):
 def test_launch_says_what_is_wrong_before_it_starts_anything(certificates, capsys):
     with pytest.raises(SystemExit):
         launch.main(["--port", "0", f"--tls-cert={certificates}/node.pem"])
-    assert "tls_cert given without tls_key and tls_ca: TLS needs all three" in capsys.readouterr().err
+    assert "--tls-cert given without --tls-key and --tls-ca: TLS needs all three" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         launch.main(["--host", "unix:/tmp/pool", *options(certificates)])
-    assert "a Unix socket needs no TLS: leave out tls_cert" in capsys.readouterr().err
+    assert "a Unix socket needs no TLS: leave out the --tls options" in capsys.readouterr().err
 
 
 def test_launch_with_a_key_of_another_certificate(certificates, capfd):

@@ -197,10 +197,20 @@ def test_token_comes_from_a_file_of_ones_own_or_a_variable(tmp_path):
     assert find_token({"RPCDATALOADER_STATUS_TOKEN_FILE": str(file)}) == TOKEN
     assert find_token({"RPCDATALOADER_STATUS_TOKEN": TOKEN.decode()}) == TOKEN
     file.chmod(0o644)
-    with pytest.raises(AuthenticationError, match=r"RPCDATALOADER_STATUS_TOKEN_FILE: .* is open to other users"):
+    with pytest.raises(AuthenticationError, match=f"the token file {file} is open to other users"):
         find_token({"RPCDATALOADER_STATUS_TOKEN_FILE": str(file)})
-    with pytest.raises(AuthenticationError, match=r"RPCDATALOADER_STATUS_TOKEN: .* is shorter than 16"):
+    with pytest.raises(AuthenticationError, match=r"variable RPCDATALOADER_STATUS_TOKEN\) is shorter than 16"):
         find_token({"RPCDATALOADER_STATUS_TOKEN": "short"})
+    with pytest.raises(AuthenticationError, match="RPCDATALOADER_STATUS_TOKEN_FILE is empty"):
+        find_token({"RPCDATALOADER_STATUS_TOKEN_FILE": ""})
+    with pytest.raises(AuthenticationError, match="is not a regular file; set RPCDATALOADER_STATUS_TOKEN_FILE to one"):
+        find_token({"RPCDATALOADER_STATUS_TOKEN_FILE": str(tmp_path)})
+
+
+@pytest.mark.parametrize("token", ["thé-token-for-the-page", "a token of\ntwo lines"])
+def test_token_that_no_header_can_hold_is_refused(token):
+    with pytest.raises(AuthenticationError, match="must be printable ASCII, to fit into an HTTP header"):
+        find_token({"RPCDATALOADER_STATUS_TOKEN": token})
 
 
 def test_token_is_not_the_secret_of_the_node_servers():

@@ -46,7 +46,7 @@ def test_every_setting_has_a_help_text():
         ({"host": "unix:socket"}, "a Unix socket needs an absolute path, but host is 'unix:socket'"),
         ({"host": "unix:/socket", "advertise": "node01"}, "a Unix socket takes neither port nor advertise"),
         ({"host": "unix:/socket", "port": "7000"}, "a Unix socket takes neither port nor advertise"),
-        ({"tls_cert": "a", "tls_ca": "c"}, "tls_cert and tls_ca given without tls_key: TLS needs all three"),
+        ({"tls_cert": "a", "tls_ca": "c"}, "--tls-cert and --tls-ca given without --tls-key: TLS needs all three"),
         ({"host": "unix:/socket", "tls_cert": "a", "tls_key": "b", "tls_ca": "c"}, "a Unix socket needs no TLS"),
     ],
 )
