@@ -57,7 +57,7 @@ def count_enough(name: str, cause: Cause, num_runs: int, zygote: Zygote) -> list
         found = [take_advice(cause, addresses) for _ in range(num_runs)]
     usual = Counter(advice.more for advice in found).most_common(1)[0][0]
     text = "none" if usual is None else f"{usual[1]} ({usual[0]} to {usual[2]})"
-    enough, too_few = sum(advice.is_enough for advice in found), sum(advice.less_is_too_few for advice in found)
+    enough, too_few = sum(advice.is_enough for advice in found), sum(advice.fewer_are_too_few for advice in found)
     return [name, text, f"{enough}/{num_runs}", f"{too_few}/{num_runs}"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import signal
 import threading
@@ -269,13 +270,21 @@ class Advice(NamedTuple):
 
     Attributes:
         more: Number of further workers: at least, likely, at most; None if none were recommended.
-        is_enough: The loop with the likely number waits for less than 5 % of its time.
-        less_is_too_few: The loop with two thirds of the least number waits for longer.
+        with_likely: Share of waiting with the likely number.
+        with_fewer: Share of waiting with two thirds of the least number.
     """
 
     more: tuple[int, int, int] | None
-    is_enough: bool = False
-    less_is_too_few: bool = False
+    with_likely: float = math.nan
+    with_fewer: float = math.nan
+
+    @property
+    def is_enough(self) -> bool:
+        return self.with_likely < 0.05
+
+    @property
+    def fewer_are_too_few(self) -> bool:
+        return self.with_fewer >= 0.05
 
 
 def take_advice(cause: Cause, addresses: list[str]) -> Advice:
@@ -290,4 +299,4 @@ def take_advice(cause: Cause, addresses: list[str]) -> Advice:
     if more is None:
         return Advice(None)
     low, likely, _high = more
-    return Advice(more, wait_with(likely) < 0.05, wait_with(2 * low // 3) >= 0.05)
+    return Advice(more, wait_with(likely), wait_with(2 * low // 3))
