@@ -22,7 +22,7 @@ help:
 	@echo "make study  run the tests that train and measure examples as their pages say"
 	@echo "make bench  print the tables of benchmarks"
 	@echo "make bench-check  measure what is claimed, and fail below 80 % of what was recorded"
-	@echo "make figures  draw the pictures of the documents, and the numbers of the README, from recorded data"
+	@echo "make figures  draw the pictures of the documents, and write their numbers and quotes, from recorded data"
 	@echo "make lint   check format, style, types and prose"
 	@echo "make docs   build the documentation in docs/_build"
 	@echo "make dist   build sdist and wheel in dist, and run the quickstart with the wheel"

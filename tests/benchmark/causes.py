@@ -1,8 +1,8 @@
 """Is the diagnosis right? Passes that wait for a known reason, many times, with consumers of three speeds.
 
-``python -m tests.benchmark.causes`` prints two Markdown tables: how often the verdict was the cause, and how often as
-many more workers as were recommended ended the waiting. With ``--runs 20`` it takes an hour. As root, it also shapes a
-link.
+``python -m tests.benchmark.causes`` prints two Markdown tables: for each cause how long the loop waited, with any other
+verdicts, and how often as many more workers as were recommended ended the waiting. With ``--runs 20`` it takes an hour.
+As root, it also shapes a link.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tests.benchmark.table import format_table
 from tests.integration.network import why_not
-from tests.integration.waits import CAUSES, POOLS, Cause, one_node, run
+from tests.integration.waits import CAUSES, POOLS, Cause, run, take_advice
 from tests.integration.zygote import Zygote
 
 SPEEDS = (0.5, 1.0, 2.0)
+HEADER = ["cause", *(f"consumer x {speed:g}" for speed in SPEEDS)]
+HEADER_OF_POOLS = ["pool", "more are recommended", "with the likely number below 5 %", "with 2/3 of the least not"]
 
 
 @contextlib.contextmanager
@@ -39,44 +40,31 @@ def forking() -> Iterator[Zygote]:
 
 def count_verdicts(name: str, cause: Cause, num_runs: int, zygote: Zygote) -> list[str]:
     """A row of the first table: for each speed of the consumer, how long the loop waited, and the wrong verdicts."""
-    cells, others = [], Counter[str]()
+    cells = []
     with cause.pool(zygote) as addresses:
         for speed in SPEEDS:
             found = [run(cause, addresses, speed)[0] for _ in range(num_runs)]
-            right = [diagnosis for diagnosis in found if diagnosis.bound in cause.bounds]
-            others.update(diagnosis.bound for diagnosis in found if diagnosis.bound not in cause.bounds)
+            wrong = Counter(diagnosis.bound for diagnosis in found if diagnosis.bound not in cause.bounds)
             shares = sorted({round(100 * diagnosis.wait_share) for diagnosis in found})
-            missed = "" if len(right) == num_runs else f", {num_runs - len(right)} of {num_runs} wrong"
-            cells.append(f"{'-'.join(map(str, shares[:1] + shares[1:][-1:]))} %{missed}")
-    wrong = ", ".join(f"{bound}: {count}" for bound, count in others.items())
-    return [name, *cells, wrong or "-"]
+            others = "".join(f", wrong: {count} {bound}" for bound, count in wrong.items())
+            cells.append(f"{'-'.join(map(str, shares[:1] + shares[1:][-1:]))} %{others}")
+    return [name, *cells]
 
 
-def count_enough(cause: Cause, num_runs: int, zygote: Zygote) -> list[str]:
+def count_enough(name: str, cause: Cause, num_runs: int, zygote: Zygote) -> list[str]:
     """A row of the second table: what was recommended, and what that, and less than that, made of the waiting."""
-    now = cause.options["num_workers"]
-    recommended, enough, too_few = Counter[Any](), 0, 0
-
-    def wait_with(num_workers: int) -> float:
-        other = cause._replace(options={**cause.options, "num_workers": num_workers}, num_batches=300)
-        return run(other, addresses)[0].wait_share
-
-    with one_node(zygote) as addresses:
-        for _ in range(num_runs):
-            more = run(cause, addresses)[0].more_workers
-            recommended[more] += 1
-            if more is not None:
-                enough += wait_with(now + more[1]) < 0.05
-                too_few += wait_with(now + 2 * more[0] // 3) >= 0.05
-    usual = recommended.most_common(1)[0][0]
+    with cause.pool(zygote) as addresses:
+        found = [take_advice(cause, addresses) for _ in range(num_runs)]
+    usual = Counter(advice.more for advice in found).most_common(1)[0][0]
     text = "none" if usual is None else f"{usual[1]} ({usual[0]} to {usual[2]})"
-    return [str(now), text, f"{enough}/{num_runs}", f"{too_few}/{num_runs}"]
+    enough, too_few = sum(advice.is_enough for advice in found), sum(advice.fewer_are_too_few for advice in found)
+    return [name, text, f"{enough}/{num_runs}", f"{too_few}/{num_runs}"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmark.causes", description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="passes of each cause and speed (default: %(default)s)")
-    parser.add_argument("--only", help="names of causes that contain this text")
+    parser.add_argument("--only", help="names of causes and pools that contain this text")
     args = parser.parse_args()
     if args.runs < 1:
         parser.error("--runs must be positive")
@@ -87,22 +75,19 @@ def main() -> None:
             if args.only is not None and args.only not in name:
                 continue
             if reason and "1 Gb/s" in name:
-                rows.append([name, *["-"] * len(SPEEDS), "skipped: this needs root and network namespaces"])
+                rows.append([name, *["-"] * len(SPEEDS)])
                 continue
             rows.append(count_verdicts(name, cause, args.runs, zygote))
             print(rows[-1], flush=True)
-        header = ["cause", *(f"consumer x {speed:g}" for speed in SPEEDS), "other verdicts"]
-        print("\nVerdicts that name the cause, and how much of its time the loop waited:\n")
-        print(format_table(header, rows, 1))
-        if args.only is None or args.only in "more workers":
-            header = [
-                "workers",
-                "more are recommended",
-                "with the likely number below 5 %",
-                "with 2/3 of the least not",
-            ]
-            rows = [count_enough(cause, args.runs, zygote) for cause in POOLS]
-            print(f"\nWhat more workers do:\n\n{format_table(header, rows, 2)}")
+        if rows:
+            print(f"\nHow much of its time the loop waited:\n\n{format_table(HEADER, rows, 1)}")
+        rows = [
+            count_enough(name, cause, args.runs, zygote)
+            for name, cause in POOLS.items()
+            if args.only is None or args.only in name
+        ]
+        if rows:
+            print(f"\nWhat more workers do:\n\n{format_table(HEADER_OF_POOLS, rows, 2)}")
     load = os.getloadavg()[0]
     print(f"\n{args.runs} runs each, {len(os.sched_getaffinity(0))} CPUs, load average {load:.1f} at the end.")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import signal
 import threading
@@ -255,10 +256,47 @@ def run(cause: Cause, addresses: list[str], speed: float = 1.0) -> tuple[Diagnos
         return loader.diagnosis(), loader
 
 
-# Pools of which more workers are needed. They wait for storage: a small machine has no CPUs for
-# more workers that compute.
-POOLS = [
-    Cause(Causes(stall=0.06), 0.006, 150, {"storage"}, {"num_workers": 4}),
-    Cause(Causes(stall=0.04), 0.004, 150, {"storage"}, {"num_workers": 4}),
-    Cause(Causes(stall=0.02), 0.004, 150, {"storage"}, {"num_workers": 2}),
-]
+# Pools of which more workers are needed. Most wait for storage: of two CPUs, one is left for more workers that compute.
+POOLS = {
+    "4 workers, 60 ms of storage": Cause(Causes(stall=0.06), 0.006, 150, {"storage"}, {"num_workers": 4}),
+    "4 workers, 40 ms of storage": Cause(Causes(stall=0.04), 0.004, 150, {"storage"}, {"num_workers": 4}),
+    "2 workers, 20 ms of storage": Cause(Causes(stall=0.02), 0.004, 150, {"storage"}, {"num_workers": 2}),
+    "1 worker, 10 ms of CPU": Cause(Causes(cpu=0.01), 0.008, 150, {"workers"}, {"num_workers": 1}),
+}
+
+
+class Advice(NamedTuple):
+    """What was recommended, and what came of it.
+
+    Attributes:
+        more: Number of further workers: at least, likely, at most; None if none were recommended.
+        with_likely: Share of waiting with the likely number.
+        with_fewer: Share of waiting with two thirds of the least number.
+    """
+
+    more: tuple[int, int, int] | None
+    with_likely: float = math.nan
+    with_fewer: float = math.nan
+
+    @property
+    def is_enough(self) -> bool:
+        return self.with_likely < 0.05
+
+    @property
+    def fewer_are_too_few(self) -> bool:
+        return self.with_fewer >= 0.05
+
+
+def take_advice(cause: Cause, addresses: list[str]) -> Advice:
+    """Run a pass, and then others with as many workers as its diagnosis recommends, and with fewer."""
+    now = cause.options["num_workers"]
+
+    def wait_with(more: int) -> float:
+        other = cause._replace(options={**cause.options, "num_workers": now + more}, num_batches=300)
+        return run(other, addresses)[0].wait_share
+
+    more = run(cause, addresses)[0].more_workers
+    if more is None:
+        return Advice(None)
+    low, likely, _high = more
+    return Advice(more, wait_with(likely), wait_with(2 * low // 3))

@@ -1,4 +1,4 @@
-"""``make figures``: draw the pictures of the documents, and write the numbers of the README, from recorded data.
+"""``make figures``: draw the pictures of the documents, and write numbers and quotes into them, from recorded data.
 
 ::
 
@@ -52,9 +52,12 @@ def draw() -> dict[Path, str]:
         "waiting-stages": waiting.draw_stages(waits),
         "waiting-capacities": waiting.draw_capacities(waits),
     }
-    readme = ROOT / "README.md"
-    found = {FOLDER / f"{name}.svg": text for name, text in pictures.items()}
-    return {**found, readme: numbers.put_numbers(readme.read_text(), numbers.make_numbers(lost))}
+    readme, page = ROOT / "README.md", ROOT / "docs" / "waiting.md"
+    return {
+        **{FOLDER / f"{name}.svg": text for name, text in pictures.items()},
+        readme: numbers.put_numbers(readme.read_text(), numbers.make_numbers(lost)),
+        page: waiting.put_quotes(page.read_text(), waits),
+    }
 
 
 def main() -> None:

@@ -1,17 +1,24 @@
-"""The pictures of ``docs/waiting-measured.md``, of passes that wait for known reasons.
+"""The pictures of passes that wait for known reasons, and the quotes of what the diagnosis said of them.
 
-They are part of the page, and lines and letters have its colour, light or dark.
+The pictures are part of ``docs/waiting.md`` and ``docs/waiting-measured.md``; lines and letters have their colour,
+light or dark.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from typing import Any
 
 from tests.benchmark.causes import forking
 from tests.integration.waits import CAUSES, run
 
-NAMES = ("workers", "storage", "collate", "network", "window, bytes", "none")
+# One for each bound, but for `device_copy` and `unclear`.
+NAMES = (
+    "none", "start", "workers", "collate", "storage", "oversubscribed", "node", "network", "trainer: receiving",
+    "sampler", "window, bytes", "straggler",
+)  # fmt: skip
 
 # Where a batch is, from the window to its turn, with colours that differ on white and on black.
 STAGES = {
@@ -40,6 +47,23 @@ def record() -> dict[str, Any]:
     return found
 
 
+def put_quotes(page: str, found: dict[str, Any]) -> str:
+    """Return the page with what was said of each bound as the quote of its section.
+
+    Raises:
+        ValueError: The page has no such section, or one without a quote.
+    """
+    for one in found.values():
+        lines = textwrap.wrap(one["text"], 118, break_long_words=False, break_on_hyphens=False)
+        quote = "".join(f"> {line}\n" for line in lines)
+        section = rf"^### `{one['bound']}`\n(?:(?![#>]).*\n)*((?:>.*\n)+)"
+        place = re.search(section, page, re.MULTILINE)
+        if place is None:
+            raise ValueError(f"the page has no section with a quote for the bound {one['bound']}")
+        page = page[: place.start(1)] + quote + page[place.end(1) :]
+    return page
+
+
 def write(name: str, title: str, text: str, height: int, lines: list[str]) -> str:
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img" '
@@ -66,13 +90,13 @@ def legend(colours: dict[str, str], y: float) -> list[str]:
 
 
 def draw_stages(found: dict[str, Any]) -> str:
-    """A bar for each pass: where its batches spend their time."""
+    """A bar for each bound: where its batches spend their time."""
     lines = legend(STAGES, 20)
-    for row, (name, one) in enumerate(found.items()):
+    for row, one in enumerate(found.values()):
         y, x = 38.0 + row * _ROW, float(_LEFT)
         seconds = {stage: one["stages"][stage] for stage in STAGES}
         total = sum(seconds.values())
-        lines.append(label(8, y + 16, name))
+        lines.append(label(8, y + 16, one["bound"]))
         for stage, value in seconds.items():
             width = value / total * (_RIGHT - _LEFT)
             shown = f"{stage}: {1e3 * value:.3g} ms"
@@ -82,12 +106,12 @@ def draw_stages(found: dict[str, Any]) -> str:
             )
             x += width
         lines.append(label(_RIGHT + 8, y + 16, f"{1e3 * total:.3g} ms"))
-    text = "For each cause, the share of the time between sampler and delivery that a batch spends in each stage."
+    text = "For each bound, the share of the time between sampler and delivery that a batch spends in each stage."
     return write("waiting-stages", "Where batches are", text, 38 + _ROW * len(found), lines)
 
 
 def draw_capacities(found: dict[str, Any]) -> str:
-    """A row for each pass: what each part could do, and what the loop would take."""
+    """A row for each bound: what each part could do, and what the loop would take."""
     rates = [rate for one in found.values() for rate in (one["demand"], *one["capacities"].values())]
     low, high = math.floor(math.log10(min(rates))), math.ceil(math.log10(max(rates)))
 
@@ -101,14 +125,17 @@ def draw_capacities(found: dict[str, Any]) -> str:
         lines.append(f'<path d="M{x:.1f} 36 V{bottom}" stroke="currentColor" opacity="0.2"/>')
         lines.append(label(x, bottom + 16, f"{10**power:,}" if power >= 0 else f"{10.0**power:g}", "middle"))
     lines.append(label(8, bottom + 16, "batches/s"))
-    for row, (name, one) in enumerate(found.items()):
+    for row, one in enumerate(found.values()):
         y, x = 56.0 + row * _ROW, at(one["demand"])
-        lines += [label(8, y + 4, name), f'<path d="M{x:.1f} {y - 12} v24" stroke="currentColor" stroke-width="3"/>']
+        lines += [
+            label(8, y + 4, one["bound"]),
+            f'<path d="M{x:.1f} {y - 12} v24" stroke="currentColor" stroke-width="3"/>',
+        ]
         for part, colour in PARTS.items():
             if (rate := one["capacities"].get(part)) is not None:
                 shown = f"<title>{part}: {rate:,.0f} batches per second</title>"
                 # A ring, for what is behind it: a full pipeline has what the window allows in flight.
                 look = f'fill="none" stroke="{colour}" stroke-width="3"' if part == "window" else f'fill="{colour}"'
                 lines.append(f'<circle cx="{at(rate):.1f}" cy="{y:.1f}" r="6" {look}>{shown}</circle>')
-    text = "For each cause, the capacity of each part in batches per second, and the demand of the loop."
+    text = "For each bound, the capacity of each part in batches per second, and the demand of the loop."
     return write("waiting-capacities", "Capacities against demand", text, bottom + 24, lines)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
 
+from rpcdataloader.diagnosis.words import WORDS
 from tests.benchmark.claims import CLAIMS
 from tests.benchmark.pictures import __main__ as pictures
-from tests.benchmark.pictures import losses, numbers, results, terminal
+from tests.benchmark.pictures import losses, numbers, results, terminal, waiting
 from tests.benchmark.pictures.svg import Scale, ticks
 from tests.benchmark.recorded import load
+from tests.integration.waits import CAUSES
 
 DRAWN = pictures.draw()
 
@@ -52,6 +55,24 @@ def test_table_of_claims_is_that_of_the_recorded_ratios():
         row = rows[claim.goal.work, claim.goal.against]
         worst = max if claim.goal.at_most else min
         assert recorded[name] == worst(float(row["ratio"]), float(row["on a slower machine"])), name
+
+
+def test_quotes_are_of_one_real_pass_for_each_bound_in_the_words_of_today():
+    waits = json.loads((pictures.FOLDER / "waiting.json").read_text())
+    assert tuple(waits) == waiting.NAMES
+    assert [one["bound"] for one in waits.values()] == [b for b in WORDS if b not in ("device_copy", "unclear")]
+    for name, one in waits.items():
+        assert one["bound"] in CAUSES[name].bounds
+        sentence = ".*".join(map(re.escape, re.split(r"{.*?}", WORDS[one["bound"]].sentence)))
+        assert re.fullmatch(sentence, one["text"])
+
+
+def test_quote_is_put_below_the_heading_of_its_bound():
+    found = {"a cause": {"bound": "workers", "text": "New words."}}
+    page = "### `workers`\n\nMeaning\nof it.\n\n> Old\n> words.\n\n### `node`\n\n> Other words.\n"
+    assert waiting.put_quotes(page, found) == page.replace("> Old\n> words.", "> New words.")
+    with pytest.raises(ValueError, match="no section with a quote for the bound workers"):
+        waiting.put_quotes("### `workers`\n\n### `node`\n\n> Other words.\n", found)
 
 
 def test_a_page_without_a_place_for_the_numbers_is_refused():

@@ -1,0 +1,72 @@
+"""The files, events and actions that the design pages and CONTRIBUTING.md name are those of the package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rpcdataloader.plan import actions
+from rpcdataloader.plan.crew import Crew
+from rpcdataloader.plan.engine import Engine
+from rpcdataloader.plan.table import Table
+
+ROOT = Path(__file__).parents[2]
+PAGES = {path.name: path.read_text() for path in [ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("design*.md")]}
+FOLDERS = {path.name for path in (ROOT / "rpcdataloader").iterdir() if (path / "__init__.py").exists()}
+
+
+def missing_files(page: str) -> list[str]:
+    """The files and folders of a page that do not exist; a bare name is in the folder of the path before it."""
+    missing, folder = [], ROOT
+    for name in re.findall(r"`([\w.-]+(?:/[\w.-]+)*(?:\.py|/)|tests/[\w/]+)`", page):
+        found = [place / name for place in (ROOT, ROOT / "rpcdataloader") if (place / name).exists()]
+        if "/" in name and found:
+            folder = found[0].parent
+        elif not found and not (folder / name).exists():
+            missing.append(name)
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_of_page_exist(page):
+    assert missing_files(PAGES[page]) == []
+
+
+def test_a_missing_file_is_found():
+    page = (
+        "`rpcdataloader/plan/engine.py`, `crew.py`, `driver.py`, `plan/none.py`, `tests/none`, `none/`, `figures.json`"
+    )
+    assert missing_files(page) == ["driver.py", "plan/none.py", "tests/none", "none/"]
+
+
+def column_of(page: str, title: str) -> list[str]:
+    """The names in the first column of the table under this title."""
+    (table,) = re.findall(rf"^\| {title} \|.*\n\|[-| ]*\n((?:\|.*\n)+)", PAGES[page], re.MULTILINE)
+    return [name for row in table.splitlines() for name in re.findall(r"`([\w.]+)`", row.split("|")[1])]
+
+
+def test_actions_of_page_are_those_of_the_engine():
+    classes = [kind.__name__ for kind in actions.Action.__args__ if isinstance(kind, type)]
+    origins = [kind.__origin__.__name__ for kind in actions.Action.__args__ if not isinstance(kind, type)]
+    assert sorted(column_of("design-scheduling.md", "action")) == sorted(classes + origins)
+
+
+def test_events_of_page_are_those_that_the_engine_is_fed():
+    parts = {"table": Table, "crew": Crew}
+    named = set()
+    for name in column_of("design-scheduling.md", "event"):
+        part, _, event = name.rpartition(".")
+        assert hasattr(parts.get(part, Engine), event), name
+        named.add(event)
+    fed = re.findall(
+        r"\bengine\.(?:table\.|crew\.)?(\w+)\(",
+        "".join(path.read_text() for path in (ROOT / "rpcdataloader" / "loader").glob("*.py")),
+    )
+    # Questions, and the end of a pass.
+    assert set(fed) - named == {"act", "due", "stream_of", "forget"}
+
+
+def test_folders_of_the_layout_are_those_of_the_package():
+    assert set(column_of("CONTRIBUTING.md", "folder")) == FOLDERS
