@@ -60,6 +60,7 @@ class RemoteIterator:
 
     Attributes:
         driver: State of the pass, to which its workers refer.
+        is_told: True once the diagnosis of this pass is logged, or if it must not be.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class RemoteIterator:
         self._reported_length = reported_length
         self._drawn: Task | None = None  # from the sampler, not yet in the engine
         self._ready = 0.0  # seconds asleep while a later batch was here
-        self._is_told = False  # True once the diagnosis of this pass is logged
+        self.is_told = False
         self._timed: tuple[Probe, Copies] | None = None  # the last probe
         self._is_shown = False  # True while a profiler shows the present work
         with undone_afterwards(saved):
@@ -298,8 +299,8 @@ class RemoteIterator:
 
     def _tell(self) -> None:
         """Log, once at the end of a pass, why the loop has waited, if it has."""
-        if not self._is_told:
-            self._is_told = True
+        if not self.is_told:
+            self.is_told = True
             diagnosis = self.driver.diagnosis()
             if diagnosis.wait_share >= _TOLD_SHARE:
                 logger.info("%s%s", self._settings.partition.label, diagnosis.text)
@@ -332,7 +333,7 @@ class RemoteIterator:
         self._reported_length = reported_length
         self._drawn = None
         self._ready = 0.0
-        self._is_told = False
+        self.is_told = False
         self.driver.begin_epoch()
         self._advance(wants_input=True, began=time.monotonic())
 

@@ -106,9 +106,10 @@ class LoaderTools(DataLoader[_T_co]):
     def replay(self, num_batches: int = 20) -> Iterator[_T_co]:
         """Take a few batches, then repeat them without end, to measure the training loop without a loader.
 
-        The batches are taken here, in a pass of their own that :meth:`state_dict` does not count. They stay in memory,
-        with ``device`` on the device. A loop that changes a batch in place gets the changed batch again: clone what it
-        changes.
+        The batches are taken here, in a pass of their own that :meth:`state_dict` and :meth:`diagnosis` do not count.
+        It has workers of its own, so a pass under way goes on, also with ``persistent_workers``. The batches stay in
+        memory, with ``device`` on the device. A loop that changes a batch in place gets the changed batch again: clone
+        what it changes.
 
         Args:
             num_batches: Number of batches to take; all of a loader that has fewer.
@@ -119,11 +120,11 @@ class LoaderTools(DataLoader[_T_co]):
         """
         if num_batches < 1:
             raise ValueError(f"num_batches must be at least 1, not {num_batches}")
-        before = self._saved, self._progress
-        try:
-            batches = list(itertools.islice(self, num_batches))
-        finally:
-            self._saved, self._progress = before
+        # A copy has no pass, state or trace of its own yet.
+        collecting = iter(copy.copy(self))
+        if isinstance(collecting, RemoteIterator):
+            collecting.is_told = True  # its waits say nothing about the loop
+        batches = list(itertools.islice(collecting, num_batches))
         if not batches:
             raise ValueError("there is nothing to replay: the loader has no batches")
         return itertools.cycle(batches)
