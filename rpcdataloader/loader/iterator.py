@@ -33,7 +33,7 @@ from rpcdataloader.wire.status import LoopStatus, Value
 logger = logging.getLogger("rpcdataloader.loader")
 
 # The names of the ranges of torch's loaders, which its profiler finds by the beginning.
-_RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
+RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
 
 # Seconds without news after which a loop is not reported: another loop may be running inside it.
 _PAUSE = 60.0
@@ -126,7 +126,7 @@ class RemoteIterator:
     def _profiled_next(self) -> Any:
         self._is_shown = True
         try:
-            with torch.profiler.record_function(_RANGE):
+            with torch.profiler.record_function(RANGE):
                 return self._next()
         finally:
             self._is_shown = False
@@ -262,10 +262,10 @@ class RemoteIterator:
         driver, engine = self.driver, self.driver.engine
         while True:
             if wants_input and self._drawn is None:
-                if began < driver.recorder.next_probe:
+                if began < driver.recorder.next_probe and not self._is_shown:
                     self._drawn = next(driver.begun.source, None)
                 else:
-                    self._draw_probe()
+                    self._draw(began)
             with driver.condition:
                 if wants_input:
                     if self._drawn is None:
@@ -277,17 +277,17 @@ class RemoteIterator:
                 now = time.monotonic()
                 todo = driver.act(now)
             if todo is not None:
-                driver.carry_out(todo)
+                _shown("send", driver.carry_out, todo) if self._is_shown else driver.carry_out(todo)
             if not wants_input:
                 return now
 
-    def _draw_probe(self) -> None:
-        began = time.monotonic()
-        source = self.driver.begun.source
+    def _draw(self, began: float) -> None:
+        """Draw a task that is a probe, or shown."""
+        source, recorder, since = self.driver.begun.source, self.driver.recorder, time.monotonic()
         self._drawn = task = _shown("draw", next, source, None) if self._is_shown else next(source, None)
-        if task is not None:
-            ended = time.monotonic()
-            task.probe = self.driver.recorder.probe(ended, ended - began, task.number)
+        if task is not None and began >= recorder.next_probe:
+            now = time.monotonic()
+            task.probe = recorder.probe(now, now - since, task.number)
 
     def _explained(self, error: BaseException, task: Task) -> BaseException:
         """Add to an error the rank and, after a timeout, the last stack of the task."""
