@@ -162,6 +162,8 @@ class Client:
         for watcher in watchers:
             watcher.close()
         self.alarm.close()
+        if self.reporter.num_failures:
+            logger.warning("%d reports of how the training loops do have failed", self.reporter.num_failures)
         if self._janitor is not None:
             self._janitor.close()
         connections = [each for node in nodes for session in node.sessions for each in session.connections()]
@@ -274,7 +276,8 @@ if hasattr(os, "register_at_fork"):
 class Reporter:
     """Tells node servers, every few seconds, how the training loops of this process do; thread-safe.
 
-    The alarm's thread sends one small message without reply per node server. Errors are logged once, and end nothing.
+    The alarm's thread sends one small message without reply per node server. Errors end nothing: the first one is
+    logged, and, when the client closes, their number.
     """
 
     def __init__(self, alarm: Alarm, find_nodes: Callable[[], Sequence[Node]]) -> None:

@@ -8,10 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch.autograd import profiler
+
 from rpcdataloader.fetch.batch_loader import BatchLoader, StreamState
 from rpcdataloader.fetch.samples import Reduced
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.loader.copying import make_carrier, pin
+from rpcdataloader.loader.iterator import RANGE
 from rpcdataloader.loader.passes import begin_epoch, begin_pass, loader_spec, undone_afterwards, warn_if_longer
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import check_one_stream
@@ -46,6 +50,12 @@ class InlineIterator:
         return self
 
     def __next__(self) -> Any:
+        if not profiler._is_profiler_enabled:
+            return self._next()
+        with torch.profiler.record_function(RANGE):
+            return self._next()
+
+    def _next(self) -> Any:
         while type(batch := self._load_next()) is Reduced:
             self.progress.account_reduced(batch, self._settings.max_skipped)
             if not batch.is_empty:

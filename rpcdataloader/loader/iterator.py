@@ -33,7 +33,7 @@ from rpcdataloader.wire.status import LoopStatus, Value
 logger = logging.getLogger("rpcdataloader.loader")
 
 # The names of the ranges of torch's loaders, which its profiler finds by the beginning.
-_RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
+RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
 
 # Seconds without news after which a loop is not reported: another loop may be running inside it.
 _PAUSE = 60.0
@@ -60,6 +60,7 @@ class RemoteIterator:
 
     Attributes:
         driver: State of the pass, to which its workers refer.
+        is_told: True once the diagnosis of this pass is logged, or if it must not be.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class RemoteIterator:
         self._reported_length = reported_length
         self._drawn: Task | None = None  # from the sampler, not yet in the engine
         self._ready = 0.0  # seconds asleep while a later batch was here
-        self._is_told = False  # True once the diagnosis of this pass is logged
+        self.is_told = False
         self._timed: tuple[Probe, Copies] | None = None  # the last probe
         self._is_shown = False  # True while a profiler shows the present work
         with undone_afterwards(saved):
@@ -125,7 +126,7 @@ class RemoteIterator:
     def _profiled_next(self) -> Any:
         self._is_shown = True
         try:
-            with torch.profiler.record_function(_RANGE):
+            with torch.profiler.record_function(RANGE):
                 return self._next()
         finally:
             self._is_shown = False
@@ -261,10 +262,10 @@ class RemoteIterator:
         driver, engine = self.driver, self.driver.engine
         while True:
             if wants_input and self._drawn is None:
-                if began < driver.recorder.next_probe:
+                if began < driver.recorder.next_probe and not self._is_shown:
                     self._drawn = next(driver.begun.source, None)
                 else:
-                    self._draw_probe()
+                    self._draw(began)
             with driver.condition:
                 if wants_input:
                     if self._drawn is None:
@@ -276,17 +277,17 @@ class RemoteIterator:
                 now = time.monotonic()
                 todo = driver.act(now)
             if todo is not None:
-                driver.carry_out(todo)
+                _shown("send", driver.carry_out, todo) if self._is_shown else driver.carry_out(todo)
             if not wants_input:
                 return now
 
-    def _draw_probe(self) -> None:
-        began = time.monotonic()
-        source = self.driver.begun.source
+    def _draw(self, began: float) -> None:
+        """Draw a task that is a probe, or shown."""
+        source, recorder, since = self.driver.begun.source, self.driver.recorder, time.monotonic()
         self._drawn = task = _shown("draw", next, source, None) if self._is_shown else next(source, None)
-        if task is not None:
-            ended = time.monotonic()
-            task.probe = self.driver.recorder.probe(ended, ended - began, task.number)
+        if task is not None and began >= recorder.next_probe:
+            now = time.monotonic()
+            task.probe = recorder.probe(now, now - since, task.number)
 
     def _explained(self, error: BaseException, task: Task) -> BaseException:
         """Add to an error the rank and, after a timeout, the last stack of the task."""
@@ -298,8 +299,8 @@ class RemoteIterator:
 
     def _tell(self) -> None:
         """Log, once at the end of a pass, why the loop has waited, if it has."""
-        if not self._is_told:
-            self._is_told = True
+        if not self.is_told:
+            self.is_told = True
             diagnosis = self.driver.diagnosis()
             if diagnosis.wait_share >= _TOLD_SHARE:
                 logger.info("%s%s", self._settings.partition.label, diagnosis.text)
@@ -332,7 +333,7 @@ class RemoteIterator:
         self._reported_length = reported_length
         self._drawn = None
         self._ready = 0.0
-        self._is_told = False
+        self.is_told = False
         self.driver.begin_epoch()
         self._advance(wants_input=True, began=time.monotonic())
 

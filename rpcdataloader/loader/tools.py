@@ -25,7 +25,7 @@ from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import VERSION, end_pass, state_of_rank, to_state
 from rpcdataloader.loader.tasks import Progress
-from rpcdataloader.loader.tracing import Trace, trace_of_process
+from rpcdataloader.loader.tracing import Trace, begin_trace, trace_of_process
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -73,27 +73,28 @@ class LoaderTools(DataLoader[_T_co]):
         Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` show it, and :doc:`waiting` explains it. Batches
         drawn before the block are left out. The file has at most 50 MB, and so has its predecessor,
         ``trace.before.json``; older data is dropped. The environment variable ``RPCDATALOADER_TRACE`` does the same for
-        all loaders of a process.
+        all loaders of a process. A file that cannot be written is a warning, and the block runs without it.
 
         Args:
             path: Path of the file, in which ``{rank}`` stands for the rank of this process.
 
         Raises:
             LocalProtocolError: The loader has no workers (``num_workers=0``, ``workers="inline"``).
-            OSError: The file cannot be written.
-            ValueError: Several ranks have the same ``path``.
         """
         self._check_has_workers("a trace")
-        trace = self._trace = Trace(path)
-        if self._recorder is not None:
-            self._recorder.follow(trace)
+        before, trace = self._trace, begin_trace(path)
+        self._follow_trace(trace or before)
         try:
             yield
         finally:
-            self._trace = None
-            if self._recorder is not None:
-                self._recorder.follow(trace_of_process())
-            trace.close()
+            self._follow_trace(before)
+            if trace is not None:
+                trace.close()
+
+    def _follow_trace(self, trace: Trace | None) -> None:
+        self._trace = trace
+        if self._recorder is not None:
+            self._recorder.follow(trace or trace_of_process())
 
     def _check_has_workers(self, purpose: str) -> None:
         if self._where is None or isinstance(self._where, Inline):
@@ -105,9 +106,10 @@ class LoaderTools(DataLoader[_T_co]):
     def replay(self, num_batches: int = 20) -> Iterator[_T_co]:
         """Take a few batches, then repeat them without end, to measure the training loop without a loader.
 
-        The batches are taken here, in a pass of their own that :meth:`state_dict` does not count. They stay in memory,
-        with ``device`` on the device. A loop that changes a batch in place gets the changed batch again: clone what it
-        changes.
+        The batches are taken here, in a pass of their own that :meth:`state_dict` and :meth:`diagnosis` do not count.
+        It has workers of its own, so a pass under way goes on, also with ``persistent_workers``. The batches stay in
+        memory, with ``device`` on the device. A loop that changes a batch in place gets the changed batch again: clone
+        what it changes.
 
         Args:
             num_batches: Number of batches to take; all of a loader that has fewer.
@@ -118,11 +120,11 @@ class LoaderTools(DataLoader[_T_co]):
         """
         if num_batches < 1:
             raise ValueError(f"num_batches must be at least 1, not {num_batches}")
-        before = self._saved, self._progress
-        try:
-            batches = list(itertools.islice(self, num_batches))
-        finally:
-            self._saved, self._progress = before
+        # A copy has no pass, state or trace of its own yet.
+        collecting = iter(copy.copy(self))
+        if isinstance(collecting, RemoteIterator):
+            collecting.is_told = True  # its waits say nothing about the loop
+        batches = list(itertools.islice(collecting, num_batches))
         if not batches:
             raise ValueError("there is nothing to replay: the loader has no batches")
         return itertools.cycle(batches)

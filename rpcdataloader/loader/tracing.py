@@ -1,7 +1,8 @@
 """Trace files: ``RPCDATALOADER_TRACE=trace.json``, and ``loader.trace("trace.json")``.
 
 A file is a JSON array that lacks its last bracket until it is closed. Only whole events are written, so the file of a
-killed script can be opened, too. Problems with a file are logged once, and never end a training.
+killed script can be opened, too. A problem with a file is logged once, and never ends a training. At its end, the trace
+says how many batches it lacks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ logger = logging.getLogger("rpcdataloader.loader")
 
 VARIABLE = "RPCDATALOADER_TRACE"
 
-# Size at which a new file begins; its predecessor is kept: 100 MB in all.
+# Most bytes of a file. Then a new one begins, and its predecessor is kept: 100 MB in all.
 MAX_FILE_BYTES = 50_000_000
 
 # Bytes of pending events, or seconds since the last write, after which events are written.
@@ -55,11 +56,10 @@ class Trace:
         self._descriptor: int | None = None
         self._buffer = bytearray()
         self._size_bytes, self._write_at = 0, 0.0  # of the file, and time of the next write
-        try:
-            self._begin_file()
-            self._before.unlink(missing_ok=True)
-        except OSError as error:
-            raise type(error)(error.errno, f"cannot write a trace: {error.strerror}", str(self.path)) from None
+        self._num_unwritten = 0  # batches since the last write
+        self._begin_file()
+        with contextlib.suppress(OSError):
+            self._before.unlink()
         self._pid = os.getpid()
 
     @property
@@ -70,6 +70,7 @@ class Trace:
     def __call__(self, probe: Probe, setup: Setup, worker: int) -> None:
         """Add a batch that the calling thread was delivered."""
         with self._lock, self._never_failing():
+            self._num_unwritten += 1
             if self._descriptor is None or os.getpid() != self._pid:
                 return
             consumer = f"consumer ({threading.current_thread().name})"
@@ -82,11 +83,17 @@ class Trace:
 
     def close(self) -> None:
         """Write pending events; idempotent."""
-        with self._lock, self._never_failing():
-            if self._descriptor is not None and os.getpid() == self._pid:
-                self._buffer += _END
-                self._write_buffer(self._descriptor)
-                self._close_file()
+        with self._lock:
+            if os.getpid() != self._pid:
+                return
+            with self._never_failing():
+                if self._descriptor is not None:
+                    self._buffer += _END
+                    self._write_buffer(self._descriptor)
+                    self._close_file()
+            if self._num_unwritten:
+                logger.warning("the trace %s lacks the last %d batches", self.path, self._num_unwritten)
+                self._num_unwritten = 0
 
     @contextlib.contextmanager
     def _never_failing(self) -> Iterator[None]:
@@ -97,34 +104,37 @@ class Trace:
             logger.warning("the trace %s ends here, and the training goes on: %r", self.path, error)
             self._close_file()
 
-    def _begin_file(self) -> None:
-        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    def _begin_file(self) -> int:
+        self._descriptor = descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            # A second process would write into the middle.
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(self._descriptor, 0)
+            # A second trace would write into the middle.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
         except OSError as error:
             self._close_file()
             if isinstance(error, BlockingIOError):
-                raise BlockingIOError(error.errno, "another process writes it") from None
+                raise BlockingIOError(error.errno, "another trace is being written there") from None
             raise
         self._size_bytes, self._write_at = 0, 0.0
         self._buffer = bytearray(b"[\n" + ",\n".join(self._tracks.names).encode())
+        return descriptor
 
     def _write_buffer(self, descriptor: int) -> None:
-        data = bytes(self._buffer)
-        self._buffer.clear()
-        try:
-            _write(descriptor, data)
-        except OSError:
-            os.ftruncate(descriptor, self._size_bytes)  # without half an event
-            raise
-        self._size_bytes += len(data)
-        if self._size_bytes >= MAX_FILE_BYTES:
+        if self._size_bytes + len(self._buffer) + len(_END) > MAX_FILE_BYTES:
             _write(descriptor, _END)
             self._close_file()
             self.path.replace(self._before)
-            self._begin_file()
+            events = self._buffer
+            descriptor = self._begin_file()
+            self._buffer += events
+        try:
+            _write(descriptor, bytes(self._buffer))
+        except OSError:
+            os.ftruncate(descriptor, self._size_bytes)  # without half an event
+            raise
+        self._size_bytes += len(self._buffer)
+        self._buffer.clear()
+        self._num_unwritten = 0
 
     def _close_file(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
@@ -154,15 +164,21 @@ def trace_of_process() -> Trace | None:
     """The environment's trace, the same for all loaders; None without one, or after a failure."""
     path = os.environ.get(VARIABLE)
     with _opening:
-        return _open(path, os.getpid()) if path else None
+        return _begin_once(path, os.getpid()) if path else None
 
 
 @functools.cache
-def _open(path: str, _pid: int) -> Trace | None:
-    try:
-        trace = Trace(path)
-    except (OSError, ValueError) as error:
-        logger.warning("cannot write the trace of %s=%s: %s", VARIABLE, path, error)
-        return None
-    atexit.register(trace.close)
+def _begin_once(path: str, _pid: int) -> Trace | None:
+    trace = begin_trace(path)
+    if trace is not None:
+        atexit.register(trace.close)
     return trace
+
+
+def begin_trace(path: str | os.PathLike[str]) -> Trace | None:
+    """Begin a trace; None, with a warning, if its file cannot be written, or is that of several ranks."""
+    try:
+        return Trace(path)
+    except (OSError, ValueError) as error:
+        logger.warning("cannot write the trace %s, and the training goes on without it: %s", path, error)
+        return None

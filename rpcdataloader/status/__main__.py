@@ -40,8 +40,9 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="State of node servers: their clients, what these wait for, their workers, and the work done.",
         epilog="Exit status: 0 if all node servers are ready, 1 if one is unreachable or drains, or if "
-        "none is found, 2 for a wrong command line, secret, certificate or version. Secret and certificates "
-        "come from the same variables as for a training script: RPCDATALOADER_TOKEN_FILE and so on.",
+        "none is found, 2 for a wrong command line, secret, certificate or version, or if the output cannot be "
+        "written. Secret and certificates come from the same variables as for a training script: "
+        "RPCDATALOADER_TOKEN_FILE and so on.",
     )
     parser.add_argument(
         "places",
@@ -81,7 +82,8 @@ def make_parser() -> argparse.ArgumentParser:
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not 0 < seconds <= threading.TIMEOUT_MAX or math.isnan(seconds):
-        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got {text}")
+        limit = f"below {threading.TIMEOUT_MAX:.3g}"
+        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0 and {limit}, got {text}")
     return seconds
 
 
@@ -127,6 +129,10 @@ def _show(options: argparse.Namespace, nodes: Nodes) -> int:
     except BrokenPipeError:
         # The reader has closed the pipe; the rest of the buffer must not be written at exit.
         sys.stdout = None
+    except OSError as exc:
+        sys.stdout = None
+        sys.stderr.write(f"cannot write the status: {exc.strerror}\n")
+        return 2
     return 1 if nodes.document is None else int(nodes.document["exit_status"])
 
 

@@ -52,9 +52,12 @@ _PAGE = Path(__file__).with_name("page")
 def parse_place(text: str) -> Address:
     """Read ``[HOST:]PORT``; port 0 is any free one. Raises ``ValueError`` if ``text`` is malformed."""
     host, _, port = text.rpartition(":")
-    address = Address.parse(f"{host or '127.0.0.1'}:{'1' if port == '0' else port}")
-    if address.is_unix:
-        raise ValueError(f"cannot read the address {text!r}: write PORT or HOST:PORT")
+    try:
+        address = Address.parse(f"{host or '127.0.0.1'}:{'1' if port == '0' else port}")
+    except ValueError:
+        address = Address()
+    if not address.host:
+        raise ValueError(f"cannot read the address {text!r}: write PORT, HOST:PORT or [IPv6 address]:PORT")
     return dataclasses.replace(address, port=0) if port == "0" else address
 
 

@@ -39,6 +39,8 @@ def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: 
     for client in document["clients"]:
         for loop in client["loops"]:
             lines += _describe_loop(_name(client), loop, why)
+        if client["num_workers"] and not client["loops"]:
+            lines.append(f"{_name(client)}: no loop is under way, or none has been reported")
     lines += _describe_errors([client for node in answered for client in node["clients"]])
     if workers:
         for node in answered:

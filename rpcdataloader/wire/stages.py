@@ -1,4 +1,4 @@
-"""Durations of one batch on its way: 28 bytes that a worker sends behind its reply, and how the reply arrived. Pure.
+"""Durations of one batch on its way: 32 bytes that a worker sends behind its reply, and how the reply arrived. Pure.
 
 Durations only, so that the clocks of two machines need not agree. Every reply carries the times of fetch and collate in
 its pickle. The others are measured where the request asks for it, and follow the pickle.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rpcdataloader.errors import RemoteProtocolError
 
 # Without the two that every reply carries.
-_LAYOUT = struct.Struct("<7f")
+_LAYOUT = struct.Struct("<8f")
 
 SIZE_BYTES = _LAYOUT.size
 
@@ -45,6 +45,7 @@ class Stages(NamedTuple):
         sending: Time since the previous measured reply that the connection had unacknowledged data
             (``tcpi_busy_time``); 0 for a Unix socket.
         peer_limited: Part of ``sending`` that the receive window of the trainer was full (``tcpi_rwnd_limited``).
+        own_limited: Part of ``sending`` that the send buffer of the worker was full (``tcpi_sndbuf_limited``).
     """
 
     fetch: float = 0.0
@@ -56,6 +57,7 @@ class Stages(NamedTuple):
     runqueue: float = 0.0
     sending: float = 0.0
     peer_limited: float = 0.0
+    own_limited: float = 0.0
 
     @property
     def task(self) -> float:

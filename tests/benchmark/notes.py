@@ -99,13 +99,14 @@ _ITERATOR = {
 """,
     "                    blocked += self._wait(deadline)": "                    self._wait(deadline)",
     "            return 0.0  # a stream": "            return  # a stream",
-    """                if began < driver.recorder.next_probe:
+    """                if began < driver.recorder.next_probe and not self._is_shown:
                     self._drawn = next(driver.begun.source, None)
                 else:
-                    self._draw_probe()
+                    self._draw(began)
 """: """                self._drawn = next(driver.begun.source, None)
 """,
     "self._profiled_next() if profiler._is_profiler_enabled else self._next()": "self._next()",
+    '_shown("send", driver.carry_out, todo) if self._is_shown else driver': "driver",
     '_shown("wait", driver.condition.wait, seconds) if self._is_shown else driver': "driver",
 }
 

