@@ -46,7 +46,6 @@ from torch.utils.data import Dataset, DistributedSampler
 from tqdm import tqdm
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.errors import LocalProtocolError
 
 
 class Digits(Dataset[tuple[Tensor, int]]):
@@ -140,10 +139,7 @@ def evaluate(network: nn.Module, loader: RPCDataloader, device: torch.device) ->
 
 def describe_waiting(loader: RPCDataloader) -> tuple[float, str]:
     """Return the share of its time that the loop waits for the loader, and a text for the progress bar."""
-    try:
-        diagnosis = loader.diagnosis()
-    except LocalProtocolError:  # it has no workers
-        return math.nan, "loading here"
+    diagnosis = loader.diagnosis()
     return diagnosis.wait_share, f"waiting {diagnosis.wait_share:.0%} ({diagnosis.bound})"
 
 

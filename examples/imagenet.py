@@ -37,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
-from rpcdataloader.errors import LocalProtocolError
 
 # Of the pixels 0 to 255 of ImageNet, per channel.
 MEAN, STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
@@ -72,10 +71,7 @@ def normalise(images: Tensor) -> Tensor:
 
 def describe_waiting(loader: RPCDataloader) -> tuple[float, str]:
     """Return the share of its time that the loop waits for the loader, and a text for the progress bar."""
-    try:
-        diagnosis = loader.diagnosis()
-    except LocalProtocolError:  # it has no workers
-        return math.nan, "loading here"
+    diagnosis = loader.diagnosis()
     return diagnosis.wait_share, f"waiting {diagnosis.wait_share:.0%} ({diagnosis.bound})"
 
 

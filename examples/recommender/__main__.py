@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import os
 import signal
 import sys
@@ -42,7 +41,6 @@ from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
-from rpcdataloader.errors import LocalProtocolError
 
 from . import data
 from .loading import ParquetRows, as_combined, as_dict
@@ -152,10 +150,7 @@ def evaluate(trainer: Trainer, loader: RPCDataloader, num_rows: int) -> float:
 
 def describe_waiting(loader: RPCDataloader) -> tuple[float, str]:
     """Return the share of its time that the loop waits for the loader, and a text for the progress bar."""
-    try:
-        diagnosis = loader.diagnosis()
-    except LocalProtocolError:  # it has no workers
-        return math.nan, "loading here"
+    diagnosis = loader.diagnosis()
     return diagnosis.wait_share, f"waiting {diagnosis.wait_share:.0%} ({diagnosis.bound})"
 
 

@@ -20,6 +20,10 @@ from rpcdataloader.wire.stages import Stages
 # exponentially distributed times, 1 in 1,000 exceeds it; of lognormal ones with a mean of 1.6 medians, 1 in 100.
 _LATE_FACTOR = 10.0
 
+# The mean of fewer tasks says little about a worker, so its node's counts: the rate of three tasks whose times vary is
+# easily off by half, and a worker that was once late gets no more for a while.
+_FEW_TASKS = 8
+
 # Ratio of the slowest node's time to the others' that makes it slow; less is another generation of CPUs.
 _SLOW_FACTOR = 2.0
 
@@ -76,7 +80,8 @@ def measure(records: Records) -> Figures | None:
     elapsed = records.last - first.delivered + records.waiting
     # A device that stalls for a copy makes the loop wait, though not in next.
     more = records.waiting + batches * _mean([probe.stalled for probe in probes])
-    waited, blocked = min(totals.in_next + more, elapsed), totals.blocked + more
+    waited = min(totals.in_next + more, elapsed)
+    blocked = min(totals.blocked + more, waited)
     drawn = _mean([probe.draw for probe in probes])
     size_bytes = _mean([probe.size_bytes for probe in probes])
     allowed = min(setup.window, max(1, ratio(setup.max_in_flight_bytes, size_bytes, setup.window) // 1))
@@ -103,7 +108,7 @@ def measure(records: Records) -> Figures | None:
     }
     slow, latency = None, 0.0
     if times:
-        means = {worker: _mean(tasks.get(worker, ())) or task for worker in setup.workers}
+        means = _means(tasks, setup.workers, task)
         slow = _find_slow(means, setup.workers)
         # A slow node does not justify more batches in flight.
         latency = transit + (task if slow is None else slow.usual)
@@ -120,7 +125,7 @@ def measure(records: Records) -> Figures | None:
         "blocked_seconds": blocked / batches,
         "draw_seconds": drawn,
         "own_seconds": max(0.0, (waited - blocked) / batches - drawn),
-        "ready_share": ratio(totals.ready, blocked),
+        "ready_share": min(1.0, ratio(totals.ready, blocked)),
         "first_wait_seconds": records.first_wait,
         "task_seconds": task,
         "task_spread": ratio(pstdev(times), task) if times else 0.0,
@@ -131,8 +136,8 @@ def measure(records: Records) -> Figures | None:
         "receiving_seconds": receiving,
         "lock_seconds": lock,
         "starved_share": 1.0 - min(1.0, ratio(receiving + lock, present, 1.0)),
-        "peer_limited_share": ratio(sum(s.peer_limited for _, s in known), sum(s.sending for _, s in known)),
-        "own_limited_share": ratio(sum(s.own_limited for _, s in known), sum(s.sending for _, s in known)),
+        "peer_limited_share": min(1.0, ratio(sum(s.peer_limited for _, s in known), sum(s.sending for _, s in known))),
+        "own_limited_share": min(1.0, ratio(sum(s.own_limited for _, s in known), sum(s.sending for _, s in known))),
         "copy_seconds": stages["copy"].mean,
         **_shares([s for _, s in known if s.task <= _LATE_FACTOR * task]),
     }
@@ -144,6 +149,15 @@ def _usual(durations: Sequence[float]) -> list[float]:
     """Drop durations that are far above the median."""
     limit = _LATE_FACTOR * median_low(durations) if durations else 0.0
     return [max(0.0, seconds) for seconds in durations if seconds <= limit]
+
+
+def _means(tasks: Mapping[int, Sequence[float]], nodes: Mapping[int, str], task: float) -> dict[int, float]:
+    """Return the seconds of a task for each worker: by its own tasks, or those of its node, or ``task``."""
+    of_nodes: dict[str, list[float]] = defaultdict(list)
+    for worker, node in nodes.items():
+        of_nodes[node] += tasks.get(worker, ())
+    own = {worker: tasks[worker] if len(tasks.get(worker, ())) >= _FEW_TASKS else () for worker in nodes}
+    return {worker: _mean(own[worker] or of_nodes[node]) or task for worker, node in nodes.items()}
 
 
 def _find_slow(means: Mapping[int, float], nodes: Mapping[int, str]) -> SlowNode | None:
@@ -195,13 +209,13 @@ def _shares(usual: Sequence[Stages]) -> dict[str, float]:
     )
     # Threads of a dataset may use more CPU time than passes.
     cpu = min(1.0 - runqueue, cpu)
-    stalled = 1.0 - cpu - runqueue if cpu + runqueue else 0.0
+    stalled = max(0.0, 1.0 - cpu - runqueue) if cpu + runqueue else 0.0
     spread = pstdev([s.runqueue for s in usual]) if usual else 0.0
     return {
         "collate_share": collate,
         "cpu_share": cpu,
         "runqueue_share": runqueue,
-        "runqueue_error_share": ratio(math.sqrt(len(usual)) * spread, total),
+        "runqueue_error_share": min(1.0, ratio(math.sqrt(len(usual)) * spread, total)),
         "stalled_share": stalled,
     }
 

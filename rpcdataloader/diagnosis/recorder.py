@@ -180,10 +180,14 @@ class Recorder:
         Args:
             waiting: Seconds that the consumer has been waiting so far.
         """
-        with self._lock:
-            records = self._take(waiting)
+        records = self.records(waiting)
         is_new = len(records.span) < 2 and waiting < _LONG_WAIT
         return self._before if is_new and self._before is not None else records
+
+    def records(self, waiting: float = 0.0) -> Records:
+        """Return the records of this pass alone."""
+        with self._lock:
+            return self._take(waiting)
 
     def _take(self, waiting: float) -> Records:
         return Records(

@@ -127,6 +127,7 @@ class Setup:
         prefetch_factor: Batches of the window per worker.
         max_in_flight_bytes: Bytes that may be on their way or wait here.
         names: Name of each worker, for messages.
+        is_persistent: True if the workers stay for the next epoch.
     """
 
     workers: Mapping[int, str]
@@ -134,6 +135,7 @@ class Setup:
     prefetch_factor: int
     max_in_flight_bytes: int
     names: Mapping[int, str] = field(default_factory=dict)
+    is_persistent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

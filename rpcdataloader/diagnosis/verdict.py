@@ -1,9 +1,9 @@
 """The reason why a training loop waits: from the records of a pass to one bound and one sentence. Pure.
 
 Times inside ``next`` in which the consumer's own thread is at work (the sampler, our own Python) are measured. While it
-sleeps, the part with the lowest *capacity* is the bound if that is below 1.05 of the consumer's demand. If every part
-is fast enough, their connection is the bound: the interpreter lock of the trainer, the window, or a straggler that all
-other batches wait for.
+sleeps, the part with the lowest *capacity* is the bound if that is below 1.05 times the rate of a consumer that never
+sleeps. If every part is fast enough, their connection is the bound: the interpreter lock of the trainer, the window, or
+a straggler that all other batches wait for.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from rpcdataloader.diagnosis.figures import Figures, SlowNode, Stage, measure, ratio
 from rpcdataloader.diagnosis.records import Records, Setup
-from rpcdataloader.diagnosis.words import Value, reason, remedy, say
+from rpcdataloader.diagnosis.words import ADVICE, Value, reason, remedy, say, seen
 
 # A loop that waits less has nothing to gain: training measurements vary by more.
 _HARMLESS = 0.05
@@ -39,6 +40,9 @@ _MORE, _MORE_BY_SPREAD, _HIGH = 1.1, 0.4, 1.2
 
 # A window that holds just the loop's demand during a batch's way is too small for the same reason.
 _LARGER_WINDOW = 1.4
+
+# A loop that does nothing takes any number of batches, and has no sufficient window: at most this many times more.
+_LARGEST_WINDOW = 1000
 
 # Workers that wait for each other's batches, or for a consumer, are partly idle; below this share they are not the
 # bound.
@@ -94,7 +98,7 @@ def diagnose(records: Records) -> Diagnosis:
     return Diagnosis(
         wait_share=share,
         bound=bound,
-        text=say(bound, evidence),
+        text=say(bound, {"advice": ADVICE[records.setup.is_persistent], **evidence}),
         evidence=evidence,
         more_workers=more,
         stages=figures.stages,
@@ -111,7 +115,10 @@ def _diagnose_start(records: Records) -> Diagnosis:
     share = min(1.0, ratio(waited - first, total - first))
     bound = "unclear" if share >= _HARMLESS else "start" if ratio(first, total) >= _HARMLESS else "none"
     evidence: dict[str, Value] = {"wait_share": share, "first_wait_seconds": first, "batches": float(totals.batches)}
-    return Diagnosis(share, bound, say(bound, evidence | {"seen": ""}), evidence)
+    if times := [seconds for recent in records.tasks.values() for seconds in recent]:
+        evidence |= {"task_seconds": fmean(times), "num_tasks": float(len(times))}
+    further = {"seen": seen(evidence, len(records.tasks)), "advice": ADVICE[records.setup.is_persistent]}
+    return Diagnosis(share, bound, say(bound, evidence | further), evidence)
 
 
 def _find_bound(figures: Figures, records: Records) -> tuple[str, dict[str, Value]]:
@@ -144,8 +151,8 @@ def _find_bound(figures: Figures, records: Records) -> tuple[str, dict[str, Valu
         return "window", _setting(figures, records.setup)
     if evidence["ready_share"] >= 0.5:
         return _refine_straggler(figures, records)
-    seen = "; ".join(f"{name} could do {rate:,.1f} batches per second" for name, rate in capacities.items())
-    return "unclear", {"seen": f": {seen}" if seen else ""}
+    could = "; ".join(f"{name} could do {rate:,.1f} batches per second" for name, rate in capacities.items())
+    return "unclear", {"seen": f": {could}" if could else ""}
 
 
 def _refine_workers(figures: Figures, limit: float) -> tuple[str, dict[str, Value]]:
@@ -154,12 +161,14 @@ def _refine_workers(figures: Figures, limit: float) -> tuple[str, dict[str, Valu
     lost = 0.0 if slow is None else 1.0 - figures.capacities["workers"] / slow.capacity
     if slow is not None and (slow.capacity >= limit or lost >= _LOST_TO_NODE):
         return _node(slow)
-    # Other programs of the node may delay a few tasks; where CPUs are short, all of them wait.
-    if evidence["runqueue_share"] - evidence["runqueue_error_share"] >= _RUNQUEUE:
+    # Other programs of the node may delay a few tasks; where CPUs are short, all of them wait. Workers that wait longer
+    # for storage than for everything else would gain less from CPUs.
+    is_storage = evidence["stalled_share"] > _STALLED
+    if not is_storage and evidence["runqueue_share"] - evidence["runqueue_error_share"] >= _RUNQUEUE:
         return "oversubscribed", {}
     if evidence["collate_share"] >= 0.5:
         return "collate", {}
-    if evidence["stalled_share"] > _STALLED:
+    if is_storage:
         return "storage", {}
     slowest = max(("fetch", "collate", "encode"), key=lambda name: figures.stages[name].mean)
     return "workers", {"stage": {"fetch": "fetch (the dataset)", "encode": "encode (pickling)"}.get(slowest, slowest)}
@@ -186,8 +195,10 @@ def _node(slow: SlowNode) -> tuple[str, dict[str, Value]]:
 
 def _setting(figures: Figures, setup: Setup) -> dict[str, Value]:
     """Name the setting that keeps too little in flight, and a sufficient value."""
-    evidence = figures.evidence
-    in_flight = math.ceil(_LARGER_WINDOW * evidence["needed_rate"] * evidence["latency_seconds"])
+    evidence, capacities = figures.evidence, figures.capacities
+    others = [rate for name, rate in capacities.items() if name != "window"]
+    goal = min(evidence["needed_rate"], _LARGEST_WINDOW * capacities["window"], *others)
+    in_flight = math.ceil(_LARGER_WINDOW * goal * evidence["latency_seconds"])
     if evidence["allowed"] < setup.window:
         setting = f"max_in_flight_bytes={in_flight * math.ceil(evidence['batch_bytes'])}"
         current = setup.max_in_flight_bytes

@@ -31,8 +31,7 @@ WORDS = {
     ),
     "start": Words(
         "Only the first batch of the pass was waited for.",
-        "The loop waited {first_wait_seconds} for its first batch, and {wait_share} of its time since: "
-        "persistent_workers=True keeps the workers from one epoch to the next.",
+        "The loop waited {first_wait_seconds} for its first batch, and {wait_share} of its time since: {advice}.",
     ),
     "workers": Words(
         "The workers together are slower than the loop, and most of their time is CPU time in the dataset.",
@@ -98,6 +97,19 @@ WORDS = {
 # A pass that has begun and delivered nothing.
 NOT_BEGUN = "The loop has waited {first_wait_seconds} for its first batch, which is still on its way."
 
+# Nothing is measured.
+NO_PASS = "Nothing is known of the loop before the first pass: iterate over the loader."
+NO_WORKERS = (
+    "The loader has no workers, so the loop waits while each batch is loaded, and how long is not measured: give "
+    "num_workers=1 or more, or workers."
+)
+
+# What makes the first batch come earlier, by whether the workers stay from one epoch to the next.
+ADVICE = {
+    False: "persistent_workers=True keeps the workers from one epoch to the next",
+    True: "the workers stay from one epoch to the next already, so build the dataset or load its first batch faster",
+}
+
 # Fuller parts are named; emptier ones are not.
 _WORTH_TELLING = 0.25
 
@@ -129,6 +141,16 @@ def say(bound: str, values: Mapping[str, Value]) -> str:
 def reason(part: str, values: Mapping[str, Value]) -> str:
     """Return the part of ``trainer``'s sentence that names its work."""
     return REASONS[part].format_map(_format(values))
+
+
+def seen(values: Mapping[str, Value], num_workers: int) -> str:
+    """Say what is known of the tasks of a pass that is too short for a verdict."""
+    if "num_tasks" not in values:
+        return ""
+    count = f"{num_workers:,} worker{'s' * (num_workers != 1)}"
+    return ": {num_tasks:.0f} tasks of {count} took {task_seconds} on average".format_map(
+        _format({**values, "count": count})
+    )
 
 
 def remedy(more: tuple[int, int, int] | None, following: str | None, full: float, rate: float) -> str:

@@ -9,6 +9,8 @@ carries out the engine's actions without it, so that no thread waits for another
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
 import math
 import os
 import threading
@@ -24,7 +26,7 @@ from rpcdataloader.client.node import Node
 from rpcdataloader.client.register import Watch
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.records import Setup
+from rpcdataloader.diagnosis.records import Records, Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.fetch.batch_loader import StreamState
@@ -41,6 +43,10 @@ from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.slabs import Allocator, pinned_allocator
+
+logger = logging.getLogger("rpcdataloader.loader")
+
+_failures = itertools.count()  # of diagnoses that were to be logged
 
 
 @dataclass(slots=True)
@@ -87,6 +93,7 @@ class Driver:
         decode: Function that turns a reply into an answer.
         is_device_busy: Function that tells whether the device has work that hides a wait; None without a device.
         has_changed: True if the workers are others than those in the records.
+        is_told: True once the reason for this pass's wait is logged; set before, nothing is logged.
     """
 
     def __init__(
@@ -133,6 +140,7 @@ class Driver:
         self.ahead = None if carrier is None else Ahead(self.engine, carrier)
         self.sleep = Sleep()
         self.has_changed = True
+        self.is_told = False
 
     @property
     def progress(self) -> Progress:
@@ -186,6 +194,7 @@ class Driver:
 
     def begin_epoch(self) -> None:
         """Begin another epoch with the same workers."""
+        self.tell()
         progress = self.progress
         begun = begin_epoch(
             self.settings, progress.base_seed, progress.epoch + 1, self.num_streams, makes_requests=True
@@ -196,6 +205,7 @@ class Driver:
             self.begun = begun
             now = time.monotonic()
             self.recorder.begin(now)
+            self.is_told = False
             self.streams = list(self.progress.streams)
             self.engine.begin_epoch(now, self.progress.turn)
             todo = self.act(now)
@@ -203,7 +213,7 @@ class Driver:
             self.carry_out(todo)
 
     def close(self) -> None:
-        """End the workers; idempotent."""
+        """End the workers, and tell why the loop has waited; idempotent."""
         with self.condition:
             self._note_setup()
             self.closed.set()
@@ -214,6 +224,7 @@ class Driver:
         if self._watch is not None:
             self._watch.close()
         self._executor.close()
+        self.tell()
 
     # Events
 
@@ -331,6 +342,13 @@ class Driver:
             waiting = time.monotonic() - self.sleep.since if self.sleep.until != -math.inf else 0.0
         return diagnose(self.recorder.snapshot(waiting))
 
+    def tell(self) -> None:
+        """Log, once per pass, why the loop has waited, unless the pass has failed; without the condition."""
+        if not self.is_told and self.engine.failure is None:
+            self.is_told = True
+            self.note_setup()
+            _log_wait(self.recorder.records(), self.settings.partition.label, is_over=self.progress.finished)
+
     def note_setup(self) -> None:
         """Record the workers and limits of the pass if they have changed."""
         if self.has_changed:
@@ -346,9 +364,22 @@ class Driver:
         workers = {number: str(node) for number, node in self.engine.workers.items()}
         if workers:
             names = {number: seats[number].worker.name for number in workers if number in seats}
-            self.recorder.setup = Setup(
-                workers, self.engine.table.window, settings.prefetch_factor, settings.max_in_flight_bytes, names
-            )
+            # The window of a table of streams shrinks with each that ends, whose worker stays.
+            window = len(workers) * settings.prefetch_factor if settings.iterable else self.engine.table.window
+            limits = window, settings.prefetch_factor, settings.max_in_flight_bytes
+            self.recorder.setup = Setup(workers, *limits, names, settings.persistent_workers)
+
+
+def _log_wait(records: Records, label: str, *, is_over: bool) -> None:
+    """Log why the loop of a pass has waited, if it has; of a pass that was left, the first window says nothing."""
+    try:
+        if is_over or records.totals.batches > records.setup.window:
+            diagnosis = diagnose(records)
+            if diagnosis.bound != "none":
+                logger.info("%s%s", label, diagnosis.text)
+    except Exception:  # which ends no training
+        level = logging.DEBUG if next(_failures) else logging.WARNING
+        logger.log(level, "cannot say why the loop has waited; training goes on", exc_info=True)
 
 
 class Ahead:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import time
@@ -28,9 +27,7 @@ from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.seat import Answer, Failure
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, Task
-from rpcdataloader.wire.status import LoopStatus, Value
-
-logger = logging.getLogger("rpcdataloader.loader")
+from rpcdataloader.wire.status import MAX_NUMBER, MAX_WORKERS, LoopStatus, Value
 
 # The names of the ranges of torch's loaders, which its profiler finds by the beginning.
 RANGE = "enumerate(DataLoader)#RPCDataloader.__next__"
@@ -45,9 +42,6 @@ def _shown(stage: str, call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
 
 
-# A loop that waits for a larger share of its time is told the reason at the end of a pass.
-_TOLD_SHARE = 0.05
-
 # Seconds. It does not matter whether the device's work hid a shorter wait.
 _LEAST_HIDDEN = 1e-4
 
@@ -60,7 +54,6 @@ class RemoteIterator:
 
     Attributes:
         driver: State of the pass, to which its workers refer.
-        is_told: True once the diagnosis of this pass is logged, or if it must not be.
     """
 
     def __init__(
@@ -77,7 +70,6 @@ class RemoteIterator:
         self._reported_length = reported_length
         self._drawn: Task | None = None  # from the sampler, not yet in the engine
         self._ready = 0.0  # seconds asleep while a later batch was here
-        self.is_told = False
         self._timed: tuple[Probe, Copies] | None = None  # the last probe
         self._is_shown = False  # True while a profiler shows the present work
         with undone_afterwards(saved):
@@ -117,7 +109,10 @@ class RemoteIterator:
                     batch = batch.batch
                     break
         except StopIteration:
-            self._tell()
+            if self._settings.persistent_workers:
+                self.driver.tell()
+            else:
+                self.driver.close()
             raise
         if self._reported_length is not None:
             warn_if_longer(self.progress.num_yielded, self._reported_length, self._name)
@@ -220,8 +215,6 @@ class RemoteIterator:
             raise of_rank(engine.failure.with_traceback(None), self._settings.partition)
         if engine.table.finished:
             self.progress.finished = True
-            if not self._settings.persistent_workers:
-                driver.close()
             raise StopIteration
         if engine.table.wants_input:
             return 0.0  # a stream has ended, which makes room for others
@@ -297,14 +290,6 @@ class RemoteIterator:
             error = error.with_traceback(None)  # the relevant frames are the worker's
         return of_rank(error, self._settings.partition)
 
-    def _tell(self) -> None:
-        """Log, once at the end of a pass, why the loop has waited, if it has."""
-        if not self.is_told:
-            self.is_told = True
-            diagnosis = self.driver.diagnosis()
-            if diagnosis.wait_share >= _TOLD_SHARE:
-                logger.info("%s%s", self._settings.partition.label, diagnosis.text)
-
     def __len__(self) -> int:
         return len(self._settings.sampler)
 
@@ -333,31 +318,34 @@ class RemoteIterator:
         self._reported_length = reported_length
         self._drawn = None
         self._ready = 0.0
-        self.is_told = False
         self.driver.begin_epoch()
         self._advance(wants_input=True, began=time.monotonic())
 
 
+# Rounding may make a number larger.
+_LIMIT = MAX_NUMBER / 2
+
+
 def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None) -> LoopStatus:
     """Turn a diagnosis into a report; ``dataset`` is the name of a class."""
-    evidence = diagnosis.evidence
-    delivered = evidence.get("delivered_rate", 0.0)
+    evidence = {name: value for name, value in diagnosis.evidence.items() if isinstance(value, float)}
+    more = diagnosis.more_workers
     return LoopStatus(
         dataset=dataset[:80],
         rank=rank,
         wait_share=_round(diagnosis.wait_share),
         bound=diagnosis.bound,
         text=diagnosis.text[:500],
-        demand_per_second=None if math.isinf(diagnosis.demand) else _round(diagnosis.demand),
-        delivered_per_second=_round(delivered) if isinstance(delivered, float) else 0.0,
-        more_workers=None if diagnosis.more_workers is None else diagnosis.more_workers[1],
-        evidence=_values({name: value for name, value in evidence.items() if isinstance(value, float)}),
+        demand_per_second=_round(diagnosis.demand) if diagnosis.demand < _LIMIT else None,
+        delivered_per_second=_round(evidence.get("delivered_rate", 0.0)),
+        more_workers=None if more is None else min(more[1], MAX_WORKERS),
+        evidence=_values(evidence),
         stages=_values({name: stage.mean for name, stage in diagnosis.stages.items()}),
     )
 
 
 def _values(numbers: Mapping[str, float]) -> list[Value]:
-    return [Value(name, _round(number)) for name, number in numbers.items() if math.isfinite(number)]
+    return [Value(name, _round(number)) for name, number in numbers.items() if abs(number) < _LIMIT]
 
 
 def _round(number: float) -> float:

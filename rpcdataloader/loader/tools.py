@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from rpcdataloader.client.discovery import Inline, Where
 from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
+from rpcdataloader.diagnosis.words import NO_PASS, NO_WORKERS
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.settings import PassSettings
@@ -53,17 +54,13 @@ class LoaderTools(DataLoader[_T_co]):
 
         It covers the last 60 s, or the last 200 batches if these took longer, of the present pass; or of the last pass,
         until the new one has delivered more than its first window. It takes some milliseconds, in any thread.
-        :doc:`waiting` explains each bound.
-
-        Raises:
-            LocalProtocolError: The loader has no workers (``num_workers=0``, ``workers="inline"``), or no pass has
-                begun.
+        :doc:`waiting` explains each bound. It is ``unclear`` before the first pass, and for a loader without workers
+        (``num_workers=0``, ``workers="inline"``).
         """
-        self._check_has_workers("a diagnosis")
         if (iterator := self._current()) is not None:
             return iterator.driver.diagnosis()
         if self._recorder is None:
-            raise LocalProtocolError("there is nothing to diagnose before the first pass: iterate over the loader")
+            return Diagnosis(0.0, "unclear", NO_PASS if self._has_workers else NO_WORKERS)
         return diagnose(self._recorder.snapshot())
 
     @contextlib.contextmanager
@@ -81,7 +78,11 @@ class LoaderTools(DataLoader[_T_co]):
         Raises:
             LocalProtocolError: The loader has no workers (``num_workers=0``, ``workers="inline"``).
         """
-        self._check_has_workers("a trace")
+        if not self._has_workers:
+            raise LocalProtocolError(
+                "this loader loads in the training process, so the loop waits for each batch: give num_workers=1 or "
+                "more for a trace"
+            )
         before, trace = self._trace, begin_trace(path)
         self._follow_trace(trace or before)
         try:
@@ -96,12 +97,9 @@ class LoaderTools(DataLoader[_T_co]):
         if self._recorder is not None:
             self._recorder.follow(trace or trace_of_process())
 
-    def _check_has_workers(self, purpose: str) -> None:
-        if self._where is None or isinstance(self._where, Inline):
-            raise LocalProtocolError(
-                "this loader loads in the training process, so the loop waits for each batch: give "
-                f"num_workers=1 or more for {purpose}"
-            )
+    @property
+    def _has_workers(self) -> bool:
+        return self._where is not None and not isinstance(self._where, Inline)
 
     def replay(self, num_batches: int = 20) -> Iterator[_T_co]:
         """Take a few batches, then repeat them without end, to measure the training loop without a loader.
@@ -123,7 +121,7 @@ class LoaderTools(DataLoader[_T_co]):
         # A copy has no pass, state or trace of its own yet.
         collecting = iter(copy.copy(self))
         if isinstance(collecting, RemoteIterator):
-            collecting.is_told = True  # its waits say nothing about the loop
+            collecting.driver.is_told = True  # its waits say nothing about the loop
         batches = list(itertools.islice(collecting, num_batches))
         if not batches:
             raise ValueError("there is nothing to replay: the loader has no batches")

@@ -22,11 +22,11 @@ from rpcdataloader.wire.messages import Json, from_json, read_json
 # Size of a client's report: its evidence takes 2.5 KB for each loop.
 MAX_REPORT_BYTES = 8192
 
-# Larger numbers may overflow later calculations. NaN is refused with these.
-_MAX_NUMBER = 1e18
+#: Such numbers may overflow later calculations. NaN is refused with these.
+MAX_NUMBER = 1e18
 
-# Above the number of any loop; an autoscaler may follow a loop's number of workers.
-_MAX_WORKERS = 100_000
+#: Above the number of any loop; an autoscaler may follow a loop's number of workers.
+MAX_WORKERS = 100_000
 _MAX_STAGES = 32
 
 
@@ -40,7 +40,7 @@ class Value(Json):
     def __post_init__(self) -> None:
         if not self.name.isidentifier() or len(self.name) > 32:
             raise ValueError("the name of a value is no identifier")
-        if not abs(self.value) < _MAX_NUMBER:
+        if not abs(self.value) < MAX_NUMBER:
             raise ValueError(f"{self.name} is out of range")
 
 
@@ -64,7 +64,7 @@ class LoopStatus(Json):
             if (value := getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} is negative")
             Value(name, value)
-        if (self.more_workers or 0) > _MAX_WORKERS or len(self.stages) > _MAX_STAGES:
+        if (self.more_workers or 0) > MAX_WORKERS or len(self.stages) > _MAX_STAGES:
             raise ValueError("there are too many workers or stages")
         Value(self.bound, 0)
 
@@ -201,7 +201,7 @@ class Registration:
             raise ValueError(f"num_workers {self.num_workers} and pid {self.pid} must be at least 1")
         if not self.host.isprintable() or not self.machine.isprintable():
             raise ValueError("host and machine must be printable")
-        if not abs(self.started) < _MAX_NUMBER:
+        if not abs(self.started) < MAX_NUMBER:
             raise ValueError("started is out of range")
 
     @property

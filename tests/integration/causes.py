@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 # Set in a node server whose workers are to take ten times as long.
 SLOW_NODE = "RPCDATALOADER_TEST_SLOW_NODE"
@@ -38,13 +38,15 @@ class Causes(Dataset):
 
 
 class StreamOfCauses(IterableDataset):
-    """The same samples, one after the other."""
+    """The same samples, one after the other; so many in the streams of the workers."""
 
-    def __init__(self, **options: float) -> None:
-        self.samples = Causes(**options)  # type: ignore[arg-type]
+    def __init__(self, *lengths: int, **options: float) -> None:
+        self.lengths, self.samples = lengths, Causes(**options)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return map(self.samples.__getitem__, range(len(self.samples)))
+        worker = get_worker_info()
+        assert worker is not None
+        return map(self.samples.__getitem__, range(self.lengths[worker.id]))
 
 
 def collate_slowly(samples: list[torch.Tensor]) -> torch.Tensor:

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from rpcdataloader import Diagnosis, RPCDataloader
+from rpcdataloader.client.client import get_client
 from rpcdataloader.diagnosis.words import WORDS
-from rpcdataloader.errors import LocalProtocolError
-from tests.integration.causes import Causes
+from rpcdataloader.loader import driver
+from tests.conftest import TIMEOUT_SCALE
+from tests.integration.causes import Causes, StreamOfCauses, init_slowly
 from tests.integration.network import why_not
 from tests.integration.waits import CAUSES, POOLS, Cause, run, take_advice
 
@@ -61,6 +63,119 @@ def test_diagnosis_names_the_cause(name, zygote):
 # Copies to a device are test_device's.
 def test_most_bounds_have_a_cause():
     assert WORDS.keys() - {bound for cause in CAUSES.values() for bound in cause.bounds} == {"device_copy", "unclear"}
+
+
+# One line of each pass that waits
+
+
+@pytest.fixture
+def told(caplog):
+    """The lines so far, once all iterators without references are closed."""
+    caplog.set_level(logging.INFO, "rpcdataloader.loader")
+
+    def told() -> list[str]:
+        is_closed = threading.Event()
+        get_client().janitor.leave(is_closed.set)
+        assert is_closed.wait(10 * TIMEOUT_SCALE)
+        return [text for record in caplog.records if (text := record.getMessage()).startswith("The loop")]
+
+    return told
+
+
+def make_waiting_loader(servers, length: int = 10_000, **options) -> RPCDataloader:
+    dataset = torch.utils.data.Subset(Causes(stall=0.01), range(length))
+    return RPCDataloader(dataset, None, num_workers=1, workers=[servers[0].address], **options)
+
+
+def leave_by_break(loader: RPCDataloader) -> None:
+    for number, _ in enumerate(loader):
+        if number == 20:
+            break
+
+
+def leave_by_islice(loader: RPCDataloader) -> None:
+    assert len(list(itertools.islice(loader, 20))) == 20
+
+
+@pytest.mark.parametrize("leave", [leave_by_break, leave_by_islice])
+def test_pass_that_is_left_is_told_in_one_line(wide_servers, told, leave):
+    loader = make_waiting_loader(wide_servers)
+    leave(loader)
+    (line,) = told()
+    assert line == loader.diagnosis().text
+    assert "for storage" in line
+
+
+def test_pass_of_workers_that_stay_is_told_when_the_next_begins(wide_servers, told):
+    loader = make_waiting_loader(wide_servers, 20, persistent_workers=True)
+    leave_by_islice(loader)
+    assert told() == []
+    assert len(list(loader)) == 20
+    assert len(told()) == 2
+    iter(loader)
+    assert len(told()) == 2
+
+
+def test_pass_that_is_left_in_its_first_window_is_not_told(wide_servers, told):
+    next(iter(make_waiting_loader(wide_servers)))
+    assert told() == []
+
+
+def test_pass_that_fails_is_not_told(wide_servers, told):
+    batches = iter(make_waiting_loader(wide_servers))
+    for _ in range(20):
+        next(batches)
+    batches.driver.fail(OSError("no worker is left"))
+    with pytest.raises(OSError, match="no worker is left"):
+        next(batches)
+    del batches
+    assert told() == []
+
+
+def test_pass_that_was_marked_is_not_told(wide_servers, told):
+    batches = iter(make_waiting_loader(wide_servers, 20))
+    batches.driver.is_told = True
+    assert len(list(batches)) == 20
+    assert told() == []
+
+
+def test_error_of_a_diagnosis_ends_no_training_and_is_logged_once(wide_servers, told, caplog, monkeypatch):
+    def fail(_records):
+        raise OverflowError("a bug")
+
+    monkeypatch.setattr(driver, "diagnose", fail)
+    monkeypatch.setattr(driver, "_failures", itertools.count())
+    loader = make_waiting_loader(wide_servers, 20)
+    for _ in range(2):
+        assert len(list(loader)) == 20
+    assert told() == []
+    (record,) = [record for record in caplog.records if "cannot say why the loop has waited" in record.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert "a bug" in str(record.exc_info)
+
+
+def test_pass_that_waits_for_its_first_batch_is_told(wide_servers, told):
+    loader = RPCDataloader(
+        torch.utils.data.Subset(Causes(), range(30)), None, num_workers=2, workers=[wide_servers[0].address],
+        prefetch_factor=4, worker_init_fn=init_slowly,
+    )  # fmt: skip
+    for _ in loader:
+        time.sleep(0.02)
+    (line,) = told()
+    assert "for its first batch" in line
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (10, 60)], ids=str)
+@pytest.mark.parametrize("is_left", [False, True], ids=["ends", "is left"])
+def test_streams_that_have_ended_leave_no_small_window(wide_servers, told, lengths, is_left):
+    """What is left of the window when streams end is no reason of the waits before."""
+    loader = RPCDataloader(StreamOfCauses(*lengths, stall=0.04), None, num_workers=2, workers=[wide_servers[0].address])
+    batches = itertools.islice(loader, sum(lengths) - 10 if is_left else None)
+    assert len(list(batches)) == sum(lengths) - 10 * is_left
+    (line,) = told()
+    assert "for storage" in line
+    setup = loader._recorder.setup
+    assert setup.window == setup.prefetch_factor * len(setup.workers) == 4
 
 
 # What else the loader tells
@@ -132,17 +247,18 @@ def test_diagnosis_may_be_asked_for_by_another_thread_at_any_time(wide_servers):
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 0}, {"workers": "inline"}], ids=str)
-def test_loader_that_loads_in_the_training_process_has_no_diagnosis(options):
+def test_loader_that_loads_in_the_training_process_says_that_it_has_no_workers(options):
     loader = RPCDataloader([1, 2, 3], **options)
-    list(loader)
-    with pytest.raises(LocalProtocolError, match="loads in the training process"):
-        loader.diagnosis()
+    for _ in loader:
+        diagnosis = loader.diagnosis()
+        assert (diagnosis.bound, diagnosis.wait_share, diagnosis.more_workers) == ("unclear", 0.0, None)
+        assert diagnosis.text.startswith("The loader has no workers, ")
 
 
-def test_there_is_no_diagnosis_before_the_first_pass(wide_servers):
-    loader = RPCDataloader([1, 2, 3], workers=[wide_servers[0].address])
-    with pytest.raises(LocalProtocolError, match="before the first pass"):
-        loader.diagnosis()
+def test_loader_says_that_nothing_is_known_before_the_first_pass(wide_servers):
+    diagnosis = RPCDataloader([1, 2, 3], workers=[wide_servers[0].address]).diagnosis()
+    assert (diagnosis.bound, diagnosis.wait_share) == ("unclear", 0.0)
+    assert diagnosis.text == "Nothing is known of the loop before the first pass: iterate over the loader."
 
 
 def test_profiler_shows_next_as_that_of_a_loader(wide_servers):

@@ -72,7 +72,7 @@ def read_digits(output: str, epochs: int) -> Result:
     assert len(progress) == epochs, output
     for number, line in enumerate(progress, 1):
         match = re.fullmatch(
-            r"epoch +(\d+)  loss \d+\.\d{4}  accuracy [01]\.\d{4}  +\d+ samples/s  waiting for data +(?:\d+|nan)%", line
+            r"epoch +(\d+)  loss \d+\.\d{4}  accuracy [01]\.\d{4}  +\d+ samples/s  waiting for data +\d+%", line
         )
         assert match, line
         assert int(match[1]) == number

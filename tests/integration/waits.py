@@ -179,7 +179,7 @@ class Cause(NamedTuple):
     Attributes:
         dataset: What is loaded, without automatic collation if there is no batch size.
         consumer: Seconds that the loop takes for a batch.
-        num_batches: Batches that it takes.
+        num_batches: Batches that it takes; a pass that has fewer is over.
         bounds: What may be named.
         options: More arguments of the loader.
         pool: Where the workers are.
@@ -208,9 +208,9 @@ CAUSES = {
         Causes(stall=0.001), 0.01, 60, {"start"}, {"prefetch_factor": 4, "worker_init_fn": init_slowly}, is_first=True
     ),
     "workers": Cause(Causes(cpu=0.01), 0.002, 60, WORKERS, {"num_workers": 1}),
-    "workers, streams": Cause(StreamOfCauses(cpu=0.01), 0.002, 60, WORKERS, {"num_workers": 1}),
+    "workers, streams": Cause(StreamOfCauses(60, cpu=0.01), 0.002, 61, WORKERS, {"num_workers": 1}),
     "storage": Cause(Causes(stall=0.04), 0.002, 80, {"storage"}, {}),
-    "storage, streams": Cause(StreamOfCauses(stall=0.04), 0.002, 80, {"storage"}, {}),
+    "storage, streams": Cause(StreamOfCauses(40, 40, stall=0.04), 0.002, 81, {"storage"}, {}),
     "collate": Cause(
         Causes(stall=0.001), 0.001, 40, {"collate"}, {"batch_size": 2, "collate_fn": collate_slowly, "num_workers": 1}
     ),
@@ -250,8 +250,7 @@ def run(cause: Cause, addresses: list[str], speed: float = 1.0) -> tuple[Diagnos
             next(batches)
     batches = iter(loader)
     with cause.around(batches):
-        for _ in range(cause.num_batches):
-            next(batches)
+        for _ in itertools.islice(batches, cause.num_batches):
             cause.consume(cause.consumer / speed)
         return loader.diagnosis(), loader
 

@@ -50,6 +50,7 @@ class Scenario:
         copy: Time on the way to the device.
         consumer: Time that the consumer takes.
         startup: Seconds until workers are there.
+        streams: Batches of each stream, after which it ends; empty for streams without end.
     """
 
     nodes: tuple[int, ...] = (4,)
@@ -75,6 +76,7 @@ class Scenario:
     prefetch_factor: int = 2
     max_in_flight_bytes: int = 2**30
     is_iterable: bool = False
+    streams: tuple[int, ...] = ()
     num_batches: int = 400
 
 
@@ -138,6 +140,7 @@ class Worker:
     is_sending: bool = False
     idle_since: float = 0.0
     stopped_until: float = 0.0
+    num_left: float = math.inf  # batches of its stream
 
 
 class Pipeline:
@@ -157,6 +160,8 @@ class Pipeline:
             slowness = scenario.slowness if node == 0 else 1.0
             for _ in range(count):
                 self.workers.append(Worker(len(self.workers), f"node{node}", cpu, slowness))
+        for worker, num_left in zip(self.workers, scenario.streams, strict=False):
+            worker.num_left = num_left
         self.recorder = Recorder(contextlib.nullcontext(), 0.0)
         self.recorder.setup = self.setup()
         if scenario.stop_every < math.inf:
@@ -211,7 +216,8 @@ class Pipeline:
 
     def _draw(self) -> None:
         """Fill the window, then take what is there; in the consumer's thread."""
-        if self._table.wants_input and self._num_drawn < self.scenario.num_batches:
+        # A stream that ends drops tasks, so more are drawn than come back.
+        if self._table.wants_input and (self.scenario.streams or self._num_drawn < self.scenario.num_batches):
             seconds = self.vary(self.scenario.draw)
             self.after(seconds, self._drawn, seconds)
         elif self._taken is None:
@@ -317,6 +323,11 @@ class Pipeline:
     def _begin_task(self, worker: Worker, idle: float) -> None:
         worker.is_busy = True
         table, task = worker.inbox.popleft()
+        if not worker.num_left:
+            worker.is_busy = False
+            self.after(self.scenario.latency / 2, self._end_stream, table, worker, task)
+            return
+        worker.num_left -= 1
         scenario, slowness = self.scenario, worker.slowness
         fetch, stall, collate = [
             self.vary(seconds) * slowness for seconds in (scenario.cpu, scenario.stall, scenario.collate)
@@ -372,6 +383,13 @@ class Pipeline:
             sent()
 
     # Back in the trainer
+
+    def _end_stream(self, table: Any, worker: Worker, task: int) -> None:
+        # Later requests, on their way or in the inbox, are answered in the same way, and ignored.
+        if table.ended(worker.number, task, self.now):
+            self._pump()
+            if self._blocked_at is not None:
+                self._draw()
 
     def _arrive(self, table: Any, worker: Worker, task: int, stages: Stages, arrived: float) -> None:
         scenario = self.scenario

@@ -20,6 +20,7 @@ CAUSES = {
     "workers": Scenario(consumer=0.0022),
     "workers, whose times vary much": Scenario(nodes=(8,), consumer=0.0011, spread=0.8),
     "workers, streams": Scenario(consumer=0.0022, is_iterable=True),
+    "workers, streams to their ends": Scenario(consumer=0.0022, is_iterable=True, streams=(100,) * 4),
     "workers, prefetch_factor=1": Scenario(consumer=0.0022, prefetch_factor=1),
     "storage": Scenario(cpu=0.004, stall=0.02, consumer=0.0025),
     "collate": Scenario(cpu=0.005, collate=0.02, consumer=0.0025),
@@ -99,7 +100,7 @@ def with_more(scenario: Scenario, num_more: int, seed: int) -> float:
 
 
 def check_more_workers(scenario: Scenario, seeds: range) -> None:
-    """What is likely is enough in 9 of 10 passes, and two thirds of the least are in none."""
+    """Check that what is likely is enough in 9 of 10 passes, and that two thirds of the least are in none."""
     num_enough = 0
     for seed in seeds:
         diagnosis = run(scenario, seed)
@@ -116,12 +117,21 @@ def test_more_workers_are_enough_and_fewer_are_not(scenario):
     check_more_workers(scenario, range(1))
 
 
+# All seeds together: of 20 passes, 17 are often enough by chance where 9 of 10 are enough in the long run.
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("scenario", POOLS)
-def test_more_workers_are_enough_with_every_seed(scenario, part):
-    check_more_workers(scenario, range(20 * part, 20 * part + 20))
+def test_more_workers_are_enough_with_every_seed(scenario):
+    check_more_workers(scenario, range(100))
+
+
+@pytest.mark.parametrize("consumer", [0.0022, 0.0075, 0.02])
+def test_streams_that_end_early_leave_no_small_window(consumer):
+    """The last one goes on alone, for which no larger window would do anything."""
+    streams = (40, 40, 40, 280)
+    for num_batches in range(20, 401, 20):
+        diagnosis = run(Scenario(consumer=consumer, is_iterable=True, streams=streams, num_batches=num_batches), 0)
+        assert diagnosis.bound in {"none", "start", "workers", "unclear"}, (num_batches, diagnosis)
 
 
 def test_more_workers_are_capped_by_the_next_bound():

@@ -26,6 +26,11 @@ SENTENCES = {
         "The loop waited 3.2 s for its first batch, and 0 % of its time since: persistent_workers=True keeps the "
         "workers from one epoch to the next.",
     ),
+    "start, with workers that stay": (
+        {"first_wait": 3.2, "is_persistent": True},
+        "The loop waited 3.2 s for its first batch, and 0 % of its time since: the workers stay from one epoch to the "
+        "next already, so build the dataset or load its first batch faster.",
+    ),
     "workers": (
         SLOW_WORKERS,
         "The loop waits 50 % of its time for workers, which spend it in fetch (the dataset): 5 more workers (4 to 7) "
@@ -209,6 +214,36 @@ def test_one_long_wait_for_a_cpu_is_no_lack_of_cpus(num_late, bound):
     assert diagnosis.bound == bound
 
 
+@pytest.mark.parametrize(
+    ("cpu", "runqueue", "bound"),
+    [(0.003, 0.005, "storage"), (0.006, 0.005, "oversubscribed"), (0.001, 0.008, "storage")],
+)
+def test_workers_that_mostly_sleep_would_gain_more_from_storage_than_from_cpus(cpu, runqueue, bound):
+    diagnosis = diagnose(records(**SLOW_WORKERS, stages=Stages(fetch=0.02, cpu=cpu, runqueue=runqueue)))
+    assert diagnosis.evidence["runqueue_share"] > 0.2
+    assert diagnosis.bound == bound
+
+
+def test_window_of_a_loop_that_takes_any_number_of_batches_is_that_of_the_workers():
+    diagnosis = diagnose(
+        records(
+            consumer=0.002, blocked=0.004, copy=0.001, latency=0.05, stages=Stages(idle=0.01, fetch=0.004, cpu=0.004),
+            prefetch_factor=1, stalled=0.0021,
+        )
+    )  # fmt: skip
+    assert diagnosis.evidence["needed_rate"] == math.inf
+    assert diagnosis.bound == "window"
+    # The workers make 1,000 batches per second, each 54 ms after its request; 1.4 as many make up for what varies.
+    assert diagnosis.evidence["in_flight"] == math.ceil(1.4 * 1000 * 0.054)
+    assert "set prefetch_factor=19 (now 1)" in diagnosis.text
+
+
+def test_window_of_a_loop_and_workers_that_take_no_time_is_some_number():
+    diagnosis = diagnose(records(consumer=0.0, blocked=0.05, latency=0.05, prefetch_factor=1, stages=Stages(idle=0.05)))
+    assert diagnosis.bound == "window"
+    assert diagnosis.evidence["in_flight"] == pytest.approx(1.4 * 1000 * 4, abs=1)
+
+
 # Passes of which little is known
 
 
@@ -233,6 +268,15 @@ def test_pass_of_one_batch_has_waited_for_its_start():
 def test_pass_of_few_batches_claims_nothing(num_batches):
     diagnosis = diagnose(record(num_batches=num_batches, consumer=0.01, blocked=0.1).snapshot())
     assert diagnosis.bound == "unclear"
+    if num_batches <= 9:
+        known = f"{num_batches} tasks of {min(num_batches, 4)} workers took 20 ms on average"
+        assert diagnosis.text.endswith(f" of {num_batches} batches does not say why: {known}.")
+
+
+def test_pass_of_few_batches_from_a_worker_that_has_told_no_times():
+    recorder = record(num_batches=3, consumer=0.01, blocked=0.1)
+    recorder.tasks.clear()
+    assert diagnose(recorder.snapshot()).text.endswith("what is known of 3 batches does not say why.")
 
 
 def test_batch_that_does_not_come_counts_before_it_comes():
@@ -285,6 +329,22 @@ def test_first_tasks_of_workers_do_not_count():
     recorder = record(num_batches=4, first_wait=2.0, stages=Stages(fetch=0.1, cpu=0.1), **SLOW_WORKERS)
     record(recorder, num_batches=100, **SLOW_WORKERS)
     assert diagnose(recorder.snapshot()).capacities["workers"] == pytest.approx(200)
+
+
+def test_worker_of_few_tasks_is_as_fast_as_its_node():
+    """Once late, a worker gets no tasks for a while; its only others took a tenth of the usual time."""
+    recorder = record(num_batches=100, **SLOW_WORKERS, workers=dict.fromkeys(range(5), "node07"))
+    recorder.tasks[4].clear()
+    recorder.tasks[4].extend([0.01, 0.2, 0.002])
+    assert diagnose(recorder.snapshot()).capacities["workers"] == pytest.approx(250, rel=0.01)
+
+
+def test_worker_of_few_tasks_on_a_slow_node_is_slow():
+    recorder = record(
+        num_batches=100, **SLOW_WORKERS, workers={0: "a", 1: "a", 2: "b", 3: "b"}, slow={2: LATE, 3: LATE}
+    )
+    recorder.tasks[3].clear()
+    assert diagnose(recorder.snapshot()).capacities["workers"] == pytest.approx(2 / 0.02 + 2 / 0.2)
 
 
 def test_worker_that_was_stopped_is_not_slow():

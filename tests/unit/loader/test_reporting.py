@@ -36,3 +36,12 @@ def test_report_leaves_out_what_is_infinite_and_cuts_what_is_long():
     assert status.demand_per_second is None
     assert "demand_rate" not in {value.name for value in status.evidence}
     assert len(Report.of([status])) < MAX_REPORT_BYTES / 2
+
+
+def test_report_leaves_out_what_no_server_takes():
+    evidence = {**WAITS.evidence, "large_rate": 9.99999e17, "larger_rate": 1e300, "odd_rate": math.nan}
+    many = dataclasses.replace(WAITS, more_workers=(10**4, 10**6, 10**8), demand=1e18, evidence=evidence)
+    status = to_status(many, "Images", None)
+    assert (status.more_workers, status.demand_per_second) == (100_000, None)
+    assert not {value.name for value in status.evidence} & {"large_rate", "larger_rate", "odd_rate"}
+    assert Report.decode(Report.of([status])).loops == [status]
