@@ -34,9 +34,7 @@ def start_ranks(zygote, *options):
     return store, [start(zygote, *options, RANK=rank, LOCAL_RANK=rank, **job) for rank in range(2)]
 
 
-LINE = re.compile(
-    r"epoch +(\d+)  loss (\d\.\d{4})  test AUC ([01]\.\d{4})  +\d+ rows/s  waiting for data +(?:\d+|nan)%"
-)
+LINE = re.compile(r"epoch +(\d+)  loss (\d\.\d{4})  test AUC ([01]\.\d{4})  +\d+ rows/s  waiting for data +\d+%")
 
 
 def results(output):
