@@ -125,14 +125,21 @@ def _find_bound(figures: Figures, records: Records) -> tuple[str, dict[str, Valu
     """Name the bound of a waiting loop, with further values for its sentence."""
     evidence, capacities = figures.evidence, figures.capacities
     own, drawn, blocked = (evidence[f"{part}_seconds"] for part in ("own", "draw", "blocked"))
+    lock, receiving = evidence["lock_seconds"], evidence["receiving_seconds"]
     if max(own, drawn) > blocked:
-        if own > drawn and evidence["copy_seconds"] >= own / 2:
+        if drawn > own:
+            return "sampler", {}
+        if evidence["copy_seconds"] >= own / 2:
             return "device_copy", {}  # a device that copies in the thread of the loop
-        return ("sampler", {}) if drawn > own else ("trainer", {"part": "own"})
+        # The thread of the loop is not asleep while another one has the interpreter lock.
+        if lock >= max(receiving, own / 2):
+            return "trainer", {"part": "lock"}
+        if receiving >= own and "trainer" in capacities:
+            return "trainer", {"part": "receive", "received_rate": capacities["trainer"]}
+        return "trainer", {"part": "own"}
     limit = _HEADROOM * evidence["needed_rate"]
     lowest = min((name for name in capacities if name != "window"), key=capacities.__getitem__, default="")
     slowest, window = capacities.get(lowest, math.inf), capacities.get("window", math.inf)
-    lock, receiving = evidence["lock_seconds"], evidence["receiving_seconds"]
     if slowest < limit and window >= _WINDOW_MARGIN * slowest:
         if lowest == "workers":
             return _refine_workers(figures, limit)

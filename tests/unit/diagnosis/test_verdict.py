@@ -204,6 +204,20 @@ def test_p95_is_that_of_the_batches():
     assert 0.01 < fetch.mean < 0.02
 
 
+# A loop that wants its interpreter lock back is awake, as one that runs our own Python is.
+@pytest.mark.parametrize(
+    ("times", "part"),
+    [
+        ({"decode_cpu": 0.0001}, "own"),
+        ({"decode_cpu": 0.008}, "receive"),
+        ({"decode_cpu": 0.001, "lock": 0.006}, "lock"),
+    ],
+)
+def test_wait_of_a_loop_that_is_awake(times, part):
+    diagnosis = diagnose(records(consumer=0.002, own=0.003, **times))
+    assert (diagnosis.bound, diagnosis.evidence["part"]) == ("trainer", part)
+
+
 @pytest.mark.parametrize(("num_late", "bound"), [(1, "workers"), (20, "oversubscribed")])
 def test_one_long_wait_for_a_cpu_is_no_lack_of_cpus(num_late, bound):
     usual, late = Stages(fetch=0.02, cpu=0.02), Stages(fetch=0.17, cpu=0.02, runqueue=0.15)
