@@ -26,7 +26,8 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 from rpcdataloader.errors import RPCError  # noqa: E402
-from rpcdataloader.server.run import run_server  # noqa: E402
+from rpcdataloader.server.logs import logger as connections  # noqa: E402
+from rpcdataloader.server.run import run_server, write_to_stderr  # noqa: E402
 from rpcdataloader.server.settings import ServerSettings  # noqa: E402
 from rpcdataloader.wire.credentials import INSECURE, Credentials, load_credentials, receive_credentials  # noqa: E402
 from rpcdataloader.wire.messages import read_json  # noqa: E402
@@ -114,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as exc:
         parser.error(str(exc))
     try:
-        with _logging_to(log_file, log_level) as log:
+        log = open(log_file, "a", buffering=1) if log_file else sys.stderr  # noqa: SIM115  # open until the end
+        with _logging_to(log, log_level):
             if insecure or insecure_tcp:
                 credentials = INSECURE
             elif token_file == "-":
@@ -125,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 settings,
                 credentials,
                 ready=functools.partial(print, flush=True),
-                write_output=log.write,
+                write_output=log.write if log_file else write_to_stderr,
                 lifeline=os.dup(sys.stdin.fileno()) if exit_with_stdin else None,
             )
     except (RPCError, OSError, ImportError, ValueError) as exc:
@@ -161,19 +163,24 @@ def _tell_trainer(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _logging_to(file: str | None, level: str) -> Iterator[TextIO]:
-    # A descriptor of its own: in sessions and workers, that of standard error leads to the client.
-    path = file or (os.devnull if sys.stderr is None else os.dup(2))
-    with open(path, "a", buffering=1) as log:
-        handler = logging.StreamHandler(log)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s"))
-        root = logging.getLogger()
-        root.addHandler(handler)
-        logging.getLogger("rpcdataloader").setLevel(level.upper())
-        try:
-            yield log
-        finally:
-            root.removeHandler(handler)
+def _logging_to(log: TextIO, level: str) -> Iterator[None]:
+    formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s")
+    logging.getLogger("rpcdataloader").setLevel(level.upper())
+    with contextlib.ExitStack() as stack:
+
+        def add(logger: logging.Logger, stream: TextIO) -> None:
+            handler = logging.StreamHandler(stream)
+            handler.setFormatter(formatter)
+            logger.addHandler(handler)
+            stack.callback(logger.removeHandler, handler)
+
+        add(logging.getLogger(), log)
+        if log is sys.stderr is not None:
+            # Standard error of sessions and workers is their client's output, in which strangers have no place.
+            add(connections, stack.enter_context(open(os.dup(2), "a", buffering=1)))
+            stack.callback(setattr, connections, "propagate", connections.propagate)
+            connections.propagate = False
+        yield
 
 
 if __name__ == "__main__":
