@@ -9,9 +9,7 @@ import contextlib
 import logging
 import math
 import os
-import signal
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -31,7 +29,7 @@ from rpcdataloader.server.events import (
     WantsStacks,
 )
 from rpcdataloader.server.gate import Gate, SpareGates, fork_gate
-from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, reap_orphans
+from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, StopSignals, reap_orphans
 from rpcdataloader.server.sessions import Child, ClientSession, OpenGate, Sessions, become
 from rpcdataloader.wire.connecting import accept, peer_name
 
@@ -51,8 +49,6 @@ RETRY_PAUSE = 0.05
 # close it.
 LIFELINE_SILENCE = 60.0
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
 # poll(2) takes milliseconds in 32 bits.
 _MAX_POLL_TIMEOUT = 3600.0
 
@@ -67,6 +63,7 @@ class NodeServer:
             has gone; so does silence for ``LIFELINE_SILENCE`` seconds after a first byte.
 
     Attributes:
+        signals: A first one drains the server, and a second one ends it; heard while the caller says so.
         announcement: File by which clients find the server, renewed here and ended by a drain; None without one.
     """
 
@@ -95,11 +92,11 @@ class NodeServer:
         self._spares = SpareGates(context.num_workers + 1, lambda: fork_gate(self._forget_in_child, context))
         self._drain_deadline: float | None = None
         self._num_stops = 0
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.signals = StopSignals()
 
     def serve(self) -> None:
         """Run until a signal or the owner's end; returns when every child has ended."""
-        self._loop.watch(self._wake_read, self._on_wake)
+        self._loop.watch(self.signals.fileno(), self._on_signals)
         if self._lifeline is not None:
             self._loop.watch(self._lifeline, self._on_lifeline)
         self._spares.wait(time.monotonic())
@@ -109,29 +106,6 @@ class NodeServer:
                 self._do_what_is_due()
         finally:
             self._close()
-
-    @contextlib.contextmanager
-    def hearing_signals(self) -> Iterator[None]:
-        """Let SIGTERM and SIGINT drain the server, and a second one end it; only possible in the main thread.
-
-        Afterwards they are ignored: a process that has drained still takes torch apart, and then exits with status 0.
-        """
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        heard = STOP_SIGNALS if in_main_thread else ()
-        # A signal that the kernel gives to another thread, such as one of a preloaded module, does not interrupt poll.
-        # The descriptor comes first, so that no signal is lost.
-        wakeup = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False) if in_main_thread else None
-        for number in heard:
-            signal.signal(number, lambda *_: None)
-        try:
-            yield
-        finally:
-            for number in heard:
-                signal.signal(number, signal.SIG_IGN)
-            if wakeup is not None:
-                signal.set_wakeup_fd(wakeup)
-            os.close(self._wake_read)
-            os.close(self._wake_write)
 
     def _close(self) -> None:
         self._spares.close()
@@ -209,8 +183,7 @@ class NodeServer:
     def _forget_in_child(self) -> None:
         """Close the node server's descriptors in a fork."""
         self._listener.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self.signals.close()
         if self._lifeline is not None:
             os.close(self._lifeline)
         self._sessions.forget_in_child()
@@ -294,15 +267,13 @@ class NodeServer:
 
     # --- the end
 
-    def _on_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            # The same signal twice at once counts once, as for Python's handlers.
-            for _signal in set(STOP_SIGNALS).intersection(os.read(self._wake_read, 4096)):
-                self._num_stops += 1
-                if self._num_stops == 1:
-                    self._drain()
-                else:
-                    self._end_all("the node server was told to end")
+    def _on_signals(self) -> None:
+        for _signal in range(self.signals.take()):
+            self._num_stops += 1
+            if self._num_stops == 1:
+                self._drain()
+            else:
+                self._end_all("the node server was told to end")
 
     def _on_lifeline(self) -> None:
         assert self._lifeline is not None

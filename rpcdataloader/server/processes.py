@@ -17,7 +17,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 
 # Under its full name: numpy imports it at first use, which would be in every fork.
 import numpy.random
@@ -75,6 +75,52 @@ class Loop:
             # An earlier handler of this round may have dropped the descriptor, or even reused its number.
             if handler := self._handlers.get(descriptor):
                 handler()
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignals:
+    """SIGTERM and SIGINT, as a descriptor that becomes readable when one comes."""
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def fileno(self) -> int:
+        return self._read
+
+    def take(self) -> int:
+        """Number of signals that have come; the same one twice at once counts once, as for Python's handlers."""
+        try:
+            return len(set(STOP_SIGNALS).intersection(os.read(self._read, 4096)))
+        except BlockingIOError:
+            return 0
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Hear them, which is only possible in the main thread.
+
+        Afterwards they are ignored: a process that has drained still takes torch apart, and then exits with status 0.
+        """
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        numbers = STOP_SIGNALS if in_main_thread else ()
+        # A signal that the kernel gives to another thread, such as one of a preloaded module, does not interrupt poll.
+        # The descriptor comes first, so that no signal is lost.
+        wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False) if in_main_thread else None
+        for number in numbers:
+            signal.signal(number, lambda *_: None)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                signal.signal(number, signal.SIG_IGN)
+            if wakeup is not None:
+                signal.set_wakeup_fd(wakeup)
+            self.close()
+
+    def close(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
 
 
 class Process:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from rpcdataloader.host.resources import collapse_pages, machine_id
 from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.node import STOP_SIGNALS, NodeServer
-from rpcdataloader.server.processes import num_threads
+from rpcdataloader.server.node import NodeServer
+from rpcdataloader.server.processes import STOP_SIGNALS, num_threads
 from rpcdataloader.server.settings import DEFAULT_PORT, ServerSettings
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
@@ -111,7 +111,7 @@ def run_server(
         context = ServerContext(settings, credentials, settings.workers, embedded, tls)
         with contextlib.ExitStack() as stack:
             server = NodeServer(listener, context, write_output=write_output, lifeline=lifeline)
-            stack.enter_context(server.hearing_signals())
+            stack.enter_context(server.signals.heard())
             if settings.register:
                 registration = Registration(address, context.num_workers, context.node, os.getpid(), machine_id())
                 announcement = Announcement(settings.register_directory, registration)
