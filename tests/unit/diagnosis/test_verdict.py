@@ -204,6 +204,13 @@ def test_p95_is_that_of_the_batches():
     assert 0.01 < fetch.mean < 0.02
 
 
+@pytest.mark.parametrize(("first_wait", "bound"), [(1.0, "start"), (0.01, "trainer")])
+def test_first_batch_counts_more_than_a_little_of_our_own_time(first_wait, bound):
+    diagnosis = diagnose(records(consumer=0.005, own=0.0003, first_wait=first_wait))
+    assert 0.05 < diagnosis.wait_share < 0.06
+    assert diagnosis.bound == bound
+
+
 # A loop that wants its interpreter lock back is awake, as one that runs our own Python is.
 @pytest.mark.parametrize(
     ("times", "part"),
