@@ -128,7 +128,13 @@ def _find_bound(figures: Figures, records: Records) -> tuple[str, dict[str, Valu
     evidence, capacities = figures.evidence, figures.capacities
     own, drawn, blocked = (evidence[f"{part}_seconds"] for part in ("own", "draw", "blocked"))
     lock, receiving = evidence["lock_seconds"], evidence["receiving_seconds"]
-    if max(own, drawn) > blocked:
+    awake, usual = max(own, drawn), blocked
+    if awake * evidence["delivered_rate"] >= _HARMLESS:
+        # One long wait, as for a machine that stood still, is no cause beside another one that goes on all the time.
+        begin = records.span[0].delivered
+        longest = max((wait.seconds for wait in records.waits if wait.at > begin), default=0.0)
+        usual -= longest / evidence["batches"]
+    if awake > usual:
         if drawn > own:
             return "sampler", {}
         if evidence["copy_seconds"] >= own / 2:
@@ -234,10 +240,13 @@ def _more_workers(figures: Figures, setup: Setup) -> tuple[tuple[int, int, int] 
     goal = min(needed, allowed)
     if math.isinf(goal) or goal < _HEADROOM * capacity < needed:
         return None, remedy(None, following, 1.0, allowed)
+    awake = {part: evidence[f"{part}_seconds"] for part in ("own", "draw")}
+    rest = sum(awake.values()) * needed
+    left = (max(awake, key=awake.__getitem__), rest) if rest >= _HARMLESS else None
     usual = min(1.0, max(_LEAST_USE, evidence["delivered_rate"] / capacity))
     error = ratio(evidence["task_spread"], math.sqrt(evidence["num_tasks"]))
     enough = (_MORE + _MORE_BY_SPREAD * evidence["task_spread"]) * goal / usual
     rates = (1 - _HARMLESS) * (1 - 2 * error) * goal, enough, _HIGH * enough
     low, likely, high = (max(1, math.ceil(rate * num / capacity - num)) for rate in rates)
     more = low, max(low, likely), max(low, high)
-    return more, remedy(more, following, needed / allowed, allowed)
+    return more, remedy(more, following, needed / allowed, allowed, left)

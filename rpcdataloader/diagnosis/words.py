@@ -129,6 +129,8 @@ PARTS = {
     "trainer": "the trainer's process",
     "device_copy": "the copy to the device",
     "window": "the window",
+    "own": "next itself",
+    "draw": "the sampler",
 }
 
 
@@ -153,7 +155,13 @@ def seen(values: Mapping[str, Value], num_workers: int) -> str:
     )
 
 
-def remedy(more: tuple[int, int, int] | None, following: str | None, full: float, rate: float) -> str:
+def remedy(
+    more: tuple[int, int, int] | None,
+    following: str | None,
+    full: float,
+    rate: float,
+    left: tuple[str, float] | None = None,
+) -> str:
     """Say what more workers would do.
 
     Args:
@@ -161,6 +169,8 @@ def remedy(more: tuple[int, int, int] | None, following: str | None, full: float
         following: Next limiting part, by its capacity.
         full: Use of that part with more workers; above 1 if it is the next bound.
         rate: Batches per second that it allows.
+        left: Part that works in the thread of the loop, and the share of the loop's time that stays with it; None if
+            that is harmless.
     """
     if more is None:
         return (
@@ -170,11 +180,12 @@ def remedy(more: tuple[int, int, int] | None, following: str | None, full: float
         )
     low, likely, high = more
     count = f"{likely:,} more worker{'s' * (likely != 1)} ({low:,} to {high:,})"
-    if following is None or full < _WORTH_TELLING:
-        return f"{count} would end that"
-    if full > 1:
+    if following is not None and full > 1:
         return f"{count} would bring it to {_rate(rate)} batches per second, where {PARTS[following]} is the next bound"
-    return f"{count} would end that; {PARTS[following]} would then be {full:.0%} full".replace("%", " %")
+    gain = "end that" if left is None else f"leave {_share(left[1])}, which {PARTS[left[0]]} takes"
+    if following is None or full < _WORTH_TELLING:
+        return f"{count} would {gain}"
+    return f"{count} would {gain}; {PARTS[following]} would then be {_share(full)} full"
 
 
 def _format(values: Mapping[str, Value]) -> dict[str, Value]:

@@ -46,6 +46,16 @@ SENTENCES = {
         "The loop waits 50 % of its time for workers, which spend it in fetch (the dataset): 3 more workers (2 to 5) "
         "would bring it to 313 batches per second, where the link is the next bound.",
     ),
+    "workers, then next itself": (
+        {"consumer": 0.002, "own": 0.0005, "blocked": 0.0025},
+        "The loop waits 60 % of its time for workers, which spend it in fetch (the dataset): 5 more workers (4 to 7) "
+        "would leave 20 %, which next itself takes.",
+    ),
+    "workers, then the sampler and the link": (
+        {"consumer": 0.002, "drawn": 0.0005, "blocked": 0.0025, "receive": 0.0019, "receive_cpu": 0.0001},
+        "The loop waits 60 % of its time for workers, which spend it in fetch (the dataset): 5 more workers (4 to 7) "
+        "would leave 20 %, which the sampler takes; the link would then be 76 % full.",
+    ),
     "workers, as fast as the link": (
         {**SLOW_WORKERS, "receive": 0.0049, "receive_cpu": 0.0001},
         "The loop waits 50 % of its time for workers, which spend it in fetch (the dataset): more workers would not "
@@ -209,6 +219,13 @@ def test_first_batch_counts_more_than_a_little_of_our_own_time(first_wait, bound
     diagnosis = diagnose(records(consumer=0.005, own=0.0003, first_wait=first_wait))
     assert 0.05 < diagnosis.wait_share < 0.06
     assert diagnosis.bound == bound
+
+
+@pytest.mark.parametrize(("own", "bound"), [(0.002, "trainer"), (0.0001, "straggler")])
+def test_one_long_wait_is_no_cause_beside_one_that_goes_on(own, bound):
+    recorder = record(num_batches=50, consumer=0.008, own=own)
+    record(recorder, num_batches=1, consumer=0.008, own=own, blocked=0.3, ready=0.3)
+    assert diagnose(recorder.snapshot()).bound == bound
 
 
 # A loop that wants its interpreter lock back is awake, as one that runs our own Python is.
