@@ -113,7 +113,8 @@ def measure(records: Records) -> Figures | None:
         # A slow node does not justify more batches in flight.
         latency = transit + (task if slow is None else slow.usual)
         capacities["workers"] = sum(ratio(1, seconds, math.inf) for seconds in means.values())
-        capacities["window"] = ratio(allowed, latency, math.inf)
+        # The way of a few batches may have been unusually long; no pass is faster than its window (Little's law).
+        capacities["window"] = max(ratio(allowed, latency, math.inf), ratio(batches, elapsed))
     evidence = {
         "batches": float(batches),
         "wait_share": ratio(waited, elapsed),

@@ -256,12 +256,13 @@ def run(cause: Cause, addresses: list[str], speed: float = 1.0) -> tuple[Diagnos
 
 
 # Pools of which more workers are needed. Most wait for storage: of two CPUs, one is left for more workers that compute.
-# A loop of 4 ms per batch spends some 5 % of its time in next itself, which no worker changes.
+# After a pause, next itself takes up to 0.5 ms on such machines, which no number of workers changes: so these loops take
+# far longer for a batch.
 POOLS = {
-    "4 workers, 120 ms of storage": Cause(Causes(stall=0.12), 0.012, 150, {"storage"}, {"num_workers": 4}),
-    "4 workers, 80 ms of storage": Cause(Causes(stall=0.08), 0.008, 150, {"storage"}, {"num_workers": 4}),
-    "2 workers, 50 ms of storage": Cause(Causes(stall=0.05), 0.01, 150, {"storage"}, {"num_workers": 2}),
-    "1 worker, 10 ms of CPU": Cause(Causes(cpu=0.01), 0.008, 150, {"workers"}, {"num_workers": 1}),
+    "4 workers, 200 ms of storage": Cause(Causes(stall=0.2), 0.02, 150, {"storage"}, {"num_workers": 4}),
+    "4 workers, 120 ms of storage": Cause(Causes(stall=0.12), 0.02, 150, {"storage"}, {"num_workers": 4}),
+    "2 workers, 100 ms of storage": Cause(Causes(stall=0.1), 0.02, 150, {"storage"}, {"num_workers": 2}),
+    "1 worker, 20 ms of CPU": Cause(Causes(cpu=0.02), 0.016, 150, {"workers"}, {"num_workers": 1}),
 }
 
 
@@ -292,7 +293,7 @@ def take_advice(cause: Cause, addresses: list[str]) -> Advice:
     now = cause.options["num_workers"]
 
     def wait_with(more: int) -> float:
-        other = cause._replace(options={**cause.options, "num_workers": now + more}, num_batches=300)
+        other = cause._replace(options={**cause.options, "num_workers": now + more}, num_batches=200)
         return run(other, addresses)[0].wait_share
 
     more = run(cause, addresses)[0].more_workers

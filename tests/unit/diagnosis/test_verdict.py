@@ -17,6 +17,7 @@ from tests.unit.diagnosis.recorded import TASK, make_recorder, make_setup, recor
 # The loop takes 400 batches per second, and the workers make 200.
 SLOW_WORKERS = {"consumer": 0.0025, "blocked": 0.0025}
 LATE = Stages(fetch=0.2, cpu=0.2)
+FAST = Stages(fetch=0.0099, cpu=0.0099)
 ALONE = Stages(idle=0.06, fetch=0.02, cpu=0.02)
 
 SENTENCES = {
@@ -422,6 +423,16 @@ def test_window_is_the_bound_beside_workers_only_if_it_allows_far_less():
     options = {"consumer": 0.0025, "blocked": 0.0075, "prefetch_factor": 1, "stages": ALONE}
     assert diagnose(records(**options, latency=0.02)).bound == "window"
     assert diagnose(records(**options, latency=0.004)).bound == "workers"
+
+
+def test_few_batches_with_a_long_way_make_no_window_that_is_smaller_than_what_was_delivered():
+    """Requests rarely find a worker idle that is the bound, so its overhead is known from few."""
+    recorder = record(num_batches=50, consumer=0.002, blocked=0.008, workers={0: "node07"}, stages=FAST)
+    record(recorder, num_batches=1, consumer=0.002, blocked=0.008, latency=0.05, stages=FAST._replace(idle=0.001))
+    diagnosis = diagnose(recorder.snapshot())
+    assert diagnosis.evidence["latency_seconds"] > 0.05
+    assert diagnosis.capacities["window"] == diagnosis.evidence["delivered_rate"] == pytest.approx(100)
+    assert diagnosis.bound == "workers"
 
 
 TWO_NODES = {0: "node07", 1: "node07", 2: "node08", 3: "node08"}
