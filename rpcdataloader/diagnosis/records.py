@@ -168,3 +168,9 @@ class Records:
         known = [probe for probe in self.probes if probe.totals.batches > self.setup.window]
         since, batches = self.last - SPAN_SECONDS, self.totals.batches - SPAN_BATCHES
         return tuple(probe for probe in known if probe.delivered >= since or probe.totals.batches >= batches)
+
+    @property
+    def waits_of_span(self) -> tuple[Wait, ...]:
+        """The waits since the beginning of the span, which is not empty."""
+        begin = self.span[0].delivered
+        return tuple(wait for wait in self.waits if wait.at > begin)

@@ -87,8 +87,10 @@ def diagnose(records: Records) -> Diagnosis:
     more = None
     total = records.last - records.begun + records.waiting
     is_start = records.first_wait >= _HARMLESS * total > 0
-    # A loop that takes 5 ms for a batch spends some 5 % of its time in next, if it never sleeps there.
-    if share < _HARMLESS or (is_start and share < 2 * _HARMLESS and share * total < records.first_wait):
+    # A loop that takes 5 ms for a batch spends some 5 % of its time in next, if it never sleeps there. One pause of the
+    # whole machine that was shorter than the first wait is less of a cause than that.
+    is_little = share * total < records.first_wait and _usual_share(records, figures) < 2 * _HARMLESS
+    if share < _HARMLESS or (is_start and is_little):
         bound = "start" if is_start else "none"
     else:
         bound, details = _find_bound(figures, records)
@@ -107,6 +109,14 @@ def diagnose(records: Records) -> Diagnosis:
         capacities=figures.capacities,
         demand=figures.evidence["demand_rate"],
     )
+
+
+def _usual_share(records: Records, figures: Figures) -> float:
+    """The share of the loop's time in ``next``, without its longest wait."""
+    batches, rate, share = (figures.evidence[name] for name in ("batches", "delivered_rate", "wait_share"))
+    elapsed = ratio(batches, rate)
+    longest = max([probe.wait for probe in records.span[1:]] + [wait.seconds for wait in records.waits_of_span])
+    return ratio(share * elapsed - longest, elapsed - longest)
 
 
 def _diagnose_start(records: Records) -> Diagnosis:
@@ -131,9 +141,7 @@ def _find_bound(figures: Figures, records: Records) -> tuple[str, dict[str, Valu
     awake, usual = max(own, drawn), blocked
     if awake * evidence["delivered_rate"] >= _HARMLESS:
         # One long wait, as for a machine that stood still, is no cause beside another one that goes on all the time.
-        begin = records.span[0].delivered
-        longest = max((wait.seconds for wait in records.waits if wait.at > begin), default=0.0)
-        usual -= longest / evidence["batches"]
+        usual -= max((wait.seconds for wait in records.waits_of_span), default=0.0) / evidence["batches"]
     if awake > usual:
         if drawn > own:
             return "sampler", {}
@@ -191,11 +199,10 @@ def _refine_workers(figures: Figures, limit: float) -> tuple[str, dict[str, Valu
 
 def _refine_straggler(figures: Figures, records: Records) -> tuple[str, dict[str, Value]]:
     """Name the straggler."""
-    begin, nodes = records.span[0].delivered, records.setup.workers
+    nodes = records.setup.workers
     seconds: dict[int, float] = defaultdict(float)
-    for wait in records.waits:
-        if wait.at > begin:
-            seconds[wait.worker] += wait.ready
+    for wait in records.waits_of_span:
+        seconds[wait.worker] += wait.ready
     total, slow = sum(seconds.values()), figures.slow
     if slow is not None and sum(late for one, late in seconds.items() if nodes.get(one) == slow.name) >= total / 2:
         return _node(slow)

@@ -229,7 +229,7 @@ CAUSES = {
     ),
     "network": Cause(Causes(size=500_000), 0.01, 25, {"network"}, {}, behind(NarrowLink)),
     "network, 1 Gb/s": Cause(Causes(size=800_000), 0.008, 50, {"network"}, {}, over_a_gigabit),
-    "node": Cause(Causes(stall=0.03), 0.003, 150, {"node"}, {"num_workers": 8}, a_slow_node),
+    "node": Cause(Causes(stall=0.03), 0.0025, 150, {"node"}, {"num_workers": 8}, a_slow_node),
 }
 
 
@@ -256,8 +256,8 @@ def run(cause: Cause, addresses: list[str], speed: float = 1.0) -> tuple[Diagnos
 
 
 # Pools of which more workers are needed. Most wait for storage: of two CPUs, one is left for more workers that compute.
-# After a pause, next itself takes up to 0.5 ms on such machines, which no number of workers changes: so these loops take
-# far longer for a batch.
+# After a pause, next itself takes up to 0.5 ms on some machines, which no number of workers changes: so these loops
+# take far longer for a batch.
 POOLS = {
     "4 workers, 200 ms of storage": Cause(Causes(stall=0.2), 0.02, 150, {"storage"}, {"num_workers": 4}),
     "4 workers, 120 ms of storage": Cause(Causes(stall=0.12), 0.02, 150, {"storage"}, {"num_workers": 4}),

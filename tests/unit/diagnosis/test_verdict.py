@@ -222,6 +222,15 @@ def test_first_batch_counts_more_than_a_little_of_our_own_time(first_wait, bound
     assert diagnosis.bound == bound
 
 
+@pytest.mark.parametrize(("pause", "bound"), [(0.3, "start"), (2.0, "trainer")])
+def test_first_batch_counts_more_than_one_shorter_pause_of_the_machine(pause, bound):
+    recorder = record(num_batches=50, first_wait=1.0)
+    record(recorder, num_batches=1, own=pause)
+    diagnosis = diagnose(record(recorder, num_batches=19).snapshot())
+    assert diagnosis.wait_share > 0.1
+    assert diagnosis.bound == bound
+
+
 @pytest.mark.parametrize(("own", "bound"), [(0.002, "trainer"), (0.0001, "straggler")])
 def test_one_long_wait_is_no_cause_beside_one_that_goes_on(own, bound):
     recorder = record(num_batches=50, consumer=0.008, own=own)
