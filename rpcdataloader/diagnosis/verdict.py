@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean
 
 from rpcdataloader.diagnosis.figures import Figures, SlowNode, Stage, measure, ratio
@@ -112,10 +113,11 @@ def diagnose(records: Records) -> Diagnosis:
 
 
 def _usual_share(records: Records, figures: Figures) -> float:
-    """The share of the loop's time in ``next``, without its longest wait."""
+    """The share of the loop's time in ``next``, without the longest wait in which it was awake."""
     batches, rate, share = (figures.evidence[name] for name in ("batches", "delivered_rate", "wait_share"))
     elapsed = ratio(batches, rate)
-    longest = max([probe.wait for probe in records.span[1:]] + [wait.seconds for wait in records.waits_of_span])
+    awake = [after.wait - after.totals.since(before.totals).blocked for before, after in pairwise(records.span)]
+    longest = max(0.0, *awake)
     return ratio(share * elapsed - longest, elapsed - longest)
 
 

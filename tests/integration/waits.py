@@ -229,7 +229,7 @@ CAUSES = {
     ),
     "network": Cause(Causes(size=500_000), 0.01, 25, {"network"}, {}, behind(NarrowLink)),
     "network, 1 Gb/s": Cause(Causes(size=800_000), 0.008, 50, {"network"}, {}, over_a_gigabit),
-    "node": Cause(Causes(stall=0.03), 0.0025, 150, {"node"}, {"num_workers": 8}, a_slow_node),
+    "node": Cause(Causes(stall=0.03), 0.002, 150, {"node"}, {"num_workers": 8}, a_slow_node),
 }
 
 

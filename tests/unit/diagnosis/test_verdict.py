@@ -222,10 +222,13 @@ def test_first_batch_counts_more_than_a_little_of_our_own_time(first_wait, bound
     assert diagnosis.bound == bound
 
 
-@pytest.mark.parametrize(("pause", "bound"), [(0.3, "start"), (2.0, "trainer")])
+@pytest.mark.parametrize(
+    ("pause", "bound"), [({"own": 0.3}, "start"), ({"own": 2.0}, "trainer"), ({"blocked": 0.3}, "unclear")]
+)
 def test_first_batch_counts_more_than_one_shorter_pause_of_the_machine(pause, bound):
+    """But not more than a batch that is late."""
     recorder = record(num_batches=50, first_wait=1.0)
-    record(recorder, num_batches=1, own=pause)
+    record(recorder, num_batches=1, **pause)
     diagnosis = diagnose(record(recorder, num_batches=19).snapshot())
     assert diagnosis.wait_share > 0.1
     assert diagnosis.bound == bound
