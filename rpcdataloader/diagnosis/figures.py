@@ -99,6 +99,8 @@ def measure(records: Records) -> Figures | None:
     transit = _mean(_usual([p.answered - p.sent - s.task for p, s in known if s.idle > 0]))
     stages = _stages(probes, known, transit)
     decode, receiving = _mean([p.decode_cpu for p in probes]), _mean([p.receive_cpu + p.decode_cpu for p in probes])
+    # A backlog that is used up took longer to decode than to deliver.
+    decoded_in = max(elapsed, probes[-1].answered - first.answered)
     lock, present = _mean([p.lock for p in probes]), _mean([p.answered - p.arrived for p in probes])
     capacities = {
         "network": ratio(batches, totals.link, math.inf),
@@ -135,6 +137,7 @@ def measure(records: Records) -> Figures | None:
         "allowed": float(allowed),
         "batch_bytes": size_bytes,
         "receiving_seconds": receiving,
+        "decode_share": min(1.0, ratio(batches * decode, decoded_in)),
         "lock_seconds": lock,
         "starved_share": 1.0 - min(1.0, ratio(receiving + lock, present, 1.0)),
         "peer_limited_share": min(1.0, ratio(sum(s.peer_limited for _, s in known), sum(s.sending for _, s in known))),

@@ -218,7 +218,7 @@ CAUSES = {
         Causes(cpu=0.02), 0.001, 40, {"oversubscribed"}, {"num_workers": 8}, functools.partial(one_node, before="")
     ),
     "sampler": Cause(Causes(), 0.005, 60, {"sampler"}, {"sampler": SlowSampler(0.02)}),
-    "trainer: receiving": Cause(Parcels(0.01), 0.002, 60, {"trainer"}, {}),
+    "trainer: receiving": Cause(Parcels(0.01), 0.002, 120, {"trainer"}, {}),
     "trainer: lock": Cause(Parcels(0.012), 0.02, 60, {"trainer"}, {}, consume=hold_the_lock),
     "window": Cause(Causes(stall=0.004), 0.004, 50, {"window"}, {"prefetch_factor": 1}, behind(lambda: delayed)),
     "window, bytes": Cause(
