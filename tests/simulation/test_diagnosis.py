@@ -28,7 +28,7 @@ CAUSES = {
     "network": Scenario(link_rate=125 * MB, size_bytes=4 * MB, receive_cpu=0.002, consumer=0.012),
     "network, small batches": Scenario(link_rate=12.5 * MB, size_bytes=100_000, consumer=0.003),
     "trainer: lock": Scenario(nodes=(8,), holds_lock=True, receive_cpu=0.004, decode_cpu=0.002, consumer=0.01),
-    "trainer: receiving": Scenario(nodes=(8,), decode_cpu=0.005, consumer=0.0022),
+    "trainer: rebuilding": Scenario(nodes=(8,), decode_cpu=0.005, consumer=0.0022),
     "trainer: copying": Scenario(nodes=(8,), size_bytes=60 * MB, receive_cpu=0.04, consumer=0.0022),
     "trainer: own": Scenario(nodes=(8,), cpu=0.002, own=0.002, consumer=0.002),
     "device_copy": Scenario(nodes=(8,), copy=0.025, consumer=0.01),
@@ -61,7 +61,7 @@ def check(name: str, seeds: range) -> None:
                 assert diagnosis.bound == bound, (seed, speed, diagnosis)
                 num_waits += 1
                 if ":" in name:
-                    part = {"lock": "lock", "receiving": "receive", "copying": "receive", "own": "own"}
+                    part = {"lock": "lock", "rebuilding": "decode", "copying": "receive", "own": "own"}
                     assert diagnosis.evidence["part"] == part[name.split(": ")[1]]
         assert num_waits >= 2
 
