@@ -116,8 +116,8 @@ _WORTH_TELLING = 0.25
 # Present work of the trainer, by its part.
 REASONS = {
     "own": "which spends {own_seconds} per batch in next without sleeping: use larger batches",
-    "decode": "and outside of next, too, as rebuilding batches takes {decode_share} of the interpreter's time: use larger "
-    "batches, fewer tensors and less that must be unpickled",
+    "decode": "and outside of next, too, as rebuilding batches takes {decode_share} of the interpreter's time: use "
+    "larger batches, fewer tensors and less that must be unpickled",
     "receive": "which receives {received_rate} batches per second of {demand_rate}: use larger batches, fewer tensors "
     "and less that must be unpickled",
     "lock": "where bytes of each batch lay unread for {lock_seconds} while other code held the interpreter lock: move "
