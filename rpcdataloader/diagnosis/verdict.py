@@ -45,8 +45,8 @@ _LARGER_WINDOW = 1.4
 # A loop that does nothing takes any number of batches, and has no sufficient window: at most this many times more.
 _LARGEST_WINDOW = 1000
 
-# Decoding holds the interpreter lock. Above this share of the time, a loop in Python waits for that outside of next,
-# too, where nobody sees it: with 98 %, loops of 1 to 4 ms took 10 ms, and waited there for 1 % to 23 % of their time.
+# Decoding holds the interpreter lock. Above this share of the time, a loop in Python also waits for that outside of
+# next, which is not measured: with 98 %, loops of 1 to 4 ms took 10 ms, of which 1 % to 36 % was in next.
 _CROWDED = 0.9
 
 # Workers that wait for each other's batches, or for a consumer, are partly idle; below this share they are not the
@@ -95,16 +95,18 @@ def diagnose(records: Records) -> Diagnosis:
     # A loop that takes 5 ms for a batch spends some 5 % of its time in next, if it never sleeps there. One pause of the
     # whole machine that was shorter than the first wait is less of a cause than that.
     is_little = share * total < records.first_wait and _usual_share(records, figures) < 2 * _HARMLESS
-    is_crowded = figures.evidence["decode_share"] >= _CROWDED
-    if not is_crowded and (share < _HARMLESS or (is_start and is_little)):
+    details: dict[str, Value] = {}
+    if figures.evidence["decode_share"] >= _CROWDED:
+        bound, details = "trainer", {"part": "decode"}
+    elif share < _HARMLESS or (is_start and is_little):
         bound = "start" if is_start else "none"
     else:
         bound, details = _find_bound(figures, records)
-        evidence |= details
-        if bound == "trainer":
-            evidence["reason"] = reason(str(details["part"]), evidence)
-        if bound in _OF_WORKERS:
-            more, evidence["remedy"] = _more_workers(figures, records.setup)
+    evidence |= details
+    if bound == "trainer":
+        evidence["reason"] = reason(str(details["part"]), evidence)
+    if bound in _OF_WORKERS:
+        more, evidence["remedy"] = _more_workers(figures, records.setup)
     return Diagnosis(
         wait_share=share,
         bound=bound,
@@ -143,8 +145,6 @@ def _diagnose_start(records: Records) -> Diagnosis:
 def _find_bound(figures: Figures, records: Records) -> tuple[str, dict[str, Value]]:
     """Name the bound of a waiting loop, with further values for its sentence."""
     evidence, capacities = figures.evidence, figures.capacities
-    if evidence["decode_share"] >= _CROWDED:
-        return "trainer", {"part": "decode"}
     own, drawn, blocked = (evidence[f"{part}_seconds"] for part in ("own", "draw", "blocked"))
     lock, receiving = evidence["lock_seconds"], evidence["receiving_seconds"]
     awake, usual = max(own, drawn), blocked
