@@ -141,8 +141,9 @@ def test_more_workers_than_are_offered_are_asked_for_with_one_warning(workers, c
     placement.warn_of_few.cache_clear()
     for num_workers in (2, 3, 3):
         assert flat(RPCDataloader(range(4), workers=workers, num_workers=num_workers)) == [0, 1, 2, 3]
-    (record,) = caplog.records
-    assert record.getMessage() == (
+    # A busy machine may be told of slow starts, too.
+    (message,) = [text for text in caplog.messages if "num_workers" in text]
+    assert message == (
         f"num_workers is 3, but this process's share of the workers of {workers} is 2: "
         "start them with more --num-workers"
     )
