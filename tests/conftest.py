@@ -68,15 +68,20 @@ def leased_bytes(pool: PageablePool) -> int:
     return sum(len(each.args[0]) for each in finalizers if getattr(each.func, "__self__", None) is pool._returned)
 
 
+def stat_of(pid: int) -> list[str]:
+    """State, parent, and so on; empty if there is no such process."""
+    with contextlib.suppress(OSError):
+        # Before them comes its name, which any process of the machine may choose, in any bytes.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
+
+
 def descendants(pid: int) -> list[int]:
     """Live processes below ``pid``."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                if fields[0] != "Z":
-                    children.setdefault(int(fields[1]), []).append(int(entry))
+        if entry.isdigit() and (fields := stat_of(int(entry))) and fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(int(entry))
     found, todo = [], [pid]
     while todo:
         below = children.get(todo.pop(), [])
@@ -87,16 +92,13 @@ def descendants(pid: int) -> list[int]:
 
 def is_running(pid: int) -> bool:
     """Whether there is such a process; one that has ended and waits for its parent to notice does not count."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return stat_of(pid)[:1] not in ([], ["Z"])
 
 
 def process_name(pid: int) -> str:
     """What ``ps -o comm`` shows; empty if it has ended."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").rstrip("\n")
     except OSError:
         return ""
 

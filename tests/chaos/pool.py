@@ -10,26 +10,19 @@ from pathlib import Path
 from tests.chaos.datasets import Traps
 from tests.chaos.network import Network
 from tests.chaos.plan import Event, Kind
-from tests.conftest import descendants, is_running, wait_until
+from tests.conftest import descendants, is_running, stat_of, wait_until
 from tests.integration.quick import QuickServer
 from tests.integration.zygote import Zygote
 
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started and that run."""
-    return sorted(child for child in descendants(pid) if _stat(child)[1:2] == [str(pid)])
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent, and so on; nothing if there is no such process."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return []
+    return sorted(child for child in descendants(pid) if stat_of(child)[1:2] == [str(pid)])
 
 
 def _birth(pid: int) -> str:
     """Tells a process from a later one with the same id."""
-    return "".join(_stat(pid)[19:20])
+    return "".join(stat_of(pid)[19:20])
 
 
 class Pool:

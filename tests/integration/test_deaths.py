@@ -16,7 +16,7 @@ import pytest
 from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.wire.address import Address
-from tests.conftest import AT_ONCE, TIMEOUT_SCALE, is_running, wait_until
+from tests.conftest import AT_ONCE, TIMEOUT_SCALE, is_running, stat_of, wait_until
 
 
 class Gone:
@@ -131,7 +131,7 @@ def start_trainer(start, server, gone, tmp_path, how, building=""):
 
 def states_of(pids):
     """What the kernel says of processes: R runs, S sleeps, T is stopped."""
-    return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
+    return {stat_of(pid)[0] for pid in pids}
 
 
 def is_sending(pid):

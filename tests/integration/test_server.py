@@ -24,7 +24,7 @@ from rpcdataloader.client import node as local
 from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Preamble
-from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, wait_until
+from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, stat_of, wait_until
 from tests.integration.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -477,11 +477,8 @@ def test_connections_in_a_row_leave_nothing_behind(serve):
 def zombies_of(pid):
     found = []
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                if fields[0] == "Z" and int(fields[1]) == pid:
-                    found.append(int(entry))
+        if entry.isdigit() and stat_of(int(entry))[:2] == ["Z", str(pid)]:
+            found.append(int(entry))
     return found
 
 
@@ -541,7 +538,7 @@ def test_server_without_descriptors_waits_and_goes_on(serve):
 
 
 def cpu_seconds(pid):
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = stat_of(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

@@ -22,7 +22,7 @@ import torch
 
 from rpcdataloader.server import processes
 from rpcdataloader.server.processes import describe_exit, fork, reap_orphans
-from tests.conftest import TIMEOUT_SCALE, descendants, is_running, wait_until
+from tests.conftest import TIMEOUT_SCALE, descendants, is_running, stat_of, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
@@ -314,15 +314,7 @@ def test_orphans_are_collected_and_nobody_else(pipe):
 
 
 def num_zombies():
-    count = 0
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            count += fields[0] == "Z" and int(fields[1]) == os.getpid()
-    return count
+    return sum(stat_of(int(entry))[:2] == ["Z", str(os.getpid())] for entry in os.listdir("/proc") if entry.isdigit())
 
 
 def test_workers_go_first_when_memory_runs_out(pipe):
