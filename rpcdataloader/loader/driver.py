@@ -32,7 +32,7 @@ from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.loader.copying import Carrier, find_busy_gpu, make_carrier
 from rpcdataloader.loader.executor import Executor
-from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass
+from rpcdataloader.loader.passes import Pass, begin_pass
 from rpcdataloader.loader.placement import Placement, plan_options
 from rpcdataloader.loader.seat import Failure, Seat, decode
 from rpcdataloader.loader.settings import PassSettings
@@ -195,10 +195,8 @@ class Driver:
     def begin_epoch(self) -> None:
         """Begin another epoch with the same workers."""
         self.tell()
-        progress = self.progress
-        begun = begin_epoch(
-            self.settings, progress.base_seed, progress.epoch + 1, self.num_streams, makes_requests=True
-        )
+        before = self.progress.base_seed, self.progress.epoch
+        begun = begin_pass(self.settings, None, self.num_streams, before=before, makes_requests=True)
         with self.condition:
             if self.ahead is not None:
                 self.ahead.delivery = None

@@ -16,7 +16,7 @@ from rpcdataloader.fetch.samples import Reduced
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.loader.copying import make_carrier, pin
 from rpcdataloader.loader.iterator import RANGE
-from rpcdataloader.loader.passes import begin_epoch, begin_pass, loader_spec, undone_afterwards, warn_if_longer
+from rpcdataloader.loader.passes import begin_pass, loader_spec, undone_afterwards, warn_if_longer
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.loader.tasks import Progress, Task
@@ -106,5 +106,5 @@ class InlineIterator:
     def reset(self, reported_length: int | None = None) -> None:
         """Begin another epoch with the same seed, as persistent workers do."""
         self._reported_length = reported_length
-        self._pass = begin_epoch(self._settings, self.progress.base_seed, self.progress.epoch + 1)
+        self._pass = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch))
         self._loader.start_epoch(self.progress.epoch, self._pass.first, self._pass.pipe_seed)

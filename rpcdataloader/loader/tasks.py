@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import operator
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,34 +50,25 @@ class Task:
     probe: Probe | None = None
 
 
+@dataclass(slots=True, eq=False)
 class TaskSource:
     """Tasks from a sampler, numbered by batch and by the position of their first sample in the epoch.
 
-    Args:
+    Attributes:
+        number: Number of the next batch.
+        position: Place of its first sample.
         leave_out: Numbers of batches to leave out.
         get_state: Function that gives the sampler's state after each batch; None without a state.
     """
 
-    def __init__(
-        self,
-        samples: Iterator[Any],
-        *,
-        auto_collation: bool,
-        number: int = 0,
-        position: int = 0,
-        leave_out: Iterable[int] = (),
-        get_state: Callable[[], Any] | None = None,
-        makes_requests: bool = False,
-        marks_last_try: bool = False,
-    ) -> None:
-        self._samples = samples
-        self._auto_collation = auto_collation
-        self._number = number
-        self._position = position
-        self._leave_out = frozenset(leave_out)
-        self._get_state = get_state
-        self._makes_requests = makes_requests
-        self._marks_last_try = marks_last_try
+    samples: Iterator[Any]
+    auto_collation: bool
+    number: int = 0
+    position: int = 0
+    leave_out: Container[int] = ()
+    get_state: Callable[[], Any] | None = None
+    makes_requests: bool = False
+    marks_last_try: bool = False
 
     def __iter__(self) -> Iterator[Task]:
         return self
@@ -91,24 +83,23 @@ class TaskSource:
         """
         num_samples = 1
         while True:
-            indices = next(self._samples)
-            if self._auto_collation:
+            indices = next(self.samples)
+            if self.auto_collation:
                 if not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
                     # A sampler may yield tensors, arrays or generators; torch only iterates over them.
                     indices = list(indices)
                 # Other types become an error where the batch is loaded.
                 num_samples = len(indices) if isinstance(indices, (list, tuple)) else 1
-            position, number = self._position, self._number
-            self._position += num_samples
-            self._number += 1
-            if number not in self._leave_out:
+            task = Task(indices, self.number, self.position, num_samples)
+            self.position += num_samples
+            self.number += 1
+            if task.number not in self.leave_out:
                 break
-        task = Task(indices, number, position, num_samples)
-        if self._get_state is not None:
-            task.sampler_state = self._get_state()
-        if self._makes_requests:
+        if self.get_state is not None:
+            task.sampler_state = self.get_state()
+        if self.makes_requests:
             task.request = task.last_request = load_request(task)
-            if self._marks_last_try:
+            if self.marks_last_try:
                 task.last_request = load_request(task, last_try=True)
         return task
 
@@ -275,10 +266,8 @@ def skip(samples: Iterator[Any], sampler: Any, num_batches: int, *, auto_collati
         samples = iter(BatchSampler(indices, batch_size, sampler.drop_last))
     else:
         source = TaskSource(samples, auto_collation=True)
-        num_samples = num_skipped = 0
-        for task in itertools.islice(source, num_batches):
-            num_samples += task.num_samples
-            num_skipped += 1
+        collections.deque(itertools.islice(source, num_batches), maxlen=0)
+        num_skipped, num_samples = source.number, source.position
     if num_skipped < num_batches:
         raise ValueError(
             f"the saved pass had delivered {num_batches} batches, but the sampler has only {num_skipped} now: have "
