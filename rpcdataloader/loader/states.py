@@ -36,6 +36,9 @@ from rpcdataloader.loader.tasks import Progress, skip
 # Version 1 had neither ranks nor samplers.
 VERSION = 2
 
+# Fields of a progress that a state has as they are.
+_PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "num_skipped", "finished", "sampler")
+
 # Samplers whose len is the number of batches of the next pass.
 _SIZED = (
     BatchSampler,
@@ -59,27 +62,16 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         order = None if progress.ahead else {**order, "start": min(consumed, order["length"])}
     return {
         "version": VERSION,
-        "base_seed": progress.base_seed,
-        "epoch": progress.epoch,
-        "num_batches": progress.num_batches,
-        "num_samples": progress.num_samples,
+        **{name: getattr(progress, name) for name in _PLAIN},
         "ahead": {str(number): num_samples for number, (num_samples, _state) in progress.ahead.items()},
         "streams": [list(stream) for stream in progress.streams],
         **({"identities": [list(identity) for identity in progress.identities]} if progress.identities else {}),
-        "turn": progress.turn,
-        "num_skipped": progress.num_skipped,
         "in_step": progress.in_step and settings.in_order,
-        "whole": _is_whole(progress),
-        "finished": progress.finished,
+        # Nothing is left on any rank, though the consumer has not reached the end.
+        "whole": progress.in_step and not progress.ahead and progress.num_batches == start["num_batches"],
         "generators": [_to_hex(generator.get_state()) for generator in settings.own_generators],
         "start": {**start, "order": order},
-        "sampler": progress.sampler,
     }
-
-
-def _is_whole(progress: Progress) -> bool:
-    """Whether nothing is left on any rank, though the consumer has not reached the end."""
-    return progress.in_step and not progress.ahead and progress.num_batches == progress.start["num_batches"]
 
 
 def check_state(settings: PassSettings, state: Any, *, is_of_any_rank: bool = False) -> None:
@@ -257,19 +249,14 @@ def _restore_epochs(settings: PassSettings, samplers: Sequence[Mapping[str, Any]
 
 
 def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
-    """The progress of a saved pass, except for the number of samples."""
+    """The progress of a saved pass."""
     return Progress(
-        saved["base_seed"],
-        saved["epoch"],
-        num_batches=saved["num_batches"],
+        **{name: saved[name] for name in _PLAIN},
         ahead={int(number): (num_samples, None) for number, num_samples in saved["ahead"].items()},
         streams=[StreamState(*stream) for stream in saved["streams"]],
         identities=identities_of(saved) if saved.get("identities") else [],
-        turn=saved["turn"],
-        num_skipped=saved["num_skipped"],
         in_step=saved["in_step"],
         start=start,
-        sampler=saved["sampler"],
     )
 
 
@@ -287,32 +274,20 @@ def skip_delivered(
         return iter(()), saved["num_samples"]
     if saved["streams"]:
         return samples, 0
-    if settings.resumable is not None:
-        # The sampler begins there; reset now, so that its length is that of a whole epoch again.
-        return skip(samples, settings.sampler, 0, auto_collation=settings.auto_collation)
-    anchor = saved["sampler"]
-    if anchor is None:
-        samples, num_samples = skip(
-            samples, settings.sampler, saved["num_batches"], auto_collation=settings.auto_collation
-        )
-        if num_samples != saved["num_samples"]:
-            raise ValueError(
-                f"the saved pass had delivered {saved['num_samples']} samples in {saved['num_batches']} batches, but "
-                f"the sampler gives {num_samples} in as many now: have dataset, batch size or sampler changed?"
-            )
-        return samples, num_samples
+    # The place at which the sampler begins: where it was saved itself, or else at its beginning.
+    anchor = saved["sampler"] or {"state": {}, "num_batches": 0, "num_samples": 0}
     if "iterator" in anchor["state"]:
         if not _is_stateful(samples):
             raise ValueError("the state is of a sampler whose iterator has load_state_dict, but here it has none")
         samples.load_state_dict(copy.deepcopy(anchor["state"]["iterator"]))  # type: ignore[attr-defined]
-    if saved["num_batches"] == anchor["num_batches"]:
-        return samples, anchor["num_samples"]
-    samples, num_samples = skip(
-        samples,
-        settings.sampler,
-        saved["num_batches"] - anchor["num_batches"],
-        auto_collation=settings.auto_collation,
-    )
+    # A ResumableDistributedSampler knows its place. It is reset now, so that its length is that of a whole epoch.
+    num_batches = 0 if settings.resumable is not None else saved["num_batches"] - anchor["num_batches"]
+    samples, num_samples = skip(samples, settings.sampler, num_batches, auto_collation=settings.auto_collation)
+    if settings.resumable is None and saved["sampler"] is None and num_samples != saved["num_samples"]:
+        raise ValueError(
+            f"the saved pass had delivered {saved['num_samples']} samples in {saved['num_batches']} batches, but the "
+            f"sampler gives {num_samples} in as many now: have dataset, batch size or sampler changed?"
+        )
     return samples, anchor["num_samples"] + num_samples
 
 
@@ -333,23 +308,18 @@ def _restore_generators(settings: PassSettings, states: Iterable[str]) -> None:
 
 
 def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[], Any] | None:
-    """Return a function that gives the sampler's state after each batch; None without a state."""
-    stateful = _stateful(settings, samples)
-    if not stateful:
+    """Return a function that gives the states of the sampler and its iterator; None if neither has one of its own."""
+    if settings.iterable or settings.resumable is not None:
         return None
-    # The sampler may go on changing the same object.
-    return lambda: {name: copy.deepcopy(owner.state_dict()) for name, owner in stateful.items()}
+    sampler = next(filter(_is_stateful, settings.samplers), None)
+    owners: dict[str, Any] = {"sampler": sampler, "iterator": samples if _is_stateful(samples) else None}
+    stateful = {name: owner for name, owner in owners.items() if owner is not None}
 
+    def get_state() -> dict[str, Any]:
+        # The sampler may go on changing the same object.
+        return {name: copy.deepcopy(owner.state_dict()) for name, owner in stateful.items()}
 
-def _stateful(settings: PassSettings, samples: Iterator[Any]) -> dict[str, Any]:
-    """The sampler and its iterator, as far as they have states of their own."""
-    found: dict[str, Any] = {}
-    if not settings.iterable and settings.resumable is None:
-        for sampler in filter(_is_stateful, settings.samplers):
-            found.setdefault("sampler", sampler)
-        if _is_stateful(samples):
-            found["iterator"] = samples
-    return found
+    return get_state if stateful else None
 
 
 def _is_stateful(value: Any) -> bool:
