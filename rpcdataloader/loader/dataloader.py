@@ -22,7 +22,7 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
 from rpcdataloader.loader.inline import InlineIterator
-from rpcdataloader.loader.iterator import RemoteIterator
+from rpcdataloader.loader.iterator import PassIterator, RemoteIterator
 from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
 from rpcdataloader.loader.tasks import Progress
@@ -166,7 +166,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             pin_memory_device=pin_memory_device,
         )
         self._where = where
-        self._pass: RemoteIterator | InlineIterator | None = None
+        self._pass: PassIterator | None = None
         self._progress: tuple[PassSettings, Progress] | None = None  # of the last iterator
         self._saved: Mapping[str, Any] | None = None  # for the next iterator
         self._shipped: RemoteDataset | None = None
@@ -204,7 +204,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         settings = PassSettings.of(self)
         # A state of the beginning has nothing to resume.
         saved = self._saved if self._saved is not None and "start" in self._saved else None
-        iterator: RemoteIterator | InlineIterator
+        iterator: PassIterator
         if not self.persistent_workers:
             with errors_of_rank(settings.partition):
                 iterator = self._begin(settings, None if saved is None or saved["finished"] else saved)
@@ -298,7 +298,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         own = dict.fromkeys(("_pass", "_shipped", "_progress", "_recorder", "_trace"))
         return {**self.__dict__, **own, "_current": no_iterator}
 
-    def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator | InlineIterator:
+    def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> PassIterator:
         if self.pin_memory and self.pin_memory_device:
             warnings.warn(
                 "pin_memory_device is deprecated, the current accelerator will be used as the device,"

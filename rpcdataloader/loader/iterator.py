@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +24,7 @@ from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, Remote
 from rpcdataloader.fetch.samples import Reduced
 from rpcdataloader.loader.copying import Copies
 from rpcdataloader.loader.driver import Driver
-from rpcdataloader.loader.passes import undone_afterwards, warn_if_longer
+from rpcdataloader.loader.passes import undone_afterwards
 from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.seat import Answer, Failure
 from rpcdataloader.loader.settings import PassSettings
@@ -46,7 +48,82 @@ def _shown(stage: str, call: Callable[..., Any], *args: Any) -> Any:
 _LEAST_HIDDEN = 1e-4
 
 
-class RemoteIterator:
+class PassIterator(ABC):
+    """The result of ``iter(loader)``.
+
+    Args:
+        name: Name of the dataset.
+        reported_length: Length that the loader has reported; None if it was not queried.
+    """
+
+    def __init__(self, settings: PassSettings, name: str, reported_length: int | None) -> None:
+        self._settings = settings
+        self._name = name
+        self._reported_length = reported_length
+        self._is_shown = False  # True while a profiler shows the present work
+
+    def __iter__(self) -> PassIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._settings.sampler)
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StopIteration: The sampler is at its end, and every batch was delivered.
+            RuntimeError: No batch came within the loader's timeout.
+            ConnectionLostError: All workers are lost and none came back in time, or a batch has ended too many workers.
+            Exception: An exception of the dataset, the collate function or the init function on a worker.
+            BadSamplesError: More samples were skipped than the loader allows.
+        """
+        # torch's loaders open a range for every batch, which takes as long as all recording.
+        while type(batch := self._profiled_next() if profiler._is_profiler_enabled else self._next()) is Reduced:
+            self.progress.account_reduced(batch, self._settings.max_skipped)
+            if not batch.is_empty:
+                batch = batch.batch
+                break
+        reported = self._reported_length
+        if reported is not None and (num_yielded := self.progress.num_yielded) > reported:
+            # As torch does.
+            warnings.warn(
+                f"Length of IterableDataset {self._name} was reported to be {reported} (by len of its loader), but "
+                f"{num_yielded} samples have been fetched. For multiprocessing data-loading, this happens when a "
+                "worker takes more than its part of the dataset; torch.utils.data.get_worker_info() says which worker "
+                "it is.",
+                stacklevel=2,
+            )
+        return batch
+
+    def _profiled_next(self) -> Any:
+        self._is_shown = True
+        try:
+            with torch.profiler.record_function(RANGE):
+                return self._next()
+        finally:
+            self._is_shown = False
+
+    @abstractmethod
+    def _next(self) -> Any:
+        """Return the next batch, or a :class:`Reduced` in its place."""
+
+    @property
+    @abstractmethod
+    def progress(self) -> Progress:
+        """The progress of this pass; changes with it."""
+
+    @property
+    @abstractmethod
+    def is_usable(self) -> bool:
+        """Whether :meth:`reset` is possible."""
+
+    @abstractmethod
+    def reset(self, reported_length: int | None = None) -> None:
+        """Begin another epoch with the same workers and the same seed."""
+
+
+class RemoteIterator(PassIterator):
     """The result of ``iter(loader)`` with workers. Dropping it ends the workers.
 
     Args:
@@ -65,13 +142,10 @@ class RemoteIterator:
         saved: Mapping[str, Any] | None = None,
         reported_length: int | None = None,
     ) -> None:
-        self._settings = settings
-        self._name = dataset.name
-        self._reported_length = reported_length
+        super().__init__(settings, dataset.name, reported_length)
         self._drawn: Task | None = None  # from the sampler, not yet in the engine
         self._ready = 0.0  # seconds asleep while a later batch was here
         self._timed: tuple[Probe, Copies] | None = None  # the last probe
-        self._is_shown = False  # True while a profiler shows the present work
         with undone_afterwards(saved):
             self.driver = Driver(settings, dataset, placement, saved, recorder)
             self._advance(wants_input=True, began=time.monotonic())
@@ -87,44 +161,6 @@ class RemoteIterator:
         except BaseException:
             self.driver.close()
             raise
-
-    def __iter__(self) -> RemoteIterator:
-        return self
-
-    def __next__(self) -> Any:
-        """The next batch.
-
-        Raises:
-            StopIteration: The sampler is at its end, and every batch was delivered.
-            RuntimeError: No batch came within the loader's timeout.
-            ConnectionLostError: All workers are lost and none came back in time, or a batch has ended too many workers.
-            Exception: An exception of the dataset, the collate function or the init function on a worker.
-            BadSamplesError: More samples were skipped than the loader allows.
-        """
-        try:
-            # torch's loaders open a range for every batch, which takes as long as all recording.
-            while type(batch := self._profiled_next() if profiler._is_profiler_enabled else self._next()) is Reduced:
-                self.progress.account_reduced(batch, self._settings.max_skipped)
-                if not batch.is_empty:
-                    batch = batch.batch
-                    break
-        except StopIteration:
-            if self._settings.persistent_workers:
-                self.driver.tell()
-            else:
-                self.driver.close()
-            raise
-        if self._reported_length is not None:
-            warn_if_longer(self.progress.num_yielded, self._reported_length, self._name)
-        return batch
-
-    def _profiled_next(self) -> Any:
-        self._is_shown = True
-        try:
-            with torch.profiler.record_function(RANGE):
-                return self._next()
-        finally:
-            self._is_shown = False
 
     def _next(self) -> Any:
         driver, engine = self.driver, self.driver.engine
@@ -215,6 +251,10 @@ class RemoteIterator:
             raise of_rank(engine.failure.with_traceback(None), self._settings.partition)
         if engine.table.finished:
             self.progress.finished = True
+            if self._settings.persistent_workers:
+                driver.tell()
+            else:
+                driver.close()
             raise StopIteration
         if engine.table.wants_input:
             return 0.0  # a stream has ended, which makes room for others
@@ -290,17 +330,12 @@ class RemoteIterator:
             error = error.with_traceback(None)  # the relevant frames are the worker's
         return of_rank(error, self._settings.partition)
 
-    def __len__(self) -> int:
-        return len(self._settings.sampler)
-
     @property
     def progress(self) -> Progress:
-        """The progress of this pass; changes with it."""
         return self.driver.progress
 
     @property
     def is_usable(self) -> bool:
-        """Whether :meth:`reset` is possible."""
         return self.driver.is_usable
 
     def report(self) -> LoopStatus | None:
@@ -314,7 +349,6 @@ class RemoteIterator:
         return to_status(diagnosis, self._name, self._rank) if now - self._news[1] < _PAUSE else None
 
     def reset(self, reported_length: int | None = None) -> None:
-        """Begin another epoch with the same workers."""
         self._reported_length = reported_length
         self._drawn = None
         self._ready = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,23 +44,6 @@ class Pass:
 def draw_base_seed(generator: torch.Generator | None) -> int:
     """Draw the seed of a pass at the time and in the way of torch's loader, so that both leave the same state."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-
-
-def warn_if_longer(num_yielded: int, reported: int | None, name: str) -> None:
-    """Warn, as torch does, when an iterable-style dataset yields more than ``len(loader)``.
-
-    For ``__next__`` of an iterator, so that the warning shows the line of the user's loop.
-
-    Args:
-        reported: Length that was reported; None if it was not queried.
-    """
-    if reported is not None and num_yielded > reported:
-        warnings.warn(
-            f"Length of IterableDataset {name} was reported to be {reported} (by len of its loader), but {num_yielded} "
-            "samples have been fetched. For multiprocessing data-loading, this happens when a worker takes more than "
-            "its part of the dataset; torch.utils.data.get_worker_info() says which worker it is.",
-            stacklevel=3,
-        )
 
 
 def undone_afterwards(saved: Mapping[str, Any] | None) -> contextlib.AbstractContextManager[None]:
