@@ -26,10 +26,9 @@ from rpcdataloader.client.node import Node
 from rpcdataloader.client.register import Watch
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.records import Records, Setup
+from rpcdataloader.diagnosis.records import Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.loader.copying import Carrier, find_busy_gpu, make_carrier
 from rpcdataloader.loader.executor import Executor
 from rpcdataloader.loader.passes import Pass, begin_pass
@@ -37,7 +36,7 @@ from rpcdataloader.loader.placement import Placement, plan_options
 from rpcdataloader.loader.seat import Failure, Seat, decode
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, describe
-from rpcdataloader.plan.actions import Action, Load, Open
+from rpcdataloader.plan.actions import Action, Load
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry
@@ -173,10 +172,8 @@ class Driver:
                 self.engine.crew.roster.expects_more = True
             todo = self.act(time.monotonic())
         if todo is not None:
-            # All before the first request, so that pickling errors come early.
-            places = [action.place for action in todo.actions if isinstance(action, Open)]
-            openings = {place: self._executor.opening(place) for place in places}
-            self._executor.carry_out(todo.actions, todo.begun, openings)
+            self._executor.prepare(todo.actions)
+            self.carry_out(todo)
         if placement.register is not None:
             self._watch = self._client.watcher(placement.register).watch(self._named, self._register_changed)
 
@@ -213,7 +210,7 @@ class Driver:
     def close(self) -> None:
         """End the workers, and tell why the loop has waited; idempotent."""
         with self.condition:
-            self._note_setup()
+            self.note_setup()
             self.closed.set()
             self.engine.table.forget()
             if self.ahead is not None:
@@ -320,10 +317,6 @@ class Driver:
         """The requested workers that are not lost."""
         return [seat.worker for seat in list(self._executor.seats.values())]
 
-    def stream_at(self, place: int) -> StreamState | None:
-        """The progress of a place's stream; None without streams."""
-        return self.streams[place] if self.streams else None
-
     def is_open(self) -> bool:
         """Whether the pass is not over."""
         return not self.closed.is_set()
@@ -336,48 +329,40 @@ class Driver:
     def diagnosis(self) -> Diagnosis:
         """The reason why the loop waits."""
         with self.condition:
-            self._note_setup()
+            self.note_setup()
             waiting = time.monotonic() - self.sleep.since if self.sleep.until != -math.inf else 0.0
         return diagnose(self.recorder.snapshot(waiting))
 
     def tell(self) -> None:
-        """Log, once per pass, why the loop has waited, unless the pass has failed; without the condition."""
-        if not self.is_told and self.engine.failure is None:
-            self.is_told = True
+        """Log, once per pass, why the loop has waited, if it has and the pass has not failed."""
+        if self.is_told or self.engine.failure is not None:
+            return
+        self.is_told = True
+        try:
             self.note_setup()
-            _log_wait(self.recorder.records(), self.settings.partition.label, is_over=self.progress.finished)
+            records = self.recorder.records()
+            # Of a pass that was left, the first window says nothing.
+            if self.progress.finished or records.totals.batches > records.setup.window:
+                diagnosis = diagnose(records)
+                if diagnosis.bound != "none":
+                    logger.info("%s%s", self.settings.partition.label, diagnosis.text)
+        except Exception:  # which ends no training
+            level = logging.DEBUG if next(_failures) else logging.WARNING
+            logger.log(level, "cannot say why the loop has waited; training goes on", exc_info=True)
 
     def note_setup(self) -> None:
-        """Record the workers and limits of the pass if they have changed."""
-        if self.has_changed:
-            with self.condition:
-                self._note_setup()
-
-    def _note_setup(self) -> None:
-        # With the condition. A pass that is over keeps its last ones.
-        if self.closed.is_set():
-            return
-        seats, settings = self._executor.seats, self.settings
-        self.has_changed = False
-        workers = {number: str(node) for number, node in self.engine.workers.items()}
-        if workers:
+        """Record the workers and limits of the pass; a pass that is over keeps its last ones."""
+        with self.condition:
+            self.has_changed = False
+            workers = {number: str(node) for number, node in self.engine.workers.items()}
+            if self.closed.is_set() or not workers:
+                return
+            seats, settings = self._executor.seats, self.settings
             names = {number: seats[number].worker.name for number in workers if number in seats}
             # The window of a table of streams shrinks with each that ends, whose worker stays.
             window = len(workers) * settings.prefetch_factor if settings.iterable else self.engine.table.window
             limits = window, settings.prefetch_factor, settings.max_in_flight_bytes
             self.recorder.setup = Setup(workers, *limits, names, settings.persistent_workers)
-
-
-def _log_wait(records: Records, label: str, *, is_over: bool) -> None:
-    """Log why the loop of a pass has waited, if it has; of a pass that was left, the first window says nothing."""
-    try:
-        if is_over or records.totals.batches > records.setup.window:
-            diagnosis = diagnose(records)
-            if diagnosis.bound != "none":
-                logger.info("%s%s", label, diagnosis.text)
-    except Exception:  # which ends no training
-        level = logging.DEBUG if next(_failures) else logging.WARNING
-        logger.log(level, "cannot say why the loop has waited; training goes on", exc_info=True)
 
 
 class Ahead:

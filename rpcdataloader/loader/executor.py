@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,7 @@ class Executor:
         self._client = get_client()
         self._settings, self._condition, self._closed = driver.settings, driver.condition, driver.closed
         self._dataset = dataset  # held while workers exist
+        self._openings: dict[int, _Opening] = {}  # ready first requests, by place
         self._unwanted: set[int] = set()  # workers to close before they are requested
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
 
@@ -89,34 +90,34 @@ class Executor:
         for node in list(self._sought):
             node.wake()
 
-    def carry_out(self, actions: Sequence[Action], begun: Pass, openings: Mapping[int, _Opening] | None = None) -> None:
-        """Carry out actions; without the condition.
+    def prepare(self, actions: Sequence[Action]) -> None:
+        """Make the first requests to the first workers before any is sent, so that pickling errors come early."""
+        places = [action.place for action in actions if isinstance(action, Open)]
+        self._openings = {place: self._opening(place) for place in places}
 
-        Args:
-            openings: Ready first requests, by place.
-        """
-        ends: list[End] = []
+    def carry_out(self, actions: Sequence[Action], begun: Pass) -> None:
+        """Carry out actions; without the condition."""
         for action in actions:
-            if isinstance(action, Cancel):
-                self._cancel(action, begun)
-            elif isinstance(action, Open):
-                self._open(action, None if openings is None else openings[action.place])
-            elif isinstance(action, Close):
-                self._close(action.worker)
-            elif isinstance(action, Restart):
-                self._restart(action.worker, begun)
-            elif isinstance(action, Seek):
-                self._sought.add(action.node)
-                seek = functools.partial(self._seek, action.node, action.delay)
-                self._client.start_thread(f"rpcdl-seek {action.node}", seek, self._closed)
-            elif isinstance(action, End):
-                ends.append(action)
-            elif isinstance(action, ReportWait):
-                self._client.start_thread("rpcdl-report", functools.partial(self._report_wait, action), self._closed)
-            elif isinstance(action, Say):
-                logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
-        if ends:
-            self._end(ends, begun)
+            match action:
+                case Cancel():
+                    self._cancel(action, begun)
+                case Open():
+                    self._open(action)
+                case Close():
+                    self._close(action.worker)
+                case Restart():
+                    self._restart(action.worker, begun)
+                case Seek():
+                    self._sought.add(action.node)
+                    seek = functools.partial(self._seek, action.node, action.delay)
+                    self._client.start_thread(f"rpcdl-seek {action.node}", seek, self._closed)
+                case ReportWait():
+                    report = functools.partial(self._report_wait, action)
+                    self._client.start_thread("rpcdl-report", report, self._closed)
+                case Say():
+                    logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
+        if ends := [action for action in actions if isinstance(action, End)]:
+            self._end(ends, begun)  # at the same time
 
     def _cancel(self, action: Cancel, begun: Pass) -> None:
         seat = self.seats.get(action.worker)
@@ -139,15 +140,15 @@ class Executor:
         # The consumer draws for this epoch when all workers know of it.
         seat.restart(dumps(tuple(Call(remote.start_epoch, args, {}, ordered=True))))
 
-    def _open(self, action: Open[Node], opening: _Opening | None) -> None:
+    def _open(self, action: Open[Node]) -> None:
         """Request a worker, if its node is still up."""
+        opening = self._openings.pop(action.place, None)
         while True:
-            if opening is None:
-                try:
-                    opening = self.opening(action.place)
-                except BaseException as exc:
-                    self._driver.fail(exc)
-                    return
+            try:
+                opening = opening or self._opening(action.place)
+            except BaseException as exc:
+                self._driver.fail(exc)
+                return
             with self._condition:
                 if self._closed.is_set():
                     return
@@ -182,12 +183,12 @@ class Executor:
             seat.worker.submit(opening.payload, opening.buffers, seat.started)
         return None
 
-    def opening(self, place: int) -> _Opening:
+    def _opening(self, place: int) -> _Opening:
         """Make the first request to a worker, which contains the user's pickled objects."""
-        settings, begun = self._settings, self._driver.begun
+        settings, driver, begun = self._settings, self._driver, self._driver.begun
         # Workers that join later may have a higher number.
-        num_workers = max(self._driver.num_streams, place + 1)
-        spec = loader_spec(settings, begun, place, num_workers, self._driver.stream_at(place))
+        num_workers = max(driver.num_streams, place + 1)
+        spec = loader_spec(settings, begun, place, num_workers, driver.streams[place] if driver.streams else None)
         call = Call(remote.open_loader, (self._dataset, spec), {}, ordered=True)
         parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
         encoded = dumps_named(tuple(call), parts, persistent_id=self._reference_of)

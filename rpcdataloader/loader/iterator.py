@@ -231,7 +231,8 @@ class RemoteIterator(PassIterator):
         if (timed := self._timed) is not None and (times := timed[1].times()) is not None:
             timed[0].copy, timed[0].stalled = times
         self._timed = None if answer.copies is None else (probe, answer.copies)
-        driver.note_setup()
+        if driver.has_changed:
+            driver.note_setup()
         recorder.probed(probe, answer.worker, decided, waited, blocked, sending)
 
     def _wait(self, deadline: float | None) -> float:
