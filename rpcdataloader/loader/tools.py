@@ -12,7 +12,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
@@ -31,10 +32,6 @@ from rpcdataloader.loader.tracing import Trace, begin_trace, trace_of_process
 _T_co = TypeVar("_T_co", covariant=True)
 
 
-def no_iterator() -> None:
-    """Stand in for a reference to an iterator that does not exist."""
-
-
 class _NoStateError(LocalProtocolError, AttributeError):
     """The error of a missing state; an AttributeError for ``hasattr``."""
 
@@ -42,7 +39,7 @@ class _NoStateError(LocalProtocolError, AttributeError):
 class LoaderTools(DataLoader[_T_co]):
     """Methods of ``RPCDataloader`` beyond torch's."""
 
-    _current: Callable[[], RemoteIterator | None] = staticmethod(no_iterator)  # the last iterator while in use
+    _last: weakref.ref[RemoteIterator] | None = None  # iterator
     _recorder: Recorder | None = None  # of the last iterator
     _trace: Trace | None = None  # of all passes, while active
     _where: Where | None
@@ -57,7 +54,7 @@ class LoaderTools(DataLoader[_T_co]):
         :doc:`waiting` explains each bound. It is ``unclear`` before the first pass, and for a loader without workers
         (``num_workers=0``, ``workers="inline"``).
         """
-        if (iterator := self._current()) is not None:
+        if (iterator := self._current) is not None:
             return iterator.driver.diagnosis()
         if self._recorder is None:
             return Diagnosis(0.0, "unclear", NO_PASS if self._has_workers else NO_WORKERS)
@@ -96,6 +93,11 @@ class LoaderTools(DataLoader[_T_co]):
         self._trace = trace
         if self._recorder is not None:
             self._recorder.follow(trace or trace_of_process())
+
+    @property
+    def _current(self) -> RemoteIterator | None:
+        """The last iterator while in use."""
+        return None if self._last is None else self._last()
 
     @property
     def _has_workers(self) -> bool:
