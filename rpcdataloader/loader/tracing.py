@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import io
 import logging
 import os
 import threading
@@ -53,9 +54,8 @@ class Trace:
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._tracks = Tracks(f"{partition.label}trainer (pid {os.getpid()})", time.monotonic())
-        self._descriptor: int | None = None
-        self._buffer = bytearray()
-        self._size_bytes, self._write_at = 0, 0.0  # of the file, and time of the next write
+        self._buffer: bytearray
+        self._write_at: float  # time of the next write
         self._num_unwritten = 0  # batches since the last write
         self._begin_file()
         with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ class Trace:
         """Add a batch that the calling thread was delivered."""
         with self._lock, self._never_failing():
             self._num_unwritten += 1
-            if self._descriptor is None or os.getpid() != self._pid:
+            if self._file.closed or os.getpid() != self._pid:
                 return
             consumer = f"consumer ({threading.current_thread().name})"
             for event in self._tracks.events_of(probe, setup, worker, consumer):
@@ -79,7 +79,7 @@ class Trace:
             now = time.monotonic()
             if len(self._buffer) >= _BUFFER_BYTES or now >= self._write_at:
                 self._write_at = now + _BUFFER_SECONDS
-                self._write_buffer(self._descriptor)
+                self._write_buffer()
 
     def close(self) -> None:
         """Write pending events; idempotent."""
@@ -87,10 +87,10 @@ class Trace:
             if os.getpid() != self._pid:
                 return
             with self._never_failing():
-                if self._descriptor is not None:
+                if not self._file.closed:
                     self._buffer += _END
-                    self._write_buffer(self._descriptor)
-                    self._close_file()
+                    self._write_buffer()
+                    self._file.close()
             if self._num_unwritten:
                 logger.warning("the trace %s lacks the last %d batches", self.path, self._num_unwritten)
                 self._num_unwritten = 0
@@ -102,50 +102,44 @@ class Trace:
             yield
         except Exception as error:
             logger.warning("the trace %s ends here, and the training goes on: %r", self.path, error)
-            self._close_file()
+            with contextlib.suppress(OSError):
+                self._file.close()
 
-    def _begin_file(self) -> int:
-        self._descriptor = descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    def _begin_file(self) -> None:
+        self._file = self.path.open("ab", buffering=0)
         try:
             # A second trace would write into the middle.
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.ftruncate(descriptor, 0)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file.truncate(0)
         except OSError as error:
-            self._close_file()
+            self._file.close()
             if isinstance(error, BlockingIOError):
                 raise BlockingIOError(error.errno, "another trace is being written there") from None
             raise
         self._size_bytes, self._write_at = 0, 0.0
         self._buffer = bytearray(b"[\n" + ",\n".join(self._tracks.names).encode())
-        return descriptor
 
-    def _write_buffer(self, descriptor: int) -> None:
+    def _write_buffer(self) -> None:
         if self._size_bytes + len(self._buffer) + len(_END) > MAX_FILE_BYTES:
-            _write(descriptor, _END)
-            self._close_file()
+            _write(self._file, _END)
+            self._file.close()
             self.path.replace(self._before)
             events = self._buffer
-            descriptor = self._begin_file()
+            self._begin_file()
             self._buffer += events
         try:
-            _write(descriptor, bytes(self._buffer))
+            _write(self._file, bytes(self._buffer))
         except OSError:
-            os.ftruncate(descriptor, self._size_bytes)  # without half an event
+            self._file.truncate(self._size_bytes)  # without half an event
             raise
         self._size_bytes += len(self._buffer)
         self._buffer.clear()
         self._num_unwritten = 0
 
-    def _close_file(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
 
-
-def _write(descriptor: int, data: bytes) -> None:
+def _write(file: io.FileIO, data: bytes) -> None:
     while data:
-        data = data[os.write(descriptor, data) :]
+        data = data[file.write(data) :]
 
 
 def _of_rank(path: str, partition: Partition) -> Path:

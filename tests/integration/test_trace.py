@@ -150,12 +150,12 @@ def test_oldest_events_go_and_both_files_load_and_keep_the_limit(make, tmp_path,
 def test_full_disk_ends_the_trace_and_not_the_training(make, tmp_path, monkeypatch, caplog):
     written = []
 
-    def write(descriptor, data):
+    def write(file, data):
         written.append(data)
         if len(written) > 3:
-            os.write(descriptor, data[:100])
+            file.write(data[:100])
             raise OSError(28, "No space left on device")
-        os.write(descriptor, data)
+        file.write(data)
 
     monkeypatch.setattr(tracing, "_write", write)
     monkeypatch.setattr(tracing, "_BUFFER_BYTES", 1)
