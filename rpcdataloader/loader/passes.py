@@ -77,7 +77,11 @@ def begin_pass(
     if saved is not None and saved["finished"]:
         before, saved = (saved["base_seed"], saved["epoch"]), None
     start = capture_start(settings) if saved is None else restore_start(settings, saved)
-    order = _order(settings)
+    # A pipe of torch needs a seed, which torch's loader draws for each pass before anything else.
+    pipe_seed = draw_base_seed(settings.generator) if isinstance(settings.dataset, IterDataPipe) else None
+    first, ranks = 0, (settings.partition.rank, settings.partition.world_size)
+    if (sampler := settings.resumable) is not None:
+        first, ranks = sampler.start, (sampler.rank, sampler.num_replicas)
     samples = iter(settings.sampler)
     if before is None and (saved is None or saved["epoch"] == 0):
         before = draw_base_seed(settings.generator), -1  # for a resumed pass, only for its effect on the generator
@@ -99,18 +103,7 @@ def begin_pass(
         makes_requests=makes_requests,
         marks_last_try=settings.marks_last_try,
     )
-    return Pass(source, progress, *order)
-
-
-def _order(settings: PassSettings) -> tuple[int, tuple[int, int], int | None]:
-    """Return the order of the samples in the sampler's next iteration: the last fields of a :class:`Pass`.
-
-    A pipe of torch needs a seed, which torch's loader draws for each pass before anything else.
-    """
-    if (sampler := settings.resumable) is not None:
-        return sampler.start, (sampler.rank, sampler.num_replicas), None
-    pipe_seed = draw_base_seed(settings.generator) if isinstance(settings.dataset, IterDataPipe) else None
-    return 0, (settings.partition.rank, settings.partition.world_size), pipe_seed
+    return Pass(source, progress, first, ranks, pipe_seed)
 
 
 def loader_spec(
