@@ -22,10 +22,10 @@ from rpcdataloader.client.sharing import Partition, errors_of_rank
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import Additions
 from rpcdataloader.loader.copying import find_device, make_carrier
-from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
+from rpcdataloader.loader.dataset import RPCDataset, access_of
 from rpcdataloader.loader.inline import InlineIterator
 from rpcdataloader.loader.iterator import PassIterator, RemoteIterator
-from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
+from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_once
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.tools import LoaderTools
@@ -307,7 +307,10 @@ class RPCDataloader(LoaderTools[_T_co]):
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
             placement = Placement(tuple(homes), placement.others, missing=placement.missing)
         elif isinstance(self._where, Remote) and self.num_workers > len(placement.homes):
-            warn_of_few(self.num_workers, len(placement.homes), str(self._where))
+            warn_once(
+                f"num_workers is {self.num_workers}, but this process's share of the workers of {self._where} is "
+                f"{len(placement.homes)}: start them with more --num-workers"
+            )
         prepare(dataset, placement.homes, wait=False)
         recorder = self._new_recorder()
         iterator = RemoteIterator(settings, dataset, placement, recorder, saved, self._reported_length)
@@ -335,7 +338,7 @@ def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: in
     if isinstance(dataset, RPCDataset):
         if workers is not None:
             raise ValueError("workers contradicts the RPCDataset, which has its own: leave it out")
-        return where_of(dataset)
+        return dataset._where
     where = find_workers(workers)
     if where is None:
         return Local(num_workers) if num_workers > 0 else None

@@ -138,7 +138,7 @@ def test_loader_without_workers_is_that_of_torch(make):
 
 
 def test_more_workers_than_are_offered_are_asked_for_with_one_warning(workers, caplog):
-    placement.warn_of_few.cache_clear()
+    placement.warn_once.cache_clear()
     for num_workers in (2, 3, 3):
         assert flat(RPCDataloader(range(4), workers=workers, num_workers=num_workers)) == [0, 1, 2, 3]
     # A busy machine may be told of slow starts, too.
