@@ -23,8 +23,7 @@ from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import Additions
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of
-from rpcdataloader.loader.inline import InlineIterator
-from rpcdataloader.loader.iterator import PassIterator, RemoteIterator
+from rpcdataloader.loader.iterator import InlineIterator, PassIterator, RemoteIterator
 from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_once
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
 from rpcdataloader.loader.tasks import Progress
@@ -189,9 +188,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         # A state of the beginning has nothing to resume.
         saved = self._saved if self._saved is not None and "start" in self._saved else None
         iterator = self._pass
-        if iterator is not None and iterator.is_usable and saved is None:
-            iterator.reset(self._reported_length)
-        else:
+        if iterator is None or saved is not None or not iterator.reset(self._reported_length):
             if saved is not None and saved["finished"] and not self.persistent_workers:
                 saved = None
             iterator = self._pass = None  # ends its workers, whose places are needed

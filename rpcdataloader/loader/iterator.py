@@ -1,4 +1,4 @@
-"""The result of ``iter(loader)`` with workers: the consumer's side of a pass."""
+"""The result of ``iter(loader)``: the consumer's side of a pass, with workers or inline."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ from rpcdataloader.diagnosis.recorder import NOTED_WAIT, Recorder
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
+from rpcdataloader.fetch.batch_loader import BatchLoader, StreamState
 from rpcdataloader.fetch.samples import Reduced
-from rpcdataloader.loader.copying import Copies
+from rpcdataloader.fetch.stream_loader import StreamLoader
+from rpcdataloader.loader.copying import Copies, make_carrier, pin
 from rpcdataloader.loader.driver import Driver
-from rpcdataloader.loader.passes import undone_afterwards
+from rpcdataloader.loader.passes import begin_pass, loader_spec, undone_afterwards
 from rpcdataloader.loader.placement import Placement
 from rpcdataloader.loader.seat import Answer, Failure
 from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.loader.tasks import Progress, Task
+from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 from rpcdataloader.wire.status import MAX_NUMBER, MAX_WORKERS, LoopStatus, Value
 
 # The names of the ranges of torch's loaders, which its profiler finds by the beginning.
@@ -113,14 +117,9 @@ class PassIterator(ABC):
     def progress(self) -> Progress:
         """The progress of this pass; changes with it."""
 
-    @property
     @abstractmethod
-    def is_usable(self) -> bool:
-        """Whether :meth:`reset` is possible."""
-
-    @abstractmethod
-    def reset(self, reported_length: int | None = None) -> None:
-        """Begin another epoch with the same workers and the same seed."""
+    def reset(self, reported_length: int | None) -> bool:
+        """Begin another epoch with the same workers and the same seed; returns False if that is impossible."""
 
 
 class RemoteIterator(PassIterator):
@@ -335,10 +334,6 @@ class RemoteIterator(PassIterator):
     def progress(self) -> Progress:
         return self.driver.progress
 
-    @property
-    def is_usable(self) -> bool:
-        return self.driver.is_usable
-
     def report(self) -> LoopStatus | None:
         """The diagnosis for node servers; None if the pass is over, or the loop has been elsewhere for a while."""
         if self.progress.finished or not self.driver.is_open():
@@ -349,12 +344,79 @@ class RemoteIterator(PassIterator):
             self._news = news, now
         return to_status(diagnosis, self._name, self._rank) if now - self._news[1] < _PAUSE else None
 
-    def reset(self, reported_length: int | None = None) -> None:
+    def reset(self, reported_length: int | None) -> bool:
+        if not self.driver.is_usable:
+            return False
         self._reported_length = reported_length
         self._drawn = None
         self._ready = 0.0
         self.driver.begin_epoch()
         self._advance(wants_input=True, began=time.monotonic())
+        return True
+
+
+class InlineIterator(PassIterator):
+    """The result of ``iter(loader)`` for ``workers="inline"``: the batches that one worker would load.
+
+    A debugger stops in the dataset, which sees the same as in a worker: worker info, seeds by position.
+    """
+
+    def __init__(
+        self,
+        settings: PassSettings,
+        dataset: Any,
+        saved: Mapping[str, Any] | None = None,
+        reported_length: int | None = None,
+    ) -> None:
+        super().__init__(settings, type(dataset).__name__, reported_length)
+        self._pins = settings.pin_memory and pinned_allocator() is not None
+        self._carrier = None if settings.device is None else make_carrier(settings.device, PageablePool())
+        if saved is not None:
+            check_one_stream(saved)
+        with undone_afterwards(saved):
+            self._pass = begin_pass(settings, saved)
+        kind = StreamLoader if settings.iterable else BatchLoader
+        stream = self.progress.streams[0] if settings.iterable else None
+        self._loader = kind(dataset, loader_spec(settings, self._pass, 0, 1, stream), None, inline=True)
+
+    def _next(self) -> Any:
+        task, stream = next(self._pass.source, None), None
+        if task is not None:
+            try:
+                _seconds, batch = self._loader.load(task.indices, task.position, task.number, last_try=True)
+                if self._settings.iterable:
+                    batch, stream = batch
+            except Exception:
+                # The exception takes the place of the batch; an interrupt does not.
+                self._delivered(task, None)
+                raise
+        if task is None or (self._settings.iterable and stream is None):
+            self.progress.finished = True
+            raise StopIteration
+        self._delivered(task, stream)
+        return batch
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        if self._pins:
+            batch = pin(batch)
+        return batch if self._carrier is None else self._carrier.send(batch)
+
+    def _delivered(self, task: Task, stream: StreamState | None) -> None:
+        if self._settings.iterable:
+            self.progress.stream_delivered(0, stream)
+        else:
+            self.progress.delivered(task.number, task.num_samples, task.sampler_state)
+
+    @property
+    def progress(self) -> Progress:
+        return self._pass.progress
+
+    def reset(self, reported_length: int | None) -> bool:
+        self._reported_length = reported_length
+        self._pass = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch))
+        self._loader.start_epoch(self.progress.epoch, self._pass.first, self._pass.pipe_seed)
+        return True
 
 
 # Rounding may make a number larger.

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.loader import dataloader as dataloader_module
 from rpcdataloader.loader import driver as driver_module
-from rpcdataloader.loader import inline as inline_module
+from rpcdataloader.loader import iterator as iterator_module
 from rpcdataloader.loader import settings as settings_module
 from rpcdataloader.loader.copying import Carrier, Copies
 from rpcdataloader.wire.slabs import PageablePool
@@ -45,7 +45,7 @@ def device(monkeypatch):
     device = FakeDevice()
     for module in dataloader_module, settings_module:
         monkeypatch.setattr(module, "find_device", lambda name: name and torch.device(name))
-    for module in driver_module, inline_module, dataloader_module:
+    for module in driver_module, iterator_module, dataloader_module:
         monkeypatch.setattr(module, "make_carrier", lambda found, _pageable: {NAME: device}[str(found)])
     return device
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import ConnectionLostError, RemoteTraceback, SerializationError
 from rpcdataloader.loader import driver as driver_module
-from rpcdataloader.loader import inline as inline_module
+from rpcdataloader.loader import iterator as iterator_module
 from rpcdataloader.loader import placement
 from rpcdataloader.loader import seat as answers
 from rpcdataloader.wire.slabs import PinnedAllocator
@@ -475,7 +475,7 @@ def test_batch_type_with_a_method_for_pinning_has_it_called(workers, monkeypatch
     def collate(samples):
         return kinds.Pinnable(torch.tensor(samples))
 
-    for module in (driver_module, inline_module):
+    for module in (driver_module, iterator_module):
         monkeypatch.setattr(module, "pinned_allocator", lambda: PinnedAllocator(_Pinned().empty))
     for where in (workers, "inline"):
         for pin_memory in (False, True):
