@@ -33,7 +33,7 @@ from rpcdataloader.loader.copying import Carrier, find_busy_gpu, make_carrier
 from rpcdataloader.loader.executor import Executor
 from rpcdataloader.loader.passes import Pass, begin_pass
 from rpcdataloader.loader.placement import Placement, plan_options
-from rpcdataloader.loader.seat import Failure, Seat, decode
+from rpcdataloader.loader.seat import Seat, decode
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, describe
 from rpcdataloader.plan.actions import Action, Load
@@ -295,20 +295,18 @@ class Driver:
 
         A needless wake costs two changes of thread.
         """
-        if self._has_news():
+        table = self.engine.table
+        if (
+            table.has_deliverable
+            or table.finished
+            or table.wants_input
+            or (self.ahead is not None and self.ahead.delivery is not None)
+            # The engine's next action may be due before the end of the sleep.
+            or ((due := self.engine.due(time.monotonic())) is not None and due < self.sleep.until)
+        ):
             self.condition.notify()
         elif self.sleep.later_since == math.inf:
             self.sleep.later_since = time.monotonic()
-
-    def _has_news(self) -> bool:
-        engine = self.engine
-        if engine.table.has_deliverable or engine.table.finished or engine.table.wants_input:
-            return True
-        if self.ahead is not None and self.ahead.delivery is not None:
-            return True
-        # The engine's next action may be due before the end of the sleep.
-        due = engine.due(time.monotonic())
-        return due is not None and due < self.sleep.until
 
     # Queries
 
@@ -395,5 +393,5 @@ class Ahead:
                 answer.copies = self._carrier.carry(answer.movable, answer.probe is not None)
             except BaseException as exc:
                 # The frames would keep a batch alive.
-                answer.result = Failure(exc.with_traceback(None))
+                answer.error = exc.with_traceback(None)
             answer.movable = None

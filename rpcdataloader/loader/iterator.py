@@ -28,7 +28,7 @@ from rpcdataloader.loader.copying import Copies, make_carrier, pin
 from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.passes import begin_pass, loader_spec, undone_afterwards
 from rpcdataloader.loader.placement import Placement
-from rpcdataloader.loader.seat import Answer, Failure
+from rpcdataloader.loader.seat import Answer
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.loader.tasks import Progress, Task
@@ -182,7 +182,7 @@ class RemoteIterator(PassIterator):
             self._advance(wants_input, began)
         task, answer, stream = delivery.payload, delivery.answer, delivery.stream
         if delivery.condemned is not None:
-            answer = Answer(Failure(ConnectionLostError(delivery.condemned)))
+            answer = Answer(error=ConnectionLostError(delivery.condemned))
         progress = driver.begun.progress
         if stream is None:
             progress.delivered(task.number, task.num_samples, task.sampler_state)
@@ -200,9 +200,9 @@ class RemoteIterator(PassIterator):
                 recorder.blocked += blocked
         if answer.copies is not None:
             _shown("copy", answer.copies.wait) if self._is_shown else answer.copies.wait()
-        if type(answer.result) is Failure:
+        if answer.error is not None:
             try:
-                raise self._explained(answer.result.error, task)
+                raise self._explained(answer.error, task)
             finally:
                 del delivery, answer  # the traceback refers to this frame, which must not refer to the error
         return answer.result

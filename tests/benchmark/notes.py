@@ -142,7 +142,7 @@ def without(module: ModuleType, texts: dict[str, str], **names: Any) -> Any:
 def make_iterator_without_notes() -> Any:
     """The class of passes without notes."""
     off = without(seat, _SEAT)
-    names = {name: getattr(off, name) for name in ("Answer", "Failure", "Seat", "decode")}
+    names = {name: getattr(off, name) for name in ("Answer", "Seat", "decode")}
     names["Executor"] = without(executor, {}, **names).Executor
     names["Driver"] = without(driver, _DRIVER, **names).Driver
     return without(iterator, _ITERATOR, **names).RemoteIterator
