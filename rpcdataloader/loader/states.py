@@ -69,7 +69,7 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         "in_step": progress.in_step and settings.in_order,
         # Nothing is left on any rank, though the consumer has not reached the end.
         "whole": progress.in_step and not progress.ahead and progress.num_batches == start["num_batches"],
-        "generators": [_to_hex(generator.get_state()) for generator in settings.own_generators],
+        "generators": _generator_states(settings),
         "start": {**start, "order": order},
     }
 
@@ -122,15 +122,10 @@ def _is_midway(state: Mapping[str, Any]) -> bool:
     return bool(state["num_batches"] or state["ahead"] or (order is not None and order["start"]))
 
 
-def _is_same_pass(settings: PassSettings, saved: Mapping[str, Any]) -> bool:
-    """Whether the samplers would yield again what was delivered."""
-    here = _origin(_capture_samplers(settings))
-    try:
-        check_order(_origin(saved["start"]), here)
-        check_rank(_origin(saved["start"]), here, in_step=saved["in_step"])
-    except ValueError:
-        return False
-    return True
+def _check_samplers(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` unless the samplers here would yield again what was delivered."""
+    check_order(_origin(saved["start"]), _origin(here))
+    check_rank(_origin(saved["start"]), _origin(here), in_step=saved["in_step"])
 
 
 def _origin(start: Mapping[str, Any]) -> Origin:
@@ -184,7 +179,7 @@ def capture_start(settings: PassSettings) -> dict[str, Any]:
     """Capture the state at the beginning of a pass."""
     return {
         "global": states_to_plain(get_states()),
-        "generators": [_to_hex(generator.get_state()) for generator in settings.own_generators],
+        "generators": _generator_states(settings),
         **_capture_samplers(settings),
     }
 
@@ -192,6 +187,11 @@ def capture_start(settings: PassSettings) -> dict[str, Any]:
 def _capture_samplers(settings: PassSettings) -> dict[str, Any]:
     """Describe the ranks and the samplers with their order."""
     job, partition = current_partition(), settings.partition
+    order: dict[str, Any] | None = None  # from which a ResumableDistributedSampler resumes, if one can
+    if settings.resumable is not None:
+        order = settings.resumable.state_dict()
+    elif (sampler := settings.distributed) is not None:
+        order = order_of(sampler, len(sampler.dataset), 0)  # type: ignore[arg-type]  # it has one
     samplers = [] if settings.iterable else settings.chain
     is_sized = bool(samplers) and all(type(sampler) in _SIZED for sampler in samplers)
     return {
@@ -200,17 +200,9 @@ def _capture_samplers(settings: PassSettings) -> dict[str, Any]:
             "partition": [partition.rank, partition.world_size],
             "samplers": [describe_sampler(sampler) for sampler in samplers],
         },
-        "order": _capture_order(settings),
+        "order": order,
         "num_batches": len(settings.sampler) if is_sized else None,
     }
-
-
-def _capture_order(settings: PassSettings) -> dict[str, Any] | None:
-    """The state for a ResumableDistributedSampler to resume this pass, if one can."""
-    if settings.resumable is not None:
-        return settings.resumable.state_dict()
-    sampler = settings.distributed
-    return None if sampler is None else order_of(sampler, len(sampler.dataset), 0)  # type: ignore[arg-type]  # it has one
 
 
 def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,7 +215,10 @@ def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str,
     set_states(states_from_plain(start["global"]))
     _restore_generators(settings, start["generators"])
     if not saved["finished"]:
-        _restore_epochs(settings, start["origin"]["samplers"])
+        # The order of the saved pass; the user may have chosen another since, or none.
+        for sampler, before in zip(settings.chain, start["origin"]["samplers"], strict=False):
+            if type(sampler).__qualname__ == before["kind"] and "set_epoch" in before and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(before["set_epoch"])
     resumable = settings.resumable
     if resumable is not None:
         if start["order"] is not None:
@@ -233,19 +228,10 @@ def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str,
         sampler.load_state_dict(copy.deepcopy(saved["sampler"]["state"]["sampler"]))
     new = {**start, **_capture_samplers(settings)}
     if _is_midway(saved):
-        here = _origin(new)
-        check_order(_origin(start), here)
-        check_rank(_origin(start), here, in_step=saved["in_step"])
+        _check_samplers(saved, new)
     if saved["whole"]:
         new["num_batches"] = start["num_batches"]
     return new
-
-
-def _restore_epochs(settings: PassSettings, samplers: Sequence[Mapping[str, Any]]) -> None:
-    """Choose the order of the saved pass; the user may have chosen another since, or none."""
-    for sampler, saved in zip(settings.chain, samplers, strict=False):
-        if type(sampler).__qualname__ == saved["kind"] and "set_epoch" in saved and hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(saved["set_epoch"])
 
 
 def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
@@ -268,10 +254,13 @@ def skip_delivered(
     Raises:
         ValueError: The sampler is too short, or its batches have another size.
     """
-    if saved["whole"] and not _is_same_pass(settings, saved):
-        # Nothing is left for other samplers and ranks, either.
-        _restore_generators(settings, saved["generators"])
-        return iter(()), saved["num_samples"]
+    if saved["whole"]:
+        try:
+            _check_samplers(saved, _capture_samplers(settings))
+        except ValueError:
+            # Nothing is left for other samplers and ranks, either.
+            _restore_generators(settings, saved["generators"])
+            return iter(()), saved["num_samples"]
     if saved["streams"]:
         return samples, 0
     # The place at which the sampler begins: where it was saved itself, or else at its beginning.
@@ -302,9 +291,13 @@ def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:
     _restore_generators(settings, saved["generators"])
 
 
+def _generator_states(settings: PassSettings) -> list[str]:
+    return [generator.get_state().numpy().tobytes().hex() for generator in settings.own_generators]
+
+
 def _restore_generators(settings: PassSettings, states: Iterable[str]) -> None:
     for generator, state in zip(settings.own_generators, states, strict=True):
-        generator.set_state(_from_hex(state))
+        generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
 
 
 def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[], Any] | None:
@@ -326,11 +319,3 @@ def _is_stateful(value: Any) -> bool:
     # Ours knows its place, or cannot know it.
     is_ours = isinstance(value, ResumableDistributedSampler)
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict") and not is_ours
-
-
-def _to_hex(state: torch.Tensor) -> str:
-    return state.numpy().tobytes().hex()
-
-
-def _from_hex(state: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)
