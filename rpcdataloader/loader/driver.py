@@ -15,7 +15,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -176,6 +176,7 @@ class Driver:
             self.carry_out(todo)
         if placement.register is not None:
             self._watch = self._client.watcher(placement.register).watch(self._named, self._register_changed)
+        self.feed(lambda engine, _now: engine.add_nodes(placement.missing))
 
     def follow(self, where: Joined) -> None:
         """Follow the node servers from now on, as they come and go; returns at once."""
@@ -252,20 +253,12 @@ class Driver:
         else:
             self.feed(lambda engine, now: engine.worker_lost(number, loss, now))
 
-    def add_nodes(self, nodes: Iterable[Node]) -> None:
-        """Add nodes to the pass; returns at once."""
-        found = list(nodes)
-        self.feed(lambda engine, _now: engine.add_nodes(found))
-
-    def remove_nodes(self, nodes: Iterable[Node]) -> None:
-        """Remove nodes from the pass: their workers answer their requests, and end."""
-        found = list(nodes)
-        self.feed(lambda engine, now: engine.remove_nodes(found, now))
-
     def _register_changed(self, added: Sequence[Address], removed: Sequence[Address]) -> None:
         # A restarted server is in both.
-        self.remove_nodes(self._client.node(address, is_registered=True) for address in removed if address not in added)
-        self.add_nodes(self._client.node(address, is_registered=True) for address in added)
+        gone = [self._client.node(address, is_registered=True) for address in removed if address not in added]
+        self.feed(lambda engine, now: engine.remove_nodes(gone, now))
+        come = [self._client.node(address, is_registered=True) for address in added]
+        self.feed(lambda engine, _now: engine.add_nodes(come))
 
     # Actions
 

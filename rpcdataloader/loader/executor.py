@@ -11,8 +11,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
@@ -32,9 +31,8 @@ from rpcdataloader.loader.passes import Pass, loader_spec
 from rpcdataloader.loader.seat import Seat
 from rpcdataloader.loader.tasks import describe
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Open, ReportWait, Restart, Say, Seek
-from rpcdataloader.wire.frames import BlockBytes
 from rpcdataloader.wire.messages import Call
-from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.pickling import Encoded, dumps
 
 if TYPE_CHECKING:
     from rpcdataloader.loader.driver import Driver
@@ -42,16 +40,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rpcdataloader.loader")
 
 
-@dataclass(frozen=True, slots=True)
-class _Opening:
+class _Opening(NamedTuple):
     """The first request to a worker, and its epoch.
 
     Attributes:
         job: RANK and WORLD_SIZE that the worker sets before, for a stream of another rank.
     """
 
-    payload: bytes
-    buffers: Sequence[BlockBytes]
+    request: Encoded
     begun: Pass
     job: tuple[int, int] | None = None
 
@@ -180,7 +176,7 @@ class Executor:
             if opening.job is not None:  # first, as the other request may build the dataset
                 call = dumps(tuple(Call(set_rank, opening.job, {}, ordered=True)))
                 seat.worker.submit(call.payload, call.buffers, lambda _reply: None)
-            seat.worker.submit(opening.payload, opening.buffers, seat.started)
+            seat.worker.submit(opening.request.payload, opening.request.buffers, seat.started)
         return None
 
     def _opening(self, place: int) -> _Opening:
@@ -191,8 +187,7 @@ class Executor:
         spec = loader_spec(settings, begun, place, num_workers, driver.streams[place] if driver.streams else None)
         call = Call(remote.open_loader, (self._dataset, spec), {}, ordered=True)
         parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
-        encoded = dumps_named(tuple(call), parts, persistent_id=self._reference_of)
-        return _Opening(encoded.payload, encoded.buffers, begun, spec.job)
+        return _Opening(dumps_named(tuple(call), parts, persistent_id=self._reference_of), begun, spec.job)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:
         """The persistent id of the dataset, also inside a user's function, such as a bound method."""

@@ -156,7 +156,6 @@ class RemoteIterator(PassIterator):
         weakref.finalize(self, get_client().janitor.leave, self.driver.close).atexit = False
         try:
             self.driver.start(placement)
-            self.driver.add_nodes(placement.missing)
         except BaseException:
             self.driver.close()
             raise
