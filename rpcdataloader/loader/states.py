@@ -14,15 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    IterDataPipe,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import IterDataPipe
 
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.batch_loader import StreamState
@@ -39,15 +31,8 @@ VERSION = 2
 # Fields of a progress that a state has as they are.
 _PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "num_skipped", "finished", "sampler")
 
-# Samplers whose len is the number of batches of the next pass.
-_SIZED = (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    DistributedSampler,
-)
+# Modules of samplers whose len is the number of batches of the next pass.
+_SIZED = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 
 
 def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
@@ -193,7 +178,7 @@ def _capture_samplers(settings: PassSettings) -> dict[str, Any]:
     elif (sampler := settings.distributed) is not None:
         order = order_of(sampler, len(sampler.dataset), 0)  # type: ignore[arg-type]  # it has one
     samplers = [] if settings.iterable else settings.chain
-    is_sized = bool(samplers) and all(type(sampler) in _SIZED for sampler in samplers)
+    is_sized = bool(samplers) and all(type(sampler).__module__ in _SIZED for sampler in samplers)
     return {
         "origin": {
             "job": [job.rank, job.world_size],
