@@ -21,7 +21,6 @@ from rpcdataloader.errors import (
     AuthenticationError,
     ConnectError,
     ConnectionLostError,
-    LocalProtocolError,
     RemoteProtocolError,
     RPCError,
 )
@@ -73,8 +72,7 @@ class Executor:
     @property
     def _driver(self) -> Driver:
         driver = self._find_driver()
-        if driver is None:
-            raise LocalProtocolError("the pass is over")
+        assert driver is not None  # it calls
         return driver
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from rpcdataloader.diagnosis.recorder import NOTED_WAIT, Recorder
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
-from rpcdataloader.fetch.batch_loader import BatchLoader, StreamState
+from rpcdataloader.fetch.batch_loader import BatchLoader
 from rpcdataloader.fetch.samples import Reduced
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.loader.copying import Copies, make_carrier, pin
@@ -179,14 +179,10 @@ class RemoteIterator(PassIterator):
             if delivery is not None:
                 break
             self._advance(wants_input, began)
-        task, answer, stream = delivery.payload, delivery.answer, delivery.stream
+        task, answer = delivery.payload, delivery.answer
         if delivery.condemned is not None:
             answer = Answer(error=ConnectionLostError(delivery.condemned))
-        progress = driver.begun.progress
-        if stream is None:
-            progress.delivered(task.number, task.num_samples, task.sampler_state)
-        else:
-            progress.stream_delivered(stream, answer.stream)
+        driver.begun.progress.delivered(task, delivery.stream, answer.stream)
         decided = self._advance(wants_input, began)
         if answer.probe is not None or blocked >= self._noted:
             self._note(answer, decided, decided - began, blocked)
@@ -387,12 +383,12 @@ class InlineIterator(PassIterator):
                     batch, stream = batch
             except Exception:
                 # The exception takes the place of the batch; an interrupt does not.
-                self._delivered(task, None)
+                self.progress.delivered(task, 0 if self._settings.iterable else None)
                 raise
         if task is None or (self._settings.iterable and stream is None):
             self.progress.finished = True
             raise StopIteration
-        self._delivered(task, stream)
+        self.progress.delivered(task, 0 if self._settings.iterable else None, stream)
         return batch
 
     def __next__(self) -> Any:
@@ -400,12 +396,6 @@ class InlineIterator(PassIterator):
         if self._pins:
             batch = pin(batch)
         return batch if self._carrier is None else self._carrier.send(batch)
-
-    def _delivered(self, task: Task, stream: StreamState | None) -> None:
-        if self._settings.iterable:
-            self.progress.stream_delivered(0, stream)
-        else:
-            self.progress.delivered(task.number, task.num_samples, task.sampler_state)
 
     @property
     def progress(self) -> Progress:

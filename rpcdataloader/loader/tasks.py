@@ -195,10 +195,20 @@ class Progress:
     start: dict[str, Any] = field(default_factory=dict)
     sampler: dict[str, Any] | None = None
 
-    def delivered(self, number: int, num_samples: int, sampler_state: Any = None) -> None:
-        """Note that batch ``number`` of the sampler, or an exception in its place, was delivered to the consumer."""
+    def delivered(self, task: Task, stream: int | None = None, state: StreamState | None = None) -> None:
+        """Note that a batch, or an exception in its place, was delivered to the consumer.
+
+        Args:
+            stream: Stream of the batch; None for a map-style dataset.
+            state: Progress of the stream; None for an exception.
+        """
         self.num_yielded += 1
-        self.ahead[number] = num_samples, sampler_state
+        if stream is not None:
+            self.num_batches += 1
+            self.streams[stream] = state or self.streams[stream]
+            self.turn = stream + 1
+            return
+        self.ahead[task.number] = task.num_samples, task.sampler_state
         while self.num_batches in self.ahead:
             num_samples, sampler_state = self.ahead.pop(self.num_batches)
             self.num_samples += num_samples
@@ -207,14 +217,6 @@ class Progress:
                 self.sampler = {
                     "state": sampler_state, "num_batches": self.num_batches, "num_samples": self.num_samples
                 }  # fmt: skip
-
-    def stream_delivered(self, stream: int, state: StreamState | None) -> None:
-        """Note that a stream's batch was delivered to the consumer, or an exception, which has no state."""
-        self.num_yielded += 1
-        self.num_batches += 1
-        if state is not None:
-            self.streams[stream] = state
-        self.turn = stream + 1
 
     def account_reduced(self, reduced: Reduced, max_skipped: int) -> None:
         """Count and report the missing samples of the last delivered batch.

@@ -88,7 +88,7 @@ def test_going_on_gives_the_rest_and_leaves_generators_as_without_an_interruptio
     ahead = data.draw(st.sets(st.integers(num_delivered + 1, len(expected) + 1)))
     for task in expected:
         if task.number < num_delivered or task.number in ahead:
-            begun.progress.delivered(task.number, task.num_samples)
+            begun.progress.delivered(task)
     saved = json.loads(json.dumps(to_state(before, begun.progress)))
     seed(77)
     trainers = torch.get_rng_state()
