@@ -16,7 +16,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rpcdataloader.client.client import get_client
@@ -48,21 +47,6 @@ logger = logging.getLogger("rpcdataloader.loader")
 _failures = itertools.count()  # of diagnoses that were to be logged
 
 
-@dataclass(slots=True)
-class Sleep:
-    """The consumer's wait for the next batch; guarded by the condition.
-
-    Attributes:
-        until: Time at which the consumer looks again on its own; before all times while it is awake.
-        since: Time at which it fell asleep.
-        later_since: Time since which a later batch is here.
-    """
-
-    until: float = -math.inf
-    since: float = 0.0
-    later_since: float = math.inf
-
-
 class ToDo(NamedTuple):
     """Pending decisions of the engine.
 
@@ -91,6 +75,9 @@ class Driver:
         allocator: Memory for the blocks of batches.
         decode: Function that turns a reply into an answer.
         is_device_busy: Function that tells whether the device has work that hides a wait; None without a device.
+        sleeps_until: Time at which the waiting consumer looks again on its own; before all times while it is awake.
+        sleeps_since: Time at which it fell asleep.
+        later_since: Time since which a later batch is here while it sleeps.
         has_changed: True if the workers are others than those in the records.
         is_told: True once the reason for this pass's wait is logged; set before, nothing is logged.
     """
@@ -137,7 +124,7 @@ class Driver:
             turn=self.progress.turn,
         )
         self.ahead = None if carrier is None else Ahead(self.engine, carrier)
-        self.sleep = Sleep()
+        self.sleeps_until, self.sleeps_since, self.later_since = -math.inf, 0.0, math.inf
         self.has_changed = True
         self.is_told = False
 
@@ -295,11 +282,11 @@ class Driver:
             or table.wants_input
             or (self.ahead is not None and self.ahead.delivery is not None)
             # The engine's next action may be due before the end of the sleep.
-            or ((due := self.engine.due(time.monotonic())) is not None and due < self.sleep.until)
+            or ((due := self.engine.due(time.monotonic())) is not None and due < self.sleeps_until)
         ):
             self.condition.notify()
-        elif self.sleep.later_since == math.inf:
-            self.sleep.later_since = time.monotonic()
+        elif self.later_since == math.inf:
+            self.later_since = time.monotonic()
 
     # Queries
 
@@ -321,7 +308,7 @@ class Driver:
         """The reason why the loop waits."""
         with self.condition:
             self.note_setup()
-            waiting = time.monotonic() - self.sleep.since if self.sleep.until != -math.inf else 0.0
+            waiting = time.monotonic() - self.sleeps_since if self.sleeps_until != -math.inf else 0.0
         return diagnose(self.recorder.snapshot(waiting))
 
     def tell(self) -> None:

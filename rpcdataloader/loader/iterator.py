@@ -240,7 +240,7 @@ class RemoteIterator(PassIterator):
             RuntimeError: The deadline has passed.
             BaseException: The pass cannot go on.
         """
-        driver, engine, sleep = self.driver, self.driver.engine, self.driver.sleep
+        driver, engine = self.driver, self.driver.engine
         if engine.failure is not None:
             driver.close()
             raise of_rank(engine.failure.with_traceback(None), self._settings.partition)
@@ -260,20 +260,20 @@ class RemoteIterator(PassIterator):
             raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
         engine.consumer_waits(now)
         due = engine.due(now)
-        sleep.until = min(
+        until = driver.sleeps_until = min(
             math.inf if due is None else due,
             math.inf if deadline is None else deadline,
         )
-        since = sleep.since = now
-        sleep.later_since = now if engine.table.answered_bytes else math.inf
-        seconds = None if sleep.until == math.inf else sleep.until - now
+        since = driver.sleeps_since = now
+        driver.later_since = now if engine.table.answered_bytes else math.inf
+        seconds = None if until == math.inf else until - now
         try:
             _shown("wait", driver.condition.wait, seconds) if self._is_shown else driver.condition.wait(seconds)
         finally:
-            sleep.until = -math.inf
+            driver.sleeps_until = -math.inf
         now = time.monotonic()
-        if sleep.later_since < now:
-            self._ready += now - sleep.later_since
+        if driver.later_since < now:
+            self._ready += now - driver.later_since
         if due is not None and due <= now:
             engine.tick(now)
         return now - since

@@ -194,7 +194,7 @@ class Seat(WorkerOwner):
             if driver.ahead is not None:
                 driver.ahead.send()
             todo = driver.act(now)
-            if driver.sleep.until != -math.inf:
+            if driver.sleeps_until != -math.inf:
                 driver.wake()
         if todo is not None:
             driver.carry_out(todo)

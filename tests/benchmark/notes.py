@@ -61,8 +61,8 @@ _SEAT = {
 """: "",
 }
 _DRIVER = {
-    """        elif self.sleep.later_since == math.inf:
-            self.sleep.later_since = time.monotonic()
+    """        elif self.later_since == math.inf:
+            self.later_since = time.monotonic()
 """: "",
 }
 _ITERATOR = {
@@ -85,12 +85,12 @@ _ITERATOR = {
                 recorder.blocked += blocked
 """: """        self._advance(wants_input, began)
 """,
-    """        since = sleep.since = now
-        sleep.later_since = now if engine.table.answered_bytes else math.inf
+    """        since = driver.sleeps_since = now
+        driver.later_since = now if engine.table.answered_bytes else math.inf
 """: "",
     """        now = time.monotonic()
-        if sleep.later_since < now:
-            self._ready += now - sleep.later_since
+        if driver.later_since < now:
+            self._ready += now - driver.later_since
         if due is not None and due <= now:
             engine.tick(now)
         return now - since
