@@ -389,10 +389,14 @@ class InlineIterator(PassIterator):
             self.progress.finished = True
             raise StopIteration
         self.progress.delivered(task, 0 if self._settings.iterable else None, stream)
+        if type(batch) is not Reduced:
+            return self._put(batch)
+        if not batch.is_empty:
+            batch.batch = self._put(batch.batch)
         return batch
 
-    def __next__(self) -> Any:
-        batch = super().__next__()
+    def _put(self, batch: Any) -> Any:
+        """Return a batch in the memory that the user has chosen."""
         if self._pins:
             batch = pin(batch)
         return batch if self._carrier is None else self._carrier.send(batch)
