@@ -78,6 +78,8 @@ class PassSettings:
 
         names = "prefetch_factor", "max_retries", "reconnect_timeout", "task_timeout", "max_skipped"
         check_numbers(**{name: getattr(self, name) or 0 for name in names})
+        if self.prefetch_factor < 0:
+            raise ValueError("prefetch_factor option should be non-negative")  # torch's text
         most, limit = threading.TIMEOUT_MAX, self.task_timeout
         for name, is_valid, range_ in (
             ("prefetch_factor", self.prefetch_factor >= 1, "at least 1"),
