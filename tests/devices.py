@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rpcdataloader.loader.copying import Carrier, Copier, Copies
+from rpcdataloader.loader.copying import Carrier, Copies
 from rpcdataloader.wire.slabs import PinnedAllocator
 
 
@@ -27,7 +27,7 @@ class FakePinned(PinnedAllocator):
         return self.blocks[-1]
 
 
-class FakeDevice(Copier):
+class FakeDevice(Carrier):
     """A device whose copies are as late as they may be: each is made when somebody waits for it.
 
     Attributes:
@@ -40,9 +40,8 @@ class FakeDevice(Copier):
     """
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
         self.pinned = FakePinned()
-        self.carrier = Carrier(self, self.pinned)
+        super().__init__(torch.device("cpu"), self.pinned)
         self.copied: list[list[torch.Tensor]] = []
         self.timed: list[bool] = []
         self.waits: list[tuple[int, threading.Thread]] = []
@@ -62,7 +61,7 @@ class FakeDevice(Copier):
             self._memory += memory
             return _LateCopies(self, number, memory)
 
-    def is_busy(self) -> bool:
+    def is_device_busy(self) -> bool:
         return self.computes
 
     def holds(self, tensor: torch.Tensor) -> bool:

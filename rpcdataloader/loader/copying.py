@@ -39,35 +39,71 @@ class Copies:
         return self._seconds, 0.0
 
 
-class Copier:
-    """Copies blocks to one device, in the order of all other work there. Thread-safe.
+class Carrier:
+    """Moves batches to one device, in the order of all other work there. Thread-safe.
 
     Args:
         device: Device with its index.
+        allocator: Memory for the blocks of batches.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, allocator: Allocator) -> None:
         self.device = device
+        self.allocator = allocator
 
     def copy(self, blocks: Sequence[torch.Tensor], is_timed: bool = False) -> Copies:  # noqa: ARG002
         """Begin to copy ``uint8`` tensors, which the caller may drop at once."""
         began = time.monotonic()
         return Copies([block.to(self.device) for block in blocks], time.monotonic() - began)
 
-    def is_busy(self) -> bool:
+    def is_device_busy(self) -> bool:
         """Whether the stream of the calling thread has work left, so that a wait of the loop costs nothing."""
         return False  # unknown
 
+    def carry(self, movable: Movable, is_timed: bool = False) -> Copies:
+        """Begin to copy the tensors of a message.
 
-class StreamCopier(Copier):
+        Raises:
+            RuntimeError: The device is out of memory, or in a state of error.
+        """
+        # Also in the trainer's thread, where tensors created in a validation would be useless for training.
+        with torch.inference_mode(False), torch.no_grad():
+            copies = self.copy(movable.blocks, is_timed)
+            movable.move(copies.memory, self.device)
+        return copies
+
+    def send(self, batch: Any) -> Any:
+        """Return the batch as it would arrive from a worker.
+
+        Raises:
+            SerializationError: A part of it cannot be pickled.
+            RuntimeError: As for :meth:`carry`.
+        """
+        encoded = dumps_reply(batch, name="batch")
+        blocks = [self._fill(pieces_of(buffer)) for buffer in encoded.buffers]
+        movable = Movable()
+        arrived = loads(encoded.payload, blocks, allocator=self.allocator, movable=movable)
+        self.carry(movable).wait()
+        return arrived
+
+    def _fill(self, pieces: Sequence[memoryview]) -> Block:
+        block = self.allocator.allocate(sum(map(len, pieces)))
+        start = 0
+        for piece in pieces:
+            block.view[start : start + len(piece)] = piece
+            start += len(piece)
+        return block
+
+
+class StreamCarrier(Carrier):
     """Copies on a stream of its own.
 
     Args:
         module: Module ``torch.cuda``, or its equal for another type of device.
     """
 
-    def __init__(self, device: torch.device, module: Any) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, allocator: Allocator, module: Any) -> None:
+        super().__init__(device, allocator)
         self._module = module
         self._stream = module.Stream(device=device)
 
@@ -82,7 +118,7 @@ class StreamCopier(Copier):
             event = _recorded(module, self._stream, is_timed)
         return _StreamCopies(self.device, module, memory, event, start)
 
-    def is_busy(self) -> bool:
+    def is_device_busy(self) -> bool:
         return not self._module.current_stream(self.device).query()  # takes some microseconds
 
 
@@ -119,56 +155,13 @@ class _StreamCopies(Copies):
         return self._start.elapsed_time(self._event) / 1e3, before.elapsed_time(after) / 1e3
 
 
-class Carrier:
-    """Moves batches to a device."""
-
-    def __init__(self, copier: Copier, allocator: Allocator) -> None:
-        self.allocator = allocator
-        self.is_device_busy = copier.is_busy
-        self._copier = copier
-
-    def carry(self, movable: Movable, is_timed: bool = False) -> Copies:
-        """Begin to copy the tensors of a message.
-
-        Raises:
-            RuntimeError: The device is out of memory, or in a state of error.
-        """
-        # Also in the trainer's thread, where tensors created in a validation would be useless for training.
-        with torch.inference_mode(False), torch.no_grad():
-            copies = self._copier.copy(movable.blocks, is_timed)
-            movable.move(copies.memory, self._copier.device)
-        return copies
-
-    def send(self, batch: Any) -> Any:
-        """Return the batch as it would arrive from a worker.
-
-        Raises:
-            SerializationError: A part of it cannot be pickled.
-            RuntimeError: As for :meth:`carry`.
-        """
-        encoded = dumps_reply(batch, name="batch")
-        blocks = [self._fill(pieces_of(buffer)) for buffer in encoded.buffers]
-        movable = Movable()
-        arrived = loads(encoded.payload, blocks, allocator=self.allocator, movable=movable)
-        self.carry(movable).wait()
-        return arrived
-
-    def _fill(self, pieces: Sequence[memoryview]) -> Block:
-        block = self.allocator.allocate(sum(map(len, pieces)))
-        start = 0
-        for piece in pieces:
-            block.view[start : start + len(piece)] = piece
-            start += len(piece)
-        return block
-
-
 def pin(batch: Any) -> Any:
     """Pin unpinned tensors, the way torch's loader does."""
     return torch.utils.data._utils.pin_memory.pin_memory(batch)  # type: ignore[no-untyped-call]
 
 
 def find_busy_gpu() -> Callable[[], bool] | None:
-    """:meth:`Copier.is_busy` for a loop that uses a GPU, and copies batches there itself; None without one."""
+    """:meth:`Carrier.is_device_busy` for a loop that uses a GPU, and copies batches there itself; None without one."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     return lambda: not torch.cuda.current_stream().query()
@@ -184,8 +177,8 @@ def make_carrier(device: torch.device, pageable: Allocator) -> Carrier:
     module = _module_of(device)
     if device == torch.device(device.type) and hasattr(module, "current_device"):  # without an index
         device = torch.device(device.type, module.current_device())
-    copier = StreamCopier(device, module) if hasattr(module, "Stream") else Copier(device)
-    return Carrier(copier, pinned_allocator_for(device) or pageable)
+    allocator = pinned_allocator_for(device) or pageable
+    return StreamCarrier(device, allocator, module) if hasattr(module, "Stream") else Carrier(device, allocator)
 
 
 def find_device(device: Any) -> torch.device | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import warnings
@@ -11,7 +12,7 @@ from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from rpcdataloader.client.client import begin_local_early, get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
@@ -19,20 +20,17 @@ from rpcdataloader.client.discovery import Inline, Joined, Local, Remote, Where,
 from rpcdataloader.client.register import Elastic
 from rpcdataloader.client.sharing import Partition, errors_of_rank
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.host.environment import Additions
 from rpcdataloader.loader.copying import find_device, make_carrier
-from rpcdataloader.loader.dataset import RPCDataset, access_of, where_of
-from rpcdataloader.loader.inline import InlineIterator
-from rpcdataloader.loader.iterator import RemoteIterator
-from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_of_few
+from rpcdataloader.loader.dataset import RPCDataset, access_of
+from rpcdataloader.loader.iterator import InlineIterator, PassIterator, RemoteIterator
+from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_once
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
 from rpcdataloader.loader.tasks import Progress
-from rpcdataloader.loader.tools import LoaderTools, no_iterator
+from rpcdataloader.loader.tools import LoaderTools
 from rpcdataloader.wire.slabs import PageablePool
 
 _T_co = TypeVar("_T_co", covariant=True)
-
-# Keyword arguments that torch's loader keeps as attributes.
-_TORCHS = {"prefetch_factor", "persistent_workers", "pin_memory_device"}
 
 
 class RPCDataloader(LoaderTools[_T_co]):
@@ -145,33 +143,19 @@ class RPCDataloader(LoaderTools[_T_co]):
                 f"dataset of type {type(dataset).__name__} has no __getitem__, which a map-style dataset needs, and is "
                 "not an IterableDataset"
             )
-        # torch refuses these three without workers of its own; it does not know ours.
         own = where is not None
-        super().__init__(
-            dataset,
-            batch_size,
-            shuffle,
-            sampler,
-            batch_sampler,
-            0,
-            collate_fn,
-            pin_memory,
-            drop_last,
-            timeout,
-            worker_init_fn,
-            None if own else multiprocessing_context,
-            generator,
-            prefetch_factor=None if own else prefetch_factor,
-            persistent_workers=False if own else persistent_workers,
-            pin_memory_device=pin_memory_device,
-        )
+        torchs = {name: arguments[name] for name in inspect.signature(DataLoader).parameters} | {"num_workers": 0}
+        if own:
+            # torch refuses these three without workers of its own; it does not know ours.
+            torchs |= {"multiprocessing_context": None, "prefetch_factor": None, "persistent_workers": False}
+        super().__init__(**torchs)
         self._where = where
-        self._pass: RemoteIterator | InlineIterator | None = None
+        self._pass: PassIterator | None = None  # with persistent workers
         self._progress: tuple[PassSettings, Progress] | None = None  # of the last iterator
         self._saved: Mapping[str, Any] | None = None  # for the next iterator
         self._shipped: RemoteDataset | None = None
         # Public attributes have the names of arguments: frameworks recreate the loader from them.
-        for name in (RPCDataloader.__init__.__kwdefaults__ or {}).keys() - _TORCHS:
+        for name in (RPCDataloader.__init__.__kwdefaults__ or {}).keys() - torchs.keys():
             setattr(self, name, arguments[name])
         if own:
             self.num_workers = num_workers or 1  # torch refuses a context without workers
@@ -189,10 +173,9 @@ class RPCDataloader(LoaderTools[_T_co]):
             raise ValueError("on_error='skip' needs workers: give workers or num_workers")
         if not own and settings.env:
             raise ValueError("env needs workers: give workers or num_workers, or set os.environ")
-        if env is not None:
-            self.env = settings.env
-        if py_modules is not None:
-            self.py_modules = settings.py_modules
+        for name in ("env", "py_modules"):
+            if arguments[name] is not None:
+                setattr(self, name, getattr(settings, name))
         if type(self) in (RPCDataloader, _LoaderWithoutState):
             self.__class__ = RPCDataloader if own else _LoaderWithoutState
         if isinstance(where, Local):
@@ -204,17 +187,14 @@ class RPCDataloader(LoaderTools[_T_co]):
         settings = PassSettings.of(self)
         # A state of the beginning has nothing to resume.
         saved = self._saved if self._saved is not None and "start" in self._saved else None
-        iterator: RemoteIterator | InlineIterator
-        if not self.persistent_workers:
+        iterator = self._pass
+        if iterator is None or saved is not None or not iterator.reset(self._reported_length):
+            if saved is not None and saved["finished"] and not self.persistent_workers:
+                saved = None
+            iterator = self._pass = None  # ends its workers, whose places are needed
             with errors_of_rank(settings.partition):
-                iterator = self._begin(settings, None if saved is None or saved["finished"] else saved)
-        elif self._pass is None or not self._pass.is_usable or saved is not None:
-            self._pass = None  # ends its workers, whose places are needed
-            with errors_of_rank(settings.partition):
-                iterator = self._pass = self._begin(settings, saved)
-        else:
-            self._pass.reset(self._reported_length)
-            iterator = self._pass
+                iterator = self._begin(settings, saved)
+            self._pass = iterator if self.persistent_workers else None
         self._saved = None
         self._progress = settings, iterator.progress
         return iterator
@@ -286,7 +266,7 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     def _follow(self, where: Joined) -> None:
         self._where = where
-        if (iterator := self._current()) is not None:
+        if (iterator := self._current) is not None:
             iterator.driver.follow(where)
 
     @property
@@ -295,10 +275,9 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # State of this process alone; a copy begins without it.
-        own = dict.fromkeys(("_pass", "_shipped", "_progress", "_recorder", "_trace"))
-        return {**self.__dict__, **own, "_current": no_iterator}
+        return {**self.__dict__, **dict.fromkeys(("_pass", "_shipped", "_progress", "_last", "_recorder", "_trace"))}
 
-    def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator | InlineIterator:
+    def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> PassIterator:
         if self.pin_memory and self.pin_memory_device:
             warnings.warn(
                 "pin_memory_device is deprecated, the current accelerator will be used as the device,"
@@ -310,7 +289,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             local = access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else self.dataset
             return InlineIterator(settings, local, saved, self._reported_length)
         assert self._where is not None
-        get_client().additions.add(settings.additions)
+        get_client().additions.add(Additions.of(settings.env, settings.py_modules, settings.forward_output))
         if isinstance(self.dataset, RPCDataset):
             dataset: RemoteDataset = access_of(self.dataset)
         else:
@@ -325,11 +304,14 @@ class RPCDataloader(LoaderTools[_T_co]):
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
             placement = Placement(tuple(homes), placement.others, missing=placement.missing)
         elif isinstance(self._where, Remote) and self.num_workers > len(placement.homes):
-            warn_of_few(self.num_workers, len(placement.homes), str(self._where))
+            warn_once(
+                f"num_workers is {self.num_workers}, but this process's share of the workers of {self._where} is "
+                f"{len(placement.homes)}: start them with more --num-workers"
+            )
         prepare(dataset, placement.homes, wait=False)
         recorder = self._new_recorder()
         iterator = RemoteIterator(settings, dataset, placement, recorder, saved, self._reported_length)
-        self._current, self._recorder = weakref.ref(iterator), recorder
+        self._last, self._recorder = weakref.ref(iterator), recorder
         return iterator
 
 
@@ -353,7 +335,7 @@ def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: in
     if isinstance(dataset, RPCDataset):
         if workers is not None:
             raise ValueError("workers contradicts the RPCDataset, which has its own: leave it out")
-        return where_of(dataset)
+        return dataset._where
     where = find_workers(workers)
     if where is None:
         return Local(num_workers) if num_workers > 0 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import operator
@@ -64,6 +63,9 @@ class RPCDataset(Dataset[Any]):
         Exception: An exception of the callable, with the remote traceback as its cause.
     """
 
+    _access: _Inline | RemoteDataset
+    _where: Where
+
     def __init__(
         self,
         workers: str | Iterable[str] | None,
@@ -108,10 +110,10 @@ class RPCDataset(Dataset[Any]):
             object.__setattr__(self, "__class__", RPCIterableDataset)
 
     def __len__(self) -> int:
-        return self._own("_access").length()  # type: ignore[no-any-return]
+        return self._access.length()
 
     def __getitem__(self, index: Any) -> Any:
-        return self._own("_access").query(operator.getitem, index)
+        return self._access.query(operator.getitem, index)
 
     def __getattr__(self, name: str) -> Any:
         # Protocols (copying, pickling, numpy's) look for special methods; the dataset does not answer these.
@@ -119,17 +121,16 @@ class RPCDataset(Dataset[Any]):
             if name == "__getitems__":
                 self._warn_of_trips()
             raise AttributeError(name)
-        value = self._own("_access").query(_get_attribute, name)
-        if isinstance(value, _Method):
-            return functools.partial(self._call_method, name)
-        return value
-
-    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        if name in ("_access", "_where"):
+            raise AttributeError(f"this RPCDataset was not initialised: {name}")
+        value = self._access.query(_get_attribute, name)
+        if not isinstance(value, _Method):
+            return value
         # Everywhere, as it may change the dataset: a change of a copy here would be lost unnoticed.
-        return self._own("_access").change(_call_method, name, args, kwargs)[0]
+        return lambda *args, **kwargs: self._access.change(operator.methodcaller(name, *args, **kwargs))[0]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._own("_access").change(setattr, name, value)
+        self._access.change(setattr, name, value)
 
     def call_all(self, function: Callable[[Any], Any]) -> list[Any]:
         """Run ``function(dataset)`` in all processes that have the dataset, or get it later.
@@ -140,11 +141,10 @@ class RPCDataset(Dataset[Any]):
         Raises:
             Exception: An exception of ``function`` in one of them.
         """
-        return self._own("_access").change(function)  # type: ignore[no-any-return]
+        return self._access.change(function)
 
     def __repr__(self) -> str:
-        access = self._own("_access")
-        return f"RPCDataset({access.name}, workers='{self._own('_where')}')"
+        return f"RPCDataset({self._access.name}, workers='{self._where}')"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise LocalProtocolError(
@@ -158,7 +158,7 @@ class RPCDataset(Dataset[Any]):
 
         A process that torch has started gets an exception next.
         """
-        if self.__dict__.get("_warned") or isinstance(self._own("_access"), _Inline) or get_worker_info() is not None:
+        if self.__dict__.get("_warned") or isinstance(self._access, _Inline) or get_worker_info() is not None:
             return
         self.__dict__["_warned"] = True
         warnings.warn(
@@ -166,13 +166,6 @@ class RPCDataset(Dataset[Any]):
             "RPCDataloader; where another library makes the loader, see rpcdataloader.integrations.",
             stacklevel=6,  # the user's loop, below this, __getattr__, and three functions of torch
         )
-
-    def _own(self, name: str) -> Any:
-        """Return an attribute of this object itself; kept in ``__dict__``, so that it hides none of the dataset's."""
-        try:
-            return self.__dict__[name]
-        except KeyError:
-            raise AttributeError(f"this RPCDataset was not initialised: {name}") from None
 
 
 class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
@@ -185,10 +178,10 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
         return True  # a length may not exist
 
     def __iter__(self) -> Iterator[Any]:
-        access = self._own("_access")
-        if isinstance(access, _Inline):
-            return iter(access.dataset)
-        placement = place(self._own("_where"), num_workers=1)
+        access, where = self._access, self._where
+        if isinstance(access, _Inline) or isinstance(where, Inline):
+            return iter(access_of(self))
+        placement = place(where, num_workers=1)
         prepare(access, placement.homes)
         endless = itertools.repeat(None)
         settings = PassSettings(
@@ -198,14 +191,9 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
         return RemoteIterator(settings, access, placement, recorder)
 
 
-def where_of(dataset: RPCDataset) -> Where:
-    """Places of its workers."""
-    return dataset.__dict__["_where"]  # type: ignore[no-any-return]
-
-
 def access_of(dataset: RPCDataset) -> Any:
     """The object behind an RPCDataset: a :class:`RemoteDataset`, or an :class:`_Inline`."""
-    access = dataset.__dict__["_access"]
+    access = dataset._access
     return access.dataset if isinstance(access, _Inline) else access
 
 
@@ -246,7 +234,3 @@ class _Method:
 def _get_attribute(dataset: Any, name: str) -> Any:
     value = getattr(dataset, name)
     return _Method() if inspect.ismethod(value) and value.__self__ is dataset else value
-
-
-def _call_method(dataset: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return getattr(dataset, name)(*args, **kwargs)

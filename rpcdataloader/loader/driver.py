@@ -15,8 +15,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rpcdataloader.client.client import get_client
@@ -26,18 +25,17 @@ from rpcdataloader.client.node import Node
 from rpcdataloader.client.register import Watch
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.records import Records, Setup
+from rpcdataloader.diagnosis.records import Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.loader.copying import Carrier, find_busy_gpu, make_carrier
 from rpcdataloader.loader.executor import Executor
-from rpcdataloader.loader.passes import Pass, begin_epoch, begin_pass
+from rpcdataloader.loader.passes import Pass, begin_pass
 from rpcdataloader.loader.placement import Placement, plan_options
-from rpcdataloader.loader.seat import Failure, Seat, decode
+from rpcdataloader.loader.seat import Seat, decode
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Progress, describe
-from rpcdataloader.plan.actions import Action, Load, Open
+from rpcdataloader.plan.actions import Action, Load
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry
@@ -47,21 +45,6 @@ from rpcdataloader.wire.slabs import Allocator, pinned_allocator
 logger = logging.getLogger("rpcdataloader.loader")
 
 _failures = itertools.count()  # of diagnoses that were to be logged
-
-
-@dataclass(slots=True)
-class Sleep:
-    """The consumer's wait for the next batch; guarded by the condition.
-
-    Attributes:
-        until: Time at which the consumer looks again on its own; before all times while it is awake.
-        since: Time at which it fell asleep.
-        later_since: Time since which a later batch is here.
-    """
-
-    until: float = -math.inf
-    since: float = 0.0
-    later_since: float = math.inf
 
 
 class ToDo(NamedTuple):
@@ -92,6 +75,9 @@ class Driver:
         allocator: Memory for the blocks of batches.
         decode: Function that turns a reply into an answer.
         is_device_busy: Function that tells whether the device has work that hides a wait; None without a device.
+        sleeps_until: Time at which the waiting consumer looks again on its own; before all times while it is awake.
+        sleeps_since: Time at which it fell asleep.
+        later_since: Time since which a later batch is here while it sleeps.
         has_changed: True if the workers are others than those in the records.
         is_told: True once the reason for this pass's wait is logged; set before, nothing is logged.
     """
@@ -138,7 +124,7 @@ class Driver:
             turn=self.progress.turn,
         )
         self.ahead = None if carrier is None else Ahead(self.engine, carrier)
-        self.sleep = Sleep()
+        self.sleeps_until, self.sleeps_since, self.later_since = -math.inf, 0.0, math.inf
         self.has_changed = True
         self.is_told = False
 
@@ -173,12 +159,11 @@ class Driver:
                 self.engine.crew.roster.expects_more = True
             todo = self.act(time.monotonic())
         if todo is not None:
-            # All before the first request, so that pickling errors come early.
-            places = [action.place for action in todo.actions if isinstance(action, Open)]
-            openings = {place: self._executor.opening(place) for place in places}
-            self._executor.carry_out(todo.actions, todo.begun, openings)
+            self._executor.prepare(todo.actions)
+            self.carry_out(todo)
         if placement.register is not None:
             self._watch = self._client.watcher(placement.register).watch(self._named, self._register_changed)
+        self.feed(lambda engine, _now: engine.add_nodes(placement.missing))
 
     def follow(self, where: Joined) -> None:
         """Follow the node servers from now on, as they come and go; returns at once."""
@@ -195,10 +180,8 @@ class Driver:
     def begin_epoch(self) -> None:
         """Begin another epoch with the same workers."""
         self.tell()
-        progress = self.progress
-        begun = begin_epoch(
-            self.settings, progress.base_seed, progress.epoch + 1, self.num_streams, makes_requests=True
-        )
+        before = self.progress.base_seed, self.progress.epoch
+        begun = begin_pass(self.settings, None, self.num_streams, before=before, makes_requests=True)
         with self.condition:
             if self.ahead is not None:
                 self.ahead.delivery = None
@@ -215,7 +198,7 @@ class Driver:
     def close(self) -> None:
         """End the workers, and tell why the loop has waited; idempotent."""
         with self.condition:
-            self._note_setup()
+            self.note_setup()
             self.closed.set()
             self.engine.table.forget()
             if self.ahead is not None:
@@ -257,20 +240,12 @@ class Driver:
         else:
             self.feed(lambda engine, now: engine.worker_lost(number, loss, now))
 
-    def add_nodes(self, nodes: Iterable[Node]) -> None:
-        """Add nodes to the pass; returns at once."""
-        found = list(nodes)
-        self.feed(lambda engine, _now: engine.add_nodes(found))
-
-    def remove_nodes(self, nodes: Iterable[Node]) -> None:
-        """Remove nodes from the pass: their workers answer their requests, and end."""
-        found = list(nodes)
-        self.feed(lambda engine, now: engine.remove_nodes(found, now))
-
     def _register_changed(self, added: Sequence[Address], removed: Sequence[Address]) -> None:
         # A restarted server is in both.
-        self.remove_nodes(self._client.node(address, is_registered=True) for address in removed if address not in added)
-        self.add_nodes(self._client.node(address, is_registered=True) for address in added)
+        gone = [self._client.node(address, is_registered=True) for address in removed if address not in added]
+        self.feed(lambda engine, now: engine.remove_nodes(gone, now))
+        come = [self._client.node(address, is_registered=True) for address in added]
+        self.feed(lambda engine, _now: engine.add_nodes(come))
 
     # Actions
 
@@ -300,20 +275,18 @@ class Driver:
 
         A needless wake costs two changes of thread.
         """
-        if self._has_news():
+        table = self.engine.table
+        if (
+            table.has_deliverable
+            or table.finished
+            or table.wants_input
+            or (self.ahead is not None and self.ahead.delivery is not None)
+            # The engine's next action may be due before the end of the sleep.
+            or ((due := self.engine.due(time.monotonic())) is not None and due < self.sleeps_until)
+        ):
             self.condition.notify()
-        elif self.sleep.later_since == math.inf:
-            self.sleep.later_since = time.monotonic()
-
-    def _has_news(self) -> bool:
-        engine = self.engine
-        if engine.table.has_deliverable or engine.table.finished or engine.table.wants_input:
-            return True
-        if self.ahead is not None and self.ahead.delivery is not None:
-            return True
-        # The engine's next action may be due before the end of the sleep.
-        due = engine.due(time.monotonic())
-        return due is not None and due < self.sleep.until
+        elif self.later_since == math.inf:
+            self.later_since = time.monotonic()
 
     # Queries
 
@@ -321,10 +294,6 @@ class Driver:
     def workers(self) -> list[RemoteWorker]:
         """The requested workers that are not lost."""
         return [seat.worker for seat in list(self._executor.seats.values())]
-
-    def stream_at(self, place: int) -> StreamState | None:
-        """The progress of a place's stream; None without streams."""
-        return self.streams[place] if self.streams else None
 
     def is_open(self) -> bool:
         """Whether the pass is not over."""
@@ -338,48 +307,40 @@ class Driver:
     def diagnosis(self) -> Diagnosis:
         """The reason why the loop waits."""
         with self.condition:
-            self._note_setup()
-            waiting = time.monotonic() - self.sleep.since if self.sleep.until != -math.inf else 0.0
+            self.note_setup()
+            waiting = time.monotonic() - self.sleeps_since if self.sleeps_until != -math.inf else 0.0
         return diagnose(self.recorder.snapshot(waiting))
 
     def tell(self) -> None:
-        """Log, once per pass, why the loop has waited, unless the pass has failed; without the condition."""
-        if not self.is_told and self.engine.failure is None:
-            self.is_told = True
+        """Log, once per pass, why the loop has waited, if it has and the pass has not failed."""
+        if self.is_told or self.engine.failure is not None:
+            return
+        self.is_told = True
+        try:
             self.note_setup()
-            _log_wait(self.recorder.records(), self.settings.partition.label, is_over=self.progress.finished)
+            records = self.recorder.records()
+            # Of a pass that was left, the first window says nothing.
+            if self.progress.finished or records.totals.batches > records.setup.window:
+                diagnosis = diagnose(records)
+                if diagnosis.bound != "none":
+                    logger.info("%s%s", self.settings.partition.label, diagnosis.text)
+        except Exception:  # which ends no training
+            level = logging.DEBUG if next(_failures) else logging.WARNING
+            logger.log(level, "cannot say why the loop has waited; training goes on", exc_info=True)
 
     def note_setup(self) -> None:
-        """Record the workers and limits of the pass if they have changed."""
-        if self.has_changed:
-            with self.condition:
-                self._note_setup()
-
-    def _note_setup(self) -> None:
-        # With the condition. A pass that is over keeps its last ones.
-        if self.closed.is_set():
-            return
-        seats, settings = self._executor.seats, self.settings
-        self.has_changed = False
-        workers = {number: str(node) for number, node in self.engine.workers.items()}
-        if workers:
+        """Record the workers and limits of the pass; a pass that is over keeps its last ones."""
+        with self.condition:
+            self.has_changed = False
+            workers = {number: str(node) for number, node in self.engine.workers.items()}
+            if self.closed.is_set() or not workers:
+                return
+            seats, settings = self._executor.seats, self.settings
             names = {number: seats[number].worker.name for number in workers if number in seats}
             # The window of a table of streams shrinks with each that ends, whose worker stays.
             window = len(workers) * settings.prefetch_factor if settings.iterable else self.engine.table.window
             limits = window, settings.prefetch_factor, settings.max_in_flight_bytes
             self.recorder.setup = Setup(workers, *limits, names, settings.persistent_workers)
-
-
-def _log_wait(records: Records, label: str, *, is_over: bool) -> None:
-    """Log why the loop of a pass has waited, if it has; of a pass that was left, the first window says nothing."""
-    try:
-        if is_over or records.totals.batches > records.setup.window:
-            diagnosis = diagnose(records)
-            if diagnosis.bound != "none":
-                logger.info("%s%s", label, diagnosis.text)
-    except Exception:  # which ends no training
-        level = logging.DEBUG if next(_failures) else logging.WARNING
-        logger.log(level, "cannot say why the loop has waited; training goes on", exc_info=True)
 
 
 class Ahead:
@@ -412,5 +373,5 @@ class Ahead:
                 answer.copies = self._carrier.carry(answer.movable, answer.probe is not None)
             except BaseException as exc:
                 # The frames would keep a batch alive.
-                answer.result = Failure(exc.with_traceback(None))
+                answer.error = exc.with_traceback(None)
             answer.movable = None

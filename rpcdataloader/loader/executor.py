@@ -10,9 +10,8 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
@@ -22,7 +21,6 @@ from rpcdataloader.errors import (
     AuthenticationError,
     ConnectError,
     ConnectionLostError,
-    LocalProtocolError,
     RemoteProtocolError,
     RPCError,
 )
@@ -32,9 +30,8 @@ from rpcdataloader.loader.passes import Pass, loader_spec
 from rpcdataloader.loader.seat import Seat
 from rpcdataloader.loader.tasks import describe
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Open, ReportWait, Restart, Say, Seek
-from rpcdataloader.wire.frames import BlockBytes
 from rpcdataloader.wire.messages import Call
-from rpcdataloader.wire.pickling import dumps
+from rpcdataloader.wire.pickling import Encoded, dumps
 
 if TYPE_CHECKING:
     from rpcdataloader.loader.driver import Driver
@@ -42,16 +39,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("rpcdataloader.loader")
 
 
-@dataclass(frozen=True, slots=True)
-class _Opening:
+class _Opening(NamedTuple):
     """The first request to a worker, and its epoch.
 
     Attributes:
         job: RANK and WORLD_SIZE that the worker sets before, for a stream of another rank.
     """
 
-    payload: bytes
-    buffers: Sequence[BlockBytes]
+    request: Encoded
     begun: Pass
     job: tuple[int, int] | None = None
 
@@ -70,14 +65,14 @@ class Executor:
         self._client = get_client()
         self._settings, self._condition, self._closed = driver.settings, driver.condition, driver.closed
         self._dataset = dataset  # held while workers exist
+        self._openings: dict[int, _Opening] = {}  # ready first requests, by place
         self._unwanted: set[int] = set()  # workers to close before they are requested
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
 
     @property
     def _driver(self) -> Driver:
         driver = self._find_driver()
-        if driver is None:
-            raise LocalProtocolError("the pass is over")
+        assert driver is not None  # it calls
         return driver
 
     def close(self) -> None:
@@ -89,34 +84,34 @@ class Executor:
         for node in list(self._sought):
             node.wake()
 
-    def carry_out(self, actions: Sequence[Action], begun: Pass, openings: Mapping[int, _Opening] | None = None) -> None:
-        """Carry out actions; without the condition.
+    def prepare(self, actions: Sequence[Action]) -> None:
+        """Make the first requests to the first workers before any is sent, so that pickling errors come early."""
+        places = [action.place for action in actions if isinstance(action, Open)]
+        self._openings = {place: self._opening(place) for place in places}
 
-        Args:
-            openings: Ready first requests, by place.
-        """
-        ends: list[End] = []
+    def carry_out(self, actions: Sequence[Action], begun: Pass) -> None:
+        """Carry out actions; without the condition."""
         for action in actions:
-            if isinstance(action, Cancel):
-                self._cancel(action, begun)
-            elif isinstance(action, Open):
-                self._open(action, None if openings is None else openings[action.place])
-            elif isinstance(action, Close):
-                self._close(action.worker)
-            elif isinstance(action, Restart):
-                self._restart(action.worker, begun)
-            elif isinstance(action, Seek):
-                self._sought.add(action.node)
-                seek = functools.partial(self._seek, action.node, action.delay)
-                self._client.start_thread(f"rpcdl-seek {action.node}", seek, self._closed)
-            elif isinstance(action, End):
-                ends.append(action)
-            elif isinstance(action, ReportWait):
-                self._client.start_thread("rpcdl-report", functools.partial(self._report_wait, action), self._closed)
-            elif isinstance(action, Say):
-                logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
-        if ends:
-            self._end(ends, begun)
+            match action:
+                case Cancel():
+                    self._cancel(action, begun)
+                case Open():
+                    self._open(action)
+                case Close():
+                    self._close(action.worker)
+                case Restart():
+                    self._restart(action.worker, begun)
+                case Seek():
+                    self._sought.add(action.node)
+                    seek = functools.partial(self._seek, action.node, action.delay)
+                    self._client.start_thread(f"rpcdl-seek {action.node}", seek, self._closed)
+                case ReportWait():
+                    report = functools.partial(self._report_wait, action)
+                    self._client.start_thread("rpcdl-report", report, self._closed)
+                case Say():
+                    logger.log(logging.WARNING if action.is_warning else logging.INFO, "%s", action.text)
+        if ends := [action for action in actions if isinstance(action, End)]:
+            self._end(ends, begun)  # at the same time
 
     def _cancel(self, action: Cancel, begun: Pass) -> None:
         seat = self.seats.get(action.worker)
@@ -139,15 +134,15 @@ class Executor:
         # The consumer draws for this epoch when all workers know of it.
         seat.restart(dumps(tuple(Call(remote.start_epoch, args, {}, ordered=True))))
 
-    def _open(self, action: Open[Node], opening: _Opening | None) -> None:
+    def _open(self, action: Open[Node]) -> None:
         """Request a worker, if its node is still up."""
+        opening = self._openings.pop(action.place, None)
         while True:
-            if opening is None:
-                try:
-                    opening = self.opening(action.place)
-                except BaseException as exc:
-                    self._driver.fail(exc)
-                    return
+            try:
+                opening = opening or self._opening(action.place)
+            except BaseException as exc:
+                self._driver.fail(exc)
+                return
             with self._condition:
                 if self._closed.is_set():
                     return
@@ -179,19 +174,18 @@ class Executor:
             if opening.job is not None:  # first, as the other request may build the dataset
                 call = dumps(tuple(Call(set_rank, opening.job, {}, ordered=True)))
                 seat.worker.submit(call.payload, call.buffers, lambda _reply: None)
-            seat.worker.submit(opening.payload, opening.buffers, seat.started)
+            seat.worker.submit(opening.request.payload, opening.request.buffers, seat.started)
         return None
 
-    def opening(self, place: int) -> _Opening:
+    def _opening(self, place: int) -> _Opening:
         """Make the first request to a worker, which contains the user's pickled objects."""
-        settings, begun = self._settings, self._driver.begun
+        settings, driver, begun = self._settings, self._driver, self._driver.begun
         # Workers that join later may have a higher number.
-        num_workers = max(self._driver.num_streams, place + 1)
-        spec = loader_spec(settings, begun, place, num_workers, self._driver.stream_at(place))
+        num_workers = max(driver.num_streams, place + 1)
+        spec = loader_spec(settings, begun, place, num_workers, driver.streams[place] if driver.streams else None)
         call = Call(remote.open_loader, (self._dataset, spec), {}, ordered=True)
         parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
-        encoded = dumps_named(tuple(call), parts, persistent_id=self._reference_of)
-        return _Opening(encoded.payload, encoded.buffers, begun, spec.job)
+        return _Opening(dumps_named(tuple(call), parts, persistent_id=self._reference_of), begun, spec.job)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:
         """The persistent id of the dataset, also inside a user's function, such as a bound method."""

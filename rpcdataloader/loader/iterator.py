@@ -1,11 +1,13 @@
-"""The result of ``iter(loader)`` with workers: the consumer's side of a pass."""
+"""The result of ``iter(loader)``: the consumer's side of a pass, with workers or inline."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
+import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,14 +21,18 @@ from rpcdataloader.diagnosis.recorder import NOTED_WAIT, Recorder
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
+from rpcdataloader.fetch.batch_loader import BatchLoader
 from rpcdataloader.fetch.samples import Reduced
-from rpcdataloader.loader.copying import Copies
+from rpcdataloader.fetch.stream_loader import StreamLoader
+from rpcdataloader.loader.copying import Copies, make_carrier, pin
 from rpcdataloader.loader.driver import Driver
-from rpcdataloader.loader.passes import undone_afterwards, warn_if_longer
+from rpcdataloader.loader.passes import begin_pass, loader_spec, undone_afterwards
 from rpcdataloader.loader.placement import Placement
-from rpcdataloader.loader.seat import Answer, Failure
+from rpcdataloader.loader.seat import Answer
 from rpcdataloader.loader.settings import PassSettings
+from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.loader.tasks import Progress, Task
+from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 from rpcdataloader.wire.status import MAX_NUMBER, MAX_WORKERS, LoopStatus, Value
 
 # The names of the ranges of torch's loaders, which its profiler finds by the beginning.
@@ -46,7 +52,77 @@ def _shown(stage: str, call: Callable[..., Any], *args: Any) -> Any:
 _LEAST_HIDDEN = 1e-4
 
 
-class RemoteIterator:
+class PassIterator(ABC):
+    """The result of ``iter(loader)``.
+
+    Args:
+        name: Name of the dataset.
+        reported_length: Length that the loader has reported; None if it was not queried.
+    """
+
+    def __init__(self, settings: PassSettings, name: str, reported_length: int | None) -> None:
+        self._settings = settings
+        self._name = name
+        self._reported_length = reported_length
+        self._is_shown = False  # True while a profiler shows the present work
+
+    def __iter__(self) -> PassIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._settings.sampler)
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+            StopIteration: The sampler is at its end, and every batch was delivered.
+            RuntimeError: No batch came within the loader's timeout.
+            ConnectionLostError: All workers are lost and none came back in time, or a batch has ended too many workers.
+            Exception: An exception of the dataset, the collate function or the init function on a worker.
+            BadSamplesError: More samples were skipped than the loader allows.
+        """
+        # torch's loaders open a range for every batch, which takes as long as all recording.
+        while type(batch := self._profiled_next() if profiler._is_profiler_enabled else self._next()) is Reduced:
+            self.progress.account_reduced(batch, self._settings.max_skipped)
+            if not batch.is_empty:
+                batch = batch.batch
+                break
+        reported = self._reported_length
+        if reported is not None and (num_yielded := self.progress.num_yielded) > reported:
+            # As torch does.
+            warnings.warn(
+                f"Length of IterableDataset {self._name} was reported to be {reported} (by len of its loader), but "
+                f"{num_yielded} samples have been fetched. For multiprocessing data-loading, this happens when a "
+                "worker takes more than its part of the dataset; torch.utils.data.get_worker_info() says which worker "
+                "it is.",
+                stacklevel=2,
+            )
+        return batch
+
+    def _profiled_next(self) -> Any:
+        self._is_shown = True
+        try:
+            with torch.profiler.record_function(RANGE):
+                return self._next()
+        finally:
+            self._is_shown = False
+
+    @abstractmethod
+    def _next(self) -> Any:
+        """Return the next batch, or a :class:`Reduced` in its place."""
+
+    @property
+    @abstractmethod
+    def progress(self) -> Progress:
+        """The progress of this pass; changes with it."""
+
+    @abstractmethod
+    def reset(self, reported_length: int | None) -> bool:
+        """Begin another epoch with the same workers and the same seed; returns False if that is impossible."""
+
+
+class RemoteIterator(PassIterator):
     """The result of ``iter(loader)`` with workers. Dropping it ends the workers.
 
     Args:
@@ -65,13 +141,10 @@ class RemoteIterator:
         saved: Mapping[str, Any] | None = None,
         reported_length: int | None = None,
     ) -> None:
-        self._settings = settings
-        self._name = dataset.name
-        self._reported_length = reported_length
+        super().__init__(settings, dataset.name, reported_length)
         self._drawn: Task | None = None  # from the sampler, not yet in the engine
         self._ready = 0.0  # seconds asleep while a later batch was here
         self._timed: tuple[Probe, Copies] | None = None  # the last probe
-        self._is_shown = False  # True while a profiler shows the present work
         with undone_afterwards(saved):
             self.driver = Driver(settings, dataset, placement, saved, recorder)
             self._advance(wants_input=True, began=time.monotonic())
@@ -83,48 +156,9 @@ class RemoteIterator:
         weakref.finalize(self, get_client().janitor.leave, self.driver.close).atexit = False
         try:
             self.driver.start(placement)
-            self.driver.add_nodes(placement.missing)
         except BaseException:
             self.driver.close()
             raise
-
-    def __iter__(self) -> RemoteIterator:
-        return self
-
-    def __next__(self) -> Any:
-        """The next batch.
-
-        Raises:
-            StopIteration: The sampler is at its end, and every batch was delivered.
-            RuntimeError: No batch came within the loader's timeout.
-            ConnectionLostError: All workers are lost and none came back in time, or a batch has ended too many workers.
-            Exception: An exception of the dataset, the collate function or the init function on a worker.
-            BadSamplesError: More samples were skipped than the loader allows.
-        """
-        try:
-            # torch's loaders open a range for every batch, which takes as long as all recording.
-            while type(batch := self._profiled_next() if profiler._is_profiler_enabled else self._next()) is Reduced:
-                self.progress.account_reduced(batch, self._settings.max_skipped)
-                if not batch.is_empty:
-                    batch = batch.batch
-                    break
-        except StopIteration:
-            if self._settings.persistent_workers:
-                self.driver.tell()
-            else:
-                self.driver.close()
-            raise
-        if self._reported_length is not None:
-            warn_if_longer(self.progress.num_yielded, self._reported_length, self._name)
-        return batch
-
-    def _profiled_next(self) -> Any:
-        self._is_shown = True
-        try:
-            with torch.profiler.record_function(RANGE):
-                return self._next()
-        finally:
-            self._is_shown = False
 
     def _next(self) -> Any:
         driver, engine = self.driver, self.driver.engine
@@ -145,14 +179,10 @@ class RemoteIterator:
             if delivery is not None:
                 break
             self._advance(wants_input, began)
-        task, answer, stream = delivery.payload, delivery.answer, delivery.stream
+        task, answer = delivery.payload, delivery.answer
         if delivery.condemned is not None:
-            answer = Answer(Failure(ConnectionLostError(delivery.condemned)))
-        progress = driver.begun.progress
-        if stream is None:
-            progress.delivered(task.number, task.num_samples, task.sampler_state)
-        else:
-            progress.stream_delivered(stream, answer.stream)
+            answer = Answer(error=ConnectionLostError(delivery.condemned))
+        driver.begun.progress.delivered(task, delivery.stream, answer.stream)
         decided = self._advance(wants_input, began)
         if answer.probe is not None or blocked >= self._noted:
             self._note(answer, decided, decided - began, blocked)
@@ -165,9 +195,9 @@ class RemoteIterator:
                 recorder.blocked += blocked
         if answer.copies is not None:
             _shown("copy", answer.copies.wait) if self._is_shown else answer.copies.wait()
-        if type(answer.result) is Failure:
+        if answer.error is not None:
             try:
-                raise self._explained(answer.result.error, task)
+                raise self._explained(answer.error, task)
             finally:
                 del delivery, answer  # the traceback refers to this frame, which must not refer to the error
         return answer.result
@@ -195,7 +225,8 @@ class RemoteIterator:
         if (timed := self._timed) is not None and (times := timed[1].times()) is not None:
             timed[0].copy, timed[0].stalled = times
         self._timed = None if answer.copies is None else (probe, answer.copies)
-        driver.note_setup()
+        if driver.has_changed:
+            driver.note_setup()
         recorder.probed(probe, answer.worker, decided, waited, blocked, sending)
 
     def _wait(self, deadline: float | None) -> float:
@@ -209,12 +240,16 @@ class RemoteIterator:
             RuntimeError: The deadline has passed.
             BaseException: The pass cannot go on.
         """
-        driver, engine, sleep = self.driver, self.driver.engine, self.driver.sleep
+        driver, engine = self.driver, self.driver.engine
         if engine.failure is not None:
             driver.close()
             raise of_rank(engine.failure.with_traceback(None), self._settings.partition)
         if engine.table.finished:
             self.progress.finished = True
+            if self._settings.persistent_workers:
+                driver.tell()
+            else:
+                driver.close()
             raise StopIteration
         if engine.table.wants_input:
             return 0.0  # a stream has ended, which makes room for others
@@ -225,20 +260,20 @@ class RemoteIterator:
             raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
         engine.consumer_waits(now)
         due = engine.due(now)
-        sleep.until = min(
+        until = driver.sleeps_until = min(
             math.inf if due is None else due,
             math.inf if deadline is None else deadline,
         )
-        since = sleep.since = now
-        sleep.later_since = now if engine.table.answered_bytes else math.inf
-        seconds = None if sleep.until == math.inf else sleep.until - now
+        since = driver.sleeps_since = now
+        driver.later_since = now if engine.table.answered_bytes else math.inf
+        seconds = None if until == math.inf else until - now
         try:
             _shown("wait", driver.condition.wait, seconds) if self._is_shown else driver.condition.wait(seconds)
         finally:
-            sleep.until = -math.inf
+            driver.sleeps_until = -math.inf
         now = time.monotonic()
-        if sleep.later_since < now:
-            self._ready += now - sleep.later_since
+        if driver.later_since < now:
+            self._ready += now - driver.later_since
         if due is not None and due <= now:
             engine.tick(now)
         return now - since
@@ -290,18 +325,9 @@ class RemoteIterator:
             error = error.with_traceback(None)  # the relevant frames are the worker's
         return of_rank(error, self._settings.partition)
 
-    def __len__(self) -> int:
-        return len(self._settings.sampler)
-
     @property
     def progress(self) -> Progress:
-        """The progress of this pass; changes with it."""
         return self.driver.progress
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether :meth:`reset` is possible."""
-        return self.driver.is_usable
 
     def report(self) -> LoopStatus | None:
         """The diagnosis for node servers; None if the pass is over, or the loop has been elsewhere for a while."""
@@ -313,13 +339,77 @@ class RemoteIterator:
             self._news = news, now
         return to_status(diagnosis, self._name, self._rank) if now - self._news[1] < _PAUSE else None
 
-    def reset(self, reported_length: int | None = None) -> None:
-        """Begin another epoch with the same workers."""
+    def reset(self, reported_length: int | None) -> bool:
+        if not self.driver.is_usable:
+            return False
         self._reported_length = reported_length
         self._drawn = None
         self._ready = 0.0
         self.driver.begin_epoch()
         self._advance(wants_input=True, began=time.monotonic())
+        return True
+
+
+class InlineIterator(PassIterator):
+    """The result of ``iter(loader)`` for ``workers="inline"``: the batches that one worker would load.
+
+    A debugger stops in the dataset, which sees the same as in a worker: worker info, seeds by position.
+    """
+
+    def __init__(
+        self,
+        settings: PassSettings,
+        dataset: Any,
+        saved: Mapping[str, Any] | None = None,
+        reported_length: int | None = None,
+    ) -> None:
+        super().__init__(settings, type(dataset).__name__, reported_length)
+        self._pins = settings.pin_memory and pinned_allocator() is not None
+        self._carrier = None if settings.device is None else make_carrier(settings.device, PageablePool())
+        if saved is not None:
+            check_one_stream(saved)
+        with undone_afterwards(saved):
+            self._pass = begin_pass(settings, saved)
+        kind = StreamLoader if settings.iterable else BatchLoader
+        stream = self.progress.streams[0] if settings.iterable else None
+        self._loader = kind(dataset, loader_spec(settings, self._pass, 0, 1, stream), None, inline=True)
+
+    def _next(self) -> Any:
+        task, stream = next(self._pass.source, None), None
+        if task is not None:
+            try:
+                _seconds, batch = self._loader.load(task.indices, task.position, task.number, last_try=True)
+                if self._settings.iterable:
+                    batch, stream = batch
+            except Exception:
+                # The exception takes the place of the batch; an interrupt does not.
+                self.progress.delivered(task, 0 if self._settings.iterable else None)
+                raise
+        if task is None or (self._settings.iterable and stream is None):
+            self.progress.finished = True
+            raise StopIteration
+        self.progress.delivered(task, 0 if self._settings.iterable else None, stream)
+        if type(batch) is not Reduced:
+            return self._put(batch)
+        if not batch.is_empty:
+            batch.batch = self._put(batch.batch)
+        return batch
+
+    def _put(self, batch: Any) -> Any:
+        """Return a batch in the memory that the user has chosen."""
+        if self._pins:
+            batch = pin(batch)
+        return batch if self._carrier is None else self._carrier.send(batch)
+
+    @property
+    def progress(self) -> Progress:
+        return self._pass.progress
+
+    def reset(self, reported_length: int | None) -> bool:
+        self._reported_length = reported_length
+        self._pass = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch))
+        self._loader.start_epoch(self.progress.epoch, self._pass.first, self._pass.pipe_seed)
+        return True
 
 
 # Rounding may make a number larger.

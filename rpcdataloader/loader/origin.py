@@ -55,11 +55,6 @@ class Origin:
         return [sampler["kind"] for sampler in self.samplers]
 
     @property
-    def divides(self) -> bool:
-        """Whether a sampler gives each rank its part of one order."""
-        return any("num_ranks" in sampler for sampler in self.samplers)
-
-    @property
     def ranks(self) -> list[list[int]]:
         """Rank and number of ranks, for each pair that decides about the samples."""
         found = [[sampler["rank"], sampler["num_ranks"]] for sampler in self.samplers if "num_ranks" in sampler]
@@ -147,8 +142,8 @@ def check_rank(saved: Origin, here: Origin, *, in_step: bool) -> None:
         why = "with in_order=False, or where whole batches were left out, each rank has delivered different ones"
     elif not saved.samplers:
         why = "each rank has streams of its own"
-    elif saved.divides or saved.kinds[-1] in _ORDERED:
-        return
+    elif any("num_ranks" in sampler for sampler in saved.samplers) or saved.kinds[-1] in _ORDERED:
+        return  # each rank takes its part of one order
     else:
         why = f"{saved.kinds[-1]} draws an order for each rank"
     raise _refused(saved.place, here.place, f"{why}, so save a state on each rank, and load it there")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,23 +46,6 @@ def draw_base_seed(generator: torch.Generator | None) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
-def warn_if_longer(num_yielded: int, reported: int | None, name: str) -> None:
-    """Warn, as torch does, when an iterable-style dataset yields more than ``len(loader)``.
-
-    For ``__next__`` of an iterator, so that the warning shows the line of the user's loop.
-
-    Args:
-        reported: Length that was reported; None if it was not queried.
-    """
-    if reported is not None and num_yielded > reported:
-        warnings.warn(
-            f"Length of IterableDataset {name} was reported to be {reported} (by len of its loader), but {num_yielded} "
-            "samples have been fetched. For multiprocessing data-loading, this happens when a worker takes more than "
-            "its part of the dataset; torch.utils.data.get_worker_info() says which worker it is.",
-            stacklevel=3,
-        )
-
-
 def undone_afterwards(saved: Mapping[str, Any] | None) -> contextlib.AbstractContextManager[None]:
     """Restore global generators after :func:`begin_pass` and the first tasks of a resumed pass.
 
@@ -78,6 +60,7 @@ def begin_pass(
     saved: Mapping[str, Any] | None = None,
     num_streams: int = 1,
     *,
+    before: tuple[int, int] | None = None,
     makes_requests: bool = False,
 ) -> Pass:
     """Begin a pass: iterate over the sampler and draw the base seed, in torch's order.
@@ -85,74 +68,42 @@ def begin_pass(
     Args:
         saved: Pass to resume, from :func:`to_state`; a finished pass is the one before, with persistent workers.
         num_streams: Number of streams of an iterable-style dataset, unless those of ``saved`` go on.
+        before: Base seed and epoch of the pass before; persistent workers keep their base seed, as torch's do.
         makes_requests: True if the tasks go to workers.
 
     Raises:
         ValueError: The state does not fit this loader.
     """
     if saved is not None and saved["finished"]:
-        base_seed, epoch = saved["base_seed"], saved["epoch"] + 1
-        return begin_epoch(settings, base_seed, epoch, num_streams, makes_requests=makes_requests)
+        before, saved = (saved["base_seed"], saved["epoch"]), None
     start = capture_start(settings) if saved is None else restore_start(settings, saved)
-    order = _order(settings)
+    # A pipe of torch needs a seed, which torch's loader draws for each pass before anything else.
+    pipe_seed = draw_base_seed(settings.generator) if isinstance(settings.dataset, IterDataPipe) else None
+    first, ranks = 0, (settings.partition.rank, settings.partition.world_size)
+    if (sampler := settings.resumable) is not None:
+        first, ranks = sampler.start, (sampler.rank, sampler.num_replicas)
     samples = iter(settings.sampler)
-    if saved is None:
-        base_seed = draw_base_seed(settings.generator)
-        progress = Progress(base_seed, 0, start=start, streams=_new_streams(settings, num_streams))
-        return Pass(_new_source(settings, samples, makes_requests), progress, *order)
-    if saved["epoch"] == 0:
-        # For its effect on the generator; persistent workers draw it once.
-        draw_base_seed(settings.generator)
-    progress = progress_of(saved, start)
+    if before is None and (saved is None or saved["epoch"] == 0):
+        before = draw_base_seed(settings.generator), -1  # for a resumed pass, only for its effect on the generator
     get_state = sampler_state(settings, samples)
-    samples, progress.num_samples = skip_delivered(settings, saved, samples)
+    if saved is None:
+        assert before is not None
+        streams = [StreamState()] * num_streams if settings.iterable else []
+        progress = Progress(before[0], before[1] + 1, start=start, streams=streams)
+    else:
+        progress = progress_of(saved, start)
+        samples, progress.num_samples = skip_delivered(settings, saved, samples)
     source = TaskSource(
         samples,
         auto_collation=settings.auto_collation,
         number=progress.num_batches,
         position=progress.num_samples,
-        leave_out=progress.ahead,
+        leave_out=frozenset(progress.ahead),
         get_state=get_state,
         makes_requests=makes_requests,
         marks_last_try=settings.marks_last_try,
     )
-    return Pass(source, progress, *order)
-
-
-def begin_epoch(
-    settings: PassSettings, base_seed: int, epoch: int, num_streams: int = 1, *, makes_requests: bool = False
-) -> Pass:
-    """Begin another pass of persistent workers, which keep their base seed as torch's do."""
-    start = capture_start(settings)
-    order = _order(settings)
-    source = _new_source(settings, iter(settings.sampler), makes_requests)
-    progress = Progress(base_seed, epoch, start=start, streams=_new_streams(settings, num_streams))
-    return Pass(source, progress, *order)
-
-
-def _new_streams(settings: PassSettings, number: int) -> list[StreamState]:
-    return [StreamState()] * number if settings.iterable else []
-
-
-def _new_source(settings: PassSettings, samples: Iterator[Any], makes_requests: bool) -> TaskSource:
-    return TaskSource(
-        samples,
-        auto_collation=settings.auto_collation,
-        get_state=sampler_state(settings, samples),
-        makes_requests=makes_requests,
-        marks_last_try=settings.marks_last_try,
-    )
-
-
-def _order(settings: PassSettings) -> tuple[int, tuple[int, int], int | None]:
-    """Return the order of the samples in the sampler's next iteration: the last fields of a :class:`Pass`.
-
-    A pipe of torch needs a seed, which torch's loader draws for each pass before anything else.
-    """
-    if (sampler := settings.resumable) is not None:
-        return sampler.start, (sampler.rank, sampler.num_replicas), None
-    pipe_seed = draw_base_seed(settings.generator) if isinstance(settings.dataset, IterDataPipe) else None
-    return 0, (settings.partition.rank, settings.partition.world_size), pipe_seed
+    return Pass(source, progress, first, ranks, pipe_seed)
 
 
 def loader_spec(

@@ -87,7 +87,8 @@ def place(
     if isinstance(where, Local):
         return Placement((nodes[0],) * (num_workers or where.num_workers or offered[0]))
     if partition.world_size > sum(offered):
-        _warn_of_doubling(partition.world_size, sum(offered))
+        ranks = f"{partition.world_size} ranks share {sum(offered)} workers"
+        warn_once(f"{ranks}: some are used by more than one rank")
     share = choose(nodes)
     # Ranks that lose their nodes at the same time ask different ones.
     first = partition.rank % len(nodes)
@@ -207,20 +208,10 @@ def _find_nodes(
     return there, missing
 
 
-@functools.cache  # once, and not for every epoch of every loader
-def warn_of_few(num_workers: int, num_offered: int, where: str) -> None:
-    """Warn that there are fewer workers than the user has requested."""
-    logger.warning(
-        "num_workers is %d, but this process's share of the workers of %s is %d: start them with more --num-workers",
-        num_workers,
-        where,
-        num_offered,
-    )
-
-
 @functools.cache
-def _warn_of_doubling(world_size: int, num_workers: int) -> None:
-    logger.warning("%d ranks share %d workers: some are used by more than one rank", world_size, num_workers)
+def warn_once(text: str) -> None:
+    """Log a warning, and not again for every epoch of every loader."""
+    logger.warning("%s", text)
 
 
 def plan_options(settings: PassSettings, placement: Placement) -> PlanOptions:

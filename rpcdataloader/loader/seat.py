@@ -25,7 +25,6 @@ from rpcdataloader.plan.actions import Load
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.wire import stages
 from rpcdataloader.wire.frames import Flag, Message, MessageType
-from rpcdataloader.wire.messages import Exited
 from rpcdataloader.wire.pickling import Encoded, result_of
 from rpcdataloader.wire.rebuild import Movable
 from rpcdataloader.wire.slabs import Allocator
@@ -35,27 +34,22 @@ if TYPE_CHECKING:
     from rpcdataloader.loader.driver import Driver
 
 
-class Failure:
-    """An exception that stands in for a batch."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
 @dataclass(slots=True)
 class Answer:
     """A worker's answer to a task.
 
     Attributes:
-        result: Batch, or its substitute: a :class:`Failure`, or a ``Reduced``.
+        result: Batch, or a ``Reduced`` in its place.
+        error: Exception in place of a batch.
         timings: Seconds that the worker took to fetch and to collate; None for an exception.
         arrived: Time of the first bytes, and
         received: time of the last bytes, if they were waited for; otherwise 0.
         stream: Progress of the worker's stream; None without one, or at its end.
     """
 
-    result: Any
+    result: Any = None
     size_bytes: int = 0
+    error: BaseException | None = None
     timings: tuple[float, float] | None = None
     arrived: float = 0.0
     received: float = 0.0
@@ -73,7 +67,7 @@ def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, 
         iterable: True if the reply includes the state of its stream.
         pins: True if ``allocator`` has pinned memory.
     """
-    answer = Answer(None, len(reply.payload))
+    answer = Answer(size_bytes=len(reply.payload))
     for block in reply.blocks:
         answer.size_bytes += block.view.nbytes
     if reply.arrival is not None and not reply.arrival.was_here:
@@ -90,10 +84,10 @@ def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, 
     except StopIteration as exc:
         error = stopped("receiving a batch")
         error.__cause__ = exc
-        return Answer(Failure(error), answer.size_bytes)
+        return Answer(None, answer.size_bytes, error)
     except BaseException as exc:
         # A new exception: the traceback refers to this frame, and would keep the referents of the exception.
-        return Answer(Failure(exc), answer.size_bytes)
+        return Answer(None, answer.size_bytes, exc)
     return answer
 
 
@@ -200,7 +194,7 @@ class Seat(WorkerOwner):
             if driver.ahead is not None:
                 driver.ahead.send()
             todo = driver.act(now)
-            if driver.sleep.until != -math.inf:
+            if driver.sleeps_until != -math.inf:
                 driver.wake()
         if todo is not None:
             driver.carry_out(todo)
@@ -218,9 +212,8 @@ class Seat(WorkerOwner):
             if sent.probe is not None:
                 note_answer(sent.probe, timings, answer.size_bytes, now)
                 answer.probe = sent.probe
-        if type(answer.result) is Failure:
-            error = answer.result.error
-            if isinstance(error, settings.retry_on) and engine.failed(worker, number, error, now):
+        if answer.error is not None:
+            if isinstance(answer.error, settings.retry_on) and engine.failed(worker, number, answer.error, now):
                 return
         elif settings.iterable and answer.stream is None:
             engine.stream_ended(worker, number, now)
@@ -240,9 +233,11 @@ class Seat(WorkerOwner):
 
     def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
         task = place = None
-        if (exited := worker.exited) is not None and (sent := self._interrupted(exited)) is not None:
-            error = ConnectionLostError(f"{error} {describe_end(sent.task, exited.sample)}")
-            task, place = sent.number, place_of(sent.task, exited.sample)
+        if (exited := worker.exited) is not None:
+            unanswered = {sent.task.number: sent for sent in list(self.sent.values())}
+            if (sent := unanswered.get(exited.batch)) is not None:
+                error = ConnectionLostError(f"{error} {describe_end(sent.task, exited.sample)}")
+                task, place = sent.number, place_of(sent.task, exited.sample)
         loss = Loss(
             error,
             node_is_up=worker.session.is_ready,
@@ -253,10 +248,6 @@ class Seat(WorkerOwner):
             place=place,
         )
         self._driver.lost(self.number, loss)
-
-    def _interrupted(self, exited: Exited) -> Sent | None:
-        """Return the unanswered task at which the worker ended, if any."""
-        return next((sent for sent in list(self.sent.values()) if sent.task.number == exited.batch), None)
 
 
 def note_reply(probe: Probe | None, reply: Message) -> None:

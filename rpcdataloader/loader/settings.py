@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
 from rpcdataloader.client.modules import choose_modules, choose_variables
 from rpcdataloader.client.sharing import Partition, current_partition
-from rpcdataloader.host.environment import Additions, Module
+from rpcdataloader.host.environment import Module
 from rpcdataloader.host.resources import default_in_flight_bytes
 from rpcdataloader.loader.copying import find_device
 from rpcdataloader.loader.sampler import ResumableDistributedSampler
@@ -79,21 +79,18 @@ class PassSettings:
         names = "prefetch_factor", "max_retries", "reconnect_timeout", "task_timeout", "max_skipped"
         check_numbers(**{name: getattr(self, name) or 0 for name in names})
         if self.prefetch_factor < 0:
-            raise ValueError("prefetch_factor option should be non-negative")
-        if self.prefetch_factor == 0:
-            raise ValueError(f"prefetch_factor must be at least 1, but is {self.prefetch_factor}")
-        if self.max_retries < 1:
-            raise ValueError(f"max_retries must be at least 1, but is {self.max_retries}")
-        if not 0 <= self.reconnect_timeout <= threading.TIMEOUT_MAX:
-            raise ValueError(
-                f"reconnect_timeout must be a number of seconds, 0 or more, but is {self.reconnect_timeout}"
-            )
-        if self.task_timeout is not None and not 0 < self.task_timeout <= threading.TIMEOUT_MAX:
-            raise ValueError(f"task_timeout must be a number of seconds above 0, or None, but is {self.task_timeout}")
-        if self.on_error not in ("raise", "skip"):
-            raise ValueError(f"on_error must be 'raise' or 'skip', but is {self.on_error!r}")
-        if self.max_skipped < 0:
-            raise ValueError(f"max_skipped must be 0 or more, but is {self.max_skipped}")
+            raise ValueError("prefetch_factor option should be non-negative")  # torch's text
+        most, limit = threading.TIMEOUT_MAX, self.task_timeout
+        for name, is_valid, range_ in (
+            ("prefetch_factor", self.prefetch_factor >= 1, "at least 1"),
+            ("max_retries", self.max_retries >= 1, "at least 1"),
+            ("reconnect_timeout", 0 <= self.reconnect_timeout <= most, "a number of seconds, 0 or more"),
+            ("task_timeout", limit is None or 0 < limit <= most, "a number of seconds above 0, or None"),
+            ("on_error", self.on_error in ("raise", "skip"), "'raise' or 'skip'"),
+            ("max_skipped", self.max_skipped >= 0, "0 or more"),
+        ):
+            if not is_valid:
+                raise ValueError(f"{name} must be {range_}, but is {getattr(self, name)!r}")
         replace(
             partition=make_partition(self.partition) or current_partition(),
             max_in_flight_bytes=_bytes(self.max_in_flight_bytes),
@@ -104,11 +101,6 @@ class PassSettings:
         )
         if self.retry_on and self.iterable:
             raise ValueError("retry_on is for map-style datasets: a stream cannot be retried after an exception")
-
-    @property
-    def additions(self) -> Additions:
-        """Additions to the sessions."""
-        return Additions.of(self.env, self.py_modules, self.forward_output)
 
     @property
     def skips(self) -> bool:

@@ -14,15 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    IterDataPipe,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import IterDataPipe
 
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.batch_loader import StreamState
@@ -36,15 +28,11 @@ from rpcdataloader.loader.tasks import Progress, skip
 # Version 1 had neither ranks nor samplers.
 VERSION = 2
 
-# Samplers whose len is the number of batches of the next pass.
-_SIZED = (
-    BatchSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    DistributedSampler,
-)
+# Fields of a progress that a state has as they are.
+_PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "num_skipped", "finished", "sampler")
+
+# Modules of samplers whose len is the number of batches of the next pass.
+_SIZED = ("torch.utils.data.sampler", "torch.utils.data.distributed")
 
 
 def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
@@ -59,27 +47,16 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         order = None if progress.ahead else {**order, "start": min(consumed, order["length"])}
     return {
         "version": VERSION,
-        "base_seed": progress.base_seed,
-        "epoch": progress.epoch,
-        "num_batches": progress.num_batches,
-        "num_samples": progress.num_samples,
+        **{name: getattr(progress, name) for name in _PLAIN},
         "ahead": {str(number): num_samples for number, (num_samples, _state) in progress.ahead.items()},
         "streams": [list(stream) for stream in progress.streams],
         **({"identities": [list(identity) for identity in progress.identities]} if progress.identities else {}),
-        "turn": progress.turn,
-        "num_skipped": progress.num_skipped,
         "in_step": progress.in_step and settings.in_order,
-        "whole": _is_whole(progress),
-        "finished": progress.finished,
-        "generators": [_to_hex(generator.get_state()) for generator in settings.own_generators],
+        # Nothing is left on any rank, though the consumer has not reached the end.
+        "whole": progress.in_step and not progress.ahead and progress.num_batches == start["num_batches"],
+        "generators": _generator_states(settings),
         "start": {**start, "order": order},
-        "sampler": progress.sampler,
     }
-
-
-def _is_whole(progress: Progress) -> bool:
-    """Whether nothing is left on any rank, though the consumer has not reached the end."""
-    return progress.in_step and not progress.ahead and progress.num_batches == progress.start["num_batches"]
 
 
 def check_state(settings: PassSettings, state: Any, *, is_of_any_rank: bool = False) -> None:
@@ -130,15 +107,10 @@ def _is_midway(state: Mapping[str, Any]) -> bool:
     return bool(state["num_batches"] or state["ahead"] or (order is not None and order["start"]))
 
 
-def _is_same_pass(settings: PassSettings, saved: Mapping[str, Any]) -> bool:
-    """Whether the samplers would yield again what was delivered."""
-    here = _origin(_capture_samplers(settings))
-    try:
-        check_order(_origin(saved["start"]), here)
-        check_rank(_origin(saved["start"]), here, in_step=saved["in_step"])
-    except ValueError:
-        return False
-    return True
+def _check_samplers(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` unless the samplers here would yield again what was delivered."""
+    check_order(_origin(saved["start"]), _origin(here))
+    check_rank(_origin(saved["start"]), _origin(here), in_step=saved["in_step"])
 
 
 def _origin(start: Mapping[str, Any]) -> Origin:
@@ -192,7 +164,7 @@ def capture_start(settings: PassSettings) -> dict[str, Any]:
     """Capture the state at the beginning of a pass."""
     return {
         "global": states_to_plain(get_states()),
-        "generators": [_to_hex(generator.get_state()) for generator in settings.own_generators],
+        "generators": _generator_states(settings),
         **_capture_samplers(settings),
     }
 
@@ -200,25 +172,22 @@ def capture_start(settings: PassSettings) -> dict[str, Any]:
 def _capture_samplers(settings: PassSettings) -> dict[str, Any]:
     """Describe the ranks and the samplers with their order."""
     job, partition = current_partition(), settings.partition
+    order: dict[str, Any] | None = None  # from which a ResumableDistributedSampler resumes, if one can
+    if settings.resumable is not None:
+        order = settings.resumable.state_dict()
+    elif (sampler := settings.distributed) is not None:
+        order = order_of(sampler, len(sampler.dataset), 0)  # type: ignore[arg-type]  # it has one
     samplers = [] if settings.iterable else settings.chain
-    is_sized = bool(samplers) and all(type(sampler) in _SIZED for sampler in samplers)
+    is_sized = bool(samplers) and all(type(sampler).__module__ in _SIZED for sampler in samplers)
     return {
         "origin": {
             "job": [job.rank, job.world_size],
             "partition": [partition.rank, partition.world_size],
             "samplers": [describe_sampler(sampler) for sampler in samplers],
         },
-        "order": _capture_order(settings),
+        "order": order,
         "num_batches": len(settings.sampler) if is_sized else None,
     }
-
-
-def _capture_order(settings: PassSettings) -> dict[str, Any] | None:
-    """The state for a ResumableDistributedSampler to resume this pass, if one can."""
-    if settings.resumable is not None:
-        return settings.resumable.state_dict()
-    sampler = settings.distributed
-    return None if sampler is None else order_of(sampler, len(sampler.dataset), 0)  # type: ignore[arg-type]  # it has one
 
 
 def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,7 +200,10 @@ def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str,
     set_states(states_from_plain(start["global"]))
     _restore_generators(settings, start["generators"])
     if not saved["finished"]:
-        _restore_epochs(settings, start["origin"]["samplers"])
+        # The order of the saved pass; the user may have chosen another since, or none.
+        for sampler, before in zip(settings.chain, start["origin"]["samplers"], strict=False):
+            if type(sampler).__qualname__ == before["kind"] and "set_epoch" in before and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(before["set_epoch"])
     resumable = settings.resumable
     if resumable is not None:
         if start["order"] is not None:
@@ -241,35 +213,21 @@ def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str,
         sampler.load_state_dict(copy.deepcopy(saved["sampler"]["state"]["sampler"]))
     new = {**start, **_capture_samplers(settings)}
     if _is_midway(saved):
-        here = _origin(new)
-        check_order(_origin(start), here)
-        check_rank(_origin(start), here, in_step=saved["in_step"])
+        _check_samplers(saved, new)
     if saved["whole"]:
         new["num_batches"] = start["num_batches"]
     return new
 
 
-def _restore_epochs(settings: PassSettings, samplers: Sequence[Mapping[str, Any]]) -> None:
-    """Choose the order of the saved pass; the user may have chosen another since, or none."""
-    for sampler, saved in zip(settings.chain, samplers, strict=False):
-        if type(sampler).__qualname__ == saved["kind"] and "set_epoch" in saved and hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(saved["set_epoch"])
-
-
 def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
-    """The progress of a saved pass, except for the number of samples."""
+    """The progress of a saved pass."""
     return Progress(
-        saved["base_seed"],
-        saved["epoch"],
-        num_batches=saved["num_batches"],
+        **{name: saved[name] for name in _PLAIN},
         ahead={int(number): (num_samples, None) for number, num_samples in saved["ahead"].items()},
         streams=[StreamState(*stream) for stream in saved["streams"]],
         identities=identities_of(saved) if saved.get("identities") else [],
-        turn=saved["turn"],
-        num_skipped=saved["num_skipped"],
         in_step=saved["in_step"],
         start=start,
-        sampler=saved["sampler"],
     )
 
 
@@ -281,38 +239,29 @@ def skip_delivered(
     Raises:
         ValueError: The sampler is too short, or its batches have another size.
     """
-    if saved["whole"] and not _is_same_pass(settings, saved):
-        # Nothing is left for other samplers and ranks, either.
-        _restore_generators(settings, saved["generators"])
-        return iter(()), saved["num_samples"]
+    if saved["whole"]:
+        try:
+            _check_samplers(saved, _capture_samplers(settings))
+        except ValueError:
+            # Nothing is left for other samplers and ranks, either.
+            _restore_generators(settings, saved["generators"])
+            return iter(()), saved["num_samples"]
     if saved["streams"]:
         return samples, 0
-    if settings.resumable is not None:
-        # The sampler begins there; reset now, so that its length is that of a whole epoch again.
-        return skip(samples, settings.sampler, 0, auto_collation=settings.auto_collation)
-    anchor = saved["sampler"]
-    if anchor is None:
-        samples, num_samples = skip(
-            samples, settings.sampler, saved["num_batches"], auto_collation=settings.auto_collation
-        )
-        if num_samples != saved["num_samples"]:
-            raise ValueError(
-                f"the saved pass had delivered {saved['num_samples']} samples in {saved['num_batches']} batches, but "
-                f"the sampler gives {num_samples} in as many now: have dataset, batch size or sampler changed?"
-            )
-        return samples, num_samples
+    # The place at which the sampler begins: where it was saved itself, or else at its beginning.
+    anchor = saved["sampler"] or {"state": {}, "num_batches": 0, "num_samples": 0}
     if "iterator" in anchor["state"]:
         if not _is_stateful(samples):
             raise ValueError("the state is of a sampler whose iterator has load_state_dict, but here it has none")
         samples.load_state_dict(copy.deepcopy(anchor["state"]["iterator"]))  # type: ignore[attr-defined]
-    if saved["num_batches"] == anchor["num_batches"]:
-        return samples, anchor["num_samples"]
-    samples, num_samples = skip(
-        samples,
-        settings.sampler,
-        saved["num_batches"] - anchor["num_batches"],
-        auto_collation=settings.auto_collation,
-    )
+    # A ResumableDistributedSampler knows its place. It is reset now, so that its length is that of a whole epoch.
+    num_batches = 0 if settings.resumable is not None else saved["num_batches"] - anchor["num_batches"]
+    samples, num_samples = skip(samples, settings.sampler, num_batches, auto_collation=settings.auto_collation)
+    if settings.resumable is None and saved["sampler"] is None and num_samples != saved["num_samples"]:
+        raise ValueError(
+            f"the saved pass had delivered {saved['num_samples']} samples in {saved['num_batches']} batches, but the "
+            f"sampler gives {num_samples} in as many now: have dataset, batch size or sampler changed?"
+        )
     return samples, anchor["num_samples"] + num_samples
 
 
@@ -327,40 +276,31 @@ def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:
     _restore_generators(settings, saved["generators"])
 
 
+def _generator_states(settings: PassSettings) -> list[str]:
+    return [generator.get_state().numpy().tobytes().hex() for generator in settings.own_generators]
+
+
 def _restore_generators(settings: PassSettings, states: Iterable[str]) -> None:
     for generator, state in zip(settings.own_generators, states, strict=True):
-        generator.set_state(_from_hex(state))
+        generator.set_state(torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8))
 
 
 def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[], Any] | None:
-    """Return a function that gives the sampler's state after each batch; None without a state."""
-    stateful = _stateful(settings, samples)
-    if not stateful:
+    """Return a function that gives the states of the sampler and its iterator; None if neither has one of its own."""
+    if settings.iterable or settings.resumable is not None:
         return None
-    # The sampler may go on changing the same object.
-    return lambda: {name: copy.deepcopy(owner.state_dict()) for name, owner in stateful.items()}
+    sampler = next(filter(_is_stateful, settings.samplers), None)
+    owners: dict[str, Any] = {"sampler": sampler, "iterator": samples if _is_stateful(samples) else None}
+    stateful = {name: owner for name, owner in owners.items() if owner is not None}
 
+    def get_state() -> dict[str, Any]:
+        # The sampler may go on changing the same object.
+        return {name: copy.deepcopy(owner.state_dict()) for name, owner in stateful.items()}
 
-def _stateful(settings: PassSettings, samples: Iterator[Any]) -> dict[str, Any]:
-    """The sampler and its iterator, as far as they have states of their own."""
-    found: dict[str, Any] = {}
-    if not settings.iterable and settings.resumable is None:
-        for sampler in filter(_is_stateful, settings.samplers):
-            found.setdefault("sampler", sampler)
-        if _is_stateful(samples):
-            found["iterator"] = samples
-    return found
+    return get_state if stateful else None
 
 
 def _is_stateful(value: Any) -> bool:
     # Ours knows its place, or cannot know it.
     is_ours = isinstance(value, ResumableDistributedSampler)
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict") and not is_ours
-
-
-def _to_hex(state: torch.Tensor) -> str:
-    return state.numpy().tobytes().hex()
-
-
-def _from_hex(state: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(state), dtype=torch.uint8)

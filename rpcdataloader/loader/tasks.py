@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import logging
 import operator
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,34 +50,25 @@ class Task:
     probe: Probe | None = None
 
 
+@dataclass(slots=True, eq=False)
 class TaskSource:
     """Tasks from a sampler, numbered by batch and by the position of their first sample in the epoch.
 
-    Args:
+    Attributes:
+        number: Number of the next batch.
+        position: Place of its first sample.
         leave_out: Numbers of batches to leave out.
         get_state: Function that gives the sampler's state after each batch; None without a state.
     """
 
-    def __init__(
-        self,
-        samples: Iterator[Any],
-        *,
-        auto_collation: bool,
-        number: int = 0,
-        position: int = 0,
-        leave_out: Iterable[int] = (),
-        get_state: Callable[[], Any] | None = None,
-        makes_requests: bool = False,
-        marks_last_try: bool = False,
-    ) -> None:
-        self._samples = samples
-        self._auto_collation = auto_collation
-        self._number = number
-        self._position = position
-        self._leave_out = frozenset(leave_out)
-        self._get_state = get_state
-        self._makes_requests = makes_requests
-        self._marks_last_try = marks_last_try
+    samples: Iterator[Any]
+    auto_collation: bool
+    number: int = 0
+    position: int = 0
+    leave_out: Container[int] = ()
+    get_state: Callable[[], Any] | None = None
+    makes_requests: bool = False
+    marks_last_try: bool = False
 
     def __iter__(self) -> Iterator[Task]:
         return self
@@ -91,24 +83,23 @@ class TaskSource:
         """
         num_samples = 1
         while True:
-            indices = next(self._samples)
-            if self._auto_collation:
+            indices = next(self.samples)
+            if self.auto_collation:
                 if not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
                     # A sampler may yield tensors, arrays or generators; torch only iterates over them.
                     indices = list(indices)
                 # Other types become an error where the batch is loaded.
                 num_samples = len(indices) if isinstance(indices, (list, tuple)) else 1
-            position, number = self._position, self._number
-            self._position += num_samples
-            self._number += 1
-            if number not in self._leave_out:
+            task = Task(indices, self.number, self.position, num_samples)
+            self.position += num_samples
+            self.number += 1
+            if task.number not in self.leave_out:
                 break
-        task = Task(indices, number, position, num_samples)
-        if self._get_state is not None:
-            task.sampler_state = self._get_state()
-        if self._makes_requests:
+        if self.get_state is not None:
+            task.sampler_state = self.get_state()
+        if self.makes_requests:
             task.request = task.last_request = load_request(task)
-            if self._marks_last_try:
+            if self.marks_last_try:
                 task.last_request = load_request(task, last_try=True)
         return task
 
@@ -204,10 +195,20 @@ class Progress:
     start: dict[str, Any] = field(default_factory=dict)
     sampler: dict[str, Any] | None = None
 
-    def delivered(self, number: int, num_samples: int, sampler_state: Any = None) -> None:
-        """Note that batch ``number`` of the sampler, or an exception in its place, was delivered to the consumer."""
+    def delivered(self, task: Task, stream: int | None = None, state: StreamState | None = None) -> None:
+        """Note that a batch, or an exception in its place, was delivered to the consumer.
+
+        Args:
+            stream: Stream of the batch; None for a map-style dataset.
+            state: Progress of the stream; None for an exception.
+        """
         self.num_yielded += 1
-        self.ahead[number] = num_samples, sampler_state
+        if stream is not None:
+            self.num_batches += 1
+            self.streams[stream] = state or self.streams[stream]
+            self.turn = stream + 1
+            return
+        self.ahead[task.number] = task.num_samples, task.sampler_state
         while self.num_batches in self.ahead:
             num_samples, sampler_state = self.ahead.pop(self.num_batches)
             self.num_samples += num_samples
@@ -216,14 +217,6 @@ class Progress:
                 self.sampler = {
                     "state": sampler_state, "num_batches": self.num_batches, "num_samples": self.num_samples
                 }  # fmt: skip
-
-    def stream_delivered(self, stream: int, state: StreamState | None) -> None:
-        """Note that a stream's batch was delivered to the consumer, or an exception, which has no state."""
-        self.num_yielded += 1
-        self.num_batches += 1
-        if state is not None:
-            self.streams[stream] = state
-        self.turn = stream + 1
 
     def account_reduced(self, reduced: Reduced, max_skipped: int) -> None:
         """Count and report the missing samples of the last delivered batch.
@@ -275,10 +268,8 @@ def skip(samples: Iterator[Any], sampler: Any, num_batches: int, *, auto_collati
         samples = iter(BatchSampler(indices, batch_size, sampler.drop_last))
     else:
         source = TaskSource(samples, auto_collation=True)
-        num_samples = num_skipped = 0
-        for task in itertools.islice(source, num_batches):
-            num_samples += task.num_samples
-            num_skipped += 1
+        collections.deque(itertools.islice(source, num_batches), maxlen=0)
+        num_skipped, num_samples = source.number, source.position
     if num_skipped < num_batches:
         raise ValueError(
             f"the saved pass had delivered {num_batches} batches, but the sampler has only {num_skipped} now: have "

@@ -6,19 +6,29 @@ loop without a loader.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
+import fcntl
+import functools
+import io
 import itertools
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
 from rpcdataloader.client.discovery import Inline, Where
+from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.diagnosis.recorder import Recorder
+from rpcdataloader.diagnosis.records import Probe, Setup
+from rpcdataloader.diagnosis.trace import Tracks
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.diagnosis.words import NO_PASS, NO_WORKERS
 from rpcdataloader.errors import LocalProtocolError
@@ -26,13 +36,21 @@ from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import VERSION, end_pass, state_of_rank, to_state
 from rpcdataloader.loader.tasks import Progress
-from rpcdataloader.loader.tracing import Trace, begin_trace, trace_of_process
+
+logger = logging.getLogger("rpcdataloader.loader")
+
+VARIABLE = "RPCDATALOADER_TRACE"
+
+# Most bytes of a file. Then a new one begins, and its predecessor is kept: 100 MB in all.
+MAX_FILE_BYTES = 50_000_000
+
+# Bytes of pending events, or seconds since the last write, after which events are written.
+_BUFFER_BYTES = 1 << 16
+_BUFFER_SECONDS = 0.5
+
+_END = b"\n]\n"
 
 _T_co = TypeVar("_T_co", covariant=True)
-
-
-def no_iterator() -> None:
-    """Stand in for a reference to an iterator that does not exist."""
 
 
 class _NoStateError(LocalProtocolError, AttributeError):
@@ -42,7 +60,7 @@ class _NoStateError(LocalProtocolError, AttributeError):
 class LoaderTools(DataLoader[_T_co]):
     """Methods of ``RPCDataloader`` beyond torch's."""
 
-    _current: Callable[[], RemoteIterator | None] = staticmethod(no_iterator)  # the last iterator while in use
+    _last: weakref.ref[RemoteIterator] | None = None  # iterator
     _recorder: Recorder | None = None  # of the last iterator
     _trace: Trace | None = None  # of all passes, while active
     _where: Where | None
@@ -57,7 +75,7 @@ class LoaderTools(DataLoader[_T_co]):
         :doc:`waiting` explains each bound. It is ``unclear`` before the first pass, and for a loader without workers
         (``num_workers=0``, ``workers="inline"``).
         """
-        if (iterator := self._current()) is not None:
+        if (iterator := self._current) is not None:
             return iterator.driver.diagnosis()
         if self._recorder is None:
             return Diagnosis(0.0, "unclear", NO_PASS if self._has_workers else NO_WORKERS)
@@ -96,6 +114,11 @@ class LoaderTools(DataLoader[_T_co]):
         self._trace = trace
         if self._recorder is not None:
             self._recorder.follow(trace or trace_of_process())
+
+    @property
+    def _current(self) -> RemoteIterator | None:
+        """The last iterator while in use."""
+        return None if self._last is None else self._last()
 
     @property
     def _has_workers(self) -> bool:
@@ -179,3 +202,148 @@ class LoaderTools(DataLoader[_T_co]):
                 "this loader has no workers, so it is torch's own, which cannot resume: give num_workers=1 or more, or "
                 "workers='inline' to load in this process"
             )
+
+
+class Trace:
+    """A trace file. Thread-safe.
+
+    A file is a JSON array that lacks its last bracket until it is closed. Only whole events are written, so the file of
+    a killed script can be opened, too. A problem with a file is logged once, and never ends a training. At its end, the
+    trace says how many batches it lacks.
+
+    Args:
+        path: Path of the file, in which ``{rank}`` stands for the rank of this process.
+
+    Raises:
+        ValueError: Several ranks have the same ``path``.
+        OSError: The file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        partition = current_partition()
+        self.path = _of_rank(os.fspath(path), partition)
+        self._lock = threading.Lock()
+        # Guarded by the lock:
+        self._tracks = Tracks(f"{partition.label}trainer (pid {os.getpid()})", time.monotonic())
+        self._buffer: bytearray
+        self._write_at: float  # time of the next write
+        self._num_unwritten = 0  # batches since the last write
+        self._begin_file()
+        with contextlib.suppress(OSError):
+            self._before.unlink()
+        self._pid = os.getpid()
+
+    @property
+    def _before(self) -> Path:
+        """The predecessor of this file."""
+        return self.path.with_name(f"{self.path.stem}.before{self.path.suffix}")
+
+    def __call__(self, probe: Probe, setup: Setup, worker: int) -> None:
+        """Add a batch that the calling thread was delivered."""
+        with self._lock, self._never_failing():
+            self._num_unwritten += 1
+            if self._file.closed or os.getpid() != self._pid:
+                return
+            consumer = f"consumer ({threading.current_thread().name})"
+            for event in self._tracks.events_of(probe, setup, worker, consumer):
+                self._buffer += b",\n" + event.encode()
+            now = time.monotonic()
+            if len(self._buffer) >= _BUFFER_BYTES or now >= self._write_at:
+                self._write_at = now + _BUFFER_SECONDS
+                self._write_buffer()
+
+    def close(self) -> None:
+        """Write pending events; idempotent."""
+        with self._lock:
+            if os.getpid() != self._pid:
+                return
+            with self._never_failing():
+                if not self._file.closed:
+                    self._buffer += _END
+                    self._write_buffer()
+                    self._file.close()
+            if self._num_unwritten:
+                logger.warning("the trace %s lacks the last %d batches", self.path, self._num_unwritten)
+                self._num_unwritten = 0
+
+    @contextlib.contextmanager
+    def _never_failing(self) -> Iterator[None]:
+        """Close the file for good at the first failure in the block."""
+        try:
+            yield
+        except Exception as error:
+            logger.warning("the trace %s ends here, and the training goes on: %r", self.path, error)
+            with contextlib.suppress(OSError):
+                self._file.close()
+
+    def _begin_file(self) -> None:
+        self._file = self.path.open("ab", buffering=0)
+        try:
+            # A second trace would write into the middle.
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file.truncate(0)
+        except OSError as error:
+            self._file.close()
+            if isinstance(error, BlockingIOError):
+                raise BlockingIOError(error.errno, "another trace is being written there") from None
+            raise
+        self._size_bytes, self._write_at = 0, 0.0
+        self._buffer = bytearray(b"[\n" + ",\n".join(self._tracks.names).encode())
+
+    def _write_buffer(self) -> None:
+        if self._size_bytes + len(self._buffer) + len(_END) > MAX_FILE_BYTES:
+            _write(self._file, _END)
+            self._file.close()
+            self.path.replace(self._before)
+            events = self._buffer
+            self._begin_file()
+            self._buffer += events
+        try:
+            _write(self._file, bytes(self._buffer))
+        except OSError:
+            self._file.truncate(self._size_bytes)  # without half an event
+            raise
+        self._size_bytes += len(self._buffer)
+        self._buffer.clear()
+        self._num_unwritten = 0
+
+
+def _write(file: io.FileIO, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def _of_rank(path: str, partition: Partition) -> Path:
+    if partition.world_size > 1 and "{rank}" not in path:
+        raise ValueError(
+            f"all {partition.world_size} ranks would write the trace {path}: put {{rank}} into its name, as in "
+            f"{Path(path).stem}-{{rank}}{Path(path).suffix}"
+        )
+    return Path(path.replace("{rank}", str(partition.rank)))
+
+
+_opening = threading.Lock()
+
+
+def trace_of_process() -> Trace | None:
+    """The environment's trace, the same for all loaders; None without one, or after a failure."""
+    path = os.environ.get(VARIABLE)
+    with _opening:
+        return _begin_once(path, os.getpid()) if path else None
+
+
+@functools.cache
+def _begin_once(path: str, _pid: int) -> Trace | None:
+    trace = begin_trace(path)
+    if trace is not None:
+        atexit.register(trace.close)
+    return trace
+
+
+def begin_trace(path: str | os.PathLike[str]) -> Trace | None:
+    """Begin a trace; None, with a warning, if its file cannot be written, or is that of several ranks."""
+    try:
+        return Trace(path)
+    except (OSError, ValueError) as error:
+        logger.warning("cannot write the trace %s, and the training goes on without it: %s", path, error)
+        return None

@@ -61,8 +61,8 @@ _SEAT = {
 """: "",
 }
 _DRIVER = {
-    """        elif self.sleep.later_since == math.inf:
-            self.sleep.later_since = time.monotonic()
+    """        elif self.later_since == math.inf:
+            self.later_since = time.monotonic()
 """: "",
 }
 _ITERATOR = {
@@ -85,12 +85,12 @@ _ITERATOR = {
                 recorder.blocked += blocked
 """: """        self._advance(wants_input, began)
 """,
-    """        since = sleep.since = now
-        sleep.later_since = now if engine.table.answered_bytes else math.inf
+    """        since = driver.sleeps_since = now
+        driver.later_since = now if engine.table.answered_bytes else math.inf
 """: "",
     """        now = time.monotonic()
-        if sleep.later_since < now:
-            self._ready += now - sleep.later_since
+        if driver.later_since < now:
+            self._ready += now - driver.later_since
         if due is not None and due <= now:
             engine.tick(now)
         return now - since
@@ -142,7 +142,7 @@ def without(module: ModuleType, texts: dict[str, str], **names: Any) -> Any:
 def make_iterator_without_notes() -> Any:
     """The class of passes without notes."""
     off = without(seat, _SEAT)
-    names = {name: getattr(off, name) for name in ("Answer", "Failure", "Seat", "decode")}
+    names = {name: getattr(off, name) for name in ("Answer", "Seat", "decode")}
     names["Executor"] = without(executor, {}, **names).Executor
     names["Driver"] = without(driver, _DRIVER, **names).Driver
     return without(iterator, _ITERATOR, **names).RemoteIterator

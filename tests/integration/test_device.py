@@ -15,9 +15,9 @@ from torch.utils.data import IterableDataset
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.loader import dataloader as dataloader_module
 from rpcdataloader.loader import driver as driver_module
-from rpcdataloader.loader import inline as inline_module
+from rpcdataloader.loader import iterator as iterator_module
 from rpcdataloader.loader import settings as settings_module
-from rpcdataloader.loader.copying import Carrier, Copier, Copies
+from rpcdataloader.loader.copying import Carrier, Copies
 from rpcdataloader.wire.slabs import PageablePool
 from tests.conftest import wait_until
 from tests.devices import FakeDevice
@@ -45,8 +45,8 @@ def device(monkeypatch):
     device = FakeDevice()
     for module in dataloader_module, settings_module:
         monkeypatch.setattr(module, "find_device", lambda name: name and torch.device(name))
-    for module in driver_module, inline_module, dataloader_module:
-        monkeypatch.setattr(module, "make_carrier", lambda found, _pageable: {NAME: device.carrier}[str(found)])
+    for module in driver_module, iterator_module, dataloader_module:
+        monkeypatch.setattr(module, "make_carrier", lambda found, _pageable: {NAME: device}[str(found)])
     return device
 
 
@@ -330,7 +330,7 @@ def test_batches_that_are_replayed_stay_there(device, workers, where):
         check(next(batches), [0, 1, 2, 3] if turn % 2 == 0 else [4, 5, 6, 7], device)
 
 
-class SlowCopier(Copier):
+class SlowCarrier(Carrier):
     """A device with one stream, to which a copy takes ten milliseconds."""
 
     def copy(self, blocks, is_timed=False):
@@ -343,7 +343,7 @@ class SlowCopier(Copier):
 def test_diagnosis_names_copies_that_are_too_slow(monkeypatch, wide_servers, consumer):
     monkeypatch.setattr(settings_module, "find_device", lambda name: name and torch.device(name))
     monkeypatch.setattr(dataloader_module, "find_device", lambda name: name and torch.device(name))
-    carrier = Carrier(SlowCopier(torch.device("cpu")), PageablePool())
+    carrier = SlowCarrier(torch.device("cpu"), PageablePool())
     monkeypatch.setattr(driver_module, "make_carrier", lambda _device, _pageable: carrier)
     loader = RPCDataloader(Causes(stall=0.002), None, num_workers=2, device=NAME, workers=[wide_servers[0].address])
     for _ in itertools.islice(loader, 80):

@@ -90,7 +90,7 @@ def test_partition_overrides_the_environment(shared_server, second_server, log, 
 
 
 def test_more_ranks_than_workers_share_with_one_warning(shared_server, log, as_rank, caplog):
-    placement._warn_of_doubling.cache_clear()
+    placement.warn_once.cache_clear()
     for rank in (0, 4):
         as_rank(rank, 5)
         dataset = RPCDataset(shared_server.address, Numbers)

@@ -22,7 +22,7 @@ from torch.utils.data import (
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import ConnectionLostError, RemoteTraceback, SerializationError
 from rpcdataloader.loader import driver as driver_module
-from rpcdataloader.loader import inline as inline_module
+from rpcdataloader.loader import iterator as iterator_module
 from rpcdataloader.loader import placement
 from rpcdataloader.loader import seat as answers
 from rpcdataloader.wire.slabs import PinnedAllocator
@@ -138,7 +138,7 @@ def test_loader_without_workers_is_that_of_torch(make):
 
 
 def test_more_workers_than_are_offered_are_asked_for_with_one_warning(workers, caplog):
-    placement.warn_of_few.cache_clear()
+    placement.warn_once.cache_clear()
     for num_workers in (2, 3, 3):
         assert flat(RPCDataloader(range(4), workers=workers, num_workers=num_workers)) == [0, 1, 2, 3]
     # A busy machine may be told of slow starts, too.
@@ -475,7 +475,7 @@ def test_batch_type_with_a_method_for_pinning_has_it_called(workers, monkeypatch
     def collate(samples):
         return kinds.Pinnable(torch.tensor(samples))
 
-    for module in (driver_module, inline_module):
+    for module in (driver_module, iterator_module):
         monkeypatch.setattr(module, "pinned_allocator", lambda: PinnedAllocator(_Pinned().empty))
     for where in (workers, "inline"):
         for pin_memory in (False, True):

@@ -11,7 +11,7 @@ import pytest
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.loader import tracing
+from rpcdataloader.loader import tools
 from tests.conftest import wait_until
 from tests.integration.datasets import Numbers
 from tests.traces import interval_of, load, of_kind, tracks_of
@@ -134,8 +134,8 @@ def test_each_rank_writes_a_file_of_its_own(make, tmp_path, monkeypatch, caplog)
 
 
 def test_oldest_events_go_and_both_files_load_and_keep_the_limit(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(tracing, "MAX_FILE_BYTES", 40_000)
-    monkeypatch.setattr(tracing, "_BUFFER_BYTES", 1)
+    monkeypatch.setattr(tools, "MAX_FILE_BYTES", 40_000)
+    monkeypatch.setattr(tools, "_BUFFER_BYTES", 1)
     loader = make(300)
     with loader.trace(tmp_path / "trace.json"):
         list(loader)
@@ -150,15 +150,15 @@ def test_oldest_events_go_and_both_files_load_and_keep_the_limit(make, tmp_path,
 def test_full_disk_ends_the_trace_and_not_the_training(make, tmp_path, monkeypatch, caplog):
     written = []
 
-    def write(descriptor, data):
+    def write(file, data):
         written.append(data)
         if len(written) > 3:
-            os.write(descriptor, data[:100])
+            file.write(data[:100])
             raise OSError(28, "No space left on device")
-        os.write(descriptor, data)
+        file.write(data)
 
-    monkeypatch.setattr(tracing, "_write", write)
-    monkeypatch.setattr(tracing, "_BUFFER_BYTES", 1)
+    monkeypatch.setattr(tools, "_write", write)
+    monkeypatch.setattr(tools, "_BUFFER_BYTES", 1)
     loader = make()
     with loader.trace(tmp_path / "trace.json"):
         assert len(list(loader)) == 20
@@ -193,7 +193,7 @@ def test_environment_variable_traces_all_loaders_of_a_process(zygote, shared_ser
 
 def test_file_of_a_script_that_is_killed_loads(zygote, shared_server, tmp_path):
     path = tmp_path / "trace.json"
-    wait = "import time; from rpcdataloader.loader import tracing; tracing._BUFFER_SECONDS = 0"
+    wait = "import time; from rpcdataloader.loader import tools; tools._BUFFER_SECONDS = 0"
     script = run(zygote, shared_server.address, path, f"{wait}\n{SCRIPT}        time.sleep(0.05)\n")
     wait_until(lambda: script.output.count("\n") > 5, 30)
     script.kill()

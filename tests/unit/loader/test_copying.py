@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rpcdataloader.loader.copying import Carrier, Copier, StreamCopier, find_device, make_carrier
+from rpcdataloader.loader.copying import Carrier, StreamCarrier, find_device, make_carrier
 from rpcdataloader.wire.pickling import dumps_reply, loads
 from rpcdataloader.wire.rebuild import Movable
 from rpcdataloader.wire.slabs import PageablePool
@@ -114,8 +114,8 @@ def make_blocks():
 
 
 def test_copies_are_asynchronous_on_a_stream_of_their_own_and_the_consumer_waits(module):
-    copier = StreamCopier(CPU, module)
-    copies = copier.copy(make_blocks())
+    carrier = StreamCarrier(CPU, PageablePool(), module)
+    copies = carrier.copy(make_blocks())
     assert module.log == [
         ("device", "cpu"),
         ("copy", "side 1", 3, True),
@@ -135,7 +135,7 @@ def test_copies_are_asynchronous_on_a_stream_of_their_own_and_the_consumer_waits
 
 
 def test_copies_are_timed_by_events_and_nothing_waits_for_them(module):
-    copies = StreamCopier(CPU, module).copy(make_blocks(), is_timed=True)
+    copies = StreamCarrier(CPU, PageablePool(), module).copy(make_blocks(), is_timed=True)
     assert copies.times() is None
     module.log.clear()
     copies.wait()
@@ -150,30 +150,30 @@ def test_copies_are_timed_by_events_and_nothing_waits_for_them(module):
 
 
 def test_copies_that_are_not_timed_take_one_event(module):
-    copies = StreamCopier(CPU, module).copy(make_blocks())
+    copies = StreamCarrier(CPU, PageablePool(), module).copy(make_blocks())
     copies.wait()
     assert [event.is_timed for event in module.events] == [False]
     assert copies.times() is None
 
 
 def test_all_copies_of_a_loader_are_on_one_stream(module):
-    copier = StreamCopier(CPU, module)
+    carrier = StreamCarrier(CPU, PageablePool(), module)
     for _ in range(3):
-        copier.copy(make_blocks())
+        carrier.copy(make_blocks())
     assert module.num_streams == 1
 
 
 def test_what_is_copied_is_not_kept(module):
     blocks = make_blocks()
     storages = [weakref.ref(block.untyped_storage()) for block in blocks]
-    copies = StreamCopier(CPU, module).copy(blocks)
+    copies = StreamCarrier(CPU, PageablePool(), module).copy(blocks)
     del blocks
     assert [storage() for storage in storages] == [None, None]
     copies.wait()
 
 
 def test_device_with_one_stream_is_copied_to_in_order():
-    copies = Copier(torch.device("meta")).copy(make_blocks())
+    copies = Carrier(torch.device("meta"), PageablePool()).copy(make_blocks())
     copies.wait()
     assert [(memory.device.type, memory.nbytes) for memory in copies.memory] == [("meta", 3), ("meta", 5)]
     seconds, stalled = copies.times()
@@ -191,8 +191,8 @@ def transfer(carrier, batch):
 def test_a_batch_is_moved_by_one_copy_of_blocks_that_the_allocator_knows():
     device = FakeDevice()
     sent = {"large": torch.rand(300, 300), **{str(number): torch.rand(9) for number in range(500)}}
-    batch, movable = transfer(device.carrier, sent)
-    copies = device.carrier.carry(movable)
+    batch, movable = transfer(device, sent)
+    copies = device.carry(movable)
     [blocks] = device.copied
     assert len(blocks) == 2
     assert {id(block) for block in blocks} <= {id(block) for block in device.pinned.blocks}
@@ -204,9 +204,9 @@ def test_a_batch_is_moved_by_one_copy_of_blocks_that_the_allocator_knows():
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_batches_are_the_same_in_every_mode_of_autograd(mode):
     device = FakeDevice()
-    batch, movable = transfer(device.carrier, [torch.ones(3), torch.ones(2, requires_grad=True)])
+    batch, movable = transfer(device, [torch.ones(3), torch.ones(2, requires_grad=True)])
     with mode():
-        device.carrier.carry(movable).wait()
+        device.carry(movable).wait()
     assert not any(tensor.is_inference() for tensor in batch)
     assert [tensor.requires_grad for tensor in batch] == [False, True]
     batch[0].requires_grad_()
@@ -216,8 +216,8 @@ def test_batches_are_the_same_in_every_mode_of_autograd(mode):
 def test_tensors_that_lie_elsewhere_by_default_do_not_matter():
     device = FakeDevice()
     with torch.device("meta"):
-        batch, movable = transfer(device.carrier, {"one": torch.ones(3, device="cpu")})
-        device.carrier.carry(movable).wait()
+        batch, movable = transfer(device, {"one": torch.ones(3, device="cpu")})
+        device.carry(movable).wait()
     assert batch["one"].tolist() == [1.0] * 3
 
 
@@ -225,7 +225,7 @@ def test_batches_of_this_process_are_sent_as_those_of_workers():
     device = FakeDevice()
     image = torch.rand(300, 300)
     sent = {"image": image, "twice": [image], "row": image[5], "array": np.arange(3), "text": "a", "n": torch.tensor(3)}
-    batch = device.carrier.send(sent)
+    batch = device.send(sent)
     assert batch["image"] is batch["twice"][0]
     assert batch["row"].data_ptr() == batch["image"][5].data_ptr()
     assert torch.equal(batch["row"], image[5])
@@ -283,10 +283,10 @@ def test_without_an_index_it_is_the_current_device_of_the_thread(module, monkeyp
     monkeypatch.setattr("rpcdataloader.loader.copying.pinned_allocator_for", lambda _device: None)
     pool = PageablePool()
     carrier = make_carrier(torch.device("cuda"), pool)
-    assert isinstance(carrier._copier, StreamCopier)
-    assert carrier._copier.device == torch.device("cuda", 1)
+    assert isinstance(carrier, StreamCarrier)
+    assert carrier.device == torch.device("cuda", 1)
     assert carrier.allocator is pool
-    assert make_carrier(torch.device("cuda", 0), pool)._copier.device == torch.device("cuda", 0)
+    assert make_carrier(torch.device("cuda", 0), pool).device == torch.device("cuda", 0)
 
 
 def test_batches_are_received_into_memory_that_is_pinned_for_the_device(module, monkeypatch):
@@ -302,9 +302,9 @@ def test_batches_are_received_into_memory_that_is_pinned_for_the_device(module, 
 def test_errors_of_the_device_are_raised():
     device = FakeDevice()
     device.errors[0] = RuntimeError("out of memory")
-    _, movable = transfer(device.carrier, [torch.ones(3)])
+    _, movable = transfer(device, [torch.ones(3)])
     with pytest.raises(RuntimeError, match="out of memory"):
-        device.carrier.carry(movable)
+        device.carry(movable)
 
 
 def test_fake_copies_are_made_when_waited_for():
@@ -316,5 +316,5 @@ def test_fake_copies_are_made_when_waited_for():
     assert copies._device.waits == [(0, threading.current_thread())]
 
 
-def test_carrier_is_for_any_copier():
-    assert Carrier(Copier(CPU), PageablePool()).send([torch.ones(3)])[0].tolist() == [1.0] * 3
+def test_carrier_is_for_any_device():
+    assert Carrier(CPU, PageablePool()).send([torch.ones(3)])[0].tolist() == [1.0] * 3

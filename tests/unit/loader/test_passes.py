@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from rpcdataloader.loader.passes import begin_epoch, begin_pass, draw_base_seed, undone_afterwards
+from rpcdataloader.loader.passes import begin_pass, draw_base_seed, undone_afterwards
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import to_state
 
@@ -88,7 +88,7 @@ def test_going_on_gives_the_rest_and_leaves_generators_as_without_an_interruptio
     ahead = data.draw(st.sets(st.integers(num_delivered + 1, len(expected) + 1)))
     for task in expected:
         if task.number < num_delivered or task.number in ahead:
-            begun.progress.delivered(task.number, task.num_samples)
+            begun.progress.delivered(task)
     saved = json.loads(json.dumps(to_state(before, begun.progress)))
     seed(77)
     trainers = torch.get_rng_state()
@@ -128,7 +128,7 @@ def test_seed_and_order_are_drawn_as_by_torchs_loader(shuffle, own):
 def test_later_epochs_keep_the_seed_and_draw_none():
     pass_settings = make_settings("in order")
     before = torch.get_rng_state()
-    begun = begin_epoch(pass_settings, 5, 2)
+    begun = begin_pass(pass_settings, before=(5, 1))
     assert torch.equal(torch.get_rng_state(), before)
     assert (begun.progress.base_seed, begun.progress.epoch) == (5, 2)
     draw_base_seed(None)
