@@ -36,7 +36,7 @@ from rpcdataloader.wire.picklers import (
     UnresolvedError,
 )
 from rpcdataloader.wire.rebuild import Movable, inline_memory, rebuild, rebuild_inline
-from rpcdataloader.wire.slabs import Allocator, Block
+from rpcdataloader.wire.slabs import Allocator, Block, PageablePool
 from rpcdataloader.wire.tensors import Index, pack
 
 __all__ = ["Encoded", "dumps", "dumps_exception", "dumps_reply", "loads", "loads_exception", "result_of"]
@@ -201,18 +201,19 @@ def loads(
         tensors: list[torch.Tensor] = []
         num_buffers = len(blocks)
         if index_bytes:
+            pinned = None if isinstance(allocator, PageablePool) else allocator
             index_start = index_end - index_bytes
             index = Index(*pickle.loads(content[index_start:index_end]))
             if inline_bytes:
                 inline = content[index_start - inline_bytes : index_start]
                 if movable is None:
-                    tensors = rebuild_inline(index, inline, allocator)
+                    tensors = rebuild_inline(index, inline, pinned)
                 else:
-                    tensors = movable.rebuild(index, [inline_memory(inline, allocator)])
+                    tensors = movable.rebuild(index, [inline_memory(inline, pinned)])
             else:
                 num_buffers -= len(index.blocks) + len(index.slabs)
                 memory = [block.tensor for block in blocks[num_buffers:]]
-                tensors = rebuild(index, memory, allocator) if movable is None else movable.rebuild(index, memory)
+                tensors = rebuild(index, memory, pinned) if movable is None else movable.rebuild(index, memory)
         buffers = [block.view for block in blocks[:num_buffers]] if blocks else None
         unpickler = Unpickler(io.BytesIO(payload), buffers=buffers)
         unpickler.tensors, unpickler.adopt_main, unpickler.resolve = tensors, adopt_main, persistent_load
