@@ -33,13 +33,13 @@ from rpcdataloader.wire.frames import (
     Decoder,
     Message,
     MessageType,
-    Sealer,
     encode,
     heap_blocks,
 )
 from rpcdataloader.wire.handshake import (
     PREAMBLE_SIZE,
     PROTOCOL_VERSION,
+    Established,
     Handshake,
     Identity,
     Preamble,
@@ -87,18 +87,15 @@ class Channel:
             ConnectionLostError when the connection broke, perhaps in the middle of a message.
     """
 
-    def __init__(self, stream: Stream, handshake: Handshake, name: str) -> None:
-        established = handshake.established
-        if established is None:
-            raise ValueError("the handshake is not complete")
+    def __init__(self, stream: Stream, established: Established, name: str) -> None:
         self.name = name
-        self.peer: Identity = established.peer
-        self.differences: list[str] = established.differences
+        self.peer = established.peer
+        self.differences = established.differences
         self.stream = stream
-        self._sealer: Sealer = established.send
+        self._sealer = established.send
         self._send_lock = threading.Lock()
         self._decoder = Decoder(heap_blocks, established.receive)
-        self.recv: Callable[[], Message | None] = functools.partial(_recv, stream, self._decoder)
+        self.recv = functools.partial(_recv, stream, self._decoder)
 
     def fileno(self) -> int:
         """The descriptor, for polling."""
@@ -213,31 +210,27 @@ def open_channel(
         handshake = Handshake(credentials.secret, identity, Preamble(session_id, tls=tls is not None))
         if tls is not None:
             stream = _start_tls(stream, handshake, tls, address.host, deadline)
-        _shake_hands(stream, handshake, deadline)
+        established = _shake_hands(stream, handshake, deadline)
         stream.limit(Deadline(None))
-        return Channel(stream, handshake, str(address))
-    except RPCTimeoutError as exc:
+        return Channel(stream, established, str(address))
+    except BaseException as exc:
         stream.close()
-        raise ConnectError(
-            f"{address} accepted the connection, but did not finish the handshake in time "
-            "(is it a node server of this package? is it overloaded?)"
-        ) from exc
-    except RemoteProtocolError as exc:
-        stream.close()
-        raise RemoteProtocolError(f"{address}: {exc}") from exc
-    except TlsError as exc:
-        stream.close()
-        raise AuthenticationError(f"{address}: {exc}") from exc
-    except ConnectionLostError as exc:
-        stream.close()
-        raise ConnectionLostError(f"{exc} (in the handshake: perhaps it is no node server, or one that ends)") from exc
-    except AuthenticationError as exc:
-        stream.close()
-        raise AuthenticationError(
-            f"{address}: {exc} (this client's secret: {credentials.source}, fingerprint {credentials.fingerprint})"
-        ) from exc
-    except BaseException:
-        stream.close()
+        match exc:
+            case RPCTimeoutError():
+                raise ConnectError(
+                    f"{address} accepted the connection, but did not finish the handshake in time "
+                    "(is it a node server of this package? is it overloaded?)"
+                ) from exc
+            case RemoteProtocolError():
+                raise RemoteProtocolError(f"{address}: {exc}") from exc
+            case TlsError():
+                raise AuthenticationError(f"{address}: {exc}") from exc
+            case AuthenticationError():
+                secret = f"this client's secret: {credentials.source}, fingerprint {credentials.fingerprint}"
+                raise AuthenticationError(f"{address}: {exc} ({secret})") from exc
+            case ConnectionLostError():
+                guess = "in the handshake: perhaps it is no node server, or one that ends"
+                raise ConnectionLostError(f"{exc} ({guess})") from exc
         raise
 
 
@@ -290,11 +283,10 @@ def accept_channel(
     handshake = Handshake(credentials.secret, identity, preamble)
     if tls is not None or preamble.tls:
         stream = _accept_tls(stream, handshake, preamble, tls)
-    _shake_hands(stream, handshake, Deadline(None))
-    channel = Channel(stream, handshake, "")
-    rank = "" if channel.peer.rank is None else f" rank {channel.peer.rank}"
-    channel.name = stream.name = f"client {channel.peer.host}:{channel.peer.pid}{rank}"
-    return channel
+    established = _shake_hands(stream, handshake, Deadline(None))
+    peer = established.peer
+    stream.name = f"client {peer.host}:{peer.pid}" + ("" if peer.rank is None else f" rank {peer.rank}")
+    return Channel(stream, established, stream.name)
 
 
 def _accept_tls(stream: Stream, handshake: Handshake, preamble: Preamble, files: TlsFiles | None) -> TlsStream:
@@ -322,14 +314,14 @@ def _accept_tls(stream: Stream, handshake: Handshake, preamble: Preamble, files:
     return secure
 
 
-def _shake_hands(stream: Stream, handshake: Handshake, deadline: Deadline) -> None:
+def _shake_hands(stream: Stream, handshake: Handshake, deadline: Deadline) -> Established:
     decoder = Decoder(heap_blocks, None, HANDSHAKE_LIMITS)
     while True:
         stream.limit(deadline)
         if data := handshake.data_to_send():
             stream.send([data])
         if handshake.established is not None:
-            return
+            return handshake.established
         try:
             message = _recv(stream, decoder, deadline)
             if message is None:
