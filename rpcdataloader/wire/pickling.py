@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rpcdataloader.errors import RPCError, SerializationError
-from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
+from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
@@ -38,8 +38,6 @@ from rpcdataloader.wire.picklers import (
 from rpcdataloader.wire.rebuild import Movable, inline_memory, rebuild, rebuild_inline
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool
 from rpcdataloader.wire.tensors import Index, pack
-
-__all__ = ["Encoded", "dumps", "dumps_exception", "dumps_reply", "loads", "loads_exception", "result_of"]
 
 _LENGTHS = struct.Struct("<II")
 
@@ -113,7 +111,6 @@ def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "o
         SerializationError: A part of the object cannot be pickled.
         RPCError: ``persistent_id`` raised it.
     """
-
     return _dumps(obj, functools.partial(RequestPickler, persistent_id=persistent_id), name, _REQUEST_ADVICE)
 
 
@@ -129,6 +126,9 @@ def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:
     """
     return _dumps(obj, ReplyPickler, name, _REPLY_ADVICE)
 
+
+# No deeper than users nest objects on purpose.
+_MAX_DEPTH = 30
 
 _MakePickler = Callable[[io.BytesIO, "list[BlockBytes]"], Pickler]
 
@@ -159,6 +159,9 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
 
 
 def _explain(obj: Any, make_pickler: _MakePickler, name: str, advice: str, error: BaseException) -> SerializationError:
+    """The error for an object that cannot be pickled, with the path of the innermost part that cannot."""
+    visited: set[int] = set()
+
     def attempt(part: Any) -> BaseException | None:
         try:
             make_pickler(io.BytesIO(), []).dump(part)
@@ -166,7 +169,20 @@ def _explain(obj: Any, make_pickler: _MakePickler, name: str, advice: str, error
             return error
         return None
 
-    path, part, reason = find_culprit(obj, name, error, attempt)
+    def search(whole: Any, path: str, error: BaseException, depth: int) -> tuple[str, Any, BaseException] | None:
+        visited.add(id(whole))
+        is_innermost = True
+        for part_path, part in _parts(whole, path) if depth else ():
+            part_error = attempt(part)
+            if part_error is None:
+                continue
+            # In a cycle, a part fails because it leads back to another part: then it is not the culprit.
+            is_innermost = False
+            if id(part) not in visited and (found := search(part, part_path, part_error, depth - 1)):
+                return found
+        return (path, whole, error) if is_innermost else None
+
+    path, part, reason = search(obj, name, error, _MAX_DEPTH) or (name, obj, error)
     return SerializationError(f"{path} is a {kind_of(part)}, which cannot be pickled ({_describe(reason)}): {advice}")
 
 
@@ -255,57 +271,17 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-#: No deeper than users nest objects on purpose.
-_MAX_DEPTH = 30
-
-Attempt = Callable[[Any], "BaseException | None"]
-
-
-def find_culprit(obj: Any, path: str, error: BaseException, attempt: Attempt) -> tuple[str, Any, BaseException]:
-    """Find the innermost part that cannot be pickled.
-
-    Args:
-        path: The caller's name for the object.
-        attempt: Function that pickles its argument and returns the error, or None.
-
-    Returns:
-        The path of the part, the part, and the error. The part is ``obj`` itself if all of its parts can be pickled.
-    """
-    return _search(obj, path, error, attempt, set(), _MAX_DEPTH) or (path, obj, error)
-
-
-def _search(
-    obj: Any, path: str, error: BaseException, attempt: Attempt, visited: set[int], depth: int
-) -> tuple[str, Any, BaseException] | None:
-    visited.add(id(obj))
-    is_innermost = True
-    for part_path, part in _parts(obj, path) if depth else ():
-        part_error = attempt(part)
-        if part_error is None:
-            continue
-        # In a cycle, a part fails because it leads back to another part: then it is not the culprit.
-        is_innermost = False
-        if id(part) not in visited:
-            found = _search(part, part_path, part_error, attempt, visited, depth - 1)
-            if found:
-                return found
-    return (path, obj, error) if is_innermost else None
-
-
 def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the parts that are pickled with an object, and their paths."""
-    if isinstance(obj, dict):
-        yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
-        yield from ((f"a key of {path}", key) for key in obj)
-    elif isinstance(obj, (list, tuple)):
+    if isinstance(obj, tuple):
         yield from ((f"{path}[{i}]", item) for i, item in enumerate(obj))
     elif isinstance(obj, (set, frozenset)):
         yield from ((f"an element of {path}", item) for item in obj)
     elif isinstance(obj, types.FunctionType):
         yield from _function_parts(obj, path)
     elif isinstance(obj, type):
-        yield from ((f"{path}.{name}", value) for name, value in vars(obj).items() if not name.startswith("__"))
-        yield from ((f"{path}.{name}", value) for name, value in vars(obj).items() if inspect.isfunction(value))
+        members = vars(obj).items()
+        yield from ((f"{path}.{n}", v) for n, v in members if not n.startswith("__") or inspect.isfunction(v))
     elif isinstance(obj, functools.partial):
         yield f"{path}.func", obj.func
         yield from _parts(obj.args, f"{path}.args")
@@ -347,4 +323,6 @@ def _reduction_parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
     for i, arg in enumerate(args or ()):
         yield f"{path}.__class__" if arg is type(obj) else f"{path}.__reduce__()[1][{i}]", arg
     yield from ((f"{path}[{i}]", item) for i, item in enumerate(items or ()))
-    yield from ((f"{path}[{key!r}]", value) for key, value in pairs or ())
+    for key, value in pairs or ():
+        yield f"{path}[{key!r}]", value
+        yield f"a key of {path}", key
