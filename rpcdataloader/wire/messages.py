@@ -48,23 +48,16 @@ def from_json(kind: type[_Made], fields: dict[str, Any]) -> _Made:
     Raises:
         ValueError: A field is missing, or of another type.
     """
-    values = {}
-    for name, (hint, is_needed) in _hints(typing.cast(Any, kind)).items():
-        if name in fields:
-            values[name] = _convert(hint, fields[name], name)
-        elif is_needed:
-            raise ValueError(f"{name} is missing")
+    values, hints = {}, _hints(kind)
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        if field.name in fields:
+            values[field.name] = _convert(hints[field.name], fields[field.name], field.name)
+        elif field.default is field.default_factory:  # both are missing
+            raise ValueError(f"{field.name} is missing")
     return kind(**values)
 
 
-@functools.cache
-def _hints(kind: Any) -> dict[str, tuple[Any, bool]]:
-    hints = typing.get_type_hints(kind)
-    found = {}
-    for field in dataclasses.fields(kind):
-        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        found[field.name] = hints[field.name], not has_default
-    return found
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def _convert(hint: Any, value: Any, name: str) -> Any:
