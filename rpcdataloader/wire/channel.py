@@ -29,6 +29,7 @@ from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
     Allocate,
+    Arrival,
     BlockBytes,
     Decoder,
     Message,
@@ -45,7 +46,6 @@ from rpcdataloader.wire.handshake import (
     Preamble,
     TlsError,
 )
-from rpcdataloader.wire.stages import Arrival
 from rpcdataloader.wire.tls import (
     CA_VARIABLE,
     CERT_VARIABLE,

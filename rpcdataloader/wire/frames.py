@@ -34,10 +34,9 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import Any
+from typing import Any, NamedTuple
 
 from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
-from rpcdataloader.wire.stages import Arrival
 
 _HEADER = struct.Struct("<4sBBHQQII32s16s")
 _SEALED_PART = struct.Struct("<4sBBHQQII32s")
@@ -93,7 +92,7 @@ class Flag(IntFlag):
     """Bits of the ``flags`` field."""
 
     OPTIONAL = 1  # A receiver skips a message of unknown type; without this bit it is an error.
-    MEASURED = 2  # CALL: measure this one. REPLY to it: the payload ends with stages, see stages.py.
+    MEASURED = 2  # CALL: measure this one. REPLY to it: the payload ends with ``messages.Stages``.
 
 
 # Plain containers: a lookup in the enumerations costs more than all other checks of a header together.
@@ -140,6 +139,20 @@ DEFAULT_LIMITS = Limits()
 
 # Every process that reaches the port may send these messages, so they are small, and need no allocator.
 HANDSHAKE_LIMITS = Limits(payload_size_bytes=4096, num_blocks=0, block_size_bytes=0, message_size_bytes=4096)
+
+
+class Arrival(NamedTuple):
+    """The arrival of a message that took more than one receive call.
+
+    Attributes:
+        at: Time of its first bytes (``time.monotonic``).
+        cpu: CPU time of the receiving thread at that moment.
+        was_here: True if the kernel had all missing bytes each time they were asked for.
+    """
+
+    at: float
+    cpu: float
+    was_here: bool
 
 
 @dataclass(slots=True)

@@ -206,6 +206,75 @@ def unpack_handles(payload: bytes | bytearray | memoryview) -> list[int]:
     return list(struct.unpack(f"<{len(payload) // 8}Q", payload))
 
 
+# Without the two that every reply carries.
+_STAGES = struct.Struct("<8f")
+STAGES_BYTES = _STAGES.size
+
+# A peer may send infinity. Three years is longer than any batch.
+_LONGEST = 1e8
+
+
+class Stages(NamedTuple):
+    """Seconds that a batch took at its worker. Durations only, so that the clocks of two machines need not agree.
+
+    Every reply carries the times of fetch and collate in its pickle. The others are measured where the request asks for
+    it, and follow the pickle.
+
+    Attributes:
+        fetch: Time in the dataset.
+        collate: Time in the collate function.
+        idle: Time without any request before this one; 0 if the request was there when the previous one was answered.
+        encode: Time to pickle the batch.
+        reply: Time that the worker's previous measured reply waited to be written, and was written.
+        cpu: CPU time of all threads of the worker in fetch, collate and encode.
+        runqueue: Time in these that the main thread waited for a CPU (the second number of ``/proc/self/schedstat``).
+        sending: Time since the previous measured reply that the connection had unacknowledged data
+            (``tcpi_busy_time``); 0 for a Unix socket.
+        peer_limited: Part of ``sending`` that the receive window of the trainer was full (``tcpi_rwnd_limited``).
+        own_limited: Part of ``sending`` that the send buffer of the worker was full (``tcpi_sndbuf_limited``).
+    """
+
+    fetch: float = 0.0
+    collate: float = 0.0
+    idle: float = 0.0
+    encode: float = 0.0
+    reply: float = 0.0
+    cpu: float = 0.0
+    runqueue: float = 0.0
+    sending: float = 0.0
+    peer_limited: float = 0.0
+    own_limited: float = 0.0
+
+    @property
+    def task(self) -> float:
+        """Time that the worker spent on the batch."""
+        return self.fetch + self.collate + self.encode
+
+    def pack(self) -> bytes:
+        """The bytes on the wire."""
+        return _STAGES.pack(*self[2:])
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray | memoryview) -> Stages:
+        """Read :meth:`pack`; negative durations and NaN count as 0.
+
+        Raises:
+            RemoteProtocolError: The length is wrong.
+        """
+        if len(data) != STAGES_BYTES:
+            raise RemoteProtocolError(f"stages of {len(data)} bytes instead of {STAGES_BYTES}")
+        return cls(0.0, 0.0, *map(_checked, _STAGES.unpack(data)))
+
+    def with_timings(self, timings: tuple[float, float]) -> Stages:
+        """With the times of fetch and collate, which are checked in the same way."""
+        fetch, collate = map(_checked, timings)
+        return self._replace(fetch=fetch, collate=collate)
+
+
+def _checked(seconds: float) -> float:
+    return seconds if 0 <= seconds < _LONGEST else 0.0
+
+
 # Workers print for users to read; a loop that prints in every sample reaches this limit.
 MAX_BYTES_PER_SECOND = 64 << 10
 
