@@ -43,15 +43,10 @@ _environment_token: str | None = None
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A secret and its source.
+    """A secret and its source."""
 
-    Attributes:
-        secret: Key of the handshake; not shown by ``repr``.
-        source: Source of the secret, for messages.
-    """
-
-    secret: bytes = field(repr=False)
-    source: str
+    secret: bytes = field(repr=False)  # key of the handshake
+    source: str  # for messages
 
     @property
     def fingerprint(self) -> str:

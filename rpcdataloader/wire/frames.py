@@ -142,36 +142,23 @@ HANDSHAKE_LIMITS = Limits(payload_size_bytes=4096, num_blocks=0, block_size_byte
 
 
 class Arrival(NamedTuple):
-    """The arrival of a message that took more than one receive call.
+    """The arrival of a message that took more than one receive call."""
 
-    Attributes:
-        at: Time of its first bytes (``time.monotonic``).
-        cpu: CPU time of the receiving thread at that moment.
-        was_here: True if the kernel had all missing bytes each time they were asked for.
-    """
-
-    at: float
-    cpu: float
-    was_here: bool
+    at: float  # time of its first bytes (``time.monotonic``)
+    cpu: float  # CPU time of the receiving thread at that moment
+    was_here: bool  # the kernel had all missing bytes each time they were asked for
 
 
 @dataclass(slots=True)
 class Message:
-    """One message, as received.
-
-    Attributes:
-        request_id: Number chosen by the client; a reply carries that of its request.
-        payload: Memory of the receiver's own, never reused for other messages.
-        blocks: The allocator's blocks, filled.
-        arrival: The channel's note on the arrival; None if the message came as a whole.
-    """
+    """One message, as received."""
 
     type: int
     flags: int = 0
-    request_id: int = 0
-    payload: Buffer = b""
-    blocks: list[Any] = field(default_factory=list)
-    arrival: Arrival | None = None
+    request_id: int = 0  # chosen by the client; a reply carries that of its request
+    payload: Buffer = b""  # memory of the receiver's own, never reused for other messages
+    blocks: list[Any] = field(default_factory=list)  # the allocator's, filled
+    arrival: Arrival | None = None  # the channel's note; None if the message came as a whole
 
 
 class Sealer:

@@ -70,17 +70,11 @@ _ROLE_NAMES = {"client": "client", "server": "node server"}
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """The first bytes of a connection, from the client.
+    """The first bytes of a connection, from the client."""
 
-    Attributes:
-        session_id: 16 bytes; zero to start a new session, ``STATUS_ID`` for a status connection.
-        version: Version of the protocol that the client speaks.
-        tls: True if the client speaks TLS from here on. A server that does not, or that requires it, can then say so.
-    """
-
-    session_id: bytes = bytes(SESSION_ID_SIZE)
-    version: int = PROTOCOL_VERSION
-    tls: bool = False
+    session_id: bytes = bytes(SESSION_ID_SIZE)  # zero to start a new session, ``STATUS_ID`` for a status connection
+    version: int = PROTOCOL_VERSION  # that the client speaks
+    tls: bool = False  # the client speaks TLS from here on; a server that does not, or requires it, can then say so
 
     def __post_init__(self) -> None:
         if len(self.session_id) != SESSION_ID_SIZE:
@@ -109,27 +103,20 @@ class Preamble:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One side's self-description in HELLO.
-
-    Attributes:
-        rank: Rank in a distributed job; None outside of one.
-        python_implementation: Name of the interpreter, such as ``"CPython"``.
-        python_version: Version, such as ``"3.11.7"``.
-        job: Slurm job, for the log; empty outside of one, or for a peer that does not tell.
-    """
+    """One side's self-description in HELLO."""
 
     role: str
     host: str
     pid: int
-    rank: int | None
+    rank: int | None  # in a distributed job; None outside of one
     protocol: int
-    python_implementation: str
-    python_version: str
+    python_implementation: str  # such as ``"CPython"``
+    python_version: str  # such as ``"3.11.7"``
     machine: str
     torch: str
     numpy: str
     cloudpickle: str
-    job: str = ""
+    job: str = ""  # of Slurm, for the log; empty outside of one, or for a peer that does not tell
 
     def __str__(self) -> str:
         return f"the {_ROLE_NAMES.get(self.role, self.role)} on {self.host} (pid {self.pid})"
@@ -137,18 +124,12 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Established:
-    """Both sides have proved that they hold the secret.
+    """Both sides have proved that they hold the secret."""
 
-    Attributes:
-        send: Seals this side's messages from now on.
-        receive: Checks the peer's messages from now on.
-        differences: Versions that differ and may matter, for one warning.
-    """
-
-    send: Sealer
-    receive: Sealer
+    send: Sealer  # of this side's messages from now on
+    receive: Sealer  # of the peer's
     peer: Identity
-    differences: list[str]
+    differences: list[str]  # versions that differ and may matter, for one warning
 
 
 class TlsError(AuthenticationError):

@@ -100,18 +100,13 @@ class Json:
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Json):
-    """The server is ready for requests.
-
-    Attributes:
-        session: Hexadecimal session id, for the worker connections that follow.
-        worker: Number of this worker in its session; 0 for the session itself.
-    """
+    """The server is ready for requests."""
 
     node: str
     pid: int
-    session: str
+    session: str  # hexadecimal session id, for the worker connections that follow
     num_workers: int
-    worker: int = 0
+    worker: int = 0  # its number in the session; 0 for the session itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +118,13 @@ class Busy(Json):
 
 @dataclass(frozen=True, slots=True)
 class Exited(Json):
-    """A worker of this session ended: its number, process id, and how it ended, in words.
+    """A worker of this session ended."""
 
-    ``batch`` is the last one begun for a loader, -1 for none; ``sample`` is a number of ``fetch/samples.py``.
-    """
-
-    worker: int
+    worker: int  # its number
     pid: int
-    reason: str
-    batch: int = -1
-    sample: int = 0
+    reason: str  # how it ended, in words
+    batch: int = -1  # the last one begun for a loader, -1 for none
+    sample: int = 0  # a number of ``fetch/samples.py``
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,48 +137,32 @@ class StackRequest(Json):
 
 @dataclass(frozen=True, slots=True)
 class Goaway(Json):
-    """The worker ends; requests above ``last_request`` were not begun and will not be answered.
-
-    Attributes:
-        last_request: Number of the last request to be answered.
-        retired: True if it has done its share of work, and can be replaced; otherwise the node server ends.
-    """
+    """The worker ends; requests above ``last_request`` were not begun and will not be answered."""
 
     last_request: int
-    retired: bool = False
+    retired: bool = False  # it has done its share of work, and can be replaced; otherwise the node server ends
 
 
 @dataclass(frozen=True, slots=True)
 class Log(Json):
-    """A worker's or session's warning, or log record of warning level or above; or a line that it has printed.
-
-    Attributes:
-        printed_by: Origin of a line, ``worker 3`` or ``session``; empty for a note on lines left out; None for a log.
-    """
+    """A worker's or session's warning, or log record of warning level or above; or a line that it has printed."""
 
     level: int
     logger: str
     text: str
-    printed_by: str | None = None
+    printed_by: str | None = None  # ``worker 3`` or ``session``; empty for a note on lines left out; None for a log
 
 
 class Call(NamedTuple):
-    """Run ``func(*args, **kwargs)``. Pickled as a plain tuple, which is smaller and faster.
-
-    Attributes:
-        keep: Hold the result on the worker and reply with its handle.
-        ordered: Run after all earlier requests, in the main thread: the loader's share global random generators.
-        limited: True if the caller set no limit, so that the server's own applies.
-        task: True for a loader's batch: a worker may retire after a number of them.
-    """
+    """Run ``func(*args, **kwargs)``. Pickled as a plain tuple, which is smaller and faster."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    keep: bool = False
-    ordered: bool = False
-    limited: bool = False
-    task: bool = False
+    keep: bool = False  # hold the result on the worker and reply with its handle
+    ordered: bool = False  # run after all earlier requests, in the main thread: loaders share random generators
+    limited: bool = False  # the caller set no limit, so that the server's own applies
+    task: bool = False  # a loader's batch: a worker may retire after a number of them
 
 
 def pack_handles(handles: Iterable[int]) -> bytes:
@@ -219,28 +195,18 @@ class Stages(NamedTuple):
 
     Every reply carries the times of fetch and collate in its pickle. The others are measured where the request asks for
     it, and follow the pickle.
-
-    Attributes:
-        fetch: Time in the dataset.
-        collate: Time in the collate function.
-        idle: Time without any request before this one; 0 if the request was there when the previous one was answered.
-        encode: Time to pickle the batch.
-        reply: Time that the worker's previous measured reply waited to be written, and was written.
-        cpu: CPU time of all threads of the worker in fetch, collate and encode.
-        runqueue: Time in these that the main thread waited for a CPU (the second number of ``/proc/self/schedstat``).
-        sending: Time since the previous measured reply that the connection had unacknowledged data
-            (``tcpi_busy_time``); 0 for a Unix socket.
-        peer_limited: Part of ``sending`` that the receive window of the trainer was full (``tcpi_rwnd_limited``).
-        own_limited: Part of ``sending`` that the send buffer of the worker was full (``tcpi_sndbuf_limited``).
     """
 
-    fetch: float = 0.0
-    collate: float = 0.0
-    idle: float = 0.0
-    encode: float = 0.0
-    reply: float = 0.0
-    cpu: float = 0.0
-    runqueue: float = 0.0
+    fetch: float = 0.0  # in the dataset
+    collate: float = 0.0  # in the collate function
+    idle: float = 0.0  # without any request before; 0 if this one was there when the previous one was answered
+    encode: float = 0.0  # to pickle the batch
+    reply: float = 0.0  # that the worker's previous measured reply waited to be written, and was written
+    cpu: float = 0.0  # CPU time of all threads of the worker in fetch, collate and encode
+    runqueue: float = 0.0  # that the main thread waited for a CPU in these (second number of /proc/self/schedstat)
+    # Since the previous measured reply, that the connection had unacknowledged data (``tcpi_busy_time``), and the parts
+    # with the trainer's receive window (``tcpi_rwnd_limited``) or the worker's send buffer full
+    # (``tcpi_sndbuf_limited``); 0 for a Unix socket.
     sending: float = 0.0
     peer_limited: float = 0.0
     own_limited: float = 0.0

@@ -259,17 +259,11 @@ LRU_CACHE = type(functools.lru_cache(id))
 
 
 class Origin(NamedTuple):
-    """The process that made a definition.
+    """The process that made a definition."""
 
-    Attributes:
-        token: Name of the definition on both sides.
-        is_ours: True if this process made it.
-        name: Module and qualified name under which its maker finds it; None for a lambda or a local class.
-    """
-
-    token: bytes
-    is_ours: bool
-    name: tuple[str, str] | None
+    token: bytes  # name of the definition on both sides
+    is_ours: bool  # made by this process
+    name: tuple[str, str] | None  # module and qualified name under which its maker finds it; None if it cannot
 
 
 # No lock: each operation on these is atomic, and both threads of a race write the same.

@@ -56,15 +56,11 @@ _REPLY_ADVICE = "what a worker sends back must consist of tensors, arrays and ob
 
 @dataclass(slots=True)
 class Encoded:
-    """The content of a message.
+    """The content of a message."""
 
-    Attributes:
-        payload: The pickle with its index.
-        buffers: The blocks, in order. They keep and show the memory of the tensors themselves: changing a large tensor
-            before it is sent changes the message.
-    """
-
-    payload: bytes
+    payload: bytes  # the pickle with its index
+    # The blocks keep and show the memory of the tensors themselves: changing a large tensor before it is sent changes
+    # the message.
     buffers: list[BlockBytes]
 
     @property
@@ -74,19 +70,13 @@ class Encoded:
 
 
 class Build(NamedTuple):
-    """Make a dataset, in the session if ``shared``, else in each worker that needs it.
+    """Make a dataset, in the session if ``shared``, else in each worker that needs it."""
 
-    Attributes:
-        key: Number chosen by the client; the same on all its nodes.
-        generators: States of the client's random generators, which a constructor may draw from.
-        pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``; its blocks are the message's.
-    """
-
-    key: int
+    key: int  # chosen by the client; the same on all its nodes
     name: str
     shared: bool
-    generators: tuple[Any, ...]
-    pickled: bytes
+    generators: tuple[Any, ...]  # states of the client's random generators, which a constructor may draw from
+    pickled: bytes  # pickle of ``(instance,)`` or ``(callable, args, kwargs)``; its blocks are the message's
 
     def encode(self) -> bytes:
         """The payload."""

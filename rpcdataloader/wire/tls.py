@@ -65,16 +65,11 @@ _MAX_FILE_BYTES = 2**22
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of three PEM files; absolute, since sessions change the folder.
+    """Paths of three PEM files; absolute, since sessions change the folder."""
 
-    Attributes:
-        cert: Certificate that this side shows, followed by those between it and the CA, if any.
-        ca: One or more certificates; one of them must have signed the other side's.
-    """
-
-    cert: str
+    cert: str  # certificate that this side shows, followed by those between it and the CA, if any
     key: str
-    ca: str
+    ca: str  # one or more certificates; one of them must have signed the other side's
 
     def load(self, role: Literal["client", "server"]) -> TlsCredentials:
         """Read the files.
