@@ -75,17 +75,15 @@ def connect(
 def _connect_once(address: Address, deadline: Deadline) -> Stream:
     if address.is_unix:
         with short_path(address.path) as path:
-            sock = _connect_socket(socket.AF_UNIX, path, deadline, 1)
-    else:
-        infos = look_up(address.host, address.port)
-        for position, (family, _type, _proto, _name, sockaddr) in enumerate(infos, 1):
-            try:
-                sock = _connect_socket(family, sockaddr, deadline, len(infos) - position + 1)
-                break
-            except OSError:
-                if position == len(infos):
-                    raise
-    return Stream(sock, str(address))
+            return Stream(_connect_socket(socket.AF_UNIX, path, deadline, 1), str(address))
+    infos = look_up(address.host, address.port)
+    while True:
+        family, _type, _proto, _name, sockaddr = infos.pop(0)
+        try:
+            return Stream(_connect_socket(family, sockaddr, deadline, 1 + len(infos)), str(address))
+        except OSError:
+            if not infos:
+                raise
 
 
 def _connect_socket(family: int, address: Any, deadline: Deadline, num_left: int) -> socket.socket:

@@ -126,11 +126,9 @@ def check_secret(token: str | bytes, source: str) -> Credentials:
 
 
 def receive_credentials(descriptor: int, environ: MutableMapping[str, str] = os.environ) -> Credentials:
-    """Read the secret from the first line of a pipe or socket, and nothing after that line.
+    """Read the secret from the first line of standard input, a pipe or socket, and nothing after that line.
 
-    Args:
-        descriptor: Descriptor to read; messages call it standard input.
-        environ: Environment to remove ``RPCDATALOADER_TOKEN`` from, as in :func:`load_credentials`.
+    Removes ``RPCDATALOADER_TOKEN`` from ``environ``, as :func:`load_credentials` does.
 
     Raises:
         AuthenticationError: The line is no secret.

@@ -116,12 +116,9 @@ class Limits:
     message_size_bytes: int = 2**42
 
     def find_excess(self, payload_size: int, num_blocks: int, block_sizes: Sequence[int] = ()) -> str | None:
-        """What is too large about a message, in words; None within the limits.
+        """What is too large about a message, in words; None within the limits. All sizes are in bytes.
 
-        Args:
-            payload_size: Size of the payload in bytes.
-            num_blocks: Number of blocks in the header, which is known before their sizes.
-            block_sizes: Sizes in bytes, once they are known.
+        ``num_blocks`` is in the header, and so is known before ``block_sizes``.
         """
         if payload_size > self.payload_size_bytes:
             return f"a payload of {payload_size} bytes is over the limit of {self.payload_size_bytes}"

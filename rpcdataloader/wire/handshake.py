@@ -228,7 +228,11 @@ class Handshake:
         _check_compatible(self._identity, peer)
         self._peer = peer
         hellos = (self._hello, payload) if self._is_client else (payload, self._hello)
-        self._transcript = _hash_transcript(self._preamble.encode(), *hellos)
+        transcript = hashlib.sha256(_TRANSCRIPT_LABEL)
+        for part in (self._preamble.encode(), *hellos):
+            # With the length in front, moving a byte from one part to the next changes the hash.
+            transcript.update(len(part).to_bytes(8, "little") + part)
+        self._transcript = transcript.digest()
         if self._is_client:
             self._queue_proof()
         else:
@@ -322,15 +326,6 @@ def _may_differ(side: Identity) -> dict[str, str]:
 
 def _cut(version: str, num_parts: int) -> str:
     return ".".join(version.split(".")[:num_parts])
-
-
-def _hash_transcript(*parts: bytes) -> bytes:
-    digest = hashlib.sha256(_TRANSCRIPT_LABEL)
-    for part in parts:
-        # With the length in front, moving a byte from one part to the next changes the hash.
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
 
 
 def _dump(**content: object) -> bytes:

@@ -105,15 +105,7 @@ def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "o
 
 
 def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:
-    """Encode a worker's object.
-
-    Args:
-        obj: Any object. Functions and classes that came from the client go back by name.
-        name: Name of the object in errors.
-
-    Raises:
-        SerializationError: A part of the object cannot be pickled.
-    """
+    """The same for a worker's object: functions and classes that came from the client go back by name."""
     return _dumps(obj, ReplyPickler, name, _REPLY_ADVICE)
 
 
