@@ -275,20 +275,17 @@ def encode(
         table = struct.pack(f"<{len(sizes)}Q", *sizes)
         if type in _WITH_BLOCK_DIGEST:
             table += _digest(blocks)
-    joined = len(payload) < _JOIN_BELOW_BYTES
-    if joined:
-        table += payload
-        digest = hashlib.sha256(table)
-    else:
-        digest = hashlib.sha256(table)
-        digest.update(payload)
+    digest = hashlib.sha256(table)
+    digest.update(payload)
     header = _SEALED_PART.pack(
         _MAGIC, type, flags, HEADER_SIZE, request_id, len(payload), len(sizes), 0, digest.digest()
     )
     mac = _NO_MAC if sealer is None else sealer.seal(header)
-    encoded: list[bytes | memoryview] = [header + mac + table]
-    if not joined:
-        encoded.append(payload)
+    encoded: list[bytes | memoryview]
+    if len(payload) < _JOIN_BELOW_BYTES:
+        encoded = [b"".join((header, mac, table, payload))]
+    else:
+        encoded = [header + mac + table, payload]
     encoded += filter(None, blocks)
     return encoded
 

@@ -154,19 +154,13 @@ class UnresolvedError(BaseException):
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads the output of both picklers; made with the pickle and the contents of ``buffers``.
-
-    Attributes:
-        adopt_main: Give definitions from the client's ``__main__`` their names in this process's.
-        resolve: Function that returns the object that ``persistent_id`` replaced.
-        fix: Function to call with tensors that the message's own tensors become part of; None if they stay anyway.
-    """
+    """Reads the output of both picklers; made with the pickle and the contents of ``buffers``."""
 
     # Set before load, if different: a constructor in Python would be a good part of the cost of a small batch.
-    tensors: Sequence[torch.Tensor] = ()
-    adopt_main: bool = False
-    resolve: Callable[[Any], Any] | None = None
-    fix: Callable[[Any], None] | None = None
+    tensors: Sequence[torch.Tensor] = ()  # of the message
+    adopt_main: bool = False  # give definitions from the client's ``__main__`` their names in this process's
+    resolve: Callable[[Any], Any] | None = None  # returns the object that ``persistent_id`` replaced
+    fix: Callable[[Any], None] | None = None  # called with tensors that another one is made from; None if all stay
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object that a pickle names."""
