@@ -5,6 +5,7 @@ The same class serves both sides. Any thread may send, one at a time and in the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -46,15 +47,7 @@ from rpcdataloader.wire.handshake import (
     Preamble,
     TlsError,
 )
-from rpcdataloader.wire.tls import (
-    CA_VARIABLE,
-    CERT_VARIABLE,
-    KEY_VARIABLE,
-    AnsweredInClearError,
-    TlsCredentials,
-    TlsFiles,
-    TlsStream,
-)
+from rpcdataloader.wire.tls import VARIABLES, AnsweredInClearError, TlsCredentials, TlsFiles, TlsStream
 from rpcdataloader.wire.transport import Deadline, Stream, without_start
 
 MAX_SENT_NOW_BYTES = 4096
@@ -194,8 +187,7 @@ def open_channel(
     Args:
         session_id: 16 bytes; zeros ask for a new session.
         deadline: Bounds connecting and the handshake together.
-        retry: Wait for a server that is starting (see :func:`~rpcdataloader.wire.connecting.connect`).
-        label: Beginning of the warning after a long wait; None for no warning.
+        retry, label: Arguments of :func:`~rpcdataloader.wire.connecting.connect`.
         tls: TLS credentials; None without TLS. Not for Unix sockets, which cannot be listened in on.
 
     Raises:
@@ -295,12 +287,11 @@ def _accept_tls(stream: Stream, handshake: Handshake, preamble: Preamble, files:
         if files is None:
             raise TlsError(
                 "the client speaks TLS and this node server does not; start the server with --tls-cert, --tls-key and "
-                f"--tls-ca, or unset {CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE} for the client"
+                f"--tls-ca, or unset {VARIABLES} for the client"
             )
         if not preamble.tls:
             raise TlsError(
-                "this node server requires TLS, and the client does not speak it; "
-                f"set {CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE} for the client"
+                f"this node server requires TLS, and the client does not speak it; set {VARIABLES} for the client"
             )
         # An unauthenticated client learns nothing of the server's files.
         told = TlsError("this node server can no longer use its own certificate; its log says why")
@@ -338,11 +329,9 @@ def _shake_hands(stream: Stream, handshake: Handshake, deadline: Deadline) -> Es
 
 
 def _send_farewell(stream: Stream, data: bytes) -> None:
-    try:
+    with contextlib.suppress(RPCError):
         stream.send([data])
-    except RPCError:
-        return
-    stream.finish()
+        stream.finish()
 
 
 # Slurm's are numbers. A longer one must not make a HELLO too long to send.

@@ -28,12 +28,11 @@ MAX_SLAB_BYTES = 1 << 20
 # Alignment of regions in a slab: the largest element, complex128, has 16 bytes.
 _ALIGNMENT = 16
 
-# Types that torch copies by the thousand; others (float8, bits) are copied as plain bytes, one by one.
-_BULK_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16}
-_BULK_DTYPES |= {torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-
 # Types that numpy and memoryview turn into bytes.
 _NUMPY_DTYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
+
+# Types that torch copies by the thousand; others (float8, bits) are copied as plain bytes, one by one.
+_BULK_DTYPES = _NUMPY_DTYPES | {torch.bool, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
 
 # ctypes.memmove releases the GIL; beside a busy thread, each of thousands of releases may cost a switch interval.
 _memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(

@@ -58,6 +58,7 @@ _REFUSALS = {
 CERT_VARIABLE = "RPCDATALOADER_TLS_CERT"
 KEY_VARIABLE = "RPCDATALOADER_TLS_KEY"
 CA_VARIABLE = "RPCDATALOADER_TLS_CA"
+VARIABLES = f"{CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE}"
 
 # A certificate has about a thousand bytes, and so has each of a bundle's.
 _MAX_FILE_BYTES = 2**22
@@ -165,6 +166,7 @@ def _check_file(what: str, path: str) -> None:
     # ssl's error for a missing file does not name it.
     try:
         data = safe_files.read(path, _MAX_FILE_BYTES, stat.S_IRWXO if what == "key" else 0, any_owner=True)
+        is_pem = len(data) <= _MAX_FILE_BYTES
     except OSError as exc:
         raise TlsError(f"the TLS {what} file {path} cannot be read: {exc.strerror}") from exc
     except UnsafeFileError as exc:
@@ -172,8 +174,8 @@ def _check_file(what: str, path: str) -> None:
             raise TlsError(
                 f"the TLS key file {path} {exc}; if no other user has read it, run: chmod 600 {path}"
             ) from None
-        data = None
-    if data is None or len(data) > _MAX_FILE_BYTES:
+        is_pem = False
+    if not is_pem:
         raise TlsError(f"the TLS {what} file {path} is not a PEM file; name one")
 
 
