@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean, median_low, pstdev
 
 from rpcdataloader.diagnosis.records import Probe, Records
-from rpcdataloader.wire.stages import Stages
+from rpcdataloader.wire.messages import Stages
 
 # A task that takes this many times its worker's median says nothing about speed: the worker was stopped, or hung. Of
 # exponentially distributed times, 1 in 1,000 exceeds it; of lognormal ones with a mean of 1.6 medians, 1 in 100.

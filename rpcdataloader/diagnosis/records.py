@@ -6,7 +6,7 @@ the sampler to the consumer; slower batches are all probes. Each probe keeps the
 between two probes are exact for all batches in between.
 
 Times are seconds of the trainer's monotonic clock, and are arguments. Workers only send durations
-(:class:`~rpcdataloader.wire.stages.Stages`).
+(:class:`~rpcdataloader.wire.messages.Stages`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rpcdataloader.wire.stages import Stages
+from rpcdataloader.wire.messages import Stages
 
 # Span of a diagnosis: this time or this number of batches, whichever is more.
 SPAN_SECONDS = 60.0

@@ -23,12 +23,11 @@ from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.tasks import Task, describe_end, load_request, place_of
 from rpcdataloader.plan.actions import Load
 from rpcdataloader.plan.crew import Loss
-from rpcdataloader.wire import stages
 from rpcdataloader.wire.frames import Flag, Message, MessageType
+from rpcdataloader.wire.messages import STAGES_BYTES, Stages
 from rpcdataloader.wire.pickling import Encoded, result_of
 from rpcdataloader.wire.rebuild import Movable
 from rpcdataloader.wire.slabs import Allocator
-from rpcdataloader.wire.stages import Stages
 
 if TYPE_CHECKING:
     from rpcdataloader.loader.driver import Driver
@@ -260,7 +259,7 @@ def note_reply(probe: Probe | None, reply: Message) -> None:
         return  # an exception
     if probe is None:
         raise RemoteProtocolError("the worker measured a batch without a request for it")
-    start = len(reply.payload) - stages.SIZE_BYTES
+    start = len(reply.payload) - STAGES_BYTES
     probe.stages = Stages.unpack(reply.payload[max(0, start) :])
     reply.payload = reply.payload[:start]
     probe.received = probe.arrived = time.monotonic()

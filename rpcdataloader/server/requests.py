@@ -15,7 +15,7 @@ from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.wire.channel import Outgoing
-from rpcdataloader.wire.stages import Stages
+from rpcdataloader.wire.messages import Stages
 from rpcdataloader.wire.transport import Stream
 
 # Limit in bytes of received requests, and of unsent messages: little against the memory of a node with many workers,

@@ -32,10 +32,11 @@ from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackFile, StackPip
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
+from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.messages import Call, Exited, Log, StackRequest, Welcome, unpack_handles
-from rpcdataloader.wire.pickling import Build, dumps_exception, dumps_reply, loads
+from rpcdataloader.wire.pickling import Build, dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.transport import Stream
 

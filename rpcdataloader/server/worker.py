@@ -32,10 +32,11 @@ from rpcdataloader.server.logs import Origin, tell_client
 from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
 from rpcdataloader.server.requests import HandleTable, Meter, Outbox, Requests
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
+from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.handshake import Preamble
 from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, unpack_handles
-from rpcdataloader.wire.pickling import Encoded, dumps_exception, dumps_reply, loads
+from rpcdataloader.wire.pickling import Encoded, dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.transport import Stream
 

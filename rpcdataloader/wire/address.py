@@ -16,17 +16,11 @@ _MAX_PORT = 65535
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A TCP address (``host`` and ``port``) or the ``path`` of a Unix socket.
+    """A TCP address (``host`` and ``port``) or the ``path`` of a Unix socket."""
 
-    Attributes:
-        host: Name or IP address, IPv6 without its brackets.
-        port: TCP port. A listening server's 0 means "any free one"; :meth:`parse` never returns 0.
-        path: Path of a Unix socket; empty for TCP.
-    """
-
-    host: str = ""
-    port: int = 0
-    path: str = ""
+    host: str = ""  # name or IP address, IPv6 without its brackets
+    port: int = 0  # a listening server's 0 means "any free one"; :meth:`parse` never returns 0
+    path: str = ""  # of a Unix socket; empty for TCP
 
     def __post_init__(self) -> None:
         if self.path and (self.host or self.port):

@@ -5,6 +5,7 @@ The same class serves both sides. Any thread may send, one at a time and in the 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -29,32 +30,24 @@ from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
     Allocate,
+    Arrival,
     BlockBytes,
     Decoder,
     Message,
     MessageType,
-    Sealer,
     encode,
     heap_blocks,
 )
 from rpcdataloader.wire.handshake import (
     PREAMBLE_SIZE,
     PROTOCOL_VERSION,
+    Established,
     Handshake,
     Identity,
     Preamble,
     TlsError,
 )
-from rpcdataloader.wire.stages import Arrival
-from rpcdataloader.wire.tls import (
-    CA_VARIABLE,
-    CERT_VARIABLE,
-    KEY_VARIABLE,
-    AnsweredInClearError,
-    TlsCredentials,
-    TlsFiles,
-    TlsStream,
-)
+from rpcdataloader.wire.tls import VARIABLES, AnsweredInClearError, TlsCredentials, TlsFiles, TlsStream
 from rpcdataloader.wire.transport import Deadline, Stream, without_start
 
 MAX_SENT_NOW_BYTES = 4096
@@ -87,18 +80,15 @@ class Channel:
             ConnectionLostError when the connection broke, perhaps in the middle of a message.
     """
 
-    def __init__(self, stream: Stream, handshake: Handshake, name: str) -> None:
-        established = handshake.established
-        if established is None:
-            raise ValueError("the handshake is not complete")
+    def __init__(self, stream: Stream, established: Established, name: str) -> None:
         self.name = name
-        self.peer: Identity = established.peer
-        self.differences: list[str] = established.differences
+        self.peer = established.peer
+        self.differences = established.differences
         self.stream = stream
-        self._sealer: Sealer = established.send
+        self._sealer = established.send
         self._send_lock = threading.Lock()
         self._decoder = Decoder(heap_blocks, established.receive)
-        self.recv: Callable[[], Message | None] = functools.partial(_recv, stream, self._decoder)
+        self.recv = functools.partial(_recv, stream, self._decoder)
 
     def fileno(self) -> int:
         """The descriptor, for polling."""
@@ -197,8 +187,7 @@ def open_channel(
     Args:
         session_id: 16 bytes; zeros ask for a new session.
         deadline: Bounds connecting and the handshake together.
-        retry: Wait for a server that is starting (see :func:`~rpcdataloader.wire.connecting.connect`).
-        label: Beginning of the warning after a long wait; None for no warning.
+        retry, label: Arguments of :func:`~rpcdataloader.wire.connecting.connect`.
         tls: TLS credentials; None without TLS. Not for Unix sockets, which cannot be listened in on.
 
     Raises:
@@ -213,31 +202,27 @@ def open_channel(
         handshake = Handshake(credentials.secret, identity, Preamble(session_id, tls=tls is not None))
         if tls is not None:
             stream = _start_tls(stream, handshake, tls, address.host, deadline)
-        _shake_hands(stream, handshake, deadline)
+        established = _shake_hands(stream, handshake, deadline)
         stream.limit(Deadline(None))
-        return Channel(stream, handshake, str(address))
-    except RPCTimeoutError as exc:
+        return Channel(stream, established, str(address))
+    except BaseException as exc:
         stream.close()
-        raise ConnectError(
-            f"{address} accepted the connection, but did not finish the handshake in time "
-            "(is it a node server of this package? is it overloaded?)"
-        ) from exc
-    except RemoteProtocolError as exc:
-        stream.close()
-        raise RemoteProtocolError(f"{address}: {exc}") from exc
-    except TlsError as exc:
-        stream.close()
-        raise AuthenticationError(f"{address}: {exc}") from exc
-    except ConnectionLostError as exc:
-        stream.close()
-        raise ConnectionLostError(f"{exc} (in the handshake: perhaps it is no node server, or one that ends)") from exc
-    except AuthenticationError as exc:
-        stream.close()
-        raise AuthenticationError(
-            f"{address}: {exc} (this client's secret: {credentials.source}, fingerprint {credentials.fingerprint})"
-        ) from exc
-    except BaseException:
-        stream.close()
+        match exc:
+            case RPCTimeoutError():
+                raise ConnectError(
+                    f"{address} accepted the connection, but did not finish the handshake in time "
+                    "(is it a node server of this package? is it overloaded?)"
+                ) from exc
+            case RemoteProtocolError():
+                raise RemoteProtocolError(f"{address}: {exc}") from exc
+            case TlsError():
+                raise AuthenticationError(f"{address}: {exc}") from exc
+            case AuthenticationError():
+                secret = f"this client's secret: {credentials.source}, fingerprint {credentials.fingerprint}"
+                raise AuthenticationError(f"{address}: {exc} ({secret})") from exc
+            case ConnectionLostError():
+                guess = "in the handshake: perhaps it is no node server, or one that ends"
+                raise ConnectionLostError(f"{exc} ({guess})") from exc
         raise
 
 
@@ -290,11 +275,10 @@ def accept_channel(
     handshake = Handshake(credentials.secret, identity, preamble)
     if tls is not None or preamble.tls:
         stream = _accept_tls(stream, handshake, preamble, tls)
-    _shake_hands(stream, handshake, Deadline(None))
-    channel = Channel(stream, handshake, "")
-    rank = "" if channel.peer.rank is None else f" rank {channel.peer.rank}"
-    channel.name = stream.name = f"client {channel.peer.host}:{channel.peer.pid}{rank}"
-    return channel
+    established = _shake_hands(stream, handshake, Deadline(None))
+    peer = established.peer
+    stream.name = f"client {peer.host}:{peer.pid}" + ("" if peer.rank is None else f" rank {peer.rank}")
+    return Channel(stream, established, stream.name)
 
 
 def _accept_tls(stream: Stream, handshake: Handshake, preamble: Preamble, files: TlsFiles | None) -> TlsStream:
@@ -303,12 +287,11 @@ def _accept_tls(stream: Stream, handshake: Handshake, preamble: Preamble, files:
         if files is None:
             raise TlsError(
                 "the client speaks TLS and this node server does not; start the server with --tls-cert, --tls-key and "
-                f"--tls-ca, or unset {CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE} for the client"
+                f"--tls-ca, or unset {VARIABLES} for the client"
             )
         if not preamble.tls:
             raise TlsError(
-                "this node server requires TLS, and the client does not speak it; "
-                f"set {CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE} for the client"
+                f"this node server requires TLS, and the client does not speak it; set {VARIABLES} for the client"
             )
         # An unauthenticated client learns nothing of the server's files.
         told = TlsError("this node server can no longer use its own certificate; its log says why")
@@ -322,14 +305,14 @@ def _accept_tls(stream: Stream, handshake: Handshake, preamble: Preamble, files:
     return secure
 
 
-def _shake_hands(stream: Stream, handshake: Handshake, deadline: Deadline) -> None:
+def _shake_hands(stream: Stream, handshake: Handshake, deadline: Deadline) -> Established:
     decoder = Decoder(heap_blocks, None, HANDSHAKE_LIMITS)
     while True:
         stream.limit(deadline)
         if data := handshake.data_to_send():
             stream.send([data])
         if handshake.established is not None:
-            return
+            return handshake.established
         try:
             message = _recv(stream, decoder, deadline)
             if message is None:
@@ -346,11 +329,9 @@ def _shake_hands(stream: Stream, handshake: Handshake, deadline: Deadline) -> No
 
 
 def _send_farewell(stream: Stream, data: bytes) -> None:
-    try:
+    with contextlib.suppress(RPCError):
         stream.send([data])
-    except RPCError:
-        return
-    stream.finish()
+        stream.finish()
 
 
 # Slurm's are numbers. A longer one must not make a HELLO too long to send.

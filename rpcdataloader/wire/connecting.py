@@ -9,8 +9,8 @@ import logging
 import math
 import os
 import socket
-import stat
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rpcdataloader.errors import ConnectError
@@ -22,8 +22,9 @@ logger = logging.getLogger("rpcdataloader.client")
 # sockaddr_un holds 108 bytes, including the final zero.
 MAX_UNIX_PATH = 107
 
-# The kernel's errors while no server listens there (yet): retried until the deadline.
+# Errors while no server listens there (yet): retried until the deadline.
 _NOT_YET = {
+    socket.EAI_AGAIN,  # a silent name server may answer; a missing name will not appear soon
     errno.ECONNREFUSED,
     errno.ECONNRESET,
     errno.ECONNABORTED,
@@ -56,9 +57,8 @@ def connect(
         try:
             return _connect_once(address, deadline)
         except OSError as exc:
-            # A missing name will not appear soon; a silent name server may answer.
-            transient = exc.errno == socket.EAI_AGAIN if isinstance(exc, socket.gaierror) else _may_pass(exc)
-            if not retry or not transient or not deadline.pause(pause):
+            may_pass = isinstance(exc, TimeoutError) or exc.errno in _NOT_YET
+            if not retry or not may_pass or not deadline.pause(pause):
                 raise ConnectError(f"cannot connect to {address}: {_reason(exc)}") from exc
             if pause >= 1.0 and not reported and (prefix := label()) is not None:
                 reported = True
@@ -72,24 +72,18 @@ def connect(
         pause = min(2 * pause, 1.0)
 
 
-def _may_pass(exc: OSError) -> bool:
-    return isinstance(exc, TimeoutError) or exc.errno in _NOT_YET
-
-
 def _connect_once(address: Address, deadline: Deadline) -> Stream:
     if address.is_unix:
         with short_path(address.path) as path:
-            sock = _connect_socket(socket.AF_UNIX, path, deadline, 1)
-    else:
-        infos = look_up(address.host, address.port)
-        for position, (family, _type, _proto, _name, sockaddr) in enumerate(infos, 1):
-            try:
-                sock = _connect_socket(family, sockaddr, deadline, len(infos) - position + 1)
-                break
-            except OSError:
-                if position == len(infos):
-                    raise
-    return Stream(sock, str(address))
+            return Stream(_connect_socket(socket.AF_UNIX, path, deadline, 1), str(address))
+    infos = look_up(address.host, address.port)
+    while True:
+        family, _type, _proto, _name, sockaddr = infos.pop(0)
+        try:
+            return Stream(_connect_socket(family, sockaddr, deadline, 1 + len(infos)), str(address))
+        except OSError:
+            if not infos:
+                raise
 
 
 def _connect_socket(family: int, address: Any, deadline: Deadline, num_left: int) -> socket.socket:
@@ -167,26 +161,18 @@ def listen_tcp(host: str, ports: Sequence[int]) -> socket.socket:
     except socket.gaierror as exc:
         raise ConnectError(f"cannot listen on {host}: the host name does not resolve ({exc.strerror})") from exc
     family, _type, _proto, _name, sockaddr = infos[0]
+    is_dual = host == "::" and socket.has_dualstack_ipv6()
     for port in ports:
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        address = sockaddr[0], port, *sockaddr[2:]
         try:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
-            sock.bind((sockaddr[0], port, *sockaddr[2:]))
-            sock.listen(LISTEN_BACKLOG)
+            return socket.create_server(address, family=family, backlog=LISTEN_BACKLOG, dualstack_ipv6=is_dual)
         except OSError as exc:
-            sock.close()
-            if exc.errno == errno.EADDRINUSE and port != ports[-1]:
-                continue
-            if exc.errno == errno.EADDRINUSE:
-                tried = str(port) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
-                raise ConnectError(
-                    f"cannot listen on {host}: port {tried} in use; choose another, a range FIRST-LAST, or 0 for any"
-                ) from exc
-            raise ConnectError(f"cannot listen on {host} port {port}: {exc.strerror or exc}") from exc
-        return sock
-    raise ValueError("no port to listen on")
+            if exc.errno != errno.EADDRINUSE:
+                raise ConnectError(f"cannot listen on {host} port {port}: {os.strerror(exc.errno or 0)}") from exc
+    tried = str(ports[0]) if len(ports) == 1 else f"{ports[0]}-{ports[-1]}"
+    raise ConnectError(
+        f"cannot listen on {host}: port {tried} in use; choose another, a range FIRST-LAST, or 0 for any"
+    )
 
 
 def listen_unix(path: str) -> socket.socket:
@@ -210,15 +196,9 @@ def listen_unix(path: str) -> socket.socket:
         sock.close()
         reason = exc.strerror or str(exc)
         if exc.errno == errno.EADDRINUSE:
-            reason = "in use by another server" if _is_socket(path) else "something else has that name"
+            reason = "in use by another server" if Path(path).is_socket() else "something else has that name"
         raise ConnectError(f"cannot listen on unix:{path}: {reason}") from exc
     return sock
-
-
-def _is_socket(path: str) -> bool:
-    with contextlib.suppress(OSError):
-        return stat.S_ISSOCK(os.stat(path).st_mode)
-    return False
 
 
 def _remove_stale(path: str) -> None:
@@ -228,7 +208,7 @@ def _remove_stale(path: str) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             # Also the answer of any file that is no socket.
-            if stat.S_ISSOCK(os.stat(path).st_mode):
+            if Path(path).is_socket():
                 os.unlink(path)
         except (FileNotFoundError, BlockingIOError):
             pass

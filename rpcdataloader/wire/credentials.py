@@ -43,15 +43,10 @@ _environment_token: str | None = None
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A secret and its source.
+    """A secret and its source."""
 
-    Attributes:
-        secret: Key of the handshake; not shown by ``repr``.
-        source: Source of the secret, for messages.
-    """
-
-    secret: bytes = field(repr=False)
-    source: str
+    secret: bytes = field(repr=False)  # key of the handshake
+    source: str  # for messages
 
     @property
     def fingerprint(self) -> str:
@@ -90,11 +85,9 @@ def load_credentials(token_file: str | None = None, environ: MutableMapping[str,
     if token is not None:
         return check_secret(token, f"environment variable {TOKEN_VARIABLE}")
     path = _default_path(environ)
-    credentials = _read(path, TOKEN_FILE_VARIABLE)
-    if credentials is None:
+    if not os.path.exists(path):
         _create(path)
-        credentials = read_secret(str(path), TOKEN_FILE_VARIABLE)
-    return credentials
+    return read_secret(str(path), TOKEN_FILE_VARIABLE)
 
 
 def read_secret(path: str, name: str) -> Credentials:
@@ -105,11 +98,24 @@ def read_secret(path: str, name: str) -> Credentials:
     """
     if not path:
         raise AuthenticationError(f"{name} is empty; name a file with the secret in it, or leave it out")
-    absolute = Path(os.path.abspath(os.path.expanduser(path)))
-    credentials = _read(absolute, name)
-    if credentials is None:
-        raise AuthenticationError(f"the token file {absolute} does not exist; {_HOW_TO_CREATE}")
-    return credentials
+    path = os.path.abspath(os.path.expanduser(path))
+    try:
+        data = safe_files.read(path, _MAX_TOKEN_BYTES, stat.S_IRWXG | stat.S_IRWXO)
+    except FileNotFoundError:
+        raise AuthenticationError(f"the token file {path} does not exist; {_HOW_TO_CREATE}") from None
+    except OSError as error:
+        raise AuthenticationError(
+            f"the token file {path} cannot be read: {error.strerror}; "
+            f"make it yours and readable, or set {name} to another file"
+        ) from error
+    except UnsafeFileError as error:
+        advice = {
+            Flaw.KIND: f"; set {name} to one",
+            Flaw.OWNER: ", who could read and change it; use a file of your own",
+            Flaw.MODE: f"; if no other user has read it, run: chmod 600 {path}",
+        }[error.flaw]
+        raise AuthenticationError(f"the token file {path} {error}{advice}") from None
+    return check_secret(data, f"file {path}")
 
 
 def check_secret(token: str | bytes, source: str) -> Credentials:
@@ -131,11 +137,9 @@ def check_secret(token: str | bytes, source: str) -> Credentials:
 
 
 def receive_credentials(descriptor: int, environ: MutableMapping[str, str] = os.environ) -> Credentials:
-    """Read the secret from the first line of a pipe or socket, and nothing after that line.
+    """Read the secret from the first line of standard input, a pipe or socket, and nothing after that line.
 
-    Args:
-        descriptor: Descriptor to read; messages call it standard input.
-        environ: Environment to remove ``RPCDATALOADER_TOKEN`` from, as in :func:`load_credentials`.
+    Removes ``RPCDATALOADER_TOKEN`` from ``environ``, as :func:`load_credentials` does.
 
     Raises:
         AuthenticationError: The line is no secret.
@@ -197,27 +201,6 @@ def _default_path(environ: Mapping[str, str]) -> Path:
     if not config.is_absolute():  # the XDG specification says to ignore relative ones
         config = Path(environ.get("HOME") or os.path.expanduser("~")) / ".config"
     return config / "rpcdataloader" / "token"
-
-
-def _read(path: Path, name: str) -> Credentials | None:
-    """Read a token file; None if it is missing, AuthenticationError if it cannot be trusted."""
-    try:
-        data = safe_files.read(path, _MAX_TOKEN_BYTES, stat.S_IRWXG | stat.S_IRWXO)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise AuthenticationError(
-            f"the token file {path} cannot be read: {error.strerror}; "
-            f"make it yours and readable, or set {name} to another file"
-        ) from error
-    except UnsafeFileError as error:
-        advice = {
-            Flaw.KIND: f"; set {name} to one",
-            Flaw.OWNER: ", who could read and change it; use a file of your own",
-            Flaw.MODE: f"; if no other user has read it, run: chmod 600 {path}",
-        }[error.flaw]
-        raise AuthenticationError(f"the token file {path} {error}{advice}") from None
-    return check_secret(data, f"file {path}")
 
 
 def _create(path: Path) -> None:

@@ -140,18 +140,18 @@ def _reduce(exc: BaseException) -> tuple[Any, ...]:
     kind, base = type(exc), _builtin_base(type(exc))
     if isinstance(exc, _GROUP):
         members = [_reduce(member) for member in exc.exceptions]
-        return "group", kind, exc.message, members, _without_unpicklable(_fields(exc) | vars(exc))
+        return "group", kind, exc.message, members, _state(exc)
     reduces_itself = kind.__reduce__ is not base.__reduce__ or kind.__reduce_ex__ is not base.__reduce_ex__
     if reduces_itself and _survives(exc):
         return "whole", exc
     reduction: Any = base.__reduce__(exc)
     args = tuple(arg if _survives(arg) else repr(arg) for arg in reduction[1])
-    return "parts", kind, args, _without_unpicklable(_fields(exc) | vars(exc))
+    return "parts", kind, args, _state(exc)
 
 
-def _fields(exc: BaseException) -> dict[str, Any]:
-    """Values outside of ``args`` and the dictionary: slots, and fields of builtin classes."""
-    fields: dict[str, Any] = {}
+def _state(exc: BaseException) -> dict[str, Any]:
+    """Values outside of ``args`` that survive: the dictionary, slots, and fields of builtin classes."""
+    state: dict[str, Any] = {}
     for cls in type(exc).__mro__:
         if cls in (BaseException, _GROUP):
             break
@@ -164,25 +164,20 @@ def _fields(exc: BaseException) -> dict[str, Any]:
                 value = getattr(exc, name)
                 # In builtin classes, None means a missing value.
                 if value is not None or cls.__module__ != "builtins":
-                    fields[name] = value
-    return fields
-
-
-def _without_unpicklable(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if _survives(value)}
+                    state[name] = value
+    return {name: value for name, value in (state | vars(exc)).items() if _survives(value)}
 
 
 def _rebuild(recipe: tuple[Any, ...]) -> Exception:
-    how, *details = recipe
     exc: Any
-    if how == "whole":
-        (exc,) = details
-    elif how == "group":
-        kind, message, members, state = details
+    if recipe[0] == "whole":
+        _, exc = recipe
+    elif recipe[0] == "group":
+        _, kind, message, members, state = recipe
         exc = _GROUP.__new__(kind, message, [_rebuild(member) for member in members])
         _restore(exc, state)
     else:
-        kind, args, state = details
+        _, kind, args, state = recipe
         # The constructors of builtin classes fill their fields from the arguments.
         base = _builtin_base(kind)
         exc = base.__new__(kind, *args)

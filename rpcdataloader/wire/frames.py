@@ -34,10 +34,9 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-from typing import Any
+from typing import Any, NamedTuple
 
 from rpcdataloader.errors import LocalProtocolError, RemoteProtocolError
-from rpcdataloader.wire.stages import Arrival
 
 _HEADER = struct.Struct("<4sBBHQQII32s16s")
 _SEALED_PART = struct.Struct("<4sBBHQQII32s")
@@ -93,7 +92,7 @@ class Flag(IntFlag):
     """Bits of the ``flags`` field."""
 
     OPTIONAL = 1  # A receiver skips a message of unknown type; without this bit it is an error.
-    MEASURED = 2  # CALL: measure this one. REPLY to it: the payload ends with stages, see stages.py.
+    MEASURED = 2  # CALL: measure this one. REPLY to it: the payload ends with ``messages.Stages``.
 
 
 # Plain containers: a lookup in the enumerations costs more than all other checks of a header together.
@@ -117,12 +116,9 @@ class Limits:
     message_size_bytes: int = 2**42
 
     def find_excess(self, payload_size: int, num_blocks: int, block_sizes: Sequence[int] = ()) -> str | None:
-        """What is too large about a message, in words; None within the limits.
+        """What is too large about a message, in words; None within the limits. All sizes are in bytes.
 
-        Args:
-            payload_size: Size of the payload in bytes.
-            num_blocks: Number of blocks in the header, which is known before their sizes.
-            block_sizes: Sizes in bytes, once they are known.
+        ``num_blocks`` is in the header, and so is known before ``block_sizes``.
         """
         if payload_size > self.payload_size_bytes:
             return f"a payload of {payload_size} bytes is over the limit of {self.payload_size_bytes}"
@@ -142,23 +138,24 @@ DEFAULT_LIMITS = Limits()
 HANDSHAKE_LIMITS = Limits(payload_size_bytes=4096, num_blocks=0, block_size_bytes=0, message_size_bytes=4096)
 
 
+class Arrival(NamedTuple):
+    """The arrival of a message that took more than one receive call."""
+
+    at: float  # time of its first bytes (``time.monotonic``)
+    cpu: float  # CPU time of the receiving thread at that moment
+    was_here: bool  # the kernel had all missing bytes each time they were asked for
+
+
 @dataclass(slots=True)
 class Message:
-    """One message, as received.
-
-    Attributes:
-        request_id: Number chosen by the client; a reply carries that of its request.
-        payload: Memory of the receiver's own, never reused for other messages.
-        blocks: The allocator's blocks, filled.
-        arrival: The channel's note on the arrival; None if the message came as a whole.
-    """
+    """One message, as received."""
 
     type: int
     flags: int = 0
-    request_id: int = 0
-    payload: Buffer = b""
-    blocks: list[Any] = field(default_factory=list)
-    arrival: Arrival | None = None
+    request_id: int = 0  # chosen by the client; a reply carries that of its request
+    payload: Buffer = b""  # memory of the receiver's own, never reused for other messages
+    blocks: list[Any] = field(default_factory=list)  # the allocator's, filled
+    arrival: Arrival | None = None  # the channel's note; None if the message came as a whole
 
 
 class Sealer:
@@ -278,20 +275,17 @@ def encode(
         table = struct.pack(f"<{len(sizes)}Q", *sizes)
         if type in _WITH_BLOCK_DIGEST:
             table += _digest(blocks)
-    joined = len(payload) < _JOIN_BELOW_BYTES
-    if joined:
-        table += payload
-        digest = hashlib.sha256(table)
-    else:
-        digest = hashlib.sha256(table)
-        digest.update(payload)
+    digest = hashlib.sha256(table)
+    digest.update(payload)
     header = _SEALED_PART.pack(
         _MAGIC, type, flags, HEADER_SIZE, request_id, len(payload), len(sizes), 0, digest.digest()
     )
     mac = _NO_MAC if sealer is None else sealer.seal(header)
-    encoded: list[bytes | memoryview] = [header + mac + table]
-    if not joined:
-        encoded.append(payload)
+    encoded: list[bytes | memoryview]
+    if len(payload) < _JOIN_BELOW_BYTES:
+        encoded = [b"".join((header, mac, table, payload))]
+    else:
+        encoded = [header + mac + table, payload]
     encoded += filter(None, blocks)
     return encoded
 

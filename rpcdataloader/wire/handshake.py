@@ -35,7 +35,6 @@ import hmac
 import json
 import secrets
 import struct
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -71,17 +70,11 @@ _ROLE_NAMES = {"client": "client", "server": "node server"}
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """The first bytes of a connection, from the client.
+    """The first bytes of a connection, from the client."""
 
-    Attributes:
-        session_id: 16 bytes; zero to start a new session, ``STATUS_ID`` for a status connection.
-        version: Version of the protocol that the client speaks.
-        tls: True if the client speaks TLS from here on. A server that does not, or that requires it, can then say so.
-    """
-
-    session_id: bytes = bytes(SESSION_ID_SIZE)
-    version: int = PROTOCOL_VERSION
-    tls: bool = False
+    session_id: bytes = bytes(SESSION_ID_SIZE)  # zero to start a new session, ``STATUS_ID`` for a status connection
+    version: int = PROTOCOL_VERSION  # that the client speaks
+    tls: bool = False  # the client speaks TLS from here on; a server that does not, or requires it, can then say so
 
     def __post_init__(self) -> None:
         if len(self.session_id) != SESSION_ID_SIZE:
@@ -110,27 +103,20 @@ class Preamble:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """One side's self-description in HELLO.
-
-    Attributes:
-        rank: Rank in a distributed job; None outside of one.
-        python_implementation: Name of the interpreter, such as ``"CPython"``.
-        python_version: Version, such as ``"3.11.7"``.
-        job: Slurm job, for the log; empty outside of one, or for a peer that does not tell.
-    """
+    """One side's self-description in HELLO."""
 
     role: str
     host: str
     pid: int
-    rank: int | None
+    rank: int | None  # in a distributed job; None outside of one
     protocol: int
-    python_implementation: str
-    python_version: str
+    python_implementation: str  # such as ``"CPython"``
+    python_version: str  # such as ``"3.11.7"``
     machine: str
     torch: str
     numpy: str
     cloudpickle: str
-    job: str = ""
+    job: str = ""  # of Slurm, for the log; empty outside of one, or for a peer that does not tell
 
     def __str__(self) -> str:
         return f"the {_ROLE_NAMES.get(self.role, self.role)} on {self.host} (pid {self.pid})"
@@ -138,18 +124,12 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Established:
-    """Both sides have proved that they hold the secret.
+    """Both sides have proved that they hold the secret."""
 
-    Attributes:
-        send: Seals this side's messages from now on.
-        receive: Checks the peer's messages from now on.
-        differences: Versions that differ and may matter, for one warning.
-    """
-
-    send: Sealer
-    receive: Sealer
+    send: Sealer  # of this side's messages from now on
+    receive: Sealer  # of the peer's
     peer: Identity
-    differences: list[str]
+    differences: list[str]  # versions that differ and may matter, for one warning
 
 
 class TlsError(AuthenticationError):
@@ -245,12 +225,14 @@ class Handshake:
                 f"{peer} says that it is a {peer.role}, where only a {self._peer_role} can be; "
                 "is something between the two sides sending messages back?"
             )
-        problem = _find_incompatibility(self._identity, peer)
-        if problem is not None:
-            raise _IncompatibleError(problem)
+        _check_compatible(self._identity, peer)
         self._peer = peer
         hellos = (self._hello, payload) if self._is_client else (payload, self._hello)
-        self._transcript = _hash_transcript(self._preamble.encode(), *hellos)
+        transcript = hashlib.sha256(_TRANSCRIPT_LABEL)
+        for part in (self._preamble.encode(), *hellos):
+            # With the length in front, moving a byte from one part to the next changes the hash.
+            transcript.update(len(part).to_bytes(8, "little") + part)
+        self._transcript = transcript.digest()
         if self._is_client:
             self._queue_proof()
         else:
@@ -264,11 +246,16 @@ class Handshake:
                 f"{self._peer} and {self._identity} do not hold the same secret; "
                 "give both the same token file (by default ~/.config/rpcdataloader/token)"
             )
+        ours, theirs = _may_differ(self._identity), _may_differ(self._peer)
         self.established = Established(
             send=Sealer(self._derive(_KEY_LABELS[self._identity.role])),
             receive=Sealer(self._derive(_KEY_LABELS[self._peer_role])),
             peer=self._peer,
-            differences=_list_differences(self._identity, self._peer),
+            differences=[
+                f"{name}: {ours[name]} here, {version} on {self._peer.host}"
+                for name, version in theirs.items()
+                if version != ours[name]
+            ],
         )
         if not self._is_client:
             # Only now: a client without the secret gets no proof to try guesses against.
@@ -302,58 +289,43 @@ def _refusal_received(content: dict[str, Any], peer: str) -> Exception:
     code, text = content.get("code"), content.get("text")
     if not isinstance(code, str) or not isinstance(text, str):
         return RemoteProtocolError(f"the {peer} refused this connection without a reason")
-    error_class = {"tls": TlsError, "authentication": AuthenticationError}.get(code, RemoteProtocolError)
+    error_class = _REFUSALS.get(code, RemoteProtocolError)
     return error_class(f"the {peer} refused this connection: {_printable(text, _MAX_REFUSAL_CHARS)}")
 
 
-def _find_incompatibility(ours: Identity, peer: Identity) -> str | None:
-    """Why these two must not exchange pickles, naming both; None if they may.
+def _check_compatible(ours: Identity, peer: Identity) -> None:
+    """Refuse a peer with which pickles must not be exchanged, naming both sides.
 
     Code objects only work in the minor version of Python that made them: a lambda of 3.11 crashes 3.12. Arrays and
     scalars of numpy 1 and 2 are pickled under different module names.
     """
-    for describe, advice in _MUST_MATCH:
-        if describe(ours) != describe(peer):
-            return f"{ours} runs {describe(ours)}, {peer} runs {describe(peer)}; {advice}"
-    return None
+    required = _must_match(ours)
+    for advice, found in _must_match(peer).items():
+        if found != required[advice]:
+            raise _IncompatibleError(f"{ours} runs {required[advice]}, {peer} runs {found}; {advice} on both sides")
 
 
-_MUST_MATCH: list[tuple[Callable[[Identity], str], str]] = [
-    (
-        lambda side: f"version {side.protocol} of the protocol",
-        "install the same version of rpcdataloader on both sides",
-    ),
-    (
-        lambda side: f"{side.python_implementation} {_cut(side.python_version, 2)}",
-        "use the same minor version of Python on both sides",
-    ),
-    (lambda side: f"numpy {_cut(side.numpy, 1)}", "install the same major version of numpy on both sides"),
-]
-
-
-def _list_differences(ours: Identity, peer: Identity) -> list[str]:
-    """Versions that differ without making the two sides incompatible, in words."""
-    pairs = {
-        # "2.11.0+cu128" on the trainer and "2.11.0+cpu" on the nodes is normal.
-        "torch": (ours.torch.partition("+")[0], peer.torch.partition("+")[0]),
-        "numpy": (_cut(ours.numpy, 2), _cut(peer.numpy, 2)),
-        "cloudpickle": (ours.cloudpickle, peer.cloudpickle),
-        "machine": (ours.machine, peer.machine),
+def _must_match(side: Identity) -> dict[str, str]:
+    """What must be equal on both sides, by what to do if it is not."""
+    return {
+        "install the same version of rpcdataloader": f"version {side.protocol} of the protocol",
+        "use the same minor version of Python": f"{side.python_implementation} {_cut(side.python_version, 2)}",
+        "install the same major version of numpy": f"numpy {_cut(side.numpy, 1)}",
     }
-    return [f"{name}: {mine} here, {theirs} on {peer.host}" for name, (mine, theirs) in pairs.items() if mine != theirs]
+
+
+def _may_differ(side: Identity) -> dict[str, str]:
+    return {
+        # "2.11.0+cu128" on the trainer and "2.11.0+cpu" on the nodes is normal.
+        "torch": side.torch.partition("+")[0],
+        "numpy": _cut(side.numpy, 2),
+        "cloudpickle": side.cloudpickle,
+        "machine": side.machine,
+    }
 
 
 def _cut(version: str, num_parts: int) -> str:
     return ".".join(version.split(".")[:num_parts])
-
-
-def _hash_transcript(*parts: bytes) -> bytes:
-    digest = hashlib.sha256(_TRANSCRIPT_LABEL)
-    for part in parts:
-        # With the length in front, moving a byte from one part to the next changes the hash.
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-    return digest.digest()
 
 
 def _dump(**content: object) -> bytes:
@@ -384,19 +356,15 @@ def _hex(content: dict[str, Any], name: str, size_bytes: int) -> bytes:
 
 def _load_identity(content: object) -> Identity:
     """Build an :class:`Identity` from the words of a peer that has proved nothing yet."""
-    values: dict[str, Any] = {}
+    values = {"job": "", **content} if isinstance(content, dict) else {}
+    identity: dict[str, Any] = {}
     for item in fields(Identity):
-        missing = "" if item.name == "job" else None
-        value = content.get(item.name, missing) if isinstance(content, dict) else None
-        if item.name in ("pid", "rank", "protocol"):
-            valid = (type(value) is int and 0 <= value < 2**63) or (item.name == "rank" and value is None)
-        else:
-            valid = isinstance(value, str)
-            value = _printable(value, _MAX_STRING_CHARS) if isinstance(value, str) else None
-        if not valid:
+        value = values.get(item.name)
+        is_text, is_number = isinstance(value, str), type(value) is int and 0 <= value < 2**63
+        if not (is_text if item.type == "str" else is_number or (item.name == "rank" and value is None)):
             raise RemoteProtocolError(f"the peer sent a HELLO without a valid {item.name}")
-        values[item.name] = value
-    return Identity(**values)
+        identity[item.name] = _printable(value, _MAX_STRING_CHARS) if isinstance(value, str) else value
+    return Identity(**identity)
 
 
 def _printable(text: str, max_chars: int) -> str:

@@ -48,23 +48,16 @@ def from_json(kind: type[_Made], fields: dict[str, Any]) -> _Made:
     Raises:
         ValueError: A field is missing, or of another type.
     """
-    values = {}
-    for name, (hint, is_needed) in _hints(typing.cast(Any, kind)).items():
-        if name in fields:
-            values[name] = _convert(hint, fields[name], name)
-        elif is_needed:
-            raise ValueError(f"{name} is missing")
+    values, hints = {}, _hints(kind)
+    for field in dataclasses.fields(typing.cast(Any, kind)):
+        if field.name in fields:
+            values[field.name] = _convert(hints[field.name], fields[field.name], field.name)
+        elif field.default is field.default_factory:  # both are missing
+            raise ValueError(f"{field.name} is missing")
     return kind(**values)
 
 
-@functools.cache
-def _hints(kind: Any) -> dict[str, tuple[Any, bool]]:
-    hints = typing.get_type_hints(kind)
-    found = {}
-    for field in dataclasses.fields(kind):
-        has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        found[field.name] = hints[field.name], not has_default
-    return found
+_hints: Callable[[Any], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def _convert(hint: Any, value: Any, name: str) -> Any:
@@ -107,18 +100,13 @@ class Json:
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Json):
-    """The server is ready for requests.
-
-    Attributes:
-        session: Hexadecimal session id, for the worker connections that follow.
-        worker: Number of this worker in its session; 0 for the session itself.
-    """
+    """The server is ready for requests."""
 
     node: str
     pid: int
-    session: str
+    session: str  # hexadecimal session id, for the worker connections that follow
     num_workers: int
-    worker: int = 0
+    worker: int = 0  # its number in the session; 0 for the session itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,16 +118,13 @@ class Busy(Json):
 
 @dataclass(frozen=True, slots=True)
 class Exited(Json):
-    """A worker of this session ended: its number, process id, and how it ended, in words.
+    """A worker of this session ended."""
 
-    ``batch`` is the last one begun for a loader, -1 for none; ``sample`` is a number of ``fetch/samples.py``.
-    """
-
-    worker: int
+    worker: int  # its number
     pid: int
-    reason: str
-    batch: int = -1
-    sample: int = 0
+    reason: str  # how it ended, in words
+    batch: int = -1  # the last one begun for a loader, -1 for none
+    sample: int = 0  # a number of ``fetch/samples.py``
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,48 +137,32 @@ class StackRequest(Json):
 
 @dataclass(frozen=True, slots=True)
 class Goaway(Json):
-    """The worker ends; requests above ``last_request`` were not begun and will not be answered.
-
-    Attributes:
-        last_request: Number of the last request to be answered.
-        retired: True if it has done its share of work, and can be replaced; otherwise the node server ends.
-    """
+    """The worker ends; requests above ``last_request`` were not begun and will not be answered."""
 
     last_request: int
-    retired: bool = False
+    retired: bool = False  # it has done its share of work, and can be replaced; otherwise the node server ends
 
 
 @dataclass(frozen=True, slots=True)
 class Log(Json):
-    """A worker's or session's warning, or log record of warning level or above; or a line that it has printed.
-
-    Attributes:
-        printed_by: Origin of a line, ``worker 3`` or ``session``; empty for a note on lines left out; None for a log.
-    """
+    """A worker's or session's warning, or log record of warning level or above; or a line that it has printed."""
 
     level: int
     logger: str
     text: str
-    printed_by: str | None = None
+    printed_by: str | None = None  # ``worker 3`` or ``session``; empty for a note on lines left out; None for a log
 
 
 class Call(NamedTuple):
-    """Run ``func(*args, **kwargs)``. Pickled as a plain tuple, which is smaller and faster.
-
-    Attributes:
-        keep: Hold the result on the worker and reply with its handle.
-        ordered: Run after all earlier requests, in the main thread: the loader's share global random generators.
-        limited: True if the caller set no limit, so that the server's own applies.
-        task: True for a loader's batch: a worker may retire after a number of them.
-    """
+    """Run ``func(*args, **kwargs)``. Pickled as a plain tuple, which is smaller and faster."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    keep: bool = False
-    ordered: bool = False
-    limited: bool = False
-    task: bool = False
+    keep: bool = False  # hold the result on the worker and reply with its handle
+    ordered: bool = False  # run after all earlier requests, in the main thread: loaders share random generators
+    limited: bool = False  # the caller set no limit, so that the server's own applies
+    task: bool = False  # a loader's batch: a worker may retire after a number of them
 
 
 def pack_handles(handles: Iterable[int]) -> bytes:
@@ -211,6 +180,65 @@ def unpack_handles(payload: bytes | bytearray | memoryview) -> list[int]:
     if len(payload) % 8:
         raise RemoteProtocolError(f"a RELEASE message of {len(payload)} bytes")
     return list(struct.unpack(f"<{len(payload) // 8}Q", payload))
+
+
+# Without the two that every reply carries.
+_STAGES = struct.Struct("<8f")
+STAGES_BYTES = _STAGES.size
+
+# A peer may send infinity. Three years is longer than any batch.
+_LONGEST = 1e8
+
+
+class Stages(NamedTuple):
+    """Seconds that a batch took at its worker. Durations only, so that the clocks of two machines need not agree.
+
+    Every reply carries the times of fetch and collate in its pickle. The others are measured where the request asks for
+    it, and follow the pickle.
+    """
+
+    fetch: float = 0.0  # in the dataset
+    collate: float = 0.0  # in the collate function
+    idle: float = 0.0  # without any request before; 0 if this one was there when the previous one was answered
+    encode: float = 0.0  # to pickle the batch
+    reply: float = 0.0  # that the worker's previous measured reply waited to be written, and was written
+    cpu: float = 0.0  # CPU time of all threads of the worker in fetch, collate and encode
+    runqueue: float = 0.0  # that the main thread waited for a CPU in these (second number of /proc/self/schedstat)
+    # Since the previous measured reply, that the connection had unacknowledged data (``tcpi_busy_time``), and the parts
+    # with the trainer's receive window (``tcpi_rwnd_limited``) or the worker's send buffer full
+    # (``tcpi_sndbuf_limited``); 0 for a Unix socket.
+    sending: float = 0.0
+    peer_limited: float = 0.0
+    own_limited: float = 0.0
+
+    @property
+    def task(self) -> float:
+        """Time that the worker spent on the batch."""
+        return self.fetch + self.collate + self.encode
+
+    def pack(self) -> bytes:
+        """The bytes on the wire."""
+        return _STAGES.pack(*self[2:])
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray | memoryview) -> Stages:
+        """Read :meth:`pack`; negative durations and NaN count as 0.
+
+        Raises:
+            RemoteProtocolError: The length is wrong.
+        """
+        if len(data) != STAGES_BYTES:
+            raise RemoteProtocolError(f"stages of {len(data)} bytes instead of {STAGES_BYTES}")
+        return cls(0.0, 0.0, *map(_checked, _STAGES.unpack(data)))
+
+    def with_timings(self, timings: tuple[float, float]) -> Stages:
+        """With the times of fetch and collate, which are checked in the same way."""
+        fetch, collate = map(_checked, timings)
+        return self._replace(fetch=fetch, collate=collate)
+
+
+def _checked(seconds: float) -> float:
+    return seconds if 0 <= seconds < _LONGEST else 0.0
 
 
 # Workers print for users to read; a loop that prints in every sample reaches this limit.

@@ -82,9 +82,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         """Reduce special objects; the C pickler calls this for everything but the basic types."""
         kind = type(obj)
-        if kind is torch.Tensor:
+        if kind is torch.Tensor or kind is Stack:
             if not self._is_in_band:
-                if is_dense(obj):
+                if kind is Stack or is_dense(obj):
                     self.tensors.append(obj)
                     return take_tensor, (len(self.tensors) - 1,)
                 if obj.requires_grad and not obj.__dict__ and is_dense(obj.detach()):
@@ -96,10 +96,6 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return _reduce_array(obj)
             if not obj.flags.writeable:
                 return obj.copy(order="A").__reduce_ex__(5)
-        elif kind is Stack:
-            if not self._is_in_band:
-                self.tensors.append(obj)
-                return take_tensor, (len(self.tensors) - 1,)
         elif kind is PackedSequence:
             return make_packed_sequence, tuple(obj)
         elif kind in _CLOUDPICKLE_TABLE:
@@ -158,19 +154,13 @@ class UnresolvedError(BaseException):
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads the output of both picklers; made with the pickle and the contents of ``buffers``.
-
-    Attributes:
-        adopt_main: Give definitions from the client's ``__main__`` their names in this process's.
-        resolve: Function that returns the object that ``persistent_id`` replaced.
-        fix: Function to call with tensors that the message's own tensors become part of; None if they stay anyway.
-    """
+    """Reads the output of both picklers; made with the pickle and the contents of ``buffers``."""
 
     # Set before load, if different: a constructor in Python would be a good part of the cost of a small batch.
-    tensors: Sequence[torch.Tensor] = ()
-    adopt_main: bool = False
-    resolve: Callable[[Any], Any] | None = None
-    fix: Callable[[Any], None] | None = None
+    tensors: Sequence[torch.Tensor] = ()  # of the message
+    adopt_main: bool = False  # give definitions from the client's ``__main__`` their names in this process's
+    resolve: Callable[[Any], Any] | None = None  # returns the object that ``persistent_id`` replaced
+    fix: Callable[[Any], None] | None = None  # called with tensors that another one is made from; None if all stay
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object that a pickle names."""
@@ -263,17 +253,11 @@ LRU_CACHE = type(functools.lru_cache(id))
 
 
 class Origin(NamedTuple):
-    """The process that made a definition.
+    """The process that made a definition."""
 
-    Attributes:
-        token: Name of the definition on both sides.
-        is_ours: True if this process made it.
-        name: Module and qualified name under which its maker finds it; None for a lambda or a local class.
-    """
-
-    token: bytes
-    is_ours: bool
-    name: tuple[str, str] | None
+    token: bytes  # name of the definition on both sides
+    is_ours: bool  # made by this process
+    name: tuple[str, str] | None  # module and qualified name under which its maker finds it; None if it cannot
 
 
 # No lock: each operation on these is atomic, and both threads of a race write the same.
@@ -306,22 +290,17 @@ def reduce_by_value(definition: Any, reduction: tuple[Any, ...]) -> tuple[Any, .
         reduction: Result of ``reducer_override``: make, args, state, None, None, set_state.
     """
     make, args, state, _, _, set_state = reduction
-    if isinstance(definition, type) and vars(definition).get("__slots__"):
-        args = tuple(_with_slots(arg, definition) for arg in args)
+    slots = vars(definition).get("__slots__") if isinstance(definition, type) else None
+    if slots:
+        # cloudpickle adds them too late to have an effect: instances would have a dictionary, and come back with a
+        # state that does not fit. They belong into the namespace in which it makes the class.
+        args = tuple(arg | {"__slots__": slots} if isinstance(arg, dict) else arg for arg in args)
     origin = _origins.get(definition)
     if origin is None:
         ours = Origin(secrets.token_bytes(12), True, importable_name(definition))
         origin = _origins.setdefault(definition, ours)
         _definitions[origin.token] = definition
     return receive, (origin.token, origin.name, make, args), (set_state, state), None, None, complete
-
-
-def _with_slots(argument: Any, cls: type) -> Any:
-    """Add ``__slots__`` to the namespace in which cloudpickle makes a class; it adds them too late to have an effect.
-
-    Instances would have a dictionary, and come back with a state that does not fit.
-    """
-    return argument | {"__slots__": vars(cls)["__slots__"]} if isinstance(argument, dict) else argument
 
 
 def receive(token: bytes, name: tuple[str, str] | None, make: Callable[..., Any], args: Any) -> Any:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rpcdataloader.errors import RPCError, SerializationError
-from rpcdataloader.wire.exceptions import dumps_exception, loads_exception
+from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
@@ -36,10 +36,8 @@ from rpcdataloader.wire.picklers import (
     UnresolvedError,
 )
 from rpcdataloader.wire.rebuild import Movable, inline_memory, rebuild, rebuild_inline
-from rpcdataloader.wire.slabs import Allocator, Block
+from rpcdataloader.wire.slabs import Allocator, Block, PageablePool
 from rpcdataloader.wire.tensors import Index, pack
-
-__all__ = ["Encoded", "dumps", "dumps_exception", "dumps_reply", "loads", "loads_exception", "result_of"]
 
 _LENGTHS = struct.Struct("<II")
 
@@ -58,15 +56,11 @@ _REPLY_ADVICE = "what a worker sends back must consist of tensors, arrays and ob
 
 @dataclass(slots=True)
 class Encoded:
-    """The content of a message.
+    """The content of a message."""
 
-    Attributes:
-        payload: The pickle with its index.
-        buffers: The blocks, in order. They keep and show the memory of the tensors themselves: changing a large tensor
-            before it is sent changes the message.
-    """
-
-    payload: bytes
+    payload: bytes  # the pickle with its index
+    # The blocks keep and show the memory of the tensors themselves: changing a large tensor before it is sent changes
+    # the message.
     buffers: list[BlockBytes]
 
     @property
@@ -76,19 +70,13 @@ class Encoded:
 
 
 class Build(NamedTuple):
-    """Make a dataset, in the session if ``shared``, else in each worker that needs it.
+    """Make a dataset, in the session if ``shared``, else in each worker that needs it."""
 
-    Attributes:
-        key: Number chosen by the client; the same on all its nodes.
-        generators: States of the client's random generators, which a constructor may draw from.
-        pickled: Pickle of ``(instance,)`` or ``(callable, args, kwargs)``; its blocks are the message's.
-    """
-
-    key: int
+    key: int  # chosen by the client; the same on all its nodes
     name: str
     shared: bool
-    generators: tuple[Any, ...]
-    pickled: bytes
+    generators: tuple[Any, ...]  # states of the client's random generators, which a constructor may draw from
+    pickled: bytes  # pickle of ``(instance,)`` or ``(callable, args, kwargs)``; its blocks are the message's
 
     def encode(self) -> bytes:
         """The payload."""
@@ -113,22 +101,16 @@ def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "o
         SerializationError: A part of the object cannot be pickled.
         RPCError: ``persistent_id`` raised it.
     """
-
     return _dumps(obj, functools.partial(RequestPickler, persistent_id=persistent_id), name, _REQUEST_ADVICE)
 
 
 def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:
-    """Encode a worker's object.
-
-    Args:
-        obj: Any object. Functions and classes that came from the client go back by name.
-        name: Name of the object in errors.
-
-    Raises:
-        SerializationError: A part of the object cannot be pickled.
-    """
+    """The same for a worker's object: functions and classes that came from the client go back by name."""
     return _dumps(obj, ReplyPickler, name, _REPLY_ADVICE)
 
+
+# No deeper than users nest objects on purpose.
+_MAX_DEPTH = 30
 
 _MakePickler = Callable[[io.BytesIO, "list[BlockBytes]"], Pickler]
 
@@ -159,6 +141,9 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
 
 
 def _explain(obj: Any, make_pickler: _MakePickler, name: str, advice: str, error: BaseException) -> SerializationError:
+    """The error for an object that cannot be pickled, with the path of the innermost part that cannot."""
+    visited: set[int] = set()
+
     def attempt(part: Any) -> BaseException | None:
         try:
             make_pickler(io.BytesIO(), []).dump(part)
@@ -166,7 +151,20 @@ def _explain(obj: Any, make_pickler: _MakePickler, name: str, advice: str, error
             return error
         return None
 
-    path, part, reason = find_culprit(obj, name, error, attempt)
+    def search(whole: Any, path: str, error: BaseException, depth: int) -> tuple[str, Any, BaseException] | None:
+        visited.add(id(whole))
+        is_innermost = True
+        for part_path, part in _parts(whole, path) if depth else ():
+            part_error = attempt(part)
+            if part_error is None:
+                continue
+            # In a cycle, a part fails because it leads back to another part: then it is not the culprit.
+            is_innermost = False
+            if id(part) not in visited and (found := search(part, part_path, part_error, depth - 1)):
+                return found
+        return (path, whole, error) if is_innermost else None
+
+    path, part, reason = search(obj, name, error, _MAX_DEPTH) or (name, obj, error)
     return SerializationError(f"{path} is a {kind_of(part)}, which cannot be pickled ({_describe(reason)}): {advice}")
 
 
@@ -201,18 +199,19 @@ def loads(
         tensors: list[torch.Tensor] = []
         num_buffers = len(blocks)
         if index_bytes:
+            pinned = None if isinstance(allocator, PageablePool) else allocator
             index_start = index_end - index_bytes
             index = Index(*pickle.loads(content[index_start:index_end]))
             if inline_bytes:
                 inline = content[index_start - inline_bytes : index_start]
                 if movable is None:
-                    tensors = rebuild_inline(index, inline, allocator)
+                    tensors = rebuild_inline(index, inline, pinned)
                 else:
-                    tensors = movable.rebuild(index, [inline_memory(inline, allocator)])
+                    tensors = movable.rebuild(index, [inline_memory(inline, pinned)])
             else:
                 num_buffers -= len(index.blocks) + len(index.slabs)
                 memory = [block.tensor for block in blocks[num_buffers:]]
-                tensors = rebuild(index, memory, allocator) if movable is None else movable.rebuild(index, memory)
+                tensors = rebuild(index, memory, pinned) if movable is None else movable.rebuild(index, memory)
         buffers = [block.view for block in blocks[:num_buffers]] if blocks else None
         unpickler = Unpickler(io.BytesIO(payload), buffers=buffers)
         unpickler.tensors, unpickler.adopt_main, unpickler.resolve = tensors, adopt_main, persistent_load
@@ -254,57 +253,17 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-#: No deeper than users nest objects on purpose.
-_MAX_DEPTH = 30
-
-Attempt = Callable[[Any], "BaseException | None"]
-
-
-def find_culprit(obj: Any, path: str, error: BaseException, attempt: Attempt) -> tuple[str, Any, BaseException]:
-    """Find the innermost part that cannot be pickled.
-
-    Args:
-        path: The caller's name for the object.
-        attempt: Function that pickles its argument and returns the error, or None.
-
-    Returns:
-        The path of the part, the part, and the error. The part is ``obj`` itself if all of its parts can be pickled.
-    """
-    return _search(obj, path, error, attempt, set(), _MAX_DEPTH) or (path, obj, error)
-
-
-def _search(
-    obj: Any, path: str, error: BaseException, attempt: Attempt, visited: set[int], depth: int
-) -> tuple[str, Any, BaseException] | None:
-    visited.add(id(obj))
-    is_innermost = True
-    for part_path, part in _parts(obj, path) if depth else ():
-        part_error = attempt(part)
-        if part_error is None:
-            continue
-        # In a cycle, a part fails because it leads back to another part: then it is not the culprit.
-        is_innermost = False
-        if id(part) not in visited:
-            found = _search(part, part_path, part_error, attempt, visited, depth - 1)
-            if found:
-                return found
-    return (path, obj, error) if is_innermost else None
-
-
 def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the parts that are pickled with an object, and their paths."""
-    if isinstance(obj, dict):
-        yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
-        yield from ((f"a key of {path}", key) for key in obj)
-    elif isinstance(obj, (list, tuple)):
+    if isinstance(obj, tuple):
         yield from ((f"{path}[{i}]", item) for i, item in enumerate(obj))
     elif isinstance(obj, (set, frozenset)):
         yield from ((f"an element of {path}", item) for item in obj)
     elif isinstance(obj, types.FunctionType):
         yield from _function_parts(obj, path)
     elif isinstance(obj, type):
-        yield from ((f"{path}.{name}", value) for name, value in vars(obj).items() if not name.startswith("__"))
-        yield from ((f"{path}.{name}", value) for name, value in vars(obj).items() if inspect.isfunction(value))
+        members = vars(obj).items()
+        yield from ((f"{path}.{n}", v) for n, v in members if not n.startswith("__") or inspect.isfunction(v))
     elif isinstance(obj, functools.partial):
         yield f"{path}.func", obj.func
         yield from _parts(obj.args, f"{path}.args")
@@ -346,4 +305,6 @@ def _reduction_parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
     for i, arg in enumerate(args or ()):
         yield f"{path}.__class__" if arg is type(obj) else f"{path}.__reduce__()[1][{i}]", arg
     yield from ((f"{path}[{i}]", item) for i, item in enumerate(items or ()))
-    yield from ((f"{path}[{key!r}]", value) for key, value in pairs or ())
+    for key, value in pairs or ():
+        yield f"{path}[{key!r}]", value
+        yield f"a key of {path}", key

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rpcdataloader.wire.frames import Buffer
-from rpcdataloader.wire.slabs import Allocator, PageablePool
+from rpcdataloader.wire.slabs import Allocator
 from rpcdataloader.wire.tensors import Index, Place, Region, SlabIndex
 
 #: Up to this number of small tensors per message get their own pinned memory, which costs some microseconds each.
@@ -23,13 +23,13 @@ MAX_PINNED_COPIES = 64
 
 
 def rebuild(
-    index: Index, memory: Sequence[torch.Tensor], allocator: Allocator | None, *, in_place: bool = False
+    index: Index, memory: Sequence[torch.Tensor], pinned: Allocator | None, *, in_place: bool = False
 ) -> list[torch.Tensor]:
     """Make the tensors of a message.
 
     Args:
         memory: Its blocks.
-        allocator: Allocator of the blocks, and of small tensors, so that pinned stays pinned. None for plain memory.
+        pinned: Allocator of the blocks, if they are pinned, so that small tensors are, too. None for plain memory.
         in_place: True if all small tensors share their slab.
     """
     rebuilder = _Rebuilder(index)
@@ -38,35 +38,30 @@ def rebuild(
         rebuilder.place(block, 0, places)
     num_small = sum(map(_num_regions, index.slabs))
     for block, slab in zip(memory[num_large:], index.slabs, strict=True):
-        if in_place or _num_regions(slab) == 1:
+        if in_place or _num_regions(slab) == 1 or (pinned and num_small > MAX_PINNED_COPIES):
             rebuilder.share(block, slab)
-        elif allocator is None or isinstance(allocator, PageablePool):
-            rebuilder.copy(block, slab)
-        elif num_small <= MAX_PINNED_COPIES:
-            rebuilder.copy_to(allocator, block, slab)
+        elif pinned:
+            rebuilder.copy_to(pinned, block, slab)
         else:
-            rebuilder.share(block, slab)
+            rebuilder.copy(block, slab)
     return rebuilder.tensors
 
 
-def rebuild_inline(index: Index, content: Buffer, allocator: Allocator | None) -> list[torch.Tensor]:
+def rebuild_inline(index: Index, content: Buffer, pinned: Allocator | None) -> list[torch.Tensor]:
     """The same for a message whose only slab came in its payload."""
-    is_plain = allocator is None or isinstance(allocator, PageablePool)
-    if is_plain and index.num_tensors == 1 and index.slabs[0][1]:
+    if not pinned and index.num_tensors == 1 and index.slabs[0][1]:
         # For a batch this small, this is most of the cost, and the view would be half of it.
         dtype, shape, _ = index.layouts[0]
         tensor = torch.frombuffer(bytearray(content), dtype=getattr(torch, dtype))
         return [(tensor if len(shape) == 1 else tensor.view(shape)).clone()]
-    return rebuild(index, [inline_memory(content, allocator)], allocator)
+    return rebuild(index, [inline_memory(content, pinned)], pinned)
 
 
-def inline_memory(content: Buffer, allocator: Allocator | None) -> torch.Tensor:
+def inline_memory(content: Buffer, pinned: Allocator | None) -> torch.Tensor:
     """The slab in the payload, as memory for tensors."""
     memory = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    if allocator is None or isinstance(allocator, PageablePool):
-        # A tensor over foreign memory cannot be resized.
-        return memory.clone()
-    return allocator.allocate(len(content)).tensor.copy_(memory)
+    # A tensor over foreign memory cannot be resized.
+    return pinned.allocate(len(content)).tensor.copy_(memory) if pinned else memory.clone()
 
 
 def _num_regions(slab: SlabIndex) -> int:

@@ -182,19 +182,14 @@ MAX_SILENCE = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A node server that clients can find; behind a DNS name, only the address is known.
-
-    Attributes:
-        machine: Identity of the machine (:func:`~rpcdataloader.host.resources.machine_id`).
-        started: Time of registration, in seconds of the file system's clock.
-    """
+    """A node server that clients can find; behind a DNS name, only the address is known."""
 
     address: Address
     num_workers: int = 1
     host: str = ""
     pid: int = 1
-    machine: str = ""
-    started: float = 0.0
+    machine: str = ""  # its identity (:func:`~rpcdataloader.host.resources.machine_id`)
+    started: float = 0.0  # time of registration, in seconds of the file system's clock
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.pid < 1:

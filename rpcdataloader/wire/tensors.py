@@ -11,8 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -29,12 +28,11 @@ MAX_SLAB_BYTES = 1 << 20
 # Alignment of regions in a slab: the largest element, complex128, has 16 bytes.
 _ALIGNMENT = 16
 
-# Types that torch copies by the thousand; others (float8, bits) are copied as plain bytes, one by one.
-_BULK_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16}
-_BULK_DTYPES |= {torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-
 # Types that numpy and memoryview turn into bytes.
 _NUMPY_DTYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64}
+
+# Types that torch copies by the thousand; others (float8, bits) are copied as plain bytes, one by one.
+_BULK_DTYPES = _NUMPY_DTYPES | {torch.bool, torch.float16, torch.bfloat16, torch.complex64, torch.complex128}
 
 # ctypes.memmove releases the GIL; beside a busy thread, each of thousands of releases may cost a switch interval.
 _memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
@@ -100,60 +98,41 @@ def is_dense(tensor: torch.Tensor) -> bool:
     )
 
 
-@dataclass(slots=True, eq=False)
 class _Geometry:
     """A layout of a message, with the sender's derived values and the small tensors that have it."""
 
-    number: int
-    itemsize: int
-    data_bytes: int
-    span_bytes: int
-    is_sparse: bool  # most of the span is gaps: a column of a matrix, every tenth row
-    in_bulk: bool
-    run: list[tuple[int, int]] = field(default_factory=list)  # address, number
+    __slots__ = ("data_bytes", "in_bulk", "is_sparse", "itemsize", "layout", "number", "run", "span_bytes")
+
+    def __init__(self, number: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> None:
+        self.number = number
+        self.layout, self.itemsize, self.data_bytes, self.span_bytes, self.in_bulk = _measure(dtype, shape, strides)
+        # Most of the span is gaps: a column of a matrix, every tenth row.
+        self.is_sparse = self.span_bytes > 2 * self.data_bytes
+        self.run: list[tuple[int, int]] = []  # address, number
 
 
 @functools.lru_cache(maxsize=4096)
-def _measure(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> tuple[int, int, int, bool, bool]:
-    itemsize = dtype.itemsize
-    data_bytes = math.prod(shape) * itemsize
-    span_bytes = (1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))) * itemsize
+def _measure(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> tuple[Layout, int, int, int, bool]:
+    layout = str(dtype).removeprefix("torch."), tuple(shape), strides
+    num_spanned = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     in_bulk = dtype in _BULK_DTYPES and strides == _contiguous_strides(shape)
-    return itemsize, data_bytes, span_bytes, span_bytes > 2 * data_bytes, in_bulk
-
-
-def _layout(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> Layout:
-    return str(dtype).removeprefix("torch."), tuple(shape), strides
+    return layout, dtype.itemsize, math.prod(shape) * dtype.itemsize, num_spanned * dtype.itemsize, in_bulk
 
 
 # One tensor in its storage: address of its first byte and behind its last, number.
 _Member = tuple[int, int, int, _Geometry]
 
 
-@dataclass(slots=True, eq=False)
-class _Group:
-    """Tensors on one storage, whose spans each overlap another's."""
-
-    start: int  # address of the first byte
-    end: int  # address behind the last byte
-    members: list[_Member]
-
-    @property
-    def is_filled(self) -> bool:
-        """Whether data fill at least half of the bytes."""
-        data_bytes = {(start, geometry.number): geometry.data_bytes for start, _, _, geometry in self.members}
-        return self.end - self.start <= 2 * sum(data_bytes.values())
-
-
-def _overlapping(members: list[_Member]) -> list[_Group]:
-    groups: list[_Group] = []
+def _overlapping(members: Iterable[_Member]) -> list[list[_Member]]:
+    """Groups of tensors on one storage whose spans each overlap another's, in the order of their addresses."""
+    groups: list[list[_Member]] = []
+    group_end = 0
     for member in sorted(members, key=itemgetter(0)):
         start, end, _, _ = member
-        if groups and start < groups[-1].end:
-            groups[-1].end = max(groups[-1].end, end)
-            groups[-1].members.append(member)
-        else:
-            groups.append(_Group(start, end, [member]))
+        if start >= group_end:
+            groups.append([])
+        groups[-1].append(member)
+        group_end = max(group_end, end)
     return groups
 
 
@@ -172,104 +151,83 @@ def pack(tensors: Sequence[torch.Tensor | Stack]) -> tuple[Index, list[BlockByte
 
 def _pack_only(tensor: torch.Tensor) -> tuple[Index, list[BlockBytes]] | None:
     """The same for the only tensor of a message, if it is small, at the least cost."""
-    _, data_bytes, _, _, in_bulk = _measure(tensor.dtype, tensor.shape, tensor.stride())
+    layout, _, data_bytes, _, in_bulk = _measure(tensor.dtype, tensor.shape, tensor.stride())
     if not in_bulk or not 0 < data_bytes < MIN_BLOCK_BYTES:
         return None
-    layout = _layout(tensor.dtype, tensor.shape, tensor.stride())
     content = memoryview(ctypes.string_at(tensor.data_ptr(), data_bytes))
     return Index(1, [layout], [], [([], [(0, 0, [0])])], []), [content]
 
 
 class _Packer:
     def __init__(self, tensors: Sequence[torch.Tensor | Stack]) -> None:
-        self._num_tensors = len(tensors)
-        self._tensors = {number: tensor for number, tensor in enumerate(tensors) if isinstance(tensor, torch.Tensor)}
-        self._stacks = {number: stack for number, stack in enumerate(tensors) if isinstance(stack, Stack)}
-        self._layouts: list[Layout] = []
+        self._tensors: list[Any] = list(tensors)
         self._geometries: dict[tuple[torch.dtype, torch.Size, tuple[int, ...]], _Geometry] = {}
         self._blocks: list[list[Place]] = []
         self._buffers: list[BlockBytes] = []
         self._small: list[tuple[int, int, list[Place]]] = []  # address, size in bytes, the tensors on it
-        self._empty: list[tuple[int, int]] = []
 
     def pack(self) -> tuple[Index, list[BlockBytes]]:
         storages: dict[int, list[_Member]] = {}  # by the address of their first byte
-        for number, tensor in self._tensors.items():
+        empty: list[tuple[int, int]] = []
+        for number, tensor in enumerate(self._tensors):
+            if type(tensor) is Stack:
+                self._pack_stack(number, tensor.tensors)
+                continue
             geometry = self._geometry(tensor.dtype, tensor.shape, tensor.stride())
             if geometry.data_bytes == 0:
-                self._empty.append((number, geometry.number))
+                empty.append((number, geometry.number))
                 continue
             start = tensor.data_ptr()
             first_byte = start - int(tensor.storage_offset()) * geometry.itemsize
             member = (start, start + geometry.span_bytes, number, geometry)
             storages.setdefault(first_byte, []).append(member)
-        for first_byte, members in storages.items():
-            if len(members) == 1:
-                self._pack_alone(members[0])
-            else:
-                self._pack_storage(first_byte, members)
-        for number, stack in self._stacks.items():
-            self._pack_stack(number, stack.tensors)
+        for members in storages.values():
+            for group in _overlapping(members) if len(members) > 1 else [members]:
+                self._pack_group(group)
         slabs = self._fill_slabs()
-        return Index(self._num_tensors, self._layouts, self._blocks, slabs, self._empty), self._buffers
+        layouts = [geometry.layout for geometry in self._geometries.values()]
+        return Index(len(self._tensors), layouts, self._blocks, slabs, empty), self._buffers
 
     def _geometry(self, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> _Geometry:
         geometry = self._geometries.get((dtype, shape, strides))
         if geometry is None:
-            geometry = _Geometry(len(self._layouts), *_measure(dtype, shape, strides))
+            geometry = _Geometry(len(self._geometries), dtype, shape, strides)
             self._geometries[dtype, shape, strides] = geometry
-            self._layouts.append(_layout(dtype, shape, strides))
         return geometry
 
-    def _pack_alone(self, member: _Member) -> None:
-        start, end, number, geometry = member
-        if geometry.is_sparse:
-            self._pack_compact([number])
-        elif geometry.in_bulk and end - start < MIN_BLOCK_BYTES:
-            geometry.run.append((start, number))
-        else:
-            self._pack_region(start, end, [(number, geometry.number, 0)])
-
-    def _pack_storage(self, first_byte: int, members: list[_Member]) -> None:
-        """Make one region of each group of overlapping spans in one storage."""
-        for group in _overlapping(members):
-            if group.is_filled:
-                self._pack_group(first_byte, group)
+    def _pack_group(self, group: list[_Member]) -> None:
+        """Make one region of tensors that overlap; without the sparse ones, if the others do not fill their gaps."""
+        start, end, number, geometry = group[0]
+        if len(group) == 1 and not geometry.is_sparse:
+            if geometry.in_bulk and end - start < MIN_BLOCK_BYTES:
+                geometry.run.append((start, number))
             else:
-                self._pack_scattered(first_byte, group.members)
-
-    def _pack_scattered(self, first_byte: int, members: list[_Member]) -> None:
-        """Send sparse spans compact, unless other tensors fill their gaps anyway."""
-        groups = _overlapping([member for member in members if not member[3].is_sparse])
-        compact: dict[tuple[int, int], list[int]] = {}
-        for member in members:
-            start, end, number, geometry = member
-            if not geometry.is_sparse:
-                continue
-            for group in groups:
-                if group.start <= start and end <= group.end:
-                    group.members.append(member)
-                    break
-            else:
-                compact.setdefault((start, geometry.number), []).append(number)
-        for numbers in compact.values():
-            self._pack_compact(numbers)
-        for group in groups:
-            self._pack_group(first_byte, group)
-
-    def _pack_group(self, first_byte: int, group: _Group) -> None:
-        if len(group.members) == 1:
-            self._pack_alone(group.members[0])
+                self._pack_region(start, end, [(number, geometry.number, 0)])
             return
-        group_start = group.start
-        if len({geometry.itemsize for _, _, _, geometry in group.members}) > 1:
+        end = max(end for _, end, _, _ in group)
+        distinct: dict[tuple[int, _Geometry], list[int]] = {}
+        for first, _, number, geometry in group:
+            distinct.setdefault((first, geometry), []).append(number)
+        if end - start <= 2 * sum(geometry.data_bytes for _, geometry in distinct):
             # Offsets in the storage are whole numbers of elements of the type: keep them so in the region.
-            group_start -= (group_start - first_byte) % _ALIGNMENT
-        places = [
-            (number, geometry.number, (start - group_start) // geometry.itemsize)
-            for start, _, number, geometry in group.members
-        ]
-        self._pack_region(group_start, group.end, places)
+            widest = max(group, key=lambda member: member[3].itemsize)
+            start -= (start - widest[0]) % widest[3].itemsize
+            places = [
+                (number, geometry.number, (first - start) // geometry.itemsize) for first, _, number, geometry in group
+            ]
+            self._pack_region(start, end, places)
+            return
+        dense = _overlapping(member for member in group if not member[3].is_sparse)
+        filled = [(part[0][0], max(end for _, end, _, _ in part)) for part in dense]
+        left: list[_Member] = []
+        for (first, geometry), numbers in distinct.items():
+            last = first + geometry.span_bytes
+            if geometry.is_sparse and not any(start <= first and last <= end for start, end in filled):
+                self._pack_compact(numbers)
+            else:
+                left += [(first, last, number, geometry) for number in numbers]
+        for part in _overlapping(left):
+            self._pack_group(part)
 
     def _pack_compact(self, numbers: list[int]) -> None:
         """Send the elements of a tensor, which may have several numbers, without gaps."""
@@ -305,20 +263,27 @@ class _Packer:
             return slabs[-1]
 
         for address, size_bytes, places in self._small:
-            slab_with_room(size_bytes).add_region(address, size_bytes, places)
+            slab = slab_with_room(size_bytes)
+            slab.regions.append((slab.add([address], size_bytes), size_bytes, places))
         for geometry in self._geometries.values():
+            size_bytes = geometry.data_bytes
             left = geometry.run
             while left:
-                left = slab_with_room(geometry.data_bytes).add_run(geometry, left)
+                num_fitting = max(1, MAX_SLAB_BYTES // size_bytes)
+                fitting, left = left[:num_fitting], left[num_fitting:]
+                slab = slab_with_room(len(fitting) * size_bytes)
+                offset = slab.add([address for address, _ in fitting], size_bytes)
+                slab.runs.append((offset, geometry.number, [number for _, number in fitting]))
         self._buffers += [slab.gather() for slab in slabs]
-        return [slab.index for slab in slabs]
+        return [(slab.regions, slab.runs) for slab in slabs]
 
 
 class _Slab:
     """A slab while it is being filled."""
 
     def __init__(self) -> None:
-        self.index: SlabIndex = ([], [])
+        self.regions: list[Region] = []
+        self.runs: list[Run] = []
         self._size_bytes = 0
         self._moves: list[tuple[int, int, int]] = []  # offset in the slab, address, size in bytes
 
@@ -326,23 +291,14 @@ class _Slab:
     def next_offset(self) -> int:
         return -(-self._size_bytes // _ALIGNMENT) * _ALIGNMENT
 
-    def add_region(self, address: int, size_bytes: int, places: list[Place]) -> None:
-        offset = self.next_offset
-        self.index[0].append((offset, size_bytes, places))
-        self._moves.append((offset, address, size_bytes))
-        self._size_bytes = offset + size_bytes
-
-    def add_run(self, geometry: _Geometry, run: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Add as much of a run as fits, and return the rest."""
-        offset, size_bytes = self.next_offset, geometry.data_bytes
-        num_fitting = (MAX_SLAB_BYTES - offset) // size_bytes
-        fitting, rest = run[:num_fitting], run[num_fitting:]
-        self.index[1].append((offset, geometry.number, [number for _, number in fitting]))
-        for address, _ in fitting:
+    def add(self, addresses: Sequence[int], size_bytes: int) -> int:
+        """Take memory of one size from each address, without gaps between; returns the offset of the first."""
+        first = offset = self.next_offset
+        for address in addresses:
             self._moves.append((offset, address, size_bytes))
             offset += size_bytes
         self._size_bytes = offset
-        return rest
+        return first
 
     def gather(self) -> memoryview:
         memory = bytearray(self._size_bytes)
@@ -370,9 +326,4 @@ def _view_all(tensor: torch.Tensor) -> memoryview:
 
 
 def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

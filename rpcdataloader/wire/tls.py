@@ -35,12 +35,30 @@ _MAX_RECORD_BYTES = 2**14 + 256 + 5
 # Types of record that an answer may begin with: an alert, or the handshake.
 _FIRST_BYTES = (b"\x15", b"\x16")
 
-# OpenSSL's codes for faults of the other side's certificate (X509_V_ERR_...).
-_NOT_YET_VALID, _EXPIRED, _WRONG_PURPOSE, _OTHER_HOST, _OTHER_ADDRESS = 9, 10, 26, 62, 64
+# What is wrong with the other side's certificate, by OpenSSL's code (X509_V_ERR_...).
+_OTHER_NAME = "is not for {host}; connect to a name that it was made for, or make one with subjectAltName="
+_FAULTS = {
+    9: "is not valid yet; is the clock of one of the machines wrong?",
+    10: "has expired; renew it (or is the clock of this machine wrong?)",
+    26: "was made for another purpose; make one with extendedKeyUsage={purpose}, or without any",
+    62: _OTHER_NAME + "DNS:{host}",
+    64: _OTHER_NAME + "IP:{host}",
+}
+_UNKNOWN_SIGNER = "is not signed by a CA in {ca} ({problem}); give both sides certificates of the same CA"
+
+# What the other side has against this one, by a part of OpenSSL's reason.
+_REFUSALS = {
+    "CERTIFICATE_EXPIRED": "refused {mine}: it has expired, or is not valid yet; renew it",
+    "UNKNOWN_CA": "refused {mine}: it is not signed by a CA that the other side knows; "
+    "give both sides certificates of the same CA",
+    "CERTIFICATE_REQUIRED": "asks for a certificate, and this side has shown none",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "has shown no certificate; it needs one that {ca} has signed",
+}
 
 CERT_VARIABLE = "RPCDATALOADER_TLS_CERT"
 KEY_VARIABLE = "RPCDATALOADER_TLS_KEY"
 CA_VARIABLE = "RPCDATALOADER_TLS_CA"
+VARIABLES = f"{CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE}"
 
 # A certificate has about a thousand bytes, and so has each of a bundle's.
 _MAX_FILE_BYTES = 2**22
@@ -48,16 +66,11 @@ _MAX_FILE_BYTES = 2**22
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of three PEM files; absolute, since sessions change the folder.
+    """Paths of three PEM files; absolute, since sessions change the folder."""
 
-    Attributes:
-        cert: Certificate that this side shows, followed by those between it and the CA, if any.
-        ca: One or more certificates; one of them must have signed the other side's.
-    """
-
-    cert: str
+    cert: str  # certificate that this side shows, followed by those between it and the CA, if any
     key: str
-    ca: str
+    ca: str  # one or more certificates; one of them must have signed the other side's
 
     def load(self, role: Literal["client", "server"]) -> TlsCredentials:
         """Read the files.
@@ -153,6 +166,7 @@ def _check_file(what: str, path: str) -> None:
     # ssl's error for a missing file does not name it.
     try:
         data = safe_files.read(path, _MAX_FILE_BYTES, stat.S_IRWXO if what == "key" else 0, any_owner=True)
+        is_pem = len(data) <= _MAX_FILE_BYTES
     except OSError as exc:
         raise TlsError(f"the TLS {what} file {path} cannot be read: {exc.strerror}") from exc
     except UnsafeFileError as exc:
@@ -160,8 +174,8 @@ def _check_file(what: str, path: str) -> None:
             raise TlsError(
                 f"the TLS key file {path} {exc}; if no other user has read it, run: chmod 600 {path}"
             ) from None
-        data = None
-    if data is None or len(data) > _MAX_FILE_BYTES:
+        is_pem = False
+    if not is_pem:
         raise TlsError(f"the TLS {what} file {path} is not a PEM file; name one")
 
 
@@ -225,24 +239,17 @@ class TlsStream(Stream):
         answered = self._host is None
         while True:
             self.limit(deadline)
-            problem: RPCError | None = None
-            done = False
             try:
                 self._tls.do_handshake()
-                done = True
+                self._agreed = True
             except ssl.SSLWantReadError:
                 pass
             except ssl.SSLError as exc:
-                problem = self._translate(exc)
-                problem.__cause__ = exc
-            # After a problem, this is the alert that tells the other side.
-            if data := self._outgoing.read():
-                with contextlib.suppress(RPCError) if problem else contextlib.nullcontext():
-                    super().send([data])
-            if problem is not None:
-                raise problem
-            if done:
-                self._agreed = True
+                with contextlib.suppress(RPCError):
+                    self._flush()  # the alert, which tells the other side
+                raise self._translate(exc) from exc
+            self._flush()
+            if self._agreed:
                 return
             if not answered:
                 first = bytearray(1)
@@ -257,19 +264,18 @@ class TlsStream(Stream):
         for piece in pieces:
             rest = memoryview(piece).cast("B")
             while rest:
-                data = b""
                 try:
                     with self._lock:
                         rest = rest[self._tls.write(rest[:CHUNK_BYTES]) :]
-                        # Small pieces travel together.
-                        if self._outgoing.pending >= CHUNK_BYTES:
-                            data = self._outgoing.read()
                 except ssl.SSLError as exc:
                     raise ConnectionLostError(
                         f"connection to {self.name} lost while sending: {reason_of(exc)}"
                     ) from exc
-                if data:
-                    super().send([data])
+                if self._outgoing.pending >= CHUNK_BYTES:  # small pieces travel together
+                    self._flush()
+        self._flush()
+
+    def _flush(self) -> None:
         with self._lock:
             data = self._outgoing.read()
         if data:
@@ -340,23 +346,18 @@ class TlsStream(Stream):
         """Does nothing: whole records are received in any case."""
 
     def _translate(self, exc: ssl.SSLError) -> RPCError:
+        reason, ca = exc.reason or "", self._files.ca
         if isinstance(exc, ssl.SSLCertVerificationError):
-            return TlsError(self._describe_certificate(exc))
-        reason = exc.reason or ""
+            purpose = "clientAuth" if self._host is None else "serverAuth"
+            fault = _FAULTS.get(exc.verify_code, _UNKNOWN_SIGNER)
+            fault = fault.format(host=self._host, purpose=purpose, ca=ca, problem=exc.verify_message)
+            return TlsError(f"the certificate of {self.name} {fault}")
         mine = f"this side's certificate ({self._files.cert})"
-        if "CERTIFICATE_EXPIRED" in reason:
-            return TlsError(f"{self.name} refused {mine}: it has expired, or is not valid yet; renew it")
-        if "UNKNOWN_CA" in reason:
-            return TlsError(
-                f"{self.name} refused {mine}: it is not signed by a CA that the other side knows; "
-                "give both sides certificates of the same CA"
-            )
+        for part, refusal in _REFUSALS.items():
+            if part in reason:
+                return TlsError(f"{self.name} {refusal.format(mine=mine, ca=ca)}")
         if "BAD_CERTIFICATE" in reason and self._host is None:
             return TlsError(f"{self.name} refused {mine}: it is not for the name or address that the client used")
-        if "CERTIFICATE_REQUIRED" in reason:
-            return TlsError(f"{self.name} asks for a certificate, and this side has shown none")
-        if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
-            return TlsError(f"{self.name} has shown no certificate; it needs one that {self._files.ca} has signed")
         if "ALERT" in reason and "RECORD_MAC" not in reason:
             return TlsError(f"{self.name} refused TLS with this side ({reason_of(exc)})")
         if not self._agreed:
@@ -365,26 +366,4 @@ class TlsStream(Stream):
             )
         return RemoteProtocolError(
             f"something from {self.name} was altered on its way, and nothing of it was used ({reason_of(exc)})"
-        )
-
-    def _describe_certificate(self, exc: ssl.SSLCertVerificationError) -> str:
-        certificate = f"the certificate of {self.name}"
-        if exc.verify_code == _EXPIRED:
-            return f"{certificate} has expired; renew it (or is the clock of this machine wrong?)"
-        if exc.verify_code == _NOT_YET_VALID:
-            return f"{certificate} is not valid yet; is the clock of one of the machines wrong?"
-        if exc.verify_code == _WRONG_PURPOSE:
-            purpose = "clientAuth" if self._host is None else "serverAuth"
-            return (
-                f"{certificate} was made for another purpose; make one with extendedKeyUsage={purpose}, or without any"
-            )
-        if exc.verify_code in (_OTHER_HOST, _OTHER_ADDRESS):
-            kind = "IP" if exc.verify_code == _OTHER_ADDRESS else "DNS"
-            return (
-                f"{certificate} is not for {self._host}; connect to a name that it was made for, or make one with "
-                f"subjectAltName={kind}:{self._host}"
-            )
-        return (
-            f"{certificate} is not signed by a CA in {self._files.ca} ({exc.verify_message}); "
-            "give both sides certificates of the same CA"
         )

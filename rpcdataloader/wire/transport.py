@@ -108,19 +108,19 @@ class Stream:
         Raises:
             ConnectionLostError: The peer is gone.
         """
-        first = size = 0
+        size = 0
         try:
-            while first < len(pieces):
-                window = pieces[first : first + MAX_PIECES]
+            while pieces:
+                window = pieces[:MAX_PIECES]
                 size = sum(map(len, window))
                 # Counted before: a peer that has all of it may close at any moment, which may end this process.
                 self._traffic[1] += size
                 sent = self._sock.sendmsg(window)
                 if sent == size:
-                    first += len(window)
+                    pieces = pieces[MAX_PIECES:]
                 else:
                     self._traffic[1] -= size - sent
-                    pieces, first = without_start(pieces[first:], sent), 0
+                    pieces = without_start(pieces, sent)
         except OSError as exc:
             self._traffic[1] -= size
             if _is_limit(exc):

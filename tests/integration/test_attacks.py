@@ -30,10 +30,11 @@ from rpcdataloader.errors import RPCError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity, open_channel
 from rpcdataloader.wire.credentials import load_credentials
+from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.frames import HEADER_SIZE, Flag, MessageType, encode
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Handshake, Preamble
 from rpcdataloader.wire.messages import Call, Exited, pack_handles
-from rpcdataloader.wire.pickling import dumps, loads_exception
+from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.transport import Deadline
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, wait_until
 from tests.integration.quick import quick_server

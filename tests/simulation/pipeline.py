@@ -22,7 +22,7 @@ from rpcdataloader.diagnosis.records import Probe, Setup
 from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.batches import BatchTable
 from rpcdataloader.plan.streams import StreamTable
-from rpcdataloader.wire.stages import Stages
+from rpcdataloader.wire.messages import Stages
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,6 @@ PURE = {
     "rpcdataloader.wire.handshake",
     "rpcdataloader.wire.messages",
     "rpcdataloader.wire.status",
-    "rpcdataloader.wire.stages",
     "rpcdataloader.status.report",
     "rpcdataloader.status.text",
     "rpcdataloader.plan.roster",

@@ -77,7 +77,8 @@ def open_channels():
             receiver.receive(message)
         data = receiver.data_to_send()
         receiver, sender = sender, receiver
-    return Channel(Stream(ours, "the peer"), client, "the peer"), Channel(FaultyStream(theirs, "us"), server, "us")
+    ends = (Stream(ours, "the peer"), client), (FaultyStream(theirs, "us"), server)
+    return [Channel(stream, side.established, stream.name) for stream, side in ends]
 
 
 class Listener:

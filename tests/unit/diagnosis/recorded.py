@@ -6,7 +6,7 @@ import contextlib
 
 from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.records import Records, Setup
-from rpcdataloader.wire.stages import Stages
+from rpcdataloader.wire.messages import Stages
 
 FOUR = dict.fromkeys(range(4), "node07")
 TASK = Stages(fetch=0.019, collate=0.001, cpu=0.02)

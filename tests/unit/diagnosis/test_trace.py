@@ -11,7 +11,7 @@ import pytest
 
 from rpcdataloader.diagnosis.records import Probe, Setup
 from rpcdataloader.diagnosis.trace import Tracks
-from rpcdataloader.wire.stages import Stages
+from rpcdataloader.wire.messages import Stages
 from tests.simulation.pipeline import Pipeline, Scenario
 from tests.simulation.test_diagnosis import CAUSES
 from tests.traces import check, interval_of, of_kind, tracks_of

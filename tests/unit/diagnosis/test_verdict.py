@@ -11,7 +11,7 @@ import pytest
 
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.diagnosis.words import REASONS, WORDS
-from rpcdataloader.wire.stages import Stages
+from rpcdataloader.wire.messages import Stages
 from tests.unit.diagnosis.recorded import TASK, make_recorder, make_setup, record, records
 
 # The loop takes 400 batches per second, and the workers make 200.

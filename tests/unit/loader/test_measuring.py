@@ -9,8 +9,8 @@ import pytest
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import RemoteProtocolError
 from rpcdataloader.loader.seat import note_answer, note_reply
-from rpcdataloader.wire.frames import Flag, Message, MessageType
-from rpcdataloader.wire.stages import Arrival, Stages
+from rpcdataloader.wire.frames import Arrival, Flag, Message, MessageType
+from rpcdataloader.wire.messages import Stages
 
 STAGES = Stages(idle=0.5, cpu=0.25)
 

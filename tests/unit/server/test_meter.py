@@ -11,7 +11,7 @@ import time
 import pytest
 
 from rpcdataloader.server.requests import Meter
-from rpcdataloader.wire.stages import Stages
+from rpcdataloader.wire.messages import Stages
 from rpcdataloader.wire.transport import Stream
 
 

@@ -21,11 +21,11 @@ from rpcdataloader.errors import (
 )
 from rpcdataloader.wire import channel
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.channel import Channel, accept_channel, local_identity, open_channel, recv_preamble
+from rpcdataloader.wire.channel import accept_channel, local_identity, open_channel, recv_preamble
 from rpcdataloader.wire.connecting import accept, listen_unix
 from rpcdataloader.wire.credentials import INSECURE, Credentials
 from rpcdataloader.wire.frames import Flag, HeapBlock, Limits, MessageType, encode
-from rpcdataloader.wire.handshake import Handshake, Preamble
+from rpcdataloader.wire.handshake import Preamble
 from rpcdataloader.wire.transport import Deadline, Stream
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
@@ -316,11 +316,6 @@ def test_connection_without_a_word_is_no_preamble(listener, address):
     stream = accept_stream(listener)
     assert recv_preamble(stream) is None
     stream.close()
-
-
-def test_channel_needs_a_complete_handshake():
-    with pytest.raises(ValueError, match="the handshake is not complete"):
-        Channel(None, Handshake(b"secret", local_identity("client"), Preamble(SESSION_ID)), "")
 
 
 def test_message_over_the_limits_is_not_sent_and_harms_no_other(channels, monkeypatch):

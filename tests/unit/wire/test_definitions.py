@@ -19,7 +19,7 @@ import rpcdataloader
 
 PIPE = """
 import struct
-from rpcdataloader.wire import pickling
+from rpcdataloader.wire import exceptions, pickling
 from rpcdataloader.wire.slabs import PageablePool
 
 pool = PageablePool()
@@ -47,7 +47,7 @@ def receive(stream):
 WORKER = """
 import sys
 import pipe
-from rpcdataloader.wire import pickling
+from rpcdataloader.wire import exceptions, pickling
 
 def serve():
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer
@@ -57,7 +57,7 @@ def serve():
             function, args = pickling.loads(payload, blocks, adopt_main=True)
             encoded = pickling.dumps_reply(function(*args))
         except BaseException as error:
-            encoded = pickling.Encoded(pickling.dumps_exception(error, "the worker"), [])
+            encoded = pickling.Encoded(exceptions.dumps_exception(error, "the worker"), [])
             pipe.send(stdout, encoded, b"E")
         else:
             pipe.send(stdout, encoded)
@@ -68,7 +68,7 @@ import abc, collections, copy, dataclasses, enum, functools, gc, json, multiproc
 import traceback, typing, weakref
 import torch
 import pipe
-from rpcdataloader.wire import pickling
+from rpcdataloader.wire import exceptions, pickling
 
 last_reply = b""
 worker = None
@@ -78,7 +78,7 @@ def call(function, *args):
     pipe.send(worker.stdin, pickling.dumps((function, args)))
     kind, last_reply, blocks = pipe.receive(worker.stdout)
     if kind == b"E":
-        raise pickling.loads_exception(last_reply)
+        raise exceptions.loads_exception(last_reply)
     return pickling.loads(last_reply, blocks)
 
 def same(x):

@@ -14,8 +14,7 @@ import torch
 
 from rpcdataloader.errors import RemoteError, RemoteTraceback, RPCTimeoutError
 from rpcdataloader.wire import exceptions
-from rpcdataloader.wire.exceptions import name_sample
-from rpcdataloader.wire.pickling import dumps_exception, loads_exception
+from rpcdataloader.wire.exceptions import dumps_exception, loads_exception, name_sample
 
 WHERE = "worker 3 (pid 123) on node07:6543"
 LOCK = threading.Lock()

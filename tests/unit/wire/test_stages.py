@@ -7,12 +7,12 @@ import math
 import pytest
 
 from rpcdataloader.errors import RemoteProtocolError
-from rpcdataloader.wire.stages import SIZE_BYTES, Stages
+from rpcdataloader.wire.messages import STAGES_BYTES, Stages
 
 
 def test_stages_keep_their_values_in_at_most_48_bytes():
     stages = Stages(*(number / 4 for number in range(10)))
-    assert len(stages.pack()) == SIZE_BYTES == 32
+    assert len(stages.pack()) == STAGES_BYTES == 32
     assert Stages.unpack(memoryview(stages.pack())).with_timings((stages.fetch, stages.collate)) == stages
     assert stages.task == stages.fetch + stages.collate + stages.encode
 
