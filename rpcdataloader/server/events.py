@@ -120,22 +120,8 @@ class Printed(Event):
 
 
 @dataclass(frozen=True)
-class WorkerForked(Event):
-    """Session to node server, with the pipe of its output."""
-
-    worker: int
-
-
-@dataclass(frozen=True)
-class Authenticated(Event):
-    """Worker to session: the client has proved that it knows the secret."""
-
-    origin: Origin
-
-
-@dataclass(frozen=True)
 class WantsRoom(Event):
-    """Session to node server: may this worker serve?"""
+    """Worker to node server, with the pipe of its output: may it serve its client, which has authenticated itself?"""
 
     worker: int
     pid: int
@@ -159,7 +145,7 @@ class Decided(Event):
 
 @dataclass(frozen=True)
 class GaveUp(Event):
-    """Worker to session, before it exits."""
+    """Worker to session, as its only event, before it exits."""
 
     reason: str
 

@@ -153,11 +153,10 @@ class Sessions:
 
     def receive(self, session: ClientSession, event: Event, descriptors: list[int]) -> None:
         match event:
-            case events.WorkerForked():
-                self._add_output(session, descriptors[0], f"worker {event.worker}")
             case events.WantsOutput():
                 session.output = LineLimit(lambda note: session.link.offer(events.Printed(note, "")))
             case events.WantsRoom():
+                self._add_output(session, descriptors[0], f"worker {event.worker}")
                 self._decide(session, event)
             case events.WorkerEnded():
                 self._worker_ended(session, event)
@@ -193,7 +192,8 @@ class Sessions:
             self._readers.discard(reader)
 
     def _decide(self, session: ClientSession, event: events.WantsRoom) -> None:
-        row, reason = 0, self._admission.admit(session.id)
+        row = 0
+        reason = "the node server is draining" if self._is_draining else self._admission.admit(session.id)
         if reason is None:
             try:
                 now = time.monotonic_ns()

@@ -662,7 +662,7 @@ node.GATE_TIMEOUT = 2; node.MAX_GATES = 16; node.GATE_PATIENCE = 0.05
 
 def test_session_survives_workers_that_never_say_who_they_are(serve):
     """Session ids travel in the clear, so that anybody may open worker connections, and nothing more."""
-    server = serve(before="session.HANDSHAKE_TIMEOUT = 0.3; session.MAX_UNAUTHENTICATED = 8")
+    server = serve(before="worker.HANDSHAKE_TIMEOUT = 0.3; session.MAX_UNAUTHENTICATED = 8")
     session_id, session = session_of(server)
     pid = call(server, os.getpid)
     with contextlib.ExitStack() as stack:

@@ -22,6 +22,6 @@ def test_worker_for_which_the_counters_have_no_row_is_refused():
     session = SimpleNamespace(id="00", row=row, workers={}, link=SimpleNamespace(post=decisions.append))
     wanted = WantsRoom(1, 300, "10.0.0.7:5", Origin("gpu01:2304", None, ""))
     sessions = Sessions(context, None, None)
-    sessions.receive(session, wanted, [])
+    sessions._decide(session, wanted)
     assert decisions == [Decided(1, "at most 1 processes can serve connections", 0)]
     assert (session.workers, sessions._admission.held["00"], counters.look()[0].refused) == ({}, 0, 1)
