@@ -162,7 +162,7 @@ class SpareGates:
         self._num_wanted = min(num_wanted, MAX_SPARES)
         self._fork = fork
         self._gates: deque[Gate] = deque()
-        self.due = math.inf  # when to call refill
+        self._due = math.inf
 
     @property
     def pids(self) -> set[int]:
@@ -189,20 +189,17 @@ class SpareGates:
 
     def wait(self, now: float) -> None:
         """Postpone forking until no connection has come for a while."""
-        self.due = now + QUIET_SECONDS
+        self._due = now + QUIET_SECONDS
 
     def refill(self, now: float) -> None:
         """Fork a gate, if that is due and one is missing."""
-        if now < self.due:
-            return
-        if not self.has_room:
-            self.due = math.inf
+        if now < self._due or not self.has_room:
             return
         try:
             self._gates.append(self._fork())
         except OSError as exc:
             logger.info("cannot fork a gate in advance: %s", exc.strerror or exc)
-            self.due = now + EXHAUSTED_PAUSE
+            self._due = now + EXHAUSTED_PAUSE
 
     def forget_in_child(self) -> None:
         for gate in self._gates:
@@ -210,8 +207,8 @@ class SpareGates:
             os.close(gate.process.fileno())
 
     def close(self) -> None:
-        """End all gates; idempotent."""
-        self.due = math.inf
+        """End all gates, and fork no more; idempotent."""
+        self._due = math.inf
         while self._gates:
             self._gates.pop().end()
 

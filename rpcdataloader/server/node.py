@@ -42,15 +42,13 @@ GATE_TIMEOUT = 10.0
 GATE_PATIENCE = 1.0
 MAX_GATES = 128
 
-# Seconds until a retry when a session has no room for a message.
-RETRY_PAUSE = 0.05
+# Seconds between two looks at what is due, such as the end of a time limit, or another attempt to send an event to a
+# session that had no room for it.
+TICK = 0.05
 
 # Seconds of silence after which an owner that writes to the lifeline counts as gone: a machine that vanished does not
 # close it.
 LIFELINE_SILENCE = 60.0
-
-# poll(2) takes milliseconds in 32 bits.
-_MAX_POLL_TIMEOUT = 3600.0
 
 
 class NodeServer:
@@ -102,8 +100,8 @@ class NodeServer:
         self._spares.wait(time.monotonic())
         try:
             while self._drain_deadline is None or self._busy():
-                self._loop.wait(self._next_due() - time.monotonic())
-                self._do_what_is_due()
+                self._loop.wait(TICK)
+                self._do_what_is_due(time.monotonic())
         finally:
             self._close()
 
@@ -315,21 +313,7 @@ class NodeServer:
         for child in self._children.values():
             child.end(reason)
 
-    def _next_due(self) -> float:
-        """The time of the next action."""
-        now = time.monotonic()
-        times = [now + _MAX_POLL_TIMEOUT, self._sessions.due, self._spares.due, self._accept_at, self._owner_gone_at]
-        times += [gate.deadline for gate in self._gates()]
-        if self._drain_deadline is not None:
-            times.append(self._drain_deadline)
-        if self.announcement is not None:
-            times.append(self.announcement.due)
-        if any(child.link.unsent for child in self._children.values()) or any(gate.wanted for gate in self._gates()):
-            times.append(now + RETRY_PAUSE)
-        return min(times)
-
-    def _do_what_is_due(self) -> None:
-        now = time.monotonic()
+    def _do_what_is_due(self, now: float) -> None:
         for gate in self._gates():
             if now > gate.deadline:
                 if not gate.is_refused:

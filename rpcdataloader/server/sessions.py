@@ -118,7 +118,7 @@ class Sessions:
         self._folders = Folders()
         self._by_id: dict[str, ClientSession] = {}
         self._is_draining = False
-        self._look_at = math.inf  # time to look for vanished clients; infinite without sessions
+        self._look_at = 0.0  # time to look for vanished clients
 
     def __iter__(self) -> Iterator[ClientSession]:
         return iter(self._by_id.values())
@@ -141,8 +141,6 @@ class Sessions:
             folder=self._folders.name(),
         )
         self._by_id[session.id] = session
-        if session.sock.family != socket.AF_UNIX:
-            self._look_at = min(self._look_at, time.monotonic() + transport.LOOK_INTERVAL)
         self._add_output(session, output, "session")
         # The session ends with its client, even while it is busy with user code.
         self._loop.watch(session.sock.fileno(), lambda: self._on_client_gone(session), _CLIENT_GONE)
@@ -252,24 +250,16 @@ class Sessions:
         session.is_client_gone = True
         session.end("its client has gone")
 
-    @property
-    def due(self) -> float:
-        """Time of the next :meth:`do_what_is_due`."""
-        return min([self._look_at, *(session.output.due for session in self if session.output is not None)])
-
     def do_what_is_due(self, now: float) -> None:
-        """Look for vanished clients, and tell clients how much of their output was left out."""
+        """Tell clients how much of their output was left out, and end the sessions of clients whose host vanished."""
+        is_looking = now > self._look_at
+        if is_looking:
+            self._look_at = now + transport.LOOK_INTERVAL
         for session in self:
             if session.output is not None:
                 session.output.tell(now)
-        if now > self._look_at:
-            self._look_for_clients(now)
-
-    def _look_for_clients(self, now: float) -> None:
-        """End the sessions of clients whose host vanished while data was under way to it."""
-        self._look_at = now + transport.LOOK_INTERVAL if self._by_id else math.inf
-        for session in self:
-            if not session.is_client_gone and transport.is_cut_off(session.sock):
+            # While data was under way to the host; otherwise keep-alive notices.
+            if is_looking and not session.is_client_gone and transport.is_cut_off(session.sock):
                 self._on_client_gone(session)
 
     def drain(self) -> None:
