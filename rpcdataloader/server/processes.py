@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
-import functools
 import logging
 import os
 import random
@@ -196,30 +195,28 @@ def fork(run: Callable[[], None]) -> Process:
     """
     parent = os.getpid()
     _flush_output()  # or the child would write our buffers again
-    pipe = None if _has_pidfd() else os.pipe()
+    # The child holds the other end, for a kernel without pidfds.
+    end, held = os.pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _QUIET_SIGNALS)
     try:
         pid = os.fork()
         if pid == 0:
-            if pipe is not None:
-                os.close(pipe[0])
+            os.close(end)
             _be_child(run, parent)
     except OSError:
-        if pipe is not None:
-            os.close(pipe[0])
+        os.close(end)
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if pipe is not None:
-            os.close(pipe[1])
-    if pipe is not None:
-        return Process(pid, pipe[0])
+        os.close(held)
     try:
-        return Process(pid, _pidfd_open(pid))
+        descriptor = _pidfd_open(pid)
     except OSError:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        raise
+        # Linux 5.3 has them, but not the 4.18 of RHEL 8. The pipe is worse: an orphan of the child keeps it open, and
+        # hides the child's end.
+        return Process(pid, end)
+    os.close(end)
+    return Process(pid, descriptor)
 
 
 def _be_deaf_to(number: int) -> None:
@@ -293,20 +290,6 @@ def _pidfd_open(pid: int) -> int:
     if descriptor < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return descriptor
-
-
-@functools.cache
-def _has_pidfd() -> bool:
-    """Whether this kernel has pidfds (Linux 5.3, but not the 4.18 of RHEL 8).
-
-    Without them the child holds one end of a pipe. That is worse: an orphan of the child keeps the pipe open, and hides
-    the child's end.
-    """
-    try:
-        os.close(_pidfd_open(os.getpid()))
-    except OSError:
-        return False
-    return True
 
 
 def _flush_output() -> None:
