@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from rpcdataloader.server.logs import Origin
-from rpcdataloader.wire.messages import Json, from_json, read_json
+from rpcdataloader.wire.messages import from_json, read_json
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,9 @@ class TellsStatus(Event):
 class WantsStacks(Event):
     """Status gate to node server, and node server to session: write the stacks of all workers.
 
-    Its descriptors are a file, for one line per worker (a :class:`WorkerStack`), and the end of a pipe, which the
-    session closes when it has written all lines.
+    Its descriptors are a file, for one line of JSON per worker, with its process id and its stacks, and the end of a
+    pipe, which the session closes when it has written all lines.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStack(Json):
-    """The line about one worker, by its process id."""
-
-    pid: int
-    text: str
 
 
 @dataclass(frozen=True)

@@ -28,18 +28,10 @@ from typing import Any
 
 from rpcdataloader.errors import RemoteProtocolError, RPCError
 from rpcdataloader.host.resources import available_cpus, memory_bytes, process_use, unread_bytes
+from rpcdataloader.server import events
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import SESSION, WORKER, Row
-from rpcdataloader.server.events import (
-    Accepted,
-    HandedOver,
-    IsForWorker,
-    Link,
-    Refused,
-    TellsStatus,
-    WantsStacks,
-    WorkerStack,
-)
+from rpcdataloader.server.events import Link
 from rpcdataloader.server.logs import Kind
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Process, fork, name_process
 from rpcdataloader.server.session import run_session
@@ -64,7 +56,7 @@ def _serve(node: Link, context: ServerContext) -> bool:
     if received is None:
         return False
     event, descriptors = received
-    if not isinstance(event, Accepted):
+    if not isinstance(event, events.Accepted):
         raise TypeError(f"a gate expects its connection, got {event}")
     name_process("rpcdl-gate")
     peer = event.peer
@@ -81,7 +73,7 @@ def _serve(node: Link, context: ServerContext) -> bool:
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
     except RPCError as exc:
         context.log_refusal(peer, exc, kind)
-        node.send(Refused())
+        node.send(events.Refused())
     else:
         if kind == "status":
             serve_status(channel, node, context)
@@ -93,18 +85,18 @@ def _serve(node: Link, context: ServerContext) -> bool:
 
 
 def _hand_over(stream: Stream, preamble: Preamble, node: Link, context: ServerContext) -> bool:
-    node.send(IsForWorker(preamble.session_id.hex(), preamble.encode().hex()))
+    node.send(events.IsForWorker(preamble.session_id.hex(), preamble.encode().hex()))
     received = node.recv()
     if received is None:
         return False
-    if isinstance(received[0], HandedOver):
+    if isinstance(received[0], events.HandedOver):
         stream.close()
         return True
     text = "there is no such session on this node server: it ended, or the server was restarted"
     refusal = json.dumps({"code": "protocol", "text": text}).encode()
     stream.send(encode(None, MessageType.REFUSED, payload=refusal))
     context.log_refusal(stream.name, "unknown session", "worker")
-    node.send(Refused())
+    node.send(events.Refused())
     stream.linger()
     return False
 
@@ -222,7 +214,7 @@ MAX_REPORT_AGE = 30.0
 
 def serve_status(channel: Channel, node: Link, context: ServerContext) -> None:
     """Answer an authenticated status connection until its client has gone."""
-    node.send(TellsStatus())
+    node.send(events.TellsStatus())
     try:
         while (message := channel.recv()) is not None:
             if message.type != MessageType.STATS:
@@ -341,7 +333,7 @@ def ask_for_stacks(node: Link) -> dict[int, str]:
     ended, open_while_told = os.pipe()
     try:
         try:
-            node.send(WantsStacks(), [told, open_while_told])
+            node.send(events.WantsStacks(), [told, open_while_told])
         finally:
             os.close(open_while_told)
         poll = select.poll()
@@ -349,7 +341,7 @@ def ask_for_stacks(node: Link) -> dict[int, str]:
         poll.poll(STACK_TIMEOUT * 1000)
         # A late session is still writing after the last line feed.
         lines = os.pread(told, os.fstat(told).st_size, 0).split(b"\n")[:-1]
-        return {stack.pid: stack.text for stack in map(WorkerStack.decode, lines)}
+        return dict(map(json.loads, lines))
     finally:
         os.close(told)
         os.close(ended)

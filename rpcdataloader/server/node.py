@@ -15,19 +15,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from rpcdataloader.errors import ConnectError
+from rpcdataloader.server import events
 from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE
-from rpcdataloader.server.events import (
-    Accepted,
-    Event,
-    HandedOver,
-    IsForWorker,
-    Refused,
-    SessionBegun,
-    TellsStatus,
-    WantsStacks,
-)
 from rpcdataloader.server.gate import Gate, SpareGates, fork_gate
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, StopSignals, reap_orphans
 from rpcdataloader.server.sessions import Child, ClientSession, OpenGate, Sessions, become
@@ -137,7 +128,7 @@ class NodeServer:
                 sock, source = accepted
                 failed.callback(sock.close)
                 peer = peer_name(sock)
-                has_it = spare.link.send(Accepted(peer, row), [sock.fileno()])
+                has_it = spare.link.send(events.Accepted(peer, row), [sock.fileno()])
                 failed.pop_all()
         except (ConnectError, OSError) as exc:
             logger.warning("cannot accept a connection now: %s", getattr(exc, "strerror", exc))
@@ -209,28 +200,28 @@ class NodeServer:
         self._loop.unwatch(child.link.fileno())
         return False
 
-    def _receive(self, child: Child, event: Event, descriptors: list[int]) -> None:
+    def _receive(self, child: Child, event: events.Event, descriptors: list[int]) -> None:
         if isinstance(child, ClientSession):
             self._sessions.receive(child, event, descriptors)
-        elif isinstance(event, WantsStacks):
+        elif isinstance(event, events.WantsStacks):
             self._sessions.ask_for_stacks(descriptors)
         elif isinstance(child, OpenGate):
             match event:
-                case SessionBegun():
+                case events.SessionBegun():
                     self._children[child.process.pid] = self._sessions.begin(child, event, descriptors[0])
-                case IsForWorker():
+                case events.IsForWorker():
                     self._hand_over(child, event)
-                case Refused():
+                case events.Refused():
                     child.is_refused = True
-                case TellsStatus():
+                case events.TellsStatus():
                     self._children[child.process.pid] = become(child, Child)
 
-    def _hand_over(self, gate: OpenGate, wanted: IsForWorker) -> None:
+    def _hand_over(self, gate: OpenGate, wanted: events.IsForWorker) -> None:
         """Pass a connection to its session, if it has room, and keep the gate for the next one."""
         if not self._sessions.hand_over(gate, wanted):
             return
         is_ending = gate.deadline == math.inf or gate.process.ended
-        if is_ending or not self._spares.has_room or not gate.link.post(HandedOver()):
+        if is_ending or not self._spares.has_room or not gate.link.post(events.HandedOver()):
             gate.end("its session has its connection")
             return
         del self._children[gate.process.pid]

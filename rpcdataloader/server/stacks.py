@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import json
 import operator
 import os
 import re
@@ -24,7 +25,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from rpcdataloader.host.resources import process_use, read
-from rpcdataloader.server.events import WorkerStack
 
 # For users: the stacks go into the log. Java and Go programs use the same signal so, and neither torch nor
 # multiprocessing uses it.
@@ -243,7 +243,7 @@ class StackFile:
 
     def _write(self, pid: int, text: str) -> None:
         with contextlib.suppress(OSError):  # a limit on file sizes costs a stack, not the session
-            os.write(self._file, WorkerStack(pid, text).encode() + b"\n")
+            os.write(self._file, json.dumps([pid, text]).encode() + b"\n")
         self._num_missing -= 1
         if not self._num_missing:
             self.close()
