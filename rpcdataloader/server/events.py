@@ -12,10 +12,11 @@ import os
 import socket
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from rpcdataloader.server.logs import Origin
+from rpcdataloader.server.processes import Process, fork
 from rpcdataloader.wire.messages import from_json, read_json
 
 
@@ -261,3 +262,20 @@ class Link:
 
     def close(self) -> None:
         self._sock.close()
+
+
+def fork_linked(run: Callable[[Link], None]) -> tuple[Process, Link]:
+    """Run ``run`` in a fork, with a link to this process; raises ``OSError`` as :func:`fork`."""
+    ours, theirs = Link.pair()
+
+    def run_linked() -> None:
+        ours.close()
+        run(theirs)
+
+    try:
+        return fork(run_linked), ours
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()

@@ -16,14 +16,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import select
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from rpcdataloader.errors import RemoteProtocolError, RPCError
@@ -33,7 +30,7 @@ from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import SESSION, WORKER, Row
 from rpcdataloader.server.events import Link
 from rpcdataloader.server.logs import Kind
-from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Process, fork, name_process
+from rpcdataloader.server.processes import name_process
 from rpcdataloader.server.session import run_session
 from rpcdataloader.wire.channel import Channel, accept_channel, local_identity, recv_preamble
 from rpcdataloader.wire.frames import MessageType, encode
@@ -46,6 +43,7 @@ logger = logging.getLogger("rpcdataloader.server")
 
 def run_gate(node: Link, context: ServerContext) -> None:
     """Wait for connections from the node server, and serve the first one that is not handed over."""
+    name_process("rpcdl-spare")
     while _serve(node, context):
         name_process("rpcdl-spare")
 
@@ -99,110 +97,6 @@ def _hand_over(stream: Stream, preamble: Preamble, node: Link, context: ServerCo
     node.send(events.Refused())
     stream.linger()
     return False
-
-
-# Most spare gates: the first batch comes from one of the first workers. Each takes 2.4 MB.
-MAX_SPARES = 4
-
-# Seconds without connections after which spare gates are forked.
-QUIET_SECONDS = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """A process that waits for its connection."""
-
-    process: Process
-    link: Link
-
-    def end(self) -> None:
-        """End the process, and wait until it has ended."""
-        self.process.kill("it was not needed")
-        self.process.reap(wait=True)
-        self.link.close()
-
-
-def fork_gate(forget: Callable[[], None], context: ServerContext) -> Gate:
-    """Fork a gate; raises ``OSError`` if the system has no room for a process or a descriptor."""
-    ours, theirs = Link.pair()
-
-    def run() -> None:
-        name_process("rpcdl-spare")
-        forget()
-        ours.close()
-        run_gate(theirs, context)
-
-    try:
-        return Gate(fork(run), ours)
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
-
-
-class SpareGates:
-    """Gates forked in advance, so that no connection waits for the fork of a large process.
-
-    The node server forks them while no connections arrive: otherwise they would compete with starting workers.
-
-    Args:
-        num_wanted: Number of spare gates, at most :data:`MAX_SPARES`.
-    """
-
-    def __init__(self, num_wanted: int, fork: Callable[[], Gate]) -> None:
-        self._num_wanted = min(num_wanted, MAX_SPARES)
-        self._fork = fork
-        self._gates: deque[Gate] = deque()
-        self._due = math.inf
-
-    @property
-    def pids(self) -> set[int]:
-        return {gate.process.pid for gate in self._gates}
-
-    def take(self, now: float) -> Gate:
-        """Return the oldest gate, or a new one; raises ``OSError`` as :func:`fork_gate`."""
-        self.wait(now)
-        while self._gates:
-            gate = self._gates.popleft()
-            if gate.process.reap() is None:
-                return gate
-            gate.end()  # it was killed from outside
-        return self._fork()
-
-    def give_back(self, gate: Gate) -> None:
-        """Keep a gate that was taken and has no connection yet, or no longer."""
-        self._gates.append(gate)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another gate is wanted."""
-        return len(self._gates) < self._num_wanted
-
-    def wait(self, now: float) -> None:
-        """Postpone forking until no connection has come for a while."""
-        self._due = now + QUIET_SECONDS
-
-    def refill(self, now: float) -> None:
-        """Fork a gate, if that is due and one is missing."""
-        if now < self._due or not self.has_room:
-            return
-        try:
-            self._gates.append(self._fork())
-        except OSError as exc:
-            logger.info("cannot fork a gate in advance: %s", exc.strerror or exc)
-            self._due = now + EXHAUSTED_PAUSE
-
-    def forget_in_child(self) -> None:
-        for gate in self._gates:
-            gate.link.close()
-            os.close(gate.process.fileno())
-
-    def close(self) -> None:
-        """End all gates, and fork no more; idempotent."""
-        self._due = math.inf
-        while self._gates:
-            self._gates.pop().end()
 
 
 # A session that is not busy building answers within one second, even if a worker does not.

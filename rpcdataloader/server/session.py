@@ -25,9 +25,9 @@ from rpcdataloader.server import events
 from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable, kind_of, length_of
-from rpcdataloader.server.events import Link
+from rpcdataloader.server.events import Link, fork_linked
 from rpcdataloader.server.logs import Origin, redirect_output, tell_client, tell_nobody
-from rpcdataloader.server.processes import Life, Loop, Process, fork, name_process
+from rpcdataloader.server.processes import Life, Loop, Process, name_process
 from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackFile, StackPipe, dump_stacks_on_signal
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
@@ -266,33 +266,28 @@ class Session:
             waiting[0].process.kill(reason)
         self._last_number += 1
         number = self._last_number
-        with contextlib.ExitStack() as stack, contextlib.ExitStack() as failed:
-            sock = stack.enter_context(socket.socket(fileno=descriptor))
+        with socket.socket(fileno=descriptor) as sock, contextlib.ExitStack() as failed:
             if _has_hung_up(sock):
                 # Session ids travel in the clear: strangers' connections must not cost a fork each.
                 return
             try:
-                ours, theirs = Link.pair()
-                failed.callback(ours.close)
-                stack.callback(theirs.close)
                 stacks = StackPipe()
                 failed.callback(stacks.close)
 
-                def run() -> None:
+                def run(link: Link) -> None:
                     stacks.become_worker()
                     self._forget_in_child()
-                    ours.close()
                     stream = Stream(sock, peer, [PREAMBLE_SIZE, 0])  # already read by the gate
-                    links = self._node, theirs
+                    links = self._node, link
                     run_worker_process(stream, Preamble.decode(preamble), *links, self._datasets, number, self._context)
 
-                process = fork(run)
+                process, link = fork_linked(run)
             except OSError as exc:
                 logger.warning("cannot fork a worker: %s", exc)
                 return
             failed.pop_all()
         stacks.become_session(process.pid, number)
-        worker = self._workers[number] = ForkedWorker(number, peer, process, ours, stacks)
+        worker = self._workers[number] = ForkedWorker(number, peer, process, link, stacks)
         self._loop.watch(stacks.fileno(), lambda: self._on_stack(worker))
         self._loop.watch(process.fileno(), lambda: self._on_worker_end(worker))
 

@@ -19,7 +19,8 @@ def test_worker_for_which_the_counters_have_no_row_is_refused():
     context = ServerContext(ServerSettings(), INSECURE, 2, counters=counters)
     decisions = []
     row = counters.open(GATE, os.getpid(), 0)
-    session = SimpleNamespace(id="00", row=row, workers={}, link=SimpleNamespace(post=decisions.append))
+    connection, link = SimpleNamespace(row=row), SimpleNamespace(post=decisions.append)
+    session = SimpleNamespace(id="00", connection=connection, workers={}, link=link)
     wanted = WantsRoom(1, 300, "10.0.0.7:5", Origin("gpu01:2304", None, ""))
     sessions = Sessions(context, None, None)
     sessions._decide(session, wanted)
