@@ -26,12 +26,12 @@ from typing import Any
 from rpcdataloader.errors import RemoteProtocolError, RPCError
 from rpcdataloader.host.resources import available_cpus, memory_bytes, process_use, unread_bytes
 from rpcdataloader.server import events
-from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import SESSION, WORKER, Row
 from rpcdataloader.server.events import Link
 from rpcdataloader.server.logs import Kind
 from rpcdataloader.server.processes import name_process
 from rpcdataloader.server.session import run_session
+from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire.channel import Channel, accept_channel, local_identity, recv_preamble
 from rpcdataloader.wire.frames import MessageType, encode
 from rpcdataloader.wire.handshake import STATUS_ID, Preamble

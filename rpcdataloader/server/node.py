@@ -17,12 +17,12 @@ from collections.abc import Callable
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.server import events
 from rpcdataloader.server.announcement import Announcement
-from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE
 from rpcdataloader.server.events import Link, fork_linked
 from rpcdataloader.server.gate import run_gate
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, StopSignals, reap_orphans
 from rpcdataloader.server.sessions import Child, Connection, Sessions
+from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire.connecting import accept, peer_name
 
 logger = logging.getLogger("rpcdataloader.server")

@@ -22,12 +22,12 @@ from typing import Any
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.host.environment import become_session
 from rpcdataloader.server import events
-from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable, kind_of, length_of
 from rpcdataloader.server.events import Link, fork_linked
 from rpcdataloader.server.logs import Origin, redirect_output, tell_client, tell_nobody
 from rpcdataloader.server.processes import Life, Loop, Process, name_process
+from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackFile, StackPipe, dump_stacks_on_signal
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel

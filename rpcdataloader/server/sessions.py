@@ -17,11 +17,11 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 
 from rpcdataloader.server import events
-from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import SESSION, WORKER
 from rpcdataloader.server.events import Event, Link
 from rpcdataloader.server.logs import AcceptedConnection, OutputReader
 from rpcdataloader.server.processes import Loop, Process
+from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.messages import MAX_CHARS, LineLimit
 

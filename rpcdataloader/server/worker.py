@@ -24,13 +24,13 @@ from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.fetch.samples import keep_whereabouts
-from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.events import Decided, Drain, Event, GaveUp, Link, WantsRoom
 from rpcdataloader.server.logs import Origin, redirect_output, tell_client
 from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
 from rpcdataloader.server.requests import HandleTable, Meter, Outbox, Requests
+from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.handshake import Preamble

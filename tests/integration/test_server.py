@@ -497,7 +497,7 @@ def test_many_at_once_are_all_served_although_few_gates_may_be_open(serve):
 
 
 def test_log_of_refused_connections_has_a_limit_for_all_processes_together(serve):
-    server = serve(before="context.REFUSALS_PERIOD = 1000")
+    server = serve(before="settings.REFUSALS_PERIOD = 1000")
     for _ in range(60):
         with dial(server, Preamble(bytes([7] * 16)).encode()) as sock:
             assert b"there is no such session" in read_all(sock)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
-from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE, CounterTable
 from rpcdataloader.server.events import Decided, WantsRoom
 from rpcdataloader.server.logs import Origin
 from rpcdataloader.server.sessions import Sessions
-from rpcdataloader.server.settings import ServerSettings
+from rpcdataloader.server.settings import ServerContext, ServerSettings
 from rpcdataloader.wire.credentials import INSECURE
 
 

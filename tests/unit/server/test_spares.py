@@ -11,10 +11,9 @@ import socket
 import pytest
 
 from rpcdataloader.server import node
-from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.node import MAX_SPARES, QUIET_SECONDS, NodeServer
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE
-from rpcdataloader.server.settings import ServerSettings
+from rpcdataloader.server.settings import ServerContext, ServerSettings
 from rpcdataloader.wire.credentials import INSECURE
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -11,11 +11,10 @@ import pytest
 
 from rpcdataloader.host.resources import ProcessUse
 from rpcdataloader.server import gate
-from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE, SESSION, WORKER, CounterTable
 from rpcdataloader.server.events import WantsStacks
 from rpcdataloader.server.gate import ask_for_stacks, describe_node
-from rpcdataloader.server.settings import ServerSettings
+from rpcdataloader.server.settings import ServerContext, ServerSettings
 from rpcdataloader.wire.credentials import INSECURE
 from rpcdataloader.wire.status import NodeStatus, Report
 from tests.unit.wire.test_status import LOOP
