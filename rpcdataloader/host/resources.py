@@ -202,14 +202,10 @@ def collapse_pages() -> None:
 
     Only anonymous memory in which a huge page has been used already, so that memory hardly grows.
     """
-    try:
-        with open("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") as file:
-            size_bytes = int(file.read())
-        with open("/proc/self/maps") as file:
-            lines = file.read().splitlines()
-    except OSError:
+    size_bytes = int(read("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") or "0")
+    if not size_bytes:
         return
-    for line in lines:
+    for line in read("/proc/self/maps").splitlines():
         span, mode, _offset, _device, _inode, *path = line.split(maxsplit=5)
         if mode != "rw-p" or path not in ([], ["[heap]"]):
             continue

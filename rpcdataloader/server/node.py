@@ -97,7 +97,7 @@ class NodeServer:
         if self._lifeline is not None:
             self._loop.watch(self._lifeline, self._on_lifeline)
         try:
-            while self._drain_deadline is None or self._num_busy():
+            while self._drain_deadline is None or self._sessions:
                 self._loop.wait(TICK)
                 self._do_what_is_due(time.monotonic())
         finally:
@@ -120,10 +120,6 @@ class NodeServer:
         """The gates without a connection, oldest first."""
         return [child for child in self._children.values() if child.connection is None]
 
-    def _num_busy(self) -> int:
-        """The number of children that a drain waits for."""
-        return len(self._gates()) + len(self._sessions)
-
     # --- connections
 
     def _on_connection(self) -> None:
@@ -132,6 +128,7 @@ class NodeServer:
         now = time.monotonic()
         self._fork_at = now + QUIET_SECONDS
         try:
+            # Before the connection is accepted, as a gate that is forked later would inherit it.
             gate = self._free_gate()
             with contextlib.ExitStack() as failed:
                 row = self._context.counters.open(GATE, gate.process.pid, time.monotonic_ns())
@@ -152,11 +149,7 @@ class NodeServer:
             gate.end("its connection could not be handed over")
 
     def _free_gate(self) -> Child:
-        """Return a gate without a connection; before that is accepted, as a gate that is forked later would inherit it.
-
-        Raises:
-            OSError: The system has no room for a process or a descriptor.
-        """
+        """Return a gate without a connection; raises ``OSError`` if the system has no room for it."""
         for gate in self._spares():
             self._on_end(gate.process.pid)  # if it was killed from outside
             if gate.process.ended is None:
@@ -195,9 +188,8 @@ class NodeServer:
         gates = self._gates()
         if len(gates) < MAX_GATES:
             return True
-        busiest = Counter(connection.source for _gate, connection in gates).most_common(1)[0][0]
-        candidates = [(gate, connection) for gate, connection in gates if connection.source == busiest]
-        victim, connection = min(candidates, key=lambda candidate: candidate[1].deadline)
+        num_gates = Counter(connection.source for _gate, connection in gates)
+        victim, connection = min(gates, key=lambda pair: (-num_gates[pair[1].source], pair[1].deadline))
         youth = connection.deadline - GATE_TIMEOUT + GATE_PATIENCE - time.monotonic()
         if youth > 0:
             self._accept_after(youth)
@@ -242,7 +234,6 @@ class NodeServer:
         elif child.connection is not None:
             match event:
                 case events.SessionBegun():
-                    child.connection.deadline = math.inf
                     child.session = self._sessions.begin(child, child.connection, event, descriptors[0])
                 case events.IsForWorker():
                     self._hand_over(child, child.connection, event)
@@ -273,11 +264,9 @@ class NodeServer:
 
     def _on_end(self, pid: int) -> None:
         child = self._children[pid]
-        descriptor = child.process.fileno()
-        reason = child.process.reap()
-        if reason is None:
+        if (reason := child.process.reap()) is None:
             return
-        self._loop.unwatch(descriptor)
+        self._loop.unwatch(child.process.fileno())
         # Its last events.
         while self._on_link(pid):
             pass
@@ -296,22 +285,18 @@ class NodeServer:
     # --- the end
 
     def _on_signals(self) -> None:
-        for _signal in range(self.signals.take()):
-            self._num_stops += 1
-            if self._num_stops == 1:
-                self._drain()
-            else:
-                self._end_all("the node server was told to end")
+        self._num_stops += self.signals.take()
+        if self._num_stops:
+            self._drain()
+        if self._num_stops > 1:
+            self._end_all("the node server was told to end")
 
     def _on_lifeline(self) -> None:
         assert self._lifeline is not None
-        try:
-            has_written = bool(os.read(self._lifeline, 4096))
-        except OSError:  # a terminal that was closed
-            has_written = False
-        self._owner_gone_at = time.monotonic() + LIFELINE_SILENCE
-        if not has_written:
-            self._on_owner_gone(self._lifeline)
+        self._owner_gone_at = 0.0
+        with contextlib.suppress(OSError):  # a terminal that was closed
+            if os.read(self._lifeline, 4096):
+                self._owner_gone_at = time.monotonic() + LIFELINE_SILENCE
 
     def _on_owner_gone(self, lifeline: int) -> None:
         self._loop.unwatch(lifeline)
@@ -361,6 +346,6 @@ class NodeServer:
         if now > self._accept_at:
             self._loop.watch(self._listener.fileno(), self._on_connection)
             self._accept_at = math.inf
-        if self._drain_deadline is not None and now > self._drain_deadline and (num_busy := self._num_busy()):
-            logger.warning("ended %d sessions that were still busy after %g s", num_busy, self._grace)
+        if self._drain_deadline is not None and now > self._drain_deadline and self._sessions:
+            logger.warning("ended %d sessions that were still busy after %g s", len(self._sessions), self._grace)
             self._end_all(f"still busy {self._grace:g} s after it was told to drain")

@@ -22,6 +22,8 @@ from collections.abc import Callable, Container, Iterator
 import numpy.random
 import torch
 
+from rpcdataloader.host.resources import read
+
 
 class Life(enum.Enum):
     """Stages of a process, which only advance."""
@@ -64,7 +66,7 @@ class Loop:
         self._poll.register(descriptor, events)
 
     def unwatch(self, descriptor: int) -> None:
-        """Stop calling its handler; idempotent. Call this before the descriptor is closed."""
+        """Stop calling its handler; idempotent. Call this before the number of a closed descriptor is used again."""
         if self._handlers.pop(descriptor, None):
             self._poll.unregister(descriptor)
 
@@ -219,14 +221,6 @@ def fork(run: Callable[[], None]) -> Process:
     return Process(pid, descriptor)
 
 
-def _be_deaf_to(number: int) -> None:
-    # Not SIG_IGN, which programs and forks of user code would inherit: they could not be terminated, and a
-    # multiprocessing.Pool would wait for that without limit.
-    if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup says
-        signal.signal(number, _do_nothing)
-        signal.siginterrupt(number, False)
-
-
 def _do_nothing(_number: int, _frame: object) -> None:
     """Handle a broadcast signal in sessions and workers: do nothing."""
 
@@ -261,7 +255,11 @@ def _be_child(run: Callable[[], None], parent: int) -> None:
         if os.getppid() != parent:
             os._exit(1)
         for number in _QUIET_SIGNALS:
-            _be_deaf_to(number)
+            # Not SIG_IGN, which programs and forks of user code would inherit: they could not be terminated, and a
+            # multiprocessing.Pool would wait for that without limit.
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup says
+                signal.signal(number, _do_nothing)
+                signal.siginterrupt(number, False)
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _QUIET_SIGNALS)
         _empty_stdin()
@@ -354,8 +352,7 @@ def num_threads() -> int:
 
 def memory_of_its_own() -> int:
     """Bytes of anonymous memory, including pages shared with the parent process."""
-    with open("/proc/self/statm") as file:
-        _size, resident, of_files, *_rest = map(int, file.read().split())
+    _size, resident, of_files, *_rest = map(int, read("/proc/self/statm").split())
     return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -303,11 +303,9 @@ class Session:
             os.close(worker.process.fileno())
 
     def _on_worker_end(self, worker: ForkedWorker) -> None:
-        descriptor = worker.process.fileno()
-        reason = worker.process.reap()
-        if reason is None:
+        if (reason := worker.process.reap()) is None:
             return
-        self._loop.unwatch(descriptor)
+        self._loop.unwatch(worker.process.fileno())
         with contextlib.suppress(OSError, ValueError):  # its code may have written to a descriptor of ours
             match worker.link.recv(wait=False):
                 case events.GaveUp(why), _descriptors:

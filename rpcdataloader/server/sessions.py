@@ -138,6 +138,7 @@ class Sessions:
             folder=self._folders.name(),
         )
         self._by_id[session.id] = session
+        connection.deadline = math.inf
         self._add_output(session, output, "session")
         # The session ends with its client, even while it is busy with user code.
         self._loop.watch(connection.sock.fileno(), lambda: self._on_client_gone(session), _CLIENT_GONE)
