@@ -83,12 +83,12 @@ def run_worker_process(
         if (received := session.recv()) is None:
             return
         decided = received[0]
-    if decided.reason is not None:
-        channel.send(MessageType.BUSY, payload=Busy(decided.reason).encode())
-        channel.stream.finish()
-        return
     welcome = Welcome(context.node, os.getpid(), preamble.session_id.hex(), context.num_workers, number)
     try:
+        if decided.reason is not None:
+            channel.send(MessageType.BUSY, payload=Busy(decided.reason).encode())
+            channel.stream.finish()
+            return
         channel.send(MessageType.WELCOME, payload=welcome.encode())
     except ConnectionLostError:
         # The pass was over before its last worker had started.
