@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import TextIO
 
 # Before torch and numpy are imported below: their thread pools would make this process's forks unsafe.
@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="The secret comes from --token-file, RPCDATALOADER_TOKEN_FILE, RPCDATALOADER_TOKEN, or else from "
         "~/.config/rpcdataloader/token, which is created on first use. SIGTERM drains, a second SIGTERM ends at once.",
     )
-    for field in dataclasses.fields(ServerSettings):
+    for field in fields(ServerSettings):
         option = "--" + field.name.replace("_", "-")
         text = str(field.metadata["help"]).replace("%", "%%")
         if field.name == "preload":
@@ -99,15 +99,13 @@ def _names(text: str) -> tuple[str, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server; returns the exit status: 0 after a drain, 1 for a failed start, 2 for wrong arguments."""
     parser = make_parser()
-    options = vars(parser.parse_args(arguments))
-    token_file, log_file = options.pop("token_file"), options.pop("log_file")
-    insecure, insecure_tcp = options.pop("insecure"), options.pop("insecure_tcp")
-    exit_with_stdin, log_level = options.pop("exit_with_stdin"), options.pop("log_level")
+    options = parser.parse_args(arguments)
+    insecure, token_file, log_file = options.insecure or options.insecure_tcp, options.token_file, options.log_file
     try:
-        settings = ServerSettings(**options)
-        if (insecure or insecure_tcp) and token_file:
+        settings = ServerSettings(**{field.name: getattr(options, field.name) for field in fields(ServerSettings)})
+        if insecure and token_file:
             raise ValueError("--token-file and --insecure contradict each other")
-        if insecure and not insecure_tcp and not settings.is_unix:
+        if options.insecure and not options.insecure_tcp and not settings.is_unix:
             raise ValueError(
                 "--insecure on TCP lets every user who reaches the port run code as you; "
                 "use --host unix:/path, or say --insecure-tcp if you are sure"
@@ -116,8 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(exc))
     try:
         log = open(log_file, "a", buffering=1) if log_file else sys.stderr  # noqa: SIM115  # open until the end
-        with _logging_to(log, log_level):
-            if insecure or insecure_tcp:
+        with _logging_to(log, options.log_level):
+            if insecure:
                 credentials = INSECURE
             elif token_file == "-":
                 credentials = receive_credentials(sys.stdin.fileno())
@@ -128,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 credentials,
                 ready=functools.partial(print, flush=True),
                 write_output=log.write if log_file else write_to_stderr,
-                lifeline=os.dup(sys.stdin.fileno()) if exit_with_stdin else None,
+                lifeline=os.dup(sys.stdin.fileno()) if options.exit_with_stdin else None,
             )
     except (RPCError, OSError, ImportError, ValueError) as exc:
         print(f"error: {exc}", file=sys.stderr)

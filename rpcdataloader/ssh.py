@@ -13,15 +13,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import queue
 import re
-import selectors
 import shlex
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ SSH = ("ssh", "-T", *(f"-o{option}" for option in ("BatchMode=yes", "ServerAlive
 
 # Seconds between two signs of life. Servers wait 60 s for one.
 HEARTBEAT = 10.0
+
+# Seconds for the rest of each output once its ssh process has ended.
+LAST_OUTPUT_TIMEOUT = 0.5
 
 _READY = re.compile(rb"rpcdataloader ready (\S+) num_workers=(\d+) pid=\d+")
 
@@ -106,9 +109,10 @@ class _Server:
         address: Address for clients; None until the server is ready.
     """
 
-    def __init__(self, host: str, command: str, secret: bytes | None) -> None:
+    def __init__(self, host: str, command: str, secret: bytes | None, events: _Events) -> None:
         self.host = host
         self.address: str | None = None
+        self._events = events
         # A session of its own: Ctrl-C and a closed terminal reach only this process, which tells the server.
         process: Any = subprocess.Popen(
             [*SSH, host, command],
@@ -116,17 +120,30 @@ class _Server:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            bufsize=0,
         )
         self.process = process
-        self._pipes = process.stdin, process.stdout, process.stderr
-        for pipe in self._pipes:
-            os.set_blocking(pipe.fileno(), False)
-        self.outputs = [pipe.fileno() for pipe in self._pipes[1:]]
-        self._partial: dict[int, bytes] = {}
+        os.set_blocking(process.stdin.fileno(), False)
         if secret is not None:
             self._write(secret + b"\n")
         self.beat()  # from the first one on, the server waits for the next
+        readers = [
+            threading.Thread(target=self._read, args=(pipe,), name=f"rpcdl-ssh {host}", daemon=True)
+            for pipe in (process.stdout, process.stderr)
+        ]
+        for reader in readers:
+            reader.start()
+        threading.Thread(target=self._wait, args=(readers,), name=f"rpcdl-ssh {host}", daemon=True).start()
+
+    def _read(self, pipe: Iterable[bytes]) -> None:
+        for line in pipe:
+            self._events.put((self, line.rstrip(b"\n")))
+
+    def _wait(self, readers: Sequence[threading.Thread]) -> None:
+        self.process.wait()
+        # A shared connection (ControlPersist) keeps the pipes open after an ssh process has ended.
+        for reader in readers:
+            reader.join(LAST_OUTPUT_TIMEOUT)
+        self._events.put((self, None))
 
     def beat(self) -> None:
         """Send a sign of life."""
@@ -142,93 +159,56 @@ class _Server:
         """Let the server drain and end."""
         self.process.stdin.close()
 
-    def read_lines(self, descriptor: int) -> list[bytes] | None:
-        """The lines received since the last call; None at the end of file; raises ``BlockingIOError`` without data."""
-        data = os.read(descriptor, 65536)
-        *lines, rest = (self._partial.pop(descriptor, b"") + data).split(b"\n")
-        if not data:
-            return [rest] if rest else None
-        self._partial[descriptor] = rest
-        return lines
-
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-
 
 class _Pool:
-    """All servers, from their start to their end, in one thread."""
+    """All servers, from their start to their end. Threads and signal handlers only tell the main thread."""
 
     def __init__(self) -> None:
         self._servers: list[_Server] = []
-        self._selector = selectors.DefaultSelector()
+        self._events: _Events = queue.SimpleQueue()
         self._is_ending = False
         self._status = 0
 
     def run(self, orders: Sequence[tuple[str, str, bytes | None]]) -> int:
         """Start a server for each host, command and secret; returns the exit status once the last one has ended."""
-        ours, theirs = socket.socketpair()
-        with ours, theirs, self._selector:
-            theirs.setblocking(False)
-            signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                    signal.signal(number, lambda *_: None)  # the loop reads it from the wakeup descriptor
-            self._selector.register(ours, selectors.EVENT_READ)
-            for order in orders:
-                server = _Server(*order)
-                self._servers.append(server)
-                for descriptor in server.outputs:
-                    self._selector.register(descriptor, selectors.EVENT_READ, server)
-            beat_at = time.monotonic() + HEARTBEAT
-            while self._servers:
-                events = self._selector.select(max(0.0, beat_at - time.monotonic()))
-                # Signals last: they close pipes that other events are about.
-                for key, _mask in sorted(events, key=lambda event: event[0].data is None):
-                    if key.data is None:
-                        self._on_signals(set(ours.recv(4096)))
-                    else:
-                        self._on_output(key.data, key.fd)
-                if time.monotonic() > beat_at:
-                    beat_at = time.monotonic() + HEARTBEAT
-                    for server in self._servers:
-                        server.beat()
-            signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(number, lambda *_: self._events.put((None, None)))
+        for order in orders:
+            self._servers.append(_Server(*order, self._events))
+        beat_at = time.monotonic() + HEARTBEAT
+        while self._servers:
+            with contextlib.suppress(queue.Empty):
+                self._handle(*self._events.get(timeout=max(0.0, beat_at - time.monotonic())))
+            if time.monotonic() > beat_at:
+                beat_at = time.monotonic() + HEARTBEAT
+                for server in self._servers:
+                    server.beat()
         return self._status
 
-    def _on_signals(self, numbers: set[int]) -> None:
-        # A shared connection (ControlPersist) keeps the pipes open after an ssh process has ended.
-        for server in [server for server in self._servers if server.process.poll() is not None]:
+    def _handle(self, server: _Server | None, line: bytes | None) -> None:
+        if server is None:
+            self._on_signal()
+        elif line is None:
             self._on_end(server)
-        if numbers - {signal.SIGCHLD} and self._servers:
-            if self._is_ending:
-                _say("not waiting any longer: each node server drains and ends within its --grace")
-                for server in self._servers:
-                    server.process.kill()
-            else:
-                _say(f"ending {len(self._servers)} node servers; interrupt again to stop waiting for them")
-                self._end()
+        elif match := _READY.fullmatch(line):
+            self._on_ready(server, match[1].decode(), match[2].decode())
+        else:
+            _say(f"[{server.host}] {line.decode(errors='replace')}")
+
+    def _on_signal(self) -> None:
+        if self._is_ending:
+            _say("not waiting any longer: each node server drains and ends within its --grace")
+            for server in self._servers:
+                server.process.kill()
+        else:
+            _say(f"ending {len(self._servers)} node servers; interrupt again to stop waiting for them")
+            self._end()
 
     def _end(self) -> None:
         self._is_ending = True
         for server in self._servers:
             server.drain()
-
-    def _on_output(self, server: _Server, descriptor: int) -> bool:
-        """Pass on a server's output; True if there may be more."""
-        try:
-            lines = server.read_lines(descriptor)
-        except BlockingIOError:
-            return False
-        if lines is None:
-            self._selector.unregister(descriptor)
-            return False
-        for line in lines:
-            if match := _READY.fullmatch(line):
-                self._on_ready(server, match[1].decode(), match[2].decode())
-            else:
-                _say(f"[{server.host}] {line.decode(errors='replace')}")
-        return True
 
     def _on_ready(self, server: _Server, address: str, num_workers: str) -> None:
         server.address = address
@@ -240,13 +220,6 @@ class _Pool:
                 sys.stdout.flush()
 
     def _on_end(self, server: _Server) -> None:
-        for descriptor in server.outputs:
-            if descriptor in self._selector.get_map():
-                while self._on_output(server, descriptor):
-                    pass
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(descriptor)
-        server.close()
         self._servers.remove(server)
         if self._is_ending:
             return
@@ -260,6 +233,10 @@ class _Pool:
             if not self._servers:
                 self._status = 1
                 _say("error: no node server is left")
+
+
+# A server with a line of its output, or with None once it has ended; no server for a signal to end.
+_Events = queue.SimpleQueue[tuple[_Server | None, bytes | None]]
 
 
 def _say(text: str) -> None:

@@ -275,27 +275,17 @@ def begin(environment: Environment, additions: Additions) -> None:
 
 
 def add(additions: Additions) -> None:
-    """Apply them to this session, and to its later workers.
-
-    Raises:
-        ImportError: A module was imported from elsewhere before.
-        OSError: There is no room for the modules.
-    """
-    os.environ.update(additions.variables)
-    if additions.forward_output:
-        _forward_output()
-    install_modules(additions.modules.values())
-
-
-def install_modules(modules: Iterable[Module]) -> None:
-    """Let this process and its forks import modules of the client, before all others of the same name.
+    """Apply them to this session, and to its later workers. Modules come before all others of the same name.
 
     Raises:
         ImportError: A module was imported from elsewhere before.
         ValueError: An archive is malformed.
         OSError: The files cannot be written.
     """
-    new = [module for module in modules if _installed.get(module.name) != module.digest]
+    os.environ.update(additions.variables)
+    if additions.forward_output:
+        _forward_output()
+    new = [module for module in additions.modules.values() if _installed.get(module.name) != module.digest]
     for module in new:
         if module.name in sys.modules or module.name in _installed:
             where = getattr(sys.modules.get(module.name), "__file__", None) or "somewhere else"

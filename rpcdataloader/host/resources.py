@@ -77,11 +77,11 @@ def read(path: str) -> str:
 
 
 class ProcessUse(NamedTuple):
-    """State and use of a process.
+    """State and use of a process, or of one of its threads.
 
     Attributes:
-        state: Linux's letter for the state of its main thread; empty when the process has gone.
-        cpu_seconds: CPU time of all its threads.
+        state: Linux's letter for the state of the process's main thread, or of the thread; empty when it has gone.
+        cpu_seconds: CPU time of all threads of the process, or of the thread.
         memory_bytes: Resident memory, including shared pages.
     """
 
@@ -90,10 +90,11 @@ class ProcessUse(NamedTuple):
     memory_bytes: int = 0
 
 
-def process_use(pid: int) -> ProcessUse:
-    """The use of a process; the default if it has gone."""
+def process_use(pid: int, thread: int | None = None) -> ProcessUse:
+    """The use of a process, or of one of its threads; the default if it has gone."""
+    folder = f"/proc/{pid}" if thread is None else f"/proc/{pid}/task/{thread}"
     # The name of the program, in parentheses, may hold anything.
-    fields = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = read(f"{folder}/stat").rpartition(")")[2].split()
     if len(fields) < 22:
         return ProcessUse()
     ticks = int(fields[11]) + int(fields[12])
@@ -201,14 +202,10 @@ def collapse_pages() -> None:
 
     Only anonymous memory in which a huge page has been used already, so that memory hardly grows.
     """
-    try:
-        with open("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") as file:
-            size_bytes = int(file.read())
-        with open("/proc/self/maps") as file:
-            lines = file.read().splitlines()
-    except OSError:
+    size_bytes = int(read("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") or "0")
+    if not size_bytes:
         return
-    for line in lines:
+    for line in read("/proc/self/maps").splitlines():
         span, mode, _offset, _device, _inode, *path = line.split(maxsplit=5)
         if mode != "rw-p" or path not in ([], ["[heap]"]):
             continue

@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,13 +79,8 @@ _MAX_TRIES = 100
 Row = SimpleNamespace
 
 
-# Each client's memory for reports has two halves, of which one is whole at any time: time, size and report.
-_REPORT = struct.Struct("<qq")
-_SLOT_BYTES = _REPORT.size + MAX_REPORT_BYTES
-
-
-def _slot(place: int, number: int) -> int:
-    return (2 * place + int(number) % 2) * _SLOT_BYTES
+# Each client has memory for two reports, of which one is whole at any time.
+_REPORT = np.dtype([("time", "i8"), ("size", "i8"), ("payload", f"V{MAX_REPORT_BYTES}")])
 
 
 def _is_gone(pid: int) -> bool:
@@ -104,7 +98,7 @@ class CounterTable:
 
     def __init__(self, num_rows: int = NUM_ROWS, is_gone: Callable[[int], bool] = _is_gone) -> None:
         self._rows: Any = np.frombuffer(mmap.mmap(-1, num_rows * ROW.itemsize), ROW)
-        self._reports = mmap.mmap(-1, num_rows * 2 * _SLOT_BYTES)
+        self._reports: Any = np.frombuffer(mmap.mmap(-1, num_rows * 2 * _REPORT.itemsize), _REPORT).reshape(-1, 2)
         self._is_gone = is_gone
         self._free = list(range(num_rows - 1, 0, -1))
         self._head = self._rows[0]
@@ -177,8 +171,7 @@ class CounterTable:
             row = self._rows[place]
             # Readers use the previous report until this one is whole.
             number = row["num_reports"] + 1
-            start, content = _slot(place, number), _REPORT.pack(now, len(payload)) + payload
-            self._reports[start : start + len(content)] = content
+            self._reports[place, number % 2] = now, len(payload), bytes(payload)
             row["num_reports"] = number
 
     def refused(self) -> None:
@@ -208,11 +201,10 @@ class CounterTable:
         for _ in range(_MAX_TRIES):
             if not (number := int(row["num_reports"])):
                 break
-            content = self._reports[(start := _slot(place, number)) : start + _SLOT_BYTES]
+            reported, size, payload = self._reports[place, number % 2].tolist()
             # Otherwise two newer reports may have come meanwhile.
             if row["num_reports"] == number:
-                reported, size = _REPORT.unpack_from(content)
-                return reported, content[_REPORT.size : _REPORT.size + size]
+                return reported, payload[:size]
         return 0, b""
 
 

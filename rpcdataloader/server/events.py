@@ -12,11 +12,12 @@ import os
 import socket
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from rpcdataloader.server.logs import Origin
-from rpcdataloader.wire.messages import Json, from_json, read_json
+from rpcdataloader.server.processes import Process, fork
+from rpcdataloader.wire.messages import from_json, read_json
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,9 @@ class TellsStatus(Event):
 class WantsStacks(Event):
     """Status gate to node server, and node server to session: write the stacks of all workers.
 
-    Its descriptors are a file, for one line per worker (a :class:`WorkerStack`), and the end of a pipe, which the
-    session closes when it has written all lines.
+    Its descriptors are a file, for one line of JSON per worker, with its process id and its stacks, and the end of a
+    pipe, which the session closes when it has written all lines.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerStack(Json):
-    """The line about one worker, by its process id."""
-
-    pid: int
-    text: str
 
 
 @dataclass(frozen=True)
@@ -120,22 +113,8 @@ class Printed(Event):
 
 
 @dataclass(frozen=True)
-class WorkerForked(Event):
-    """Session to node server, with the pipe of its output."""
-
-    worker: int
-
-
-@dataclass(frozen=True)
-class Authenticated(Event):
-    """Worker to session: the client has proved that it knows the secret."""
-
-    origin: Origin
-
-
-@dataclass(frozen=True)
 class WantsRoom(Event):
-    """Session to node server: may this worker serve?"""
+    """Worker to node server, with the pipe of its output: may it serve its client, which has authenticated itself?"""
 
     worker: int
     pid: int
@@ -159,7 +138,7 @@ class Decided(Event):
 
 @dataclass(frozen=True)
 class GaveUp(Event):
-    """Worker to session, before it exits."""
+    """Worker to session, as its only event, before it exits."""
 
     reason: str
 
@@ -283,3 +262,20 @@ class Link:
 
     def close(self) -> None:
         self._sock.close()
+
+
+def fork_linked(run: Callable[[Link], None]) -> tuple[Process, Link]:
+    """Run ``run`` in a fork, with a link to this process; raises ``OSError`` as :func:`fork`."""
+    ours, theirs = Link.pair()
+
+    def run_linked() -> None:
+        ours.close()
+        run(theirs)
+
+    try:
+        return fork(run_linked), ours
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()

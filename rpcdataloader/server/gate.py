@@ -16,33 +16,22 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import select
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from rpcdataloader.errors import RemoteProtocolError, RPCError
 from rpcdataloader.host.resources import available_cpus, memory_bytes, process_use, unread_bytes
-from rpcdataloader.server.context import ServerContext
+from rpcdataloader.server import events
 from rpcdataloader.server.counters import SESSION, WORKER, Row
-from rpcdataloader.server.events import (
-    Accepted,
-    HandedOver,
-    IsForWorker,
-    Link,
-    Refused,
-    TellsStatus,
-    WantsStacks,
-    WorkerStack,
-)
+from rpcdataloader.server.events import Link
 from rpcdataloader.server.logs import Kind
-from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Process, fork, name_process
+from rpcdataloader.server.processes import name_process
 from rpcdataloader.server.session import run_session
+from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire.channel import Channel, accept_channel, local_identity, recv_preamble
 from rpcdataloader.wire.frames import MessageType, encode
 from rpcdataloader.wire.handshake import STATUS_ID, Preamble
@@ -54,6 +43,7 @@ logger = logging.getLogger("rpcdataloader.server")
 
 def run_gate(node: Link, context: ServerContext) -> None:
     """Wait for connections from the node server, and serve the first one that is not handed over."""
+    name_process("rpcdl-spare")
     while _serve(node, context):
         name_process("rpcdl-spare")
 
@@ -64,7 +54,7 @@ def _serve(node: Link, context: ServerContext) -> bool:
     if received is None:
         return False
     event, descriptors = received
-    if not isinstance(event, Accepted):
+    if not isinstance(event, events.Accepted):
         raise TypeError(f"a gate expects its connection, got {event}")
     name_process("rpcdl-gate")
     peer = event.peer
@@ -81,7 +71,7 @@ def _serve(node: Link, context: ServerContext) -> bool:
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
     except RPCError as exc:
         context.log_refusal(peer, exc, kind)
-        node.send(Refused())
+        node.send(events.Refused())
     else:
         if kind == "status":
             serve_status(channel, node, context)
@@ -93,127 +83,20 @@ def _serve(node: Link, context: ServerContext) -> bool:
 
 
 def _hand_over(stream: Stream, preamble: Preamble, node: Link, context: ServerContext) -> bool:
-    node.send(IsForWorker(preamble.session_id.hex(), preamble.encode().hex()))
+    node.send(events.IsForWorker(preamble.session_id.hex(), preamble.encode().hex()))
     received = node.recv()
     if received is None:
         return False
-    if isinstance(received[0], HandedOver):
+    if isinstance(received[0], events.HandedOver):
         stream.close()
         return True
     text = "there is no such session on this node server: it ended, or the server was restarted"
     refusal = json.dumps({"code": "protocol", "text": text}).encode()
     stream.send(encode(None, MessageType.REFUSED, payload=refusal))
     context.log_refusal(stream.name, "unknown session", "worker")
-    node.send(Refused())
+    node.send(events.Refused())
     stream.linger()
     return False
-
-
-# Most spare gates: the first batch comes from one of the first workers. Each takes 2.4 MB.
-MAX_SPARES = 4
-
-# Seconds without connections after which spare gates are forked.
-QUIET_SECONDS = 0.2
-
-
-@dataclass(frozen=True, slots=True)
-class Gate:
-    """A process that waits for its connection."""
-
-    process: Process
-    link: Link
-
-    def end(self) -> None:
-        """End the process, and wait until it has ended."""
-        self.process.kill("it was not needed")
-        self.process.reap(wait=True)
-        self.link.close()
-
-
-def fork_gate(forget: Callable[[], None], context: ServerContext) -> Gate:
-    """Fork a gate; raises ``OSError`` if the system has no room for a process or a descriptor."""
-    ours, theirs = Link.pair()
-
-    def run() -> None:
-        name_process("rpcdl-spare")
-        forget()
-        ours.close()
-        run_gate(theirs, context)
-
-    try:
-        return Gate(fork(run), ours)
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
-
-
-class SpareGates:
-    """Gates forked in advance, so that no connection waits for the fork of a large process.
-
-    The node server forks them while no connections arrive: otherwise they would compete with starting workers.
-
-    Args:
-        num_wanted: Number of spare gates, at most :data:`MAX_SPARES`.
-    """
-
-    def __init__(self, num_wanted: int, fork: Callable[[], Gate]) -> None:
-        self._num_wanted = min(num_wanted, MAX_SPARES)
-        self._fork = fork
-        self._gates: deque[Gate] = deque()
-        self.due = math.inf  # when to call refill
-
-    @property
-    def pids(self) -> set[int]:
-        return {gate.process.pid for gate in self._gates}
-
-    def take(self, now: float) -> Gate:
-        """Return the oldest gate, or a new one; raises ``OSError`` as :func:`fork_gate`."""
-        self.wait(now)
-        while self._gates:
-            gate = self._gates.popleft()
-            if gate.process.reap() is None:
-                return gate
-            gate.end()  # it was killed from outside
-        return self._fork()
-
-    def give_back(self, gate: Gate) -> None:
-        """Keep a gate that was taken and has no connection yet, or no longer."""
-        self._gates.append(gate)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another gate is wanted."""
-        return len(self._gates) < self._num_wanted
-
-    def wait(self, now: float) -> None:
-        """Postpone forking until no connection has come for a while."""
-        self.due = now + QUIET_SECONDS
-
-    def refill(self, now: float) -> None:
-        """Fork a gate, if that is due and one is missing."""
-        if now < self.due:
-            return
-        if not self.has_room:
-            self.due = math.inf
-            return
-        try:
-            self._gates.append(self._fork())
-        except OSError as exc:
-            logger.info("cannot fork a gate in advance: %s", exc.strerror or exc)
-            self.due = now + EXHAUSTED_PAUSE
-
-    def forget_in_child(self) -> None:
-        for gate in self._gates:
-            gate.link.close()
-            os.close(gate.process.fileno())
-
-    def close(self) -> None:
-        """End all gates; idempotent."""
-        self.due = math.inf
-        while self._gates:
-            self._gates.pop().end()
 
 
 # A session that is not busy building answers within one second, even if a worker does not.
@@ -225,7 +108,7 @@ MAX_REPORT_AGE = 30.0
 
 def serve_status(channel: Channel, node: Link, context: ServerContext) -> None:
     """Answer an authenticated status connection until its client has gone."""
-    node.send(TellsStatus())
+    node.send(events.TellsStatus())
     try:
         while (message := channel.recv()) is not None:
             if message.type != MessageType.STATS:
@@ -344,7 +227,7 @@ def ask_for_stacks(node: Link) -> dict[int, str]:
     ended, open_while_told = os.pipe()
     try:
         try:
-            node.send(WantsStacks(), [told, open_while_told])
+            node.send(events.WantsStacks(), [told, open_while_told])
         finally:
             os.close(open_while_told)
         poll = select.poll()
@@ -352,7 +235,7 @@ def ask_for_stacks(node: Link) -> dict[int, str]:
         poll.poll(STACK_TIMEOUT * 1000)
         # A late session is still writing after the last line feed.
         lines = os.pread(told, os.fstat(told).st_size, 0).split(b"\n")[:-1]
-        return {stack.pid: stack.text for stack in map(WorkerStack.decode, lines)}
+        return dict(map(json.loads, lines))
     finally:
         os.close(told)
         os.close(ended)

@@ -12,25 +12,17 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from rpcdataloader.errors import ConnectError
+from rpcdataloader.server import events
 from rpcdataloader.server.announcement import Announcement
-from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE
-from rpcdataloader.server.events import (
-    Accepted,
-    Event,
-    HandedOver,
-    IsForWorker,
-    Refused,
-    SessionBegun,
-    TellsStatus,
-    WantsStacks,
-)
-from rpcdataloader.server.gate import Gate, SpareGates, fork_gate
+from rpcdataloader.server.events import Link, fork_linked
+from rpcdataloader.server.gate import run_gate
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, StopSignals, reap_orphans
-from rpcdataloader.server.sessions import Child, ClientSession, OpenGate, Sessions, become
+from rpcdataloader.server.sessions import Child, Connection, Sessions
+from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire.connecting import accept, peer_name
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -42,15 +34,19 @@ GATE_TIMEOUT = 10.0
 GATE_PATIENCE = 1.0
 MAX_GATES = 128
 
-# Seconds until a retry when a session has no room for a message.
-RETRY_PAUSE = 0.05
+# Seconds between two looks at what is due, such as the end of a time limit, or another attempt to send an event to a
+# session that had no room for it.
+TICK = 0.05
+
+# Most spare gates: the first batch comes from one of the first workers. Each takes 2.4 MB.
+MAX_SPARES = 4
+
+# Seconds without connections after which spare gates are forked: otherwise they would compete with starting workers.
+QUIET_SECONDS = 0.2
 
 # Seconds of silence after which an owner that writes to the lifeline counts as gone: a machine that vanished does not
 # close it.
 LIFELINE_SILENCE = 60.0
-
-# poll(2) takes milliseconds in 32 bits.
-_MAX_POLL_TIMEOUT = 3600.0
 
 
 class NodeServer:
@@ -86,10 +82,11 @@ class NodeServer:
         self._lifeline = lifeline
         self._owner_gone_at = math.inf
         self.announcement: Announcement | None = None
-        # By process id: gates, sessions, and status connections.
-        self._children: dict[int, Child] = {}
-        # Enough for the session and the workers of one client.
-        self._spares = SpareGates(context.num_workers + 1, lambda: fork_gate(self._forget_in_child, context))
+        self._children: dict[int, Child] = {}  # by process id
+        # Gates are forked in advance, so that no connection waits for the fork of a large process: enough for the
+        # session and the workers of one client.
+        self._num_spares = min(context.num_workers + 1, MAX_SPARES)
+        self._fork_at = time.monotonic() + QUIET_SECONDS
         self._drain_deadline: float | None = None
         self._num_stops = 0
         self.signals = StopSignals()
@@ -99,66 +96,87 @@ class NodeServer:
         self._loop.watch(self.signals.fileno(), self._on_signals)
         if self._lifeline is not None:
             self._loop.watch(self._lifeline, self._on_lifeline)
-        self._spares.wait(time.monotonic())
         try:
-            while self._drain_deadline is None or self._busy():
-                self._loop.wait(self._next_due() - time.monotonic())
-                self._do_what_is_due()
+            while self._drain_deadline is None or self._sessions:
+                self._loop.wait(TICK)
+                self._do_what_is_due(time.monotonic())
         finally:
             self._close()
 
     def _close(self) -> None:
-        self._spares.close()
         for child in self._children.values():
             child.end("the node server has ended")
             child.process.reap(wait=True)
+            child.close()
         self._sessions.close()
         self._listener.close()
 
-    def _gates(self) -> Iterator[OpenGate]:
-        return (child for child in list(self._children.values()) if isinstance(child, OpenGate))
+    def _gates(self) -> list[tuple[Child, Connection]]:
+        """The gates whose connections are still undecided."""
+        pairs = [(child, child.connection) for child in self._children.values()]
+        return [(gate, connection) for gate, connection in pairs if connection and connection.deadline < math.inf]
 
-    def _busy(self) -> list[Child]:
-        """The children that a drain waits for: all but status connections."""
-        return [*self._gates(), *self._sessions]
+    def _spares(self) -> list[Child]:
+        """The gates without a connection, oldest first."""
+        return [child for child in self._children.values() if child.connection is None]
 
     # --- connections
 
     def _on_connection(self) -> None:
         if not self._has_room():
             return
+        now = time.monotonic()
+        self._fork_at = now + QUIET_SECONDS
         try:
             # Before the connection is accepted, as a gate that is forked later would inherit it.
-            spare = self._spares.take(time.monotonic())
+            gate = self._free_gate()
             with contextlib.ExitStack() as failed:
-                failed.callback(self._spares.give_back, spare)
-                row = self._context.counters.open(GATE, spare.process.pid, time.monotonic_ns())
+                row = self._context.counters.open(GATE, gate.process.pid, time.monotonic_ns())
                 failed.callback(self._context.counters.close, row)
                 if (accepted := accept(self._listener)) is None:
                     return
                 sock, source = accepted
                 failed.callback(sock.close)
                 peer = peer_name(sock)
-                has_it = spare.link.send(Accepted(peer, row), [sock.fileno()])
+                has_it = gate.link.send(events.Accepted(peer, row), [sock.fileno()])
                 failed.pop_all()
         except (ConnectError, OSError) as exc:
             logger.warning("cannot accept a connection now: %s", getattr(exc, "strerror", exc))
             self._accept_after(EXHAUSTED_PAUSE)
             return
-        process, pid = spare.process, spare.process.pid
-        gate = self._children[pid] = OpenGate(
-            process=process,
-            link=spare.link,
-            sock=sock,
-            source=source,
-            peer=peer,
-            row=row,
-            deadline=time.monotonic() + GATE_TIMEOUT,
-        )
-        self._loop.watch(gate.link.fileno(), lambda: self._on_link(pid))
-        self._loop.watch(process.fileno(), lambda: self._on_end(pid))
+        gate.connection = Connection(sock, source, peer, row, now + GATE_TIMEOUT)
         if not has_it:
             gate.end("its connection could not be handed over")
+
+    def _free_gate(self) -> Child:
+        """Return a gate without a connection; raises ``OSError`` if the system has no room for it."""
+        for gate in self._spares():
+            self._on_end(gate.process.pid)  # if it was killed from outside
+            if gate.process.ended is None:
+                return gate
+        return self._fork_gate()
+
+    def _fork_gate(self) -> Child:
+        def run(node: Link) -> None:
+            self._forget_in_child()
+            run_gate(node, self._context)
+
+        process, link = fork_linked(run)
+        pid = process.pid
+        self._loop.watch(link.fileno(), lambda: self._on_link(pid))
+        self._loop.watch(process.fileno(), lambda: self._on_end(pid))
+        gate = self._children[pid] = Child(process, link)
+        return gate
+
+    def _fork_spare(self, now: float) -> None:
+        """Fork a gate in advance, if one is missing."""
+        if now < self._fork_at or self._drain_deadline is not None or len(self._spares()) >= self._num_spares:
+            return
+        try:
+            self._fork_gate()
+        except OSError as exc:
+            logger.info("cannot fork a gate in advance: %s", exc.strerror or exc)
+            self._fork_at = now + EXHAUSTED_PAUSE
 
     def _accept_after(self, seconds: float) -> None:
         """Leave connections in the kernel's queue for a while."""
@@ -167,16 +185,16 @@ class NodeServer:
 
     def _has_room(self) -> bool:
         """Whether a gate may be forked; at the limit, the oldest gate of the busiest source is ended to make room."""
-        gates = [(gate.deadline, gate) for gate in self._gates() if gate.deadline < math.inf]
+        gates = self._gates()
         if len(gates) < MAX_GATES:
             return True
-        busiest = Counter(gate.source for _deadline, gate in gates).most_common(1)[0][0]
-        deadline, victim = next((deadline, gate) for deadline, gate in gates if gate.source == busiest)
-        youth = deadline - GATE_TIMEOUT + GATE_PATIENCE - time.monotonic()
+        num_gates = Counter(connection.source for _gate, connection in gates)
+        victim, connection = min(gates, key=lambda pair: (-num_gates[pair[1].source], pair[1].deadline))
+        youth = connection.deadline - GATE_TIMEOUT + GATE_PATIENCE - time.monotonic()
         if youth > 0:
             self._accept_after(youth)
             return False
-        self._context.log_refusal(victim.peer, "too many unauthenticated connections")
+        self._context.log_refusal(connection.peer, "too many unauthenticated connections")
         victim.end("too many unauthenticated connections")
         return True
 
@@ -189,7 +207,6 @@ class NodeServer:
         self._sessions.forget_in_child()
         for child in self._children.values():
             child.forget_in_child()
-        self._spares.forget_in_child()
 
     # --- events and ends of children
 
@@ -205,85 +222,81 @@ class NodeServer:
             return False
         except (OSError, ValueError, LookupError) as exc:
             # No room for a descriptor, or user code wrote to a descriptor of ours.
-            whose = child.client if isinstance(child, ClientSession) else child.source
-            logger.error("the session of %s has lost its link: %s", whose, exc)
+            whose = "a gate" if child.session is None else f"the session of {child.session.client}"
+            logger.error("%s has lost its link: %s", whose, exc)
             child.end(f"its link to the node server broke ({exc})")
         self._loop.unwatch(child.link.fileno())
         return False
 
-    def _receive(self, child: Child, event: Event, descriptors: list[int]) -> None:
-        if isinstance(child, ClientSession):
-            self._sessions.receive(child, event, descriptors)
-        elif isinstance(event, WantsStacks):
-            self._sessions.ask_for_stacks(descriptors)
-        elif isinstance(child, OpenGate):
+    def _receive(self, child: Child, event: events.Event, descriptors: list[int]) -> None:
+        if child.session is not None:
+            self._sessions.receive(child.session, event, descriptors)
+        elif child.connection is not None:
             match event:
-                case SessionBegun():
-                    self._children[child.process.pid] = self._sessions.begin(child, event, descriptors[0])
-                case IsForWorker():
-                    self._hand_over(child, event)
-                case Refused():
-                    child.is_refused = True
-                case TellsStatus():
-                    self._children[child.process.pid] = become(child, Child)
+                case events.SessionBegun():
+                    child.session = self._sessions.begin(child, child.connection, event, descriptors[0])
+                case events.IsForWorker():
+                    self._hand_over(child, child.connection, event)
+                case events.Refused():
+                    child.connection.is_refused = True
+                case events.TellsStatus():
+                    child.connection.deadline = math.inf
+                case events.WantsStacks():
+                    self._sessions.ask_for_stacks(descriptors)
 
-    def _hand_over(self, gate: OpenGate, wanted: IsForWorker) -> None:
+    def _hand_over(self, gate: Child, connection: Connection, wanted: events.IsForWorker) -> None:
         """Pass a connection to its session, if it has room, and keep the gate for the next one."""
-        if not self._sessions.hand_over(gate, wanted):
+        if not self._sessions.hand_over(gate.link, connection, wanted):
             return
-        is_ending = gate.deadline == math.inf or gate.process.ended
-        if is_ending or not self._spares.has_room or not gate.link.post(HandedOver()):
+        is_ending = connection.deadline == math.inf or gate.process.ended
+        if is_ending or len(self._spares()) >= self._num_spares or not gate.link.post(events.HandedOver()):
             gate.end("its session has its connection")
-            return
-        del self._children[gate.process.pid]
-        self._loop.unwatch(gate.link.fileno())
-        self._loop.unwatch(gate.process.fileno())
-        gate.sock.close()
-        self._context.counters.close(gate.row)
-        self._spares.give_back(Gate(gate.process, gate.link))
-        self._accept_at = 0.0
+        else:
+            self._drop_connection(gate, connection)
+
+    def _drop_connection(self, child: Child, connection: Connection) -> None:
+        self._loop.unwatch(connection.sock.fileno())
+        connection.sock.close()
+        self._context.counters.close(connection.row)
+        child.connection = None
+        if self._drain_deadline is None:
+            self._accept_at = 0.0
 
     def _on_end(self, pid: int) -> None:
         child = self._children[pid]
-        descriptor = child.process.fileno()
-        reason = child.process.reap()
-        if reason is None:
+        if (reason := child.process.reap()) is None:
             return
-        self._loop.unwatch(descriptor)
+        self._loop.unwatch(child.process.fileno())
         # Its last events.
         while self._on_link(pid):
             pass
-        child = self._children.pop(pid)  # its last event may have replaced it
+        del self._children[pid]
         self._loop.unwatch(child.link.fileno())
-        self._loop.unwatch(child.sock.fileno())
-        child.close()
-        if self._drain_deadline is None:
-            self._accept_at = 0.0
-        if isinstance(child, ClientSession):
-            self._sessions.ended(child, reason)
-        self._context.counters.close(child.row)
+        child.link.close()
+        if child.session is not None:
+            self._sessions.ended(child.session, reason)
+        if child.connection is not None:
+            self._drop_connection(child, child.connection)
+        else:
+            self._fork_at = time.monotonic() + EXHAUSTED_PAUSE
         if os.getpid() == 1:
-            reap_orphans(self._children.keys() | self._spares.pids)
+            reap_orphans(self._children)
 
     # --- the end
 
     def _on_signals(self) -> None:
-        for _signal in range(self.signals.take()):
-            self._num_stops += 1
-            if self._num_stops == 1:
-                self._drain()
-            else:
-                self._end_all("the node server was told to end")
+        self._num_stops += self.signals.take()
+        if self._num_stops:
+            self._drain()
+        if self._num_stops > 1:
+            self._end_all("the node server was told to end")
 
     def _on_lifeline(self) -> None:
         assert self._lifeline is not None
-        try:
-            has_written = bool(os.read(self._lifeline, 4096))
-        except OSError:  # a terminal that was closed
-            has_written = False
-        self._owner_gone_at = time.monotonic() + LIFELINE_SILENCE
-        if not has_written:
-            self._on_owner_gone(self._lifeline)
+        self._owner_gone_at = 0.0
+        with contextlib.suppress(OSError):  # a terminal that was closed
+            if os.read(self._lifeline, 4096):
+                self._owner_gone_at = time.monotonic() + LIFELINE_SILENCE
 
     def _on_owner_gone(self, lifeline: int) -> None:
         self._loop.unwatch(lifeline)
@@ -297,7 +310,6 @@ class NodeServer:
         if self._drain_deadline is not None:
             return
         self._context.counters.row(0).draining[0] = 1
-        self._spares.close()
         self._drain_deadline = time.monotonic() + self._grace
         if self.announcement is not None:
             self.announcement.close()
@@ -306,8 +318,8 @@ class NodeServer:
         self._accept_at = math.inf
         # Readers of this line may start another server at the same address.
         logger.info("draining: %d sessions, at most %g s", len(self._sessions), self._grace)
-        for gate in self._gates():
-            gate.end("the node server is draining")
+        for child in [*self._spares(), *(gate for gate, _connection in self._gates())]:
+            child.end("the node server is draining")
         self._sessions.drain()
 
     def _end_all(self, reason: str) -> None:
@@ -315,31 +327,17 @@ class NodeServer:
         for child in self._children.values():
             child.end(reason)
 
-    def _next_due(self) -> float:
-        """The time of the next action."""
-        now = time.monotonic()
-        times = [now + _MAX_POLL_TIMEOUT, self._sessions.due, self._spares.due, self._accept_at, self._owner_gone_at]
-        times += [gate.deadline for gate in self._gates()]
-        if self._drain_deadline is not None:
-            times.append(self._drain_deadline)
-        if self.announcement is not None:
-            times.append(self.announcement.due)
-        if any(child.link.unsent for child in self._children.values()) or any(gate.wanted for gate in self._gates()):
-            times.append(now + RETRY_PAUSE)
-        return min(times)
-
-    def _do_what_is_due(self) -> None:
-        now = time.monotonic()
-        for gate in self._gates():
-            if now > gate.deadline:
-                if not gate.is_refused:
-                    self._context.log_refusal(gate.peer, f"no handshake within {GATE_TIMEOUT:g} s")
+    def _do_what_is_due(self, now: float) -> None:
+        for gate, connection in self._gates():
+            if now > connection.deadline:
+                if not connection.is_refused:
+                    self._context.log_refusal(connection.peer, f"no handshake within {GATE_TIMEOUT:g} s")
                 gate.end("no handshake in time")
-            if gate.wanted is not None:
-                self._hand_over(gate, gate.wanted)
+            if connection.wanted is not None:
+                self._hand_over(gate, connection, connection.wanted)
         for child in self._children.values():
             child.link.flush()
-        self._spares.refill(now)
+        self._fork_spare(now)
         if self.announcement is not None and now > self.announcement.due:
             self.announcement.renew()
         self._sessions.do_what_is_due(now)
@@ -348,6 +346,6 @@ class NodeServer:
         if now > self._accept_at:
             self._loop.watch(self._listener.fileno(), self._on_connection)
             self._accept_at = math.inf
-        if self._drain_deadline is not None and now > self._drain_deadline and (busy := self._busy()):
-            logger.warning("ended %d sessions that were still busy after %g s", len(busy), self._grace)
+        if self._drain_deadline is not None and now > self._drain_deadline and self._sessions:
+            logger.warning("ended %d sessions that were still busy after %g s", len(self._sessions), self._grace)
             self._end_all(f"still busy {self._grace:g} s after it was told to drain")

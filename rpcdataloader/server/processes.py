@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
-import functools
 import logging
 import os
 import random
@@ -22,6 +21,8 @@ from collections.abc import Callable, Container, Iterator
 # Under its full name: numpy imports it at first use, which would be in every fork.
 import numpy.random
 import torch
+
+from rpcdataloader.host.resources import read
 
 
 class Life(enum.Enum):
@@ -65,7 +66,7 @@ class Loop:
         self._poll.register(descriptor, events)
 
     def unwatch(self, descriptor: int) -> None:
-        """Stop calling its handler; idempotent. Call this before the descriptor is closed."""
+        """Stop calling its handler; idempotent. Call this before the number of a closed descriptor is used again."""
         if self._handlers.pop(descriptor, None):
             self._poll.unregister(descriptor)
 
@@ -196,38 +197,28 @@ def fork(run: Callable[[], None]) -> Process:
     """
     parent = os.getpid()
     _flush_output()  # or the child would write our buffers again
-    pipe = None if _has_pidfd() else os.pipe()
+    # The child holds the other end, for a kernel without pidfds.
+    end, held = os.pipe()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _QUIET_SIGNALS)
     try:
         pid = os.fork()
         if pid == 0:
-            if pipe is not None:
-                os.close(pipe[0])
+            os.close(end)
             _be_child(run, parent)
     except OSError:
-        if pipe is not None:
-            os.close(pipe[0])
+        os.close(end)
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if pipe is not None:
-            os.close(pipe[1])
-    if pipe is not None:
-        return Process(pid, pipe[0])
+        os.close(held)
     try:
-        return Process(pid, _pidfd_open(pid))
+        descriptor = _pidfd_open(pid)
     except OSError:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        raise
-
-
-def _be_deaf_to(number: int) -> None:
-    # Not SIG_IGN, which programs and forks of user code would inherit: they could not be terminated, and a
-    # multiprocessing.Pool would wait for that without limit.
-    if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup says
-        signal.signal(number, _do_nothing)
-        signal.siginterrupt(number, False)
+        # Linux 5.3 has them, but not the 4.18 of RHEL 8. The pipe is worse: an orphan of the child keeps it open, and
+        # hides the child's end.
+        return Process(pid, end)
+    os.close(end)
+    return Process(pid, descriptor)
 
 
 def _do_nothing(_number: int, _frame: object) -> None:
@@ -264,7 +255,11 @@ def _be_child(run: Callable[[], None], parent: int) -> None:
         if os.getppid() != parent:
             os._exit(1)
         for number in _QUIET_SIGNALS:
-            _be_deaf_to(number)
+            # Not SIG_IGN, which programs and forks of user code would inherit: they could not be terminated, and a
+            # multiprocessing.Pool would wait for that without limit.
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup says
+                signal.signal(number, _do_nothing)
+                signal.siginterrupt(number, False)
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _QUIET_SIGNALS)
         _empty_stdin()
@@ -293,20 +288,6 @@ def _pidfd_open(pid: int) -> int:
     if descriptor < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return descriptor
-
-
-@functools.cache
-def _has_pidfd() -> bool:
-    """Whether this kernel has pidfds (Linux 5.3, but not the 4.18 of RHEL 8).
-
-    Without them the child holds one end of a pipe. That is worse: an orphan of the child keeps the pipe open, and hides
-    the child's end.
-    """
-    try:
-        os.close(_pidfd_open(os.getpid()))
-    except OSError:
-        return False
-    return True
 
 
 def _flush_output() -> None:
@@ -371,8 +352,7 @@ def num_threads() -> int:
 
 def memory_of_its_own() -> int:
     """Bytes of anonymous memory, including pages shared with the parent process."""
-    with open("/proc/self/statm") as file:
-        _size, resident, of_files, *_rest = map(int, file.read().split())
+    _size, resident, of_files, *_rest = map(int, read("/proc/self/statm").split())
     return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 
 from rpcdataloader.host.resources import collapse_pages, machine_id
 from rpcdataloader.server.announcement import Announcement
-from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.node import NodeServer
 from rpcdataloader.server.processes import STOP_SIGNALS, num_threads
-from rpcdataloader.server.settings import DEFAULT_PORT, ServerSettings
+from rpcdataloader.server.settings import DEFAULT_PORT, ServerContext, ServerSettings
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
 from rpcdataloader.wire.connecting import listen_tcp, listen_unix, resolve

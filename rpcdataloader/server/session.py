@@ -22,12 +22,12 @@ from typing import Any
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.host.environment import become_session
 from rpcdataloader.server import events
-from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable, kind_of, length_of
-from rpcdataloader.server.events import Link
+from rpcdataloader.server.events import Link, fork_linked
 from rpcdataloader.server.logs import Origin, redirect_output, tell_client, tell_nobody
-from rpcdataloader.server.processes import Life, Loop, Process, fork, name_process
+from rpcdataloader.server.processes import Life, Loop, Process, name_process
+from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackFile, StackPipe, dump_stacks_on_signal
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
@@ -42,10 +42,9 @@ from rpcdataloader.wire.transport import Stream
 
 logger = logging.getLogger("rpcdataloader.server")
 
-# Seconds in which a forked worker must authenticate its client, and the most workers that may be at it; above that, the
-# oldest is ended. Session ids travel in the clear, so a listener on the network can make a session fork. The limit
-# exceeds the workers that a client asks for at once.
-HANDSHAKE_TIMEOUT = 10.0
+# The most workers whose clients are not authenticated yet; above that, the oldest is ended. Session ids travel in the
+# clear, so a listener on the network can make a session fork. The limit exceeds the workers that a client asks for at
+# once.
 MAX_UNAUTHENTICATED = 256
 
 
@@ -86,21 +85,14 @@ def _has_hung_up(sock: socket.socket) -> bool:
 
 @dataclass(slots=True, eq=False)
 class ForkedWorker:
-    """A session's view of one worker.
-
-    Attributes:
-        deadline: Time by which a starting worker must have authenticated its client.
-        failure: The worker's own reason for giving up; empty otherwise.
-    """
+    """A session's view of one worker."""
 
     number: int
     peer: str
     process: Process
     link: Link
     stack: StackPipe
-    deadline: float
     life: Life = Life.STARTING
-    failure: str = ""
     row: int = 0
 
 
@@ -130,8 +122,8 @@ class Session:
         self._loop.watch(self._channel.fileno(), self._on_control)
         self._loop.watch(self._node.fileno(), self._on_node)
         while self._life is not Life.ENDED:
-            self._loop.wait(self._pause())
-            self._end_late_handshakes()
+            is_asked = any(worker.stack.is_asked for worker in self._workers.values())
+            self._loop.wait(STACK_LOOK_INTERVAL if is_asked else None)
             for worker in self._workers.values():
                 worker.stack.finish()
             self._flush_logs()
@@ -243,8 +235,9 @@ class Session:
             case events.WorkerConnection():
                 self._fork_worker(descriptors[0], event.peer, bytes.fromhex(event.preamble))
             case events.Decided():
-                if worker := self._workers.get(event.worker):
-                    worker.row = event.row
+                worker = self._workers.get(event.worker)
+                if worker is not None and worker.life is Life.STARTING:
+                    worker.life, worker.row = Life.SERVING, event.row
                     worker.link.send(event)
             case events.Printed():
                 self._logs.append(Log(0, "", event.text, event.printed_by))  # sent in the loop's next round
@@ -268,53 +261,41 @@ class Session:
     def _fork_worker(self, descriptor: int, peer: str, preamble: bytes) -> None:
         waiting = [worker for worker in self._workers.values() if worker.life is Life.STARTING]
         if len(waiting) >= MAX_UNAUTHENTICATED:
-            self._refuse(waiting[0], "too many unauthenticated connections")
+            reason = "too many unauthenticated connections"
+            self._context.log_refusal(waiting[0].peer, reason, "worker")
+            waiting[0].life = Life.ENDED
+            waiting[0].process.kill(reason)
         self._last_number += 1
         number = self._last_number
-        with contextlib.ExitStack() as stack, contextlib.ExitStack() as failed:
-            sock = stack.enter_context(socket.socket(fileno=descriptor))
+        with socket.socket(fileno=descriptor) as sock, contextlib.ExitStack() as failed:
             if _has_hung_up(sock):
                 # Session ids travel in the clear: strangers' connections must not cost a fork each.
                 return
             try:
-                ours, theirs = Link.pair()
-                failed.callback(ours.close)
-                stack.callback(theirs.close)
-                read_end, write_end = os.pipe()
-                stack.callback(os.close, read_end)
-                stack.callback(os.close, write_end)
                 stacks = StackPipe()
                 failed.callback(stacks.close)
 
-                def run() -> None:
-                    os.dup2(write_end, 1)
-                    os.dup2(write_end, 2)
-                    os.close(read_end)
-                    os.close(write_end)
+                def run(link: Link) -> None:
                     stacks.become_worker()
                     self._forget_in_child()
-                    ours.close()
                     stream = Stream(sock, peer, [PREAMBLE_SIZE, 0])  # already read by the gate
-                    run_worker_process(stream, Preamble.decode(preamble), theirs, self._datasets, number, self._context)
+                    links = self._node, link
+                    run_worker_process(stream, Preamble.decode(preamble), *links, self._datasets, number, self._context)
 
-                process = fork(run)
+                process, link = fork_linked(run)
             except OSError as exc:
                 logger.warning("cannot fork a worker: %s", exc)
                 return
             failed.pop_all()
-            self._node.send(events.WorkerForked(number), [read_end])
         stacks.become_session(process.pid, number)
-        worker = ForkedWorker(number, peer, process, ours, stacks, time.monotonic() + HANDSHAKE_TIMEOUT)
-        self._workers[number] = worker
-        self._loop.watch(ours.fileno(), lambda: self._on_worker(worker))
+        worker = self._workers[number] = ForkedWorker(number, peer, process, link, stacks)
         self._loop.watch(stacks.fileno(), lambda: self._on_stack(worker))
         self._loop.watch(process.fileno(), lambda: self._on_worker_end(worker))
 
     def _forget_in_child(self) -> None:
-        """Close the session's descriptors in a forked worker."""
+        """Close the session's descriptors in a forked worker, but for the link to the node server."""
         tell_nobody()
         self._channel.stream.close()
-        self._node.close()
         for file in self._stack_files:
             file.close()
         for worker in self._workers.values():
@@ -322,39 +303,14 @@ class Session:
             worker.stack.close()
             os.close(worker.process.fileno())
 
-    def _on_worker(self, worker: ForkedWorker) -> None:
-        try:
-            received = worker.link.recv(wait=False)
-        except BlockingIOError:
-            return
-        except ValueError as exc:  # its code wrote to a descriptor of ours
-            worker.process.kill(f"its link to the session broke ({exc})")
-            received = None
-        if received is None:
-            self._loop.unwatch(worker.link.fileno())
-            worker.link.close()
-            return
-        match received[0]:
-            case events.Authenticated(origin) if worker.life is Life.STARTING:
-                worker.life = Life.SERVING
-                self._node.send(events.WantsRoom(worker.number, worker.process.pid, worker.peer, origin))
-                if self._life is Life.DRAINING:
-                    worker.link.send(events.Drain())
-            case events.GaveUp(reason):
-                worker.failure = reason
-
     def _on_worker_end(self, worker: ForkedWorker) -> None:
-        descriptor = worker.process.fileno()
-        reason = worker.process.reap()
-        if reason is None:
+        if (reason := worker.process.reap()) is None:
             return
-        self._loop.unwatch(descriptor)
-        if worker.link.fileno() >= 0:
-            # Its last event may have come in the same round.
-            self._on_worker(worker)
-        if worker.failure:
-            reason = f"gave up: {worker.failure}"
-        self._loop.unwatch(worker.link.fileno())
+        self._loop.unwatch(worker.process.fileno())
+        with contextlib.suppress(OSError, ValueError):  # its code may have written to a descriptor of ours
+            match worker.link.recv(wait=False):
+                case events.GaveUp(why), _descriptors:
+                    reason = f"gave up: {why}"
         worker.link.close()
         self._loop.unwatch(worker.stack.fileno())
         worker.stack.close()
@@ -371,22 +327,3 @@ class Session:
         if not worker.stack.read():
             # Its code has closed the pipe, or the worker ends.
             self._loop.unwatch(worker.stack.fileno())
-
-    def _pause(self) -> float | None:
-        """Seconds until the next action; None if none is due."""
-        if any(worker.stack.is_asked for worker in self._workers.values()):
-            return STACK_LOOK_INTERVAL
-        deadlines = [worker.deadline for worker in self._workers.values() if worker.life is Life.STARTING]
-        return min(deadlines) - time.monotonic() if deadlines else None
-
-    def _end_late_handshakes(self) -> None:
-        now = time.monotonic()
-        for worker in self._workers.values():
-            if worker.life is Life.STARTING and now > worker.deadline:
-                self._refuse(worker, f"no handshake within {HANDSHAKE_TIMEOUT:g} s")
-
-    def _refuse(self, worker: ForkedWorker, reason: str) -> None:
-        """End a worker whose client is not authenticated."""
-        self._context.log_refusal(worker.peer, reason, "worker")
-        worker.life = Life.ENDED
-        worker.process.kill(reason)

@@ -14,15 +14,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
 
 from rpcdataloader.server import events
-from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import SESSION, WORKER
 from rpcdataloader.server.events import Event, Link
 from rpcdataloader.server.logs import AcceptedConnection, OutputReader
 from rpcdataloader.server.processes import Loop, Process
+from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.messages import MAX_CHARS, LineLimit
 
@@ -31,55 +30,28 @@ logger = logging.getLogger("rpcdataloader.server")
 _CLIENT_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Child:
-    """A process with a connection; this class itself is for one that serves the node's status.
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A connection that a gate has, or that it had when it became a session.
 
     Attributes:
-        sock: The connection, kept to see the peer leave while the process is busy.
+        sock: Kept to see the peer leave while the process is busy.
+        deadline: Time by which its gate must have become something else; infinite once it has, or is being ended.
+        is_refused: True once its gate has refused it and waits for the peer to close.
+        wanted: The session that it is for, while that session has no room for it.
     """
 
-    process: Process
-    link: Link
     sock: socket.socket
     source: str
     peer: str
     row: int
-
-    def end(self, reason: str) -> None:
-        self.process.kill(reason)
-
-    def close(self) -> None:
-        """Close the descriptors of a process that has ended."""
-        self.link.close()
-        self.sock.close()
-
-    def forget_in_child(self) -> None:
-        self.close()
-        os.close(self.process.fileno())
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class OpenGate(Child):
-    """A gate whose connection is still undecided.
-
-    Attributes:
-        deadline: Time by which the gate must have become something else; infinite while it is being ended.
-        is_refused: True once it has refused its connection and waits for the peer to close.
-        wanted: The session that its connection is for, while that session has no room for it.
-    """
-
     deadline: float
     is_refused: bool = False
     wanted: events.IsForWorker | None = None
 
-    def end(self, reason: str) -> None:
-        self.deadline = math.inf
-        self.process.kill(reason)
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class ClientSession(Child):
+class ClientSession:
     """A session.
 
     Attributes:
@@ -87,9 +59,12 @@ class ClientSession(Child):
         is_asked: True while a request for stacks is unread.
     """
 
+    process: Process
+    link: Link
+    connection: Connection
     id: str
     client: str
-    connection: AcceptedConnection
+    accepted: AcceptedConnection
     folder: str
     output: LineLimit | None = None
     workers: dict[int, AcceptedConnection] = field(default_factory=dict)
@@ -97,12 +72,34 @@ class ClientSession(Child):
     is_asked: bool = False
 
 
-_Kind = TypeVar("_Kind", bound=Child)
+@dataclass(slots=True, eq=False)
+class Child:
+    """A process of the node server: a gate, or what it has become.
 
+    Attributes:
+        connection: None for a gate that waits for one.
+        session: Its session, once it is one.
+    """
 
-def become(gate: OpenGate, kind: type[_Kind], **more: Any) -> _Kind:
-    """Turn a gate into another kind of child: the same process and connection."""
-    return kind(**{each.name: getattr(gate, each.name) for each in fields(Child)}, **more)
+    process: Process
+    link: Link
+    connection: Connection | None = None
+    session: ClientSession | None = None
+
+    def end(self, reason: str) -> None:
+        if self.connection is not None:
+            self.connection.deadline = math.inf
+        self.process.kill(reason)
+
+    def close(self) -> None:
+        """Close the descriptors of a process that has ended."""
+        self.link.close()
+        if self.connection is not None:
+            self.connection.sock.close()
+
+    def forget_in_child(self) -> None:
+        self.close()
+        os.close(self.process.fileno())
 
 
 class Sessions:
@@ -118,7 +115,7 @@ class Sessions:
         self._folders = Folders()
         self._by_id: dict[str, ClientSession] = {}
         self._is_draining = False
-        self._look_at = math.inf  # time to look for vanished clients; infinite without sessions
+        self._look_at = 0.0  # time to look for vanished clients
 
     def __iter__(self) -> Iterator[ClientSession]:
         return iter(self._by_id.values())
@@ -126,26 +123,25 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._by_id)
 
-    def begin(self, gate: OpenGate, begun: events.SessionBegun, output: int) -> ClientSession:
+    def begin(self, gate: Child, connection: Connection, begun: events.SessionBegun, output: int) -> ClientSession:
         """Register a gate that has become a session; ``output`` is the pipe of its output."""
         origin = begun.origin
         rank = -1 if origin.rank is None else origin.rank
-        self._counters.describe(gate.row, kind=SESSION, client=origin.client, rank=rank, job=origin.job)
-        traffic = self._counters.row(gate.row).control
-        session = become(
-            gate,
-            ClientSession,
+        self._counters.describe(connection.row, kind=SESSION, client=origin.client, rank=rank, job=origin.job)
+        session = ClientSession(
+            process=gate.process,
+            link=gate.link,
+            connection=connection,
             id=begun.id,
             client=begun.name,
-            connection=AcceptedConnection(gate.peer, origin, traffic),
+            accepted=AcceptedConnection(connection.peer, origin, self._counters.row(connection.row).control),
             folder=self._folders.name(),
         )
         self._by_id[session.id] = session
-        if session.sock.family != socket.AF_UNIX:
-            self._look_at = min(self._look_at, time.monotonic() + transport.LOOK_INTERVAL)
+        connection.deadline = math.inf
         self._add_output(session, output, "session")
         # The session ends with its client, even while it is busy with user code.
-        self._loop.watch(session.sock.fileno(), lambda: self._on_client_gone(session), _CLIENT_GONE)
+        self._loop.watch(connection.sock.fileno(), lambda: self._on_client_gone(session), _CLIENT_GONE)
         session.link.post(events.SessionKnown(session.folder))
         if self._is_draining:
             session.link.post(events.Drain())
@@ -153,11 +149,10 @@ class Sessions:
 
     def receive(self, session: ClientSession, event: Event, descriptors: list[int]) -> None:
         match event:
-            case events.WorkerForked():
-                self._add_output(session, descriptors[0], f"worker {event.worker}")
             case events.WantsOutput():
                 session.output = LineLimit(lambda note: session.link.offer(events.Printed(note, "")))
             case events.WantsRoom():
+                self._add_output(session, descriptors[0], f"worker {event.worker}")
                 self._decide(session, event)
             case events.WorkerEnded():
                 self._worker_ended(session, event)
@@ -193,11 +188,12 @@ class Sessions:
             self._readers.discard(reader)
 
     def _decide(self, session: ClientSession, event: events.WantsRoom) -> None:
-        row, reason = 0, self._admission.admit(session.id)
+        row = 0
+        reason = "the node server is draining" if self._is_draining else self._admission.admit(session.id)
         if reason is None:
             try:
                 now = time.monotonic_ns()
-                row = self._counters.open(WORKER, event.pid, now, session=session.row, number=event.worker)
+                row = self._counters.open(WORKER, event.pid, now, session=session.connection.row, number=event.worker)
             except OSError as exc:
                 self._admission.release(session.id)
                 reason = str(exc.strerror)
@@ -220,20 +216,20 @@ class Sessions:
             level = logging.INFO if self._context.embedded else logging.WARNING
             logger.log(level, "worker %d of %s %s", event.worker, session.client, event.reason)
 
-    def hand_over(self, gate: OpenGate, wanted: events.IsForWorker) -> bool:
+    def hand_over(self, gate: Link, connection: Connection, wanted: events.IsForWorker) -> bool:
         """Pass the connection of a gate to its session; later, while the session has no room.
 
         Returns:
             True if the session has it.
         """
-        gate.wanted = None
+        connection.wanted = None
         session = self._by_id.get(wanted.session)
         if session is None:
-            gate.link.post(events.UnknownSession())
-        elif session.link.offer(events.WorkerConnection(gate.peer, wanted.preamble), [gate.sock.fileno()]):
+            gate.post(events.UnknownSession())
+        elif session.link.offer(events.WorkerConnection(connection.peer, wanted.preamble), [connection.sock.fileno()]):
             return True
         else:
-            gate.wanted = wanted
+            connection.wanted = wanted
         return False
 
     def ask_for_stacks(self, descriptors: list[int]) -> None:
@@ -248,28 +244,20 @@ class Sessions:
                 os.close(descriptor)
 
     def _on_client_gone(self, session: ClientSession) -> None:
-        self._loop.unwatch(session.sock.fileno())
+        self._loop.unwatch(session.connection.sock.fileno())
         session.is_client_gone = True
-        session.end("its client has gone")
-
-    @property
-    def due(self) -> float:
-        """Time of the next :meth:`do_what_is_due`."""
-        return min([self._look_at, *(session.output.due for session in self if session.output is not None)])
+        session.process.kill("its client has gone")
 
     def do_what_is_due(self, now: float) -> None:
-        """Look for vanished clients, and tell clients how much of their output was left out."""
+        """Tell clients how much of their output was left out, and end the sessions of clients whose host vanished."""
+        is_looking = now > self._look_at
+        if is_looking:
+            self._look_at = now + transport.LOOK_INTERVAL
         for session in self:
             if session.output is not None:
                 session.output.tell(now)
-        if now > self._look_at:
-            self._look_for_clients(now)
-
-    def _look_for_clients(self, now: float) -> None:
-        """End the sessions of clients whose host vanished while data was under way to it."""
-        self._look_at = now + transport.LOOK_INTERVAL if self._by_id else math.inf
-        for session in self:
-            if not session.is_client_gone and transport.is_cut_off(session.sock):
+            # While data was under way to the host; otherwise keep-alive notices.
+            if is_looking and not session.is_client_gone and transport.is_cut_off(session.connection.sock):
                 self._on_client_gone(session)
 
     def drain(self) -> None:
@@ -302,7 +290,7 @@ class Sessions:
             logger.warning("session of %s %s", session.client, reason)
         for worker in session.workers.values():
             worker.closed(f"its session has ended: {reason}")
-        session.connection.closed(reason)
+        session.accepted.closed(reason)
 
 
 class Admission:

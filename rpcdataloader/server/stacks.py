@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import json
 import operator
 import os
 import re
@@ -23,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from rpcdataloader.server.events import WorkerStack
+from rpcdataloader.host.resources import process_use, read
 
 # For users: the stacks go into the log. Java and Go programs use the same signal so, and neither torch nor
 # multiprocessing uses it.
@@ -38,6 +39,9 @@ STACK_TIMEOUT = 1.0
 
 # Seconds for which the lock must be kept: Python code hands it on after 5 ms when another thread waits.
 LOCK_TIMEOUT = 0.5
+
+# The kernel counts in units of mostly 10 ms, and a thread that only waits for the lock takes less than two.
+LOCK_WAIT_CPU_SECONDS = 0.015
 
 # Seconds between two looks whether a worker is done, as it may never tell.
 STACK_LOOK_INTERVAL = 0.005
@@ -82,7 +86,7 @@ class StackPipe:
         self._dump = bytearray()
         self._deadline: float | None = None  # of the pending dump
         self._is_signalled = False
-        self._ticks: dict[int, int] = {}  # of each thread, at the request
+        self._cpu_seconds: dict[int, float] = {}  # of each thread, at the request
         self._is_closed = False
         self._state = ""
 
@@ -137,7 +141,7 @@ class StackPipe:
         self._dump.clear()
         self._is_signalled = False
         self._state = _describe(self.pid)
-        self._ticks = {thread: _ticks(self.pid, thread) for thread in _threads(self.pid)}
+        self._cpu_seconds = {thread: process_use(self.pid, thread).cpu_seconds for thread in _threads(self.pid)}
         os.eventfd_write(self._request, 1)
 
     def read(self) -> bool:
@@ -153,14 +157,21 @@ class StackPipe:
         return bool(data)
 
     def finish(self) -> None:
-        """Answer requests if the dump is complete or hopeless; never waits for the worker."""
-        if self._deadline is None or not self._is_done(self._deadline):
+        """Answer requests if the dump is complete or hopeless, send the signal if it takes long; never waits."""
+        if self._deadline is None:
+            return
+        self.read()
+        letter, remaining = process_use(self.pid).state or "X", self._deadline - time.monotonic()
+        written = self._written()
+        if written is None and not self._is_closed and remaining >= 0 and letter not in "TtZX":
+            if remaining < STACK_TIMEOUT - LOCK_TIMEOUT and not self._is_signalled:
+                self._is_signalled = self._signal()
             return
         self._deadline = None
-        dump = self._written() or self._dump
+        dump = written or self._dump
         # A fork inherits the main thread's identifier from its parent.
         stacks = arrange(dump.decode("ascii", "replace"), threading.get_ident(), _PACKAGE)
-        text = f"{self._name}: state: {self._state}\n{stacks or 'no Python stack: ' + self._explain()}"
+        text = f"{self._name}: state: {self._state}\n{stacks or 'no Python stack: ' + self._explain(letter)}"
         if not self._tellers:
             # Requested on this node by a signal: for its log.
             os.write(1, f"{text}\n".encode())
@@ -172,24 +183,13 @@ class StackPipe:
         for tell in tellers:
             tell(text)
 
-    def _is_done(self, deadline: float) -> bool:
-        """Whether the dump is complete or hopeless. Sends the signal if the worker takes long."""
-        self.read()
-        remaining = deadline - time.monotonic()
-        if self._written() is not None or self._is_closed or remaining < 0:
-            return True
-        if remaining < STACK_TIMEOUT - LOCK_TIMEOUT and not self._is_signalled:
-            self._is_signalled = self._signal()
-        return _letter(_status(self.pid, self.pid)) in "TtZX"
-
     def _written(self) -> bytearray | None:
         """The last stacks of the worker's thread; None if they are incomplete."""
         _before, begin, rest = self._dump.rpartition(_BEGIN)
         stacks, end, _after = rest.partition(_END)
         return stacks if begin and end else None
 
-    def _explain(self) -> str:
-        letter = _letter(_status(self.pid, self.pid))
+    def _explain(self, letter: str) -> str:
         if letter in "ZX":
             return "it has ended"
         if letter in "Tt":
@@ -208,17 +208,18 @@ class StackPipe:
         may be unable to run a handler, for example while it waits for a file server; then any other thread will do.
         """
         threads = {thread: _status(self.pid, thread) for thread in _threads(self.pid)}
+        uses = {thread: process_use(self.pid, thread) for thread in threads}
         busy = [
             thread
-            for thread, status in threads.items()
-            if _letter(status) == "R" or _ticks(self.pid, thread) > self._ticks.get(thread, 0) + 1
+            for thread, use in uses.items()
+            if use.state == "R" or use.cpu_seconds > self._cpu_seconds.get(thread, 0.0) + LOCK_WAIT_CPU_SECONDS
         ]
         if len(busy) > 1:
             return False
         for thread in busy or threads:
             status = threads[thread]
             # Without a handler the signal would end the worker.
-            if _letter(status) != "D" and _has_signal(status, "SigCgt") and not _has_signal(status, "SigBlk"):
+            if uses[thread].state != "D" and _has_signal(status, "SigCgt") and not _has_signal(status, "SigBlk"):
                 _send_to_thread(self.pid, thread)
                 return True
         return False
@@ -242,7 +243,7 @@ class StackFile:
 
     def _write(self, pid: int, text: str) -> None:
         with contextlib.suppress(OSError):  # a limit on file sizes costs a stack, not the session
-            os.write(self._file, WorkerStack(pid, text).encode() + b"\n")
+            os.write(self._file, json.dumps([pid, text]).encode() + b"\n")
         self._num_missing -= 1
         if not self._num_missing:
             self.close()
@@ -259,25 +260,10 @@ def _threads(pid: int) -> list[int]:
     return []
 
 
-def _read(pid: int, thread: int, name: str) -> str:
-    """A file that the kernel has for a thread; empty when the thread is gone."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/{name}", errors="replace") as file:
-        return file.read()
-    return ""
-
-
 def _status(pid: int, thread: int) -> dict[str, str]:
-    return dict(line.split(":\t", 1) for line in _read(pid, thread, "status").splitlines() if ":\t" in line)
-
-
-def _ticks(pid: int, thread: int) -> int:
-    """CPU time of a thread, in units of mostly 10 ms: a thread that only waits for the lock takes less than two."""
-    fields = _read(pid, thread, "stat").rpartition(") ")[2].split()
-    return int(fields[11]) + int(fields[12]) if fields else 0
-
-
-def _letter(status: dict[str, str]) -> str:
-    return status.get("State", "X")[0]
+    """The fields that the kernel has for a thread; none when the thread is gone."""
+    lines = read(f"/proc/{pid}/task/{thread}/status").splitlines()
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
 
 
 def _has_signal(status: dict[str, str], field: str) -> bool:
@@ -287,7 +273,7 @@ def _has_signal(status: dict[str, str], field: str) -> bool:
 def _describe(pid: int) -> str:
     """State of the main thread and, where the kernel shows it, the function in which it waits."""
     state = _status(pid, pid).get("State", "gone")
-    function = _read(pid, pid, "wchan").strip()
+    function = read(f"/proc/{pid}/wchan")
     return state if function in ("", "0") else f"{state} in {function}"
 
 
@@ -302,8 +288,7 @@ def _send_to_thread(pid: int, thread: int) -> None:
 # Recursion in many threads fills pages; the important part comes first.
 MAX_CHARACTERS = 16384
 
-_HEADER = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:$", re.MULTILINE)
-_FRAME = re.compile(r'^  File "(.*)", line ')
+_HEADER = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)\b.*:\n", re.MULTILINE)
 
 
 def arrange(dump: str, main: int, package: str) -> str:
@@ -311,40 +296,21 @@ def arrange(dump: str, main: int, package: str) -> str:
 
     ``main`` is the identifier of the main thread, ``package`` the folder of this package.
     """
+    own = re.escape(package)
+    base = re.compile(rf'^  File "{own}/server/.*(?:\n|\Z)', re.MULTILINE)
+    # Any line but a frame of this package or of the standard library's ``threading``.
+    user_code = re.compile(rf'^(?!  File "(?:{own}/|.*/threading\.py", line )).', re.MULTILINE)
     # The text before the first header, then for each thread its identifier and lines.
     _before, *parts = _HEADER.split(dump)
-    stacks = [
-        (int(ident, 16), text.strip("\n").split("\n")) for ident, text in zip(parts[::2], parts[1::2], strict=True)
-    ]
+    stacks = [(int(ident, 16), lines) for ident, lines in zip(parts[::2], parts[1::2], strict=True)]
     # Threads come youngest first.
     stacks.sort(key=lambda stack: stack[0] != main)
     arranged = []
     for ident, lines in stacks:
-        if ident == main:
-            title = "Main thread"
-        elif _shows_nothing(lines, package):
-            continue
-        else:
-            title = f"Thread 0x{ident:x}"
-        arranged.append("\n".join([f"{title} (most recent call first):", *_without_base(lines, package)]))
+        if ident == main or user_code.search(lines):
+            # One frame of the server stays: the caller of user code, or the one that waits for work.
+            kept = lines[: found.end()] if (found := base.search(lines)) else lines
+            title = "Main thread" if ident == main else f"Thread 0x{ident:x}"
+            arranged.append(f"{title} (most recent call first):\n{kept.rstrip()}")
     text = "\n\n".join(arranged)
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}\n... (cut here)"
-
-
-def _file(line: str) -> str:
-    match = _FRAME.match(line)
-    return match[1] if match else ""
-
-
-def _shows_nothing(lines: list[str], package: str) -> bool:
-    """Whether a thread runs only this package and the standard library's ``threading``."""
-    files = [_file(line) for line in lines]
-    return all(file.startswith(f"{package}/") or file.endswith("/threading.py") for file in files)
-
-
-def _without_base(lines: list[str], package: str) -> list[str]:
-    """Keep one frame of the server: the caller of user code, or the one that waits for work."""
-    for position, line in enumerate(lines):
-        if _file(line).startswith(f"{package}/server/"):
-            return lines[: position + 1]
-    return lines

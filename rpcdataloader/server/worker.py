@@ -24,13 +24,13 @@ from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.fetch.samples import keep_whereabouts
-from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable
-from rpcdataloader.server.events import Authenticated, Decided, Drain, GaveUp, Link
-from rpcdataloader.server.logs import Origin, tell_client
+from rpcdataloader.server.events import Decided, Drain, Event, GaveUp, Link, WantsRoom
+from rpcdataloader.server.logs import Origin, redirect_output, tell_client
 from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
 from rpcdataloader.server.requests import HandleTable, Meter, Outbox, Requests
+from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Flag, Message, MessageType
@@ -46,37 +46,50 @@ logger = logging.getLogger("rpcdataloader.worker")
 # a good part of a task of a hundred microseconds.
 LOOK_INTERVAL = 1_000_000
 
+# Seconds in which a worker must have authenticated its client.
+HANDSHAKE_TIMEOUT = 10.0
+
 
 def run_worker_process(
-    stream: Stream, preamble: Preamble, session: Link, datasets: DatasetTable, number: int, context: ServerContext
+    stream: Stream,
+    preamble: Preamble,
+    node: Link,
+    session: Link,
+    datasets: DatasetTable,
+    number: int,
+    context: ServerContext,
 ) -> None:
-    """Serve one worker connection until its client has gone; the session limits the time of the handshake."""
+    """Serve one worker connection until its client has gone."""
     name_process("rpcdl-worker")
     prefer_for_oom()
     keep_freed_memory()
+    peer = stream.name
+    # Here and not in the session, which may be busy.
+    timer = threading.Timer(HANDSHAKE_TIMEOUT, _end_late_handshake, (peer, context))
+    timer.daemon = True
+    timer.start()
     try:
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
     except RPCError as exc:
-        context.log_refusal(stream.name, exc, "worker")
+        context.log_refusal(peer, exc, "worker")
         stream.linger()
         return
-    session.send(Authenticated(Origin.of(channel.peer)))
-    is_draining, decided = False, None
-    while decided is None:
-        received = session.recv()
-        if received is None:
+    timer.cancel()
+    output = redirect_output()
+    node.send(WantsRoom(number, os.getpid(), peer, Origin.of(channel.peer)), [output])
+    os.close(output)
+    node.close()
+    decided: Event = Drain()  # a node server that drains says so in its decision, too
+    while not isinstance(decided, Decided):
+        if (received := session.recv()) is None:
             return
-        match received[0]:
-            case Drain():
-                is_draining = True
-            case Decided():
-                decided = received[0]
-    if reason := "the node server is draining" if is_draining else decided.reason:
-        channel.send(MessageType.BUSY, payload=Busy(reason).encode())
-        channel.stream.finish()
-        return
+        decided = received[0]
     welcome = Welcome(context.node, os.getpid(), preamble.session_id.hex(), context.num_workers, number)
     try:
+        if decided.reason is not None:
+            channel.send(MessageType.BUSY, payload=Busy(decided.reason).encode())
+            channel.stream.finish()
+            return
         channel.send(MessageType.WELCOME, payload=welcome.encode())
     except ConnectionLostError:
         # The pass was over before its last worker had started.
@@ -86,6 +99,11 @@ def run_worker_process(
     row.socket[0] = os.fstat(channel.fileno()).st_ino
     channel.stream.count_in(row.traffic)
     Worker(channel, session, datasets, number, context, row).run()
+
+
+def _end_late_handshake(peer: str, context: ServerContext) -> None:
+    context.log_refusal(peer, f"no handshake within {HANDSHAKE_TIMEOUT:g} s", "worker")
+    os._exit(0)
 
 
 class Worker:

@@ -59,8 +59,8 @@ FEW = settings(
 @pytest.fixture(scope="module")
 def server(zygote):
     """A server that does not wait long for strangers; at the end of the module, nothing is left of them in it."""
-    limits = "node.GATE_TIMEOUT = 1.0; session.HANDSHAKE_TIMEOUT = 1.0; node.MAX_GATES = 8; node.GATE_PATIENCE = 0.05"
-    limits += "; context.MAX_REFUSALS = 10000; gate.MAX_SPARES = 1"
+    limits = "node.GATE_TIMEOUT = 1.0; worker.HANDSHAKE_TIMEOUT = 1.0; node.MAX_GATES = 8; node.GATE_PATIENCE = 0.05"
+    limits += "; settings.MAX_REFUSALS = 10000; node.MAX_SPARES = 1"
     with quick_server(zygote, "--max-connections", "64", before=limits) as server:
         wait_until(lambda: list(map(process_name, descendants(server.pid))) == ["rpcdl-spare"])
         descriptors = descriptors_of(server)

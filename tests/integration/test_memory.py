@@ -270,7 +270,7 @@ def usage(pid):
 @pytest.mark.parametrize("num_rounds", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_many_epochs_leave_nothing_behind(serve, num_rounds):
     # Gates that wait have descriptors, too.
-    server = serve("--num-workers", "2", before="gate.QUIET_SECONDS = 1000")
+    server = serve("--num-workers", "2", before="node.QUIET_SECONDS = 1000")
     loaders = [
         RPCDataloader(Samples(), batch_size=2, workers=server.address, shuffle=True, persistent_workers=persistent)
         for persistent in (False, True)

@@ -51,7 +51,7 @@ PROMPTLY = 8 * TIMEOUT_SCALE
 @pytest.fixture(scope="module")
 def server(zygote):
     """A server that does not wait long for strangers."""
-    limits = "node.GATE_TIMEOUT = 1.0; session.HANDSHAKE_TIMEOUT = 1.0; context.MAX_REFUSALS = 1000"
+    limits = "node.GATE_TIMEOUT = 1.0; worker.HANDSHAKE_TIMEOUT = 1.0; settings.MAX_REFUSALS = 1000"
     with quick_server(zygote, before=limits) as server:
         yield server
         # Whatever the tests have done to it, the next client is served.

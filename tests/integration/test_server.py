@@ -494,7 +494,7 @@ def test_many_at_once_are_all_served_although_few_gates_may_be_open(serve):
 
 
 def test_log_of_refused_connections_has_a_limit_for_all_processes_together(serve):
-    server = serve(before="context.REFUSALS_PERIOD = 1000")
+    server = serve(before="settings.REFUSALS_PERIOD = 1000")
     for _ in range(60):
         with dial(server, Preamble(bytes([7] * 16)).encode()) as sock:
             assert b"there is no such session" in read_all(sock)
@@ -553,7 +553,7 @@ def fail_at_first():
     return fork()
 os.fork = fail_at_first
 node.EXHAUSTED_PAUSE = 0.01
-gate.QUIET_SECONDS = 1000
+node.QUIET_SECONDS = 1000
 """
     server = serve(before=failing)
     descriptors = num_descriptors(server.pid)
@@ -578,13 +578,13 @@ def test_gate_of_a_worker_gets_another_connection(serve):
 def test_gates_that_cannot_be_forked_in_advance_are_forked_later(serve):
     failing = """
 import errno
-fork, failures = gate.fork, iter(range(3))
+fork, failures = events.fork, iter(range(3))
 def fail_at_first(run):
     for _ in failures:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
     return fork(run)
-gate.fork = fail_at_first
-gate.EXHAUSTED_PAUSE = 0.01
+events.fork = fail_at_first
+node.EXHAUSTED_PAUSE = 0.01
 """
     server = serve("--num-workers", "1", before=failing)
     wait_until(lambda: len(spares_of(server)) == 2)
@@ -634,13 +634,13 @@ def test_session_that_stands_still_stops_nobody_else(serve, start_client):
     """Its queue fills with connections, and those that hand them over wait; the node server does not."""
     short_queues = """
 import socket
-make_pair = gate.Link.pair
+make_pair = events.Link.pair
 def make_short_pair():
     ends = make_pair()
     for end in ends:
         end._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return ends
-gate.Link.pair = make_short_pair
+events.Link.pair = make_short_pair
 node.GATE_TIMEOUT = 2; node.MAX_GATES = 16; node.GATE_PATIENCE = 0.05
 """
     server = serve(before=short_queues)
@@ -659,7 +659,7 @@ node.GATE_TIMEOUT = 2; node.MAX_GATES = 16; node.GATE_PATIENCE = 0.05
 
 def test_session_survives_workers_that_never_say_who_they_are(serve):
     """Session ids travel in the clear, so that anybody may open worker connections, and nothing more."""
-    server = serve(before="session.HANDSHAKE_TIMEOUT = 0.3; session.MAX_UNAUTHENTICATED = 8")
+    server = serve(before="worker.HANDSHAKE_TIMEOUT = 0.3; session.MAX_UNAUTHENTICATED = 8")
     session_id, session = session_of(server)
     pid = call(server, os.getpid)
     with contextlib.ExitStack() as stack:

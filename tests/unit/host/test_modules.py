@@ -12,7 +12,7 @@ import zipfile
 import pytest
 
 from rpcdataloader.host import environment
-from rpcdataloader.host.environment import Module, become_session, install_modules, pack, unpack
+from rpcdataloader.host.environment import Additions, Module, add, become_session, pack, unpack
 
 FILES = {
     "shapes/__init__.py": b"from shapes.round import circle\n",
@@ -31,6 +31,10 @@ def folder(tmp_path, monkeypatch):
     yield tmp_path / "session"
     for name in [name for name in sys.modules if name.partition(".")[0] in ("shapes", "squares")]:
         del sys.modules[name]
+
+
+def install_modules(modules):
+    add(Additions.of({}, modules, forward_output=False))
 
 
 def test_equal_files_make_equal_archives_whatever_their_order():

@@ -52,7 +52,7 @@ def test_used_memory_moves_into_huge_pages_and_unused_memory_stays_unused(make_b
 
 
 def test_kernel_without_huge_pages_is_no_error(monkeypatch):
-    def refuse(path):
+    def refuse(path, **_options):
         raise FileNotFoundError(path)
 
     monkeypatch.setattr("builtins.open", refuse)

@@ -10,8 +10,7 @@ import socket
 import pytest
 
 from rpcdataloader.server import settings as module
-from rpcdataloader.server.context import ServerContext
-from rpcdataloader.server.settings import ServerSettings
+from rpcdataloader.server.settings import ServerContext, ServerSettings
 from rpcdataloader.wire.credentials import INSECURE
 
 

@@ -2,102 +2,89 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import math
 import os
 import signal
+import socket
 
 import pytest
 
-from rpcdataloader.server.events import Link
-from rpcdataloader.server.gate import MAX_SPARES, QUIET_SECONDS, Gate, SpareGates
-from rpcdataloader.server.processes import EXHAUSTED_PAUSE, fork
+from rpcdataloader.server import node
+from rpcdataloader.server.node import MAX_SPARES, QUIET_SECONDS, NodeServer
+from rpcdataloader.server.processes import EXHAUSTED_PAUSE
+from rpcdataloader.server.settings import ServerContext, ServerSettings
+from rpcdataloader.wire.credentials import INSECURE
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 
 @pytest.fixture
-def forked():
-    gates = []
-    yield gates
-    for gate in gates:
-        gate.end()
+def make_server(monkeypatch):
+    """Make node servers on a clock that stands at 100, on which they wait until 100 and some quiet."""
+    monkeypatch.setattr("time.monotonic", lambda: 100.0)
+    with contextlib.ExitStack() as stack:
+
+        def make(num_workers=1):
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            context = ServerContext(ServerSettings(), INSECURE, num_workers)
+            server = NodeServer(listener, context, write_output=print)
+            stack.callback(server.signals.close)
+            stack.callback(server._close)
+            return server
+
+        yield make
 
 
-@pytest.fixture
-def fork_gate(forked):
-    def run():
-        ours, theirs = Link.pair()
-        forked.append(Gate(fork(theirs.recv), ours))
-        theirs.close()
-        return forked[-1]
-
-    return run
+def refill(server, now):
+    """The gates that it then has, oldest first."""
+    for _ in range(MAX_SPARES + 1):
+        server._fork_spare(now)
+    return server._spares()
 
 
-@pytest.fixture
-def spares(fork_gate):
-    return SpareGates(2, fork_gate)
+def test_they_are_forked_once_it_has_been_quiet_for_a_while(make_server):
+    server = make_server()
+    assert refill(server, 100.0 + QUIET_SECONDS / 2) == []
+    assert len(refill(server, 100.0 + QUIET_SECONDS)) == 2
 
 
-def refill(spares, now):
-    while spares.due <= now:
-        spares.refill(now)
+def test_the_oldest_one_is_taken_and_without_one_it_is_forked_at_once(make_server):
+    server = make_server()
+    first = server._free_gate()
+    refill(server, 101.0)
+    assert server._free_gate() is first
+    assert len(server._spares()) == 2
 
 
-def test_they_are_forked_once_it_has_been_quiet_for_a_while(spares, forked):
-    refill(spares, 1e9)
-    assert not forked
-    spares.wait(100.0)
-    refill(spares, 100.0 + QUIET_SECONDS / 2)
-    assert not forked
-    refill(spares, 100.0 + QUIET_SECONDS)
-    assert {gate.process.pid for gate in forked} == spares.pids
-    assert len(forked) == 2
-    assert spares.due == math.inf
+def test_one_that_was_killed_is_not_taken(make_server):
+    server = make_server()
+    first, second = refill(server, 101.0)
+    os.kill(first.process.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, first.process.pid, os.WEXITED | os.WNOWAIT)
+    assert server._free_gate() is second
+    assert refill(server, 100.0 + EXHAUSTED_PAUSE / 2) == [second], "or it could die again and again"
 
 
-def test_they_are_taken_in_their_order_and_then_forked_at_once(spares, forked):
-    spares.wait(0.0)
-    refill(spares, 1.0)
-    assert [spares.take(2.0) for _ in range(3)] == forked
-    assert not spares.pids
-    refill(spares, 2.0)
-    assert len(forked) == 3
-    refill(spares, 3.0)
-    assert len(forked) == 5
+def test_system_without_room_is_asked_again_later(make_server, monkeypatch):
+    server, asked = make_server(), []
 
-
-def test_one_that_was_given_back_is_taken_again(spares, forked):
-    gate = spares.take(0.0)
-    spares.give_back(gate)
-    assert spares.take(0.0) is gate
-    assert len(forked) == 1
-
-
-def test_one_that_was_killed_is_not_taken(spares, forked):
-    spares.wait(0.0)
-    refill(spares, 1.0)
-    os.kill(forked[0].process.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, forked[0].process.pid, os.WEXITED | os.WNOWAIT)
-    assert spares.take(1.0) is forked[1]
-
-
-def test_system_without_room_is_asked_again_later():
-    def fail():
+    def fail(_run):
+        asked.append(True)
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    spares = SpareGates(2, fail)
-    spares.wait(0.0)
-    refill(spares, 1.0)
-    assert spares.due == 1.0 + EXHAUSTED_PAUSE
+    monkeypatch.setattr(node, "fork_linked", fail)
+    for now, count in (101.0, 1), (101.0 + EXHAUSTED_PAUSE, 2):
+        refill(server, now)
+        assert len(asked) == count
     with pytest.raises(BlockingIOError):
-        spares.take(1.0)
+        server._free_gate()
 
 
-def test_there_are_not_as_many_as_workers_of_a_large_node(fork_gate, forked):
-    spares = SpareGates(129, fork_gate)
-    spares.wait(0.0)
-    refill(spares, 1.0)
-    assert len(forked) == MAX_SPARES
-    spares.close()
-    assert all(gate.process.ended for gate in forked)
-    assert spares.due == math.inf
+def test_there_are_not_as_many_as_workers_of_a_large_node_and_none_during_a_drain(make_server):
+    server = make_server(128)
+    gates = refill(server, 101.0)
+    assert len(gates) == MAX_SPARES
+    server._drain()
+    assert all(gate.process.reap(wait=True) for gate in gates)
+    assert refill(server, 1e9) == gates

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import select
 
 import pytest
 
-from rpcdataloader.server.events import WorkerStack
 from rpcdataloader.server.stacks import StackFile, StackPipe
 
 
@@ -39,7 +39,7 @@ def looking(stacks):
 
     def told_so_far():
         lines = os.pread(told, 2**20, 0).splitlines()
-        return {stack.pid: stack.text for stack in map(WorkerStack.decode, lines)}
+        return dict(map(json.loads, lines))
 
     try:
         yield told_so_far, lambda: not poll.poll(0), file

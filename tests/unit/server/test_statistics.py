@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
 
@@ -10,11 +11,10 @@ import pytest
 
 from rpcdataloader.host.resources import ProcessUse
 from rpcdataloader.server import gate
-from rpcdataloader.server.context import ServerContext
 from rpcdataloader.server.counters import GATE, SESSION, WORKER, CounterTable
-from rpcdataloader.server.events import WantsStacks, WorkerStack
+from rpcdataloader.server.events import WantsStacks
 from rpcdataloader.server.gate import ask_for_stacks, describe_node
-from rpcdataloader.server.settings import ServerSettings
+from rpcdataloader.server.settings import ServerContext, ServerSettings
 from rpcdataloader.wire.credentials import INSECURE
 from rpcdataloader.wire.status import NodeStatus, Report
 from tests.unit.wire.test_status import LOOP
@@ -131,6 +131,10 @@ def test_stack_that_has_not_come_is_explained(context):
     ]
 
 
+def line_of(pid, text):
+    return json.dumps([pid, text]).encode() + b"\n"
+
+
 class FakeNode:
     """Lets some sessions write, as their descriptors arrive, before the gate waits for the last of them."""
 
@@ -158,12 +162,11 @@ def test_stacks_of_all_sessions_are_gathered_until_the_last_has_closed(monkeypat
             super().send(event, descriptors)
             self.close()
 
-    node = Answering(WorkerStack(301, text).encode() + b"\n", WorkerStack(302, "it has ended").encode() + b"\n")
+    node = Answering(line_of(301, text), line_of(302, "it has ended"))
     assert ask_for_stacks(node) == {301: text, 302: "it has ended"}
 
 
 def test_session_that_does_not_answer_is_not_waited_for_long(monkeypatch):
     monkeypatch.setattr(gate, "STACK_TIMEOUT", 0.05)
-    late = WorkerStack(302, "late").encode()
-    with contextlib.closing(FakeNode(WorkerStack(301, "in time").encode() + b"\n", late[:10])) as node:
+    with contextlib.closing(FakeNode(line_of(301, "in time"), line_of(302, "late")[:10])) as node:
         assert ask_for_stacks(node) == {301: "in time"}
