@@ -164,7 +164,7 @@ class Engine(Generic[N]):
     def _begin(self, batch_size_bytes: float, turn: int) -> None:
         options = self._options
         self._retries = Retries(options)
-        self.table: Table[Any]
+        self.table: Table
         if options.is_iterable:
             self.table = StreamTable(options, batch_size_bytes, turn)
         else:
@@ -386,7 +386,8 @@ class Engine(Generic[N]):
                 error = type(error)(f"{error}; it was loading {self._interrupted}")
             self.failure = error
         if self._waiting_since is not None and self._report_at <= now and (task := self.table.awaited()) is not None:
-            self._out.append(ReportWait(self.table.holder(task), task.payload, now - self._waiting_since))
+            worker = task.holders[0].id if task.holders else None
+            self._out.append(ReportWait(worker, task.payload, now - self._waiting_since))
             self._report_at = now + REPORT_AGAIN
 
     def due(self, now: float) -> float | None:
