@@ -78,8 +78,8 @@ BUGS = [
     Bug(
         "a deadly batch kills one worker too many",
         "engine",
-        "return len(trouble.killed) - suspected >= self._max_retries",
-        "return len(trouble.killed) - suspected > self._max_retries",
+        "return len(self.killed) - suspected >= options.max_retries",
+        "return len(self.killed) - suspected > options.max_retries",
     ),
     Bug(
         "a batch is condemned while another worker has a copy",
@@ -91,38 +91,38 @@ BUGS = [
     Bug(
         "a deadly sample kills one worker too many",
         "engine",
-        "place is not None and trouble.places[place] >= self._max_retries",
-        "place is not None and trouble.places[place] > self._max_retries",
+        "place is not None and self.places[place] >= options.max_retries",
+        "place is not None and self.places[place] > options.max_retries",
     ),
     Bug(
         "a deadly sample is not left out",
         "engine",
-        "is_last, left_out = self._retries.sent(worker, number), self._retries.left_out(number)",
-        "is_last = self._retries.sent(worker, number)",
+        "dict(trouble.left_out) or None",
+        "None",
     ),
     Bug(
         "samples are left out that the user wants to have",
         "engine",
-        "place = place if self._options.leaves_out else None",
+        "place = place if options.leaves_out else None",
         "pass",
     ),
     Bug(
         "deaths count once more after a sample was left out",
         "engine",
-        "            trouble.killed.clear()\n            trouble.places.clear()\n",
+        "            self.killed.clear()\n            self.places.clear()\n",
         "",
     ),
     Bug(
         "deaths at several samples condemn no batch",
         "engine",
-        "suspected = max((num for place, num in trouble.places.items() if place is not None), default=0)",
-        "suspected = sum(num for place, num in trouble.places.items() if place is not None)",
+        "suspected = max((num for place, num in self.places.items() if place is not None), default=0)",
+        "suspected = sum(num for place, num in self.places.items() if place is not None)",
     ),
     Bug(
         "a chance death condemns a batch that has a deadly sample",
         "engine",
-        "return len(trouble.killed) - suspected >= self._max_retries",
-        "return len(trouble.killed) >= self._max_retries",
+        "return len(self.killed) - suspected >= options.max_retries",
+        "return len(self.killed) >= options.max_retries",
     ),
     Bug(
         "the sample of another batch is left out",
@@ -358,16 +358,16 @@ BUGS = [
     Bug(
         "one try too many",
         "engine",
-        "num_retries >= self._max_retries and is_last",
-        "num_retries > self._max_retries and is_last",
+        "trouble.num_retries >= options.max_retries and is_last",
+        "trouble.num_retries > options.max_retries and is_last",
     ),
     Bug(
         "the last try is not marked",
         "engine",
-        "trouble is None or trouble.num_retries < self._max_retries",
-        "trouble is None or trouble.num_retries <= self._max_retries",
+        "is_last, left_out = trouble.num_retries >= self._options.max_retries",
+        "is_last, left_out = trouble.num_retries > self._options.max_retries",
     ),
-    Bug("the pause before another try does not grow", "engine", "RETRY_PAUSE * 2**num_retries", "RETRY_PAUSE"),
+    Bug("the pause before another try does not grow", "engine", "RETRY_PAUSE * 2**trouble.num_retries", "RETRY_PAUSE"),
     # The engine
     Bug(
         "the other copy of an answered task is not cancelled",
@@ -402,8 +402,8 @@ BUGS = [
     Bug(
         "errors of one epoch are delivered in the next",
         "engine",
-        "        self._retries = Retries(options)\n",
-        "        self._retries = getattr(self, '_retries', None) or Retries(options)\n",
+        "        self._troubles: dict[int, Trouble] = {}",
+        "        self._troubles: dict[int, Trouble] = getattr(self, '_troubles', {})",
     ),
     Bug(
         "a long wait is told again all the time",
@@ -415,8 +415,8 @@ BUGS = [
     Bug(
         "a wait that is over is told",
         "engine",
-        "            self._waiting_since = None\n            if self._retries",
-        "            if self._retries",
+        "            self._waiting_since = None\n            if self._troubles",
+        "            if self._troubles",
     ),
 ]
 
