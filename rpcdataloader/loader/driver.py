@@ -166,7 +166,7 @@ class Driver:
             for node in dict.fromkeys(placement.homes):
                 session = node.session()
                 if session.is_ready and self._dataset.is_on(session):
-                    self.engine.node_up(node, session)
+                    self.engine.crew.node_up(node, session)
                 else:
                     self.engine.crew.node_missing(node, ConnectionLostError("it is not reachable"))
             if placement.register is not None:
@@ -260,7 +260,7 @@ class Driver:
     def add_nodes(self, nodes: Iterable[Node]) -> None:
         """Add nodes to the pass; returns at once."""
         found = list(nodes)
-        self.feed(lambda engine, _now: engine.add_nodes(found))
+        self.feed(lambda engine, _now: engine.crew.add_nodes(found))
 
     def remove_nodes(self, nodes: Iterable[Node]) -> None:
         """Remove nodes from the pass: their workers answer their requests, and end."""

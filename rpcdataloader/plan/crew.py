@@ -181,8 +181,13 @@ class Crew(Generic[N]):
         """Whether the engine wants to know if a node can be reached."""
         return node in self.roster.pauses
 
-    def node_up(self, node: N, incarnation: Hashable, num_offered: int) -> None:
-        """Note that workers can be opened on a node."""
+    def node_up(self, node: N, incarnation: Hashable, num_offered: int = 0) -> None:
+        """Note that workers can be opened on a node.
+
+        Args:
+            incarnation: Identity of the node's session, different for each session.
+            num_offered: Number of workers that it offers; only used for nodes that are new to the pass.
+        """
         if node not in self._joining and (node not in self.roster.nodes or self.roster.is_hopeless(node)):
             return  # it was removed meanwhile
         self.is_changed = True

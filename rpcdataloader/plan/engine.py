@@ -295,26 +295,10 @@ class Engine(Generic[N]):
 
     # Nodes
 
-    def node_up(self, node: N, incarnation: Hashable, num_offered: int = 0) -> None:
-        """Note that workers can be opened on a node.
-
-        Args:
-            incarnation: Identity of the node's session, different for each session.
-            num_offered: Number of workers that it offers; only used for nodes that are new to the pass.
-        """
-        self.crew.node_up(node, incarnation, num_offered)
-        self.table.resize(max(1, self.crew.num_wanted))
-
-    def add_nodes(self, nodes: Iterable[N]) -> None:
-        """Add nodes to this pass."""
-        self.crew.add_nodes(nodes)
-        self.table.resize(max(1, self.crew.num_wanted))
-
     def remove_nodes(self, nodes: Iterable[N], now: float) -> None:
         """Remove nodes from this pass: their workers answer their requests, and end."""
         for worker in self.crew.remove_nodes(nodes):
             self._send_away(worker, now)
-        self.table.resize(max(1, self.crew.num_wanted))
 
     # Time and actions
 
@@ -322,6 +306,7 @@ class Engine(Generic[N]):
         """Return the actions that follow from the last events, each once."""
         if self.crew.is_changed:
             self.crew.fill_places()
+            self.table.resize(max(1, self.crew.num_wanted))
         table, out = self.table, self._out
         while (assigned := table.assign(now)) is not None:
             worker, number = assigned

@@ -79,7 +79,7 @@ class Pass:
             node = cluster.nodes[name]
             if rank.sessions.get(name) == node.incarnation and node.answers:
                 self.judge.node_up(name, node.incarnation, 0)
-                self.engine.node_up(name, node.incarnation)
+                self.engine.crew.node_up(name, node.incarnation)
             else:
                 self.engine.crew.node_missing(name, UNREACHABLE)
         if rank.cluster.scenario.expects_more:
@@ -490,7 +490,7 @@ class Pass:
         else:
             self.rank.sessions[name] = node.incarnation
             self.judge.node_up(name, node.incarnation, node.offered)
-            self.engine.node_up(name, node.incarnation, node.offered)
+            self.engine.crew.node_up(name, node.incarnation, node.offered)
         self.happened()
 
     # The consumer
