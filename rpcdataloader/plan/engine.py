@@ -305,7 +305,7 @@ class Engine(Generic[N]):
     def act(self, now: float) -> list[Action]:
         """Return the actions that follow from the last events, each once."""
         if self.crew.is_changed:
-            self.crew.fill_places()
+            self.crew.fill_places(now)
             self.table.resize(max(1, self.crew.num_wanted))
         table, out = self.table, self._out
         while (assigned := table.assign(now)) is not None:
@@ -323,7 +323,7 @@ class Engine(Generic[N]):
     def tick(self, now: float) -> None:
         """Note that time has passed: end late workers, and give up when waiting is futile."""
         self._out += [End(worker, number) for worker, number in self.table.timed_out(now)]
-        if self.failure is None and (deadline := self.crew.stuck_until(now)) is not None and deadline <= now:
+        if self.failure is None and (deadline := self.crew.stuck_until) is not None and deadline <= now:
             error = self.crew.verdict()
             if self._interrupted and isinstance(error, ConnectionLostError):
                 error = type(error)(f"{error}; it was loading {self._interrupted}")
@@ -336,6 +336,5 @@ class Engine(Generic[N]):
     def due(self, now: float) -> float | None:
         """Time for the next :meth:`tick` and :meth:`act` without further events; None for never."""
         due = self.table.due(now)
-        stuck_until = self.crew.stuck_until(now) if self.crew.is_stuck else None
         report_at = None if self._waiting_since is None or not self.table.tasks else self._report_at
-        return min((time for time in (due, stuck_until, report_at) if time is not None), default=None)
+        return min((time for time in (due, self.crew.stuck_until, report_at) if time is not None), default=None)

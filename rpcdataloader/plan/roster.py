@@ -185,8 +185,9 @@ class Roster(Generic[N]):
 
     def reopen(self) -> None:
         """Begin another epoch: every place is needed again."""
+        has_other_homes = not self._needs_all and any(place.home not in self._hopeless for place in self._places)
         for place in self._places:
-            place.is_closed = place.home in self._hopeless and self._has_other_homes
+            place.is_closed = place.home in self._hopeless and has_other_homes
             place.is_given_up = False
             place.refused_by.clear()
 
@@ -196,10 +197,6 @@ class Roster(Generic[N]):
         if self._needs_all:
             return any(place.node is None and (place.is_given_up or not place.is_closed) for place in self._places)
         return all(place.node is None for place in self._places)
-
-    @property
-    def _has_other_homes(self) -> bool:
-        return not self._needs_all and any(place.home not in self._hopeless for place in self._places)
 
     def _choose(self, place: _Place[N], load: Counter[N | None], is_deserted: bool) -> N | None:
         if place.home in self._up and place.home not in place.refused_by:

@@ -345,8 +345,8 @@ BUGS = [
     Bug(
         "a pass gives up as soon as it has no workers",
         "crew",
-        "return self._stuck_since + self._options.reconnect_timeout if self.roster.is_hopeful else now",
-        "return now",
+        "return self._stuck_since + self._options.reconnect_timeout",
+        "return self._stuck_since",
     ),
     Bug(
         "a pass without workers remembers an earlier time",

@@ -484,7 +484,7 @@ class Pass:
             self.engine.crew.node_failed(name, UNREACHABLE, is_foreign=True)
         elif node.broken_until > now:
             self.cluster.count("broken node")
-            if self.engine.crew.is_sought(name):
+            if name in self.engine.crew.roster.pauses:
                 self.judge.node_hopeless(name)
             self.engine.crew.node_hopeless(name, ValueError("no such file"))
         else:
