@@ -105,6 +105,7 @@ class Engine(Generic[N]):
         self._describe = describe
         self._out: list[Action] = []
         self.crew = Crew(options, homes, others, self._out)
+        self._leaving: list[Member[N]] = []  # workers to close once they have answered their requests
         self._interrupted = ""  # task of the last lost worker
         self._waiting_since: float | None = None  # start of the consumer's wait for the next delivery
         self._report_at = math.inf
@@ -156,9 +157,7 @@ class Engine(Generic[N]):
             worker.is_at_work = False
             # Draining workers skip this epoch.
             worker.has_joined = worker.has_joined and not worker.is_draining
-            if worker.is_sent_away:
-                self._close_idle(worker)
-            elif worker.has_joined:
+            if worker.has_joined:
                 self.table.worker_joined(worker.number, now, worker.node, worker.place)
 
     # Answers
@@ -208,13 +207,10 @@ class Engine(Generic[N]):
         self.table.ended(worker, number, now)
         self._has_answered(worker, number)
 
-    def _has_answered(self, number: int, task: int) -> None:
+    def _has_answered(self, worker: int, number: int) -> None:
         self.crew.num_deaths = 0
-        if self._troubles and (trouble := self._troubles.get(task)) is not None:
-            trouble.last_at.discard(number)
-        worker = self.crew.members.get(number)
-        if worker is not None and worker.is_sent_away:
-            self._close_idle(worker)
+        if self._troubles and (trouble := self._troubles.get(number)) is not None:
+            trouble.last_at.discard(worker)
 
     # Workers
 
@@ -233,8 +229,6 @@ class Engine(Generic[N]):
         worker = self.crew.members.get(number)
         if worker is not None:
             worker.is_at_work = True
-            if worker.is_sent_away:
-                self._close_idle(worker)
 
     def worker_draining(self, number: int) -> None:
         """Note that a worker answers its requests, and takes no more."""
@@ -255,20 +249,16 @@ class Engine(Generic[N]):
             # Its stream goes on elsewhere after the last answer. Later messages of this worker are not waited for.
             worker.has_joined = False
             self._leave(worker.number, now)
-        self._close_idle(worker)
-
-    def _close_idle(self, worker: Member[N]) -> None:
-        """End a worker that was sent away, once it has answered its requests."""
-        is_busy = worker.has_joined and (not worker.is_at_work or self.table.in_flight(worker.number))
-        if not is_busy and not worker.is_closed:
-            worker.is_closed = True
-            self._out.append(Close(worker.number))
+        if not worker.is_closed and worker not in self._leaving:
+            self._leaving.append(worker)
 
     def worker_lost(self, number: int, loss: Loss, now: float) -> None:
         """Note that a worker has ended, or could not be started."""
         worker = self.crew.remove(number)
         if worker is None:
             return
+        if worker in self._leaving:
+            self._leaving.remove(worker)
         if worker.is_draining and not loss.node_is_up:
             loss = Loss(ConnectionLostError(f"{worker.node} is shutting down"), node_is_up=False)
         # A node that fails with all of its workers says nothing about their tasks.
@@ -304,6 +294,11 @@ class Engine(Generic[N]):
 
     def act(self, now: float) -> list[Action]:
         """Return the actions that follow from the last events, each once."""
+        for leaver in self._leaving[:]:
+            if not (leaver.has_joined and (not leaver.is_at_work or self.table.in_flight(leaver.number))):
+                self._leaving.remove(leaver)
+                leaver.is_closed = True
+                self._out.append(Close(leaver.number))
         if self.crew.is_changed:
             self.crew.fill_places(now)
             self.table.resize(max(1, self.crew.num_wanted))

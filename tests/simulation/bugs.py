@@ -384,8 +384,8 @@ BUGS = [
     Bug(
         "a worker that was sent away before it began is never closed",
         "engine",
-        "            if worker.is_sent_away:\n                self._close_idle(worker)\n\n",
-        "\n",
+        "worker.is_at_work = True",
+        "worker.is_at_work = not worker.is_sent_away",
     ),
     Bug(
         "a node that is lost blames what its workers were at",
