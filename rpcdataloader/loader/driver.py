@@ -25,8 +25,7 @@ from rpcdataloader.client.discovery import Joined
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.register import Watch
 from rpcdataloader.client.worker import RemoteWorker
-from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.records import Records, Setup
+from rpcdataloader.diagnosis.records import Recorder, Records, Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.fetch.batch_loader import StreamState

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader
 
 from rpcdataloader.client.discovery import Inline, Where
-from rpcdataloader.diagnosis.recorder import Recorder
+from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.diagnosis.words import NO_PASS, NO_WORKERS
 from rpcdataloader.errors import LocalProtocolError
