@@ -31,6 +31,8 @@ class StreamTable(Table):
         turn: Stream whose batch comes first.
     """
 
+    _measures_speed = False  # a stream cannot be given to a faster worker
+
     def __init__(self, options: PlanOptions, batch_size_bytes: float = 0.0, turn: int = 0) -> None:
         super().__init__(options, batch_size_bytes)
         # Streams that have not ended; the first one gets the next task.
@@ -99,10 +101,6 @@ class StreamTable(Table):
                 self._send(owner, task, now)
                 return owner.id, number
         return None
-
-    def _take_answer(self, worker: int, number: int, task_seconds: float | None, now: float) -> Entry | None:  # noqa: ARG002
-        # A stream cannot be given to a faster worker.
-        return super()._take_answer(worker, number, None, now)
 
     def ended(self, worker: int, number: int, now: float = 0.0) -> bool:
         record = self._workers.get(worker)

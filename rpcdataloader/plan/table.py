@@ -76,6 +76,8 @@ class Table(ABC):
         ValueError: An option is out of its range.
     """
 
+    _measures_speed = True
+
     def __init__(self, options: PlanOptions, batch_size_bytes: float = 0.0) -> None:
         for name in ("num_workers", "prefetch_factor", "max_in_flight_bytes", "max_retries"):
             if (value := getattr(options, name)) < 1:
@@ -341,7 +343,10 @@ class Table(ABC):
         record = self._workers.get(worker)
         if record is None or number not in record.in_flight:
             return None
-        if record.answered(number, task_seconds, now) and self._task_timeout is not None:
+        if (
+            record.answered(number, task_seconds if self._measures_speed else None, now)
+            and self._task_timeout is not None
+        ):
             self._head_changed(record, now)
         self._num_in_flight -= 1
         self._queue_changed(record)
