@@ -134,8 +134,7 @@ class Crew(Generic[N]):
             died: True if only the worker ended, and not its node.
         """
         place, node = worker.place, worker.node
-        vacate = self.roster.refused if loss.was_refused else self.roster.vacated
-        vacate(place, node, self._stand_in(place))
+        self.roster.vacated(place, node, self._stand_in(place), was_refused=loss.was_refused)
         # News of an earlier session says nothing about the node's present one.
         is_current = self._incarnations.get(node) == worker.incarnation
         if is_current and (not loss.node_is_up or (not loss.came and not loss.was_refused)):

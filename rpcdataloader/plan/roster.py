@@ -153,22 +153,20 @@ class Roster(Generic[N]):
                 opened.append((number, node))
         return opened
 
-    def vacated(self, number: int, node: N, stand_in: N | None = None) -> None:
+    def vacated(self, number: int, node: N, stand_in: N | None = None, *, was_refused: bool = False) -> None:
         """Note that a place's worker has ended at ``node``; ignored if the place is filled at another node since.
 
         Args:
             stand_in: Node of a worker that has stood in for this one, and continues to.
+            was_refused: True if the node has no room for a worker.
         """
-        if self._places[number].node == node:
-            self._places[number].node = stand_in
-
-    def refused(self, number: int, node: N, stand_in: N | None = None) -> None:
-        """Note that the node has no room for a worker."""
         place = self._places[number]
-        place.refused_by.add(node)
-        self.vacated(number, node, stand_in)
-        if not self._needs_all and place.node is None and node == place.home:
-            place.is_closed = True
+        if place.node == node:
+            place.node = stand_in
+        if was_refused:
+            place.refused_by.add(node)
+            if not self._needs_all and place.node is None and node == place.home:
+                place.is_closed = True
 
     def close(self, number: int) -> None:
         """Close a place that no longer needs a worker."""

@@ -291,9 +291,7 @@ BUGS = [
         "wanted = [*homes, *self._others(homes)] if self._is_deserted else homes",
         "wanted = homes",
     ),
-    Bug(
-        "a stand-in is forgotten", "roster", "self._places[number].node = stand_in", "self._places[number].node = None"
-    ),
+    Bug("a stand-in is forgotten", "roster", "place.node = stand_in", "place.node = None"),
     Bug(
         "streams whose workers die are forgotten",
         "roster",
