@@ -55,28 +55,22 @@ class Entry:
     condemned: str | None = None
 
 
-class Table(ABC):
-    """The tasks of one pass.
+class Undelivered:
+    """The undelivered tasks as the consumer sees them: their window, their sizes, and their order of delivery.
 
     Args:
-        options: ``num_workers`` and ``prefetch_factor`` make the window. ``max_in_flight_bytes`` limits the bytes of
-            undelivered answers plus the estimated bytes of tasks in flight; the next task to be delivered is always
-            allowed. Sizes are unknown before the first answer, so only the window limits the first tasks, as in torch's
-            loader.
+        options: ``num_workers`` and ``prefetch_factor`` make the window.
         batch_size_bytes: Initial estimate, for example that of the epoch before.
 
     Attributes:
         tasks: Undelivered tasks by number, in the order of the numbers.
         batch_size_bytes: Estimated size of a batch, 0 before the first answer.
         window: Limit on the number of undelivered tasks.
-        num_doubled: Number of tasks in flight at two workers.
         answered_bytes: Bytes of undelivered answers.
 
     Raises:
         ValueError: An option is out of its range.
     """
-
-    _measures_speed = True
 
     def __init__(self, options: PlanOptions, batch_size_bytes: float = 0.0) -> None:
         for name in ("num_workers", "prefetch_factor", "max_in_flight_bytes", "max_retries"):
@@ -84,21 +78,111 @@ class Table(ABC):
                 raise ValueError(f"{name} must be at least 1, not {value}")
         self.tasks: dict[int, Entry] = {}
         self.batch_size_bytes = float(batch_size_bytes)
-        self.num_doubled = 0
-        self._in_order = options.in_order
+        self.answered_bytes = 0
         self._prefetch_factor = options.prefetch_factor
-        self._max_bytes = options.max_in_flight_bytes
+        self.window = self._wanted_window = options.num_workers * options.prefetch_factor
         self._num_added = 0
         self._ended = False
-        self.window = self._wanted_window = options.num_workers * options.prefetch_factor
+        self._waiting: list[int] = []  # sorted
+        self._in_order = options.in_order
+        self._answered: deque[Entry] = deque()  # in the order of the answers; unused with in_order
+
+    def resize(self, num_workers: int) -> None:
+        """Set the window to that of this number of workers, if it may change at all.
+
+        The window grows at once. It shrinks with the next delivery, without dropping tasks: so the driver can ask the
+        sampler in between, without holding a lock.
+        """
+        if num_workers < 1:
+            raise ValueError(f"num_workers must be at least 1, not {num_workers}")
+        self._wanted_window = num_workers * self._prefetch_factor
+        self.window = max(self.window, self._wanted_window)
+
+    @property
+    def wants_input(self) -> bool:
+        """Whether :meth:`add_task` takes a task. Stays true until a task is added or delivered, or the input ends."""
+        return not self._ended and len(self.tasks) < self.window
+
+    def add_task(self, payload: Any) -> int | None:
+        """Add the next task of the input; returns its number, or None without room for it."""
+        if self._ended or len(self.tasks) >= self.window:
+            return None
+        number = self._num_added
+        self._num_added += 1
+        self.tasks[number] = Entry(number, payload)
+        self._waiting.append(number)
+        return number
+
+    def end_of_input(self) -> None:
+        """Note that the sampler has no more tasks."""
+        self._ended = True
+
+    def awaited(self) -> Entry | None:
+        """The oldest unanswered task; None if all are answered."""
+        return next((task for task in self.tasks.values() if task.size_bytes is None), None)
+
+    @property
+    def has_deliverable(self) -> bool:
+        """Whether :meth:`pop_deliverable` gives a task now."""
+        if not self._in_order:
+            return bool(self._answered)
+        return bool(self.tasks) and self.tasks[next(iter(self.tasks))].size_bytes is not None
+
+    def pop_deliverable(self) -> Entry | None:
+        """Take the next task to deliver out of the table; None while it is not answered."""
+        if self._in_order:
+            task = self.tasks[next(iter(self.tasks))] if self.tasks else None
+            if task is None or task.size_bytes is None:
+                return None
+        elif self._answered:
+            task = self._answered.popleft()
+        else:
+            return None
+        del self.tasks[task.number]
+        self.window = self._wanted_window
+        self.answered_bytes -= task.size_bytes or 0
+        return task
+
+    def stream_of(self, number: int) -> int | None:
+        """The stream of a task, until it is delivered; None without streams."""
+        task = self.tasks.get(number)
+        return None if task is None else task.stream
+
+    def forget(self) -> None:
+        """Drop all tasks."""
+        self.tasks.clear()
+        self._answered.clear()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the input has ended and everything is delivered."""
+        return self._ended and not self.tasks
+
+
+class Table(Undelivered, ABC):
+    """The tasks of one pass, and the workers that have them.
+
+    Args:
+        options: ``max_in_flight_bytes`` limits the bytes of undelivered answers plus the estimated bytes of tasks in
+            flight; the next task to be delivered is always allowed. Sizes are unknown before the first answer, so only
+            the window limits the first tasks, as in torch's loader.
+        batch_size_bytes: Initial estimate.
+
+    Attributes:
+        num_doubled: Number of tasks in flight at two workers.
+    """
+
+    _measures_speed = True
+
+    def __init__(self, options: PlanOptions, batch_size_bytes: float = 0.0) -> None:
+        super().__init__(options, batch_size_bytes)
+        self.num_doubled = 0
+        self._max_bytes = options.max_in_flight_bytes
         self._workers: dict[int, WorkerPace] = {}
         self._num_joined = 0
         self._pace = Pace(self.window)
-        self._waiting: list[int] = []  # sorted
         self._pausing: list[tuple[float, int]] = []  # heap of tasks that pause until a time
         self._num_in_flight = 0  # unanswered copies
-        self.answered_bytes = 0
-        self._answered: deque[Entry] = deque()  # in the order of the answers; unused with in_order
         # Only the task at the head of a worker's queue has a deadline, from the time it came there: a task behind
         # another one is not running. The limit is the same for all, so deadlines come in the order of the beginnings,
         # which is that of the dictionary.
@@ -145,17 +229,6 @@ class Table(ABC):
         """Whether this place misses a worker when it is vacant."""
         return True
 
-    def resize(self, num_workers: int) -> None:
-        """Set the window to that of this number of workers, if it may change at all.
-
-        The window grows at once. It shrinks with the next delivery, without dropping tasks: so the driver can ask the
-            sampler in between, without holding a lock.
-        """
-        if num_workers < 1:
-            raise ValueError(f"num_workers must be at least 1, not {num_workers}")
-        self._wanted_window = num_workers * self._prefetch_factor
-        self.window = max(self.window, self._wanted_window)
-
     def in_flight(self, worker: int) -> list[int]:
         """Unanswered tasks of a worker, oldest first; another worker may have answered and delivered them."""
         return list(self._get(worker).in_flight)
@@ -195,10 +268,6 @@ class Table(ABC):
         if not self._in_order:
             self._answered.append(task)
 
-    def awaited(self) -> Entry | None:
-        """The oldest unanswered task; None if all are answered."""
-        return next((task for task in self.tasks.values() if task.size_bytes is None), None)
-
     def _get(self, worker: int) -> WorkerPace:
         record = self._workers.get(worker)
         if record is None:
@@ -235,25 +304,6 @@ class Table(ABC):
             self._deadlines[record.id] = now + self._task_timeout
 
     # Tasks, from the input to a worker
-
-    @property
-    def wants_input(self) -> bool:
-        """Whether :meth:`add_task` takes a task. Stays true until a task is added or delivered, or the input ends."""
-        return not self._ended and len(self.tasks) < self.window
-
-    def add_task(self, payload: Any) -> int | None:
-        """Add the next task of the input; returns its number, or None without room for it."""
-        if self._ended or len(self.tasks) >= self.window:
-            return None
-        number = self._num_added
-        self._num_added += 1
-        self.tasks[number] = Entry(number, payload)
-        self._waiting.append(number)
-        return number
-
-    def end_of_input(self) -> None:
-        """Note that the sampler has no more tasks."""
-        self._ended = True
 
     @abstractmethod
     def assign(self, now: float) -> tuple[int, int] | None:
@@ -366,40 +416,3 @@ class Table(ABC):
         """Workers with a superfluous copy of an answered task that is not delivered yet."""
         task = self.tasks[number]
         return [] if task.size_bytes is None else [record.id for record in task.holders]
-
-    @property
-    def has_deliverable(self) -> bool:
-        """Whether :meth:`pop_deliverable` gives a task now."""
-        if not self._in_order:
-            return bool(self._answered)
-        return bool(self.tasks) and self.tasks[next(iter(self.tasks))].size_bytes is not None
-
-    def pop_deliverable(self) -> Entry | None:
-        """Take the next task to deliver out of the table; None while it is not answered."""
-        if self._in_order:
-            task = self.tasks[next(iter(self.tasks))] if self.tasks else None
-            if task is None or task.size_bytes is None:
-                return None
-        elif self._answered:
-            task = self._answered.popleft()
-        else:
-            return None
-        del self.tasks[task.number]
-        self.window = self._wanted_window
-        self.answered_bytes -= task.size_bytes or 0
-        return task
-
-    def stream_of(self, number: int) -> int | None:
-        """The stream of a task, until it is delivered; None without streams."""
-        task = self.tasks.get(number)
-        return None if task is None else task.stream
-
-    def forget(self) -> None:
-        """Drop all tasks."""
-        self.tasks.clear()
-        self._answered.clear()
-
-    @property
-    def finished(self) -> bool:
-        """Whether the input has ended and everything is delivered."""
-        return self._ended and not self.tasks
