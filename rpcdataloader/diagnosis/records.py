@@ -1,4 +1,4 @@
-"""Records of a pass: sums over every batch, and the timed way of some. Pure.
+"""Records of a pass while it runs: sums over every batch, and the timed way of some. Pure.
 
 The cheapest batches take 100 microseconds each, and recording may cost 1 % of that. So every batch only adds to a few
 sums (:class:`Totals`). At first one batch each 20 ms, and later one each 250 ms, is a *probe*, whose way is timed from
@@ -11,8 +11,11 @@ Times are seconds of the trainer's monotonic clock, and are arguments. Workers o
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +24,31 @@ from rpcdataloader.wire.messages import Stages
 # Span of a diagnosis: this time or this number of batches, whichever is more.
 SPAN_SECONDS = 60.0
 SPAN_BATCHES = 200
+
+# Seconds between two probes: a short pass needs many probes, a long one few.
+PROBE_INTERVAL, MAX_PROBE_INTERVAL = 0.02, 0.25
+
+# The interval is this share of the pass so far.
+_PROBE_SHARE = 1 / 25
+
+# Enough for the span of a diagnosis, even with a trace of fast batches.
+_NUM_PROBES = int(SPAN_SECONDS / PROBE_INTERVAL)
+
+# Number of task times kept per worker. Their mean is known to an eighth of their spread.
+_NUM_TASKS = 64
+
+# Shorter waits are only summed: a change of threads takes 10 to 100 microseconds.
+NOTED_WAIT = 1e-3
+_NUM_WAITS = 1000
+
+# Seconds of waiting after which a pass with few batches is diagnosed.
+_LONG_WAIT = 10.0
+
+# A reply received within this time came in one piece, which says nothing about the link.
+_WHOLE = 1e-5
+
+# Intervals of the link are kept apart until no further reply can lie between them.
+_NUM_INTERVALS = 64
 
 
 class Totals(NamedTuple):
@@ -174,3 +202,175 @@ class Records:
         """The waits since the beginning of the span, which is not empty."""
         begin = self.span[0].delivered
         return tuple(wait for wait in self.waits if wait.at > begin)
+
+
+class Recorder:
+    """Records one pass after the other, at half a microsecond per batch without probe.
+
+    Consumer and receiver threads have sums of their own, without a lock. Lists grow only with a probe, at most once per
+    :data:`PROBE_INTERVAL`, or with a long wait.
+
+    Args:
+        lock: Lock that is held while lists change or are copied.
+        now: Time at which the first pass begins.
+        before: Records of the previous pass.
+        trace: Function called for each delivered probe, with the workers and the number of the worker that has
+            answered.
+
+    Attributes:
+        setup: Latest workers and limits; replaced when they may have changed.
+        trace: The argument; while it is set, every batch is a probe.
+        tasks: Seconds of the last tasks of each worker, by its number; its receiver thread appends to them.
+        batches: Number of delivered batches.
+        waited: Seconds in ``next`` until its last decision, without those in which the device was at work.
+        blocked: Seconds of ``waited`` that the consumer slept.
+        last: Time of the last decision before the last delivery.
+        next_probe: Time from which the next drawn batch becomes a probe.
+    """
+
+    def __init__(
+        self,
+        lock: AbstractContextManager[object],
+        now: float,
+        before: Records | None = None,
+        trace: Callable[[Probe, Setup, int], None] | None = None,
+    ) -> None:
+        self.setup = Setup({}, 0, 0, 0)
+        self.trace = trace
+        self._lock = lock
+        self._before = before
+        self._reset(now)
+
+    def begin(self, now: float) -> None:
+        """Begin another pass; the previous records stay until this one has delivered enough."""
+        with self._lock:
+            if self.batches:
+                self._before = self._take(0.0)
+            self._reset(now)
+
+    def _reset(self, now: float) -> None:
+        self.next_probe = now
+        self.tasks: defaultdict[int, deque[float]] = defaultdict(functools.partial(deque, maxlen=_NUM_TASKS))
+        self._start = self.last = now
+        self._first_wait = 0.0
+        self.batches = 0
+        self.waited = self.blocked = self._ready = self._link = self._sending = 0.0
+        self._num_noted = 0
+        self._intervals: list[tuple[float, float]] = []  # disjoint, in order, in which replies were received
+        self._probes: deque[Probe] = deque(maxlen=_NUM_PROBES)
+        self._waits: deque[Wait] = deque(maxlen=_NUM_WAITS)
+
+    def follow(self, trace: Callable[[Probe, Setup, int], None] | None) -> None:
+        """Call ``trace`` for every batch drawn from now on; None for no trace."""
+        self.trace = trace
+        self.next_probe = 0.0
+
+    def probe(self, now: float, draw: float, number: int) -> Probe:
+        """Return the record for a drawn batch, from :attr:`next_probe` on."""
+        if self.trace is None:
+            share = (now - self._start) * _PROBE_SHARE
+            self.next_probe = now + min(max(PROBE_INTERVAL, share), MAX_PROBE_INTERVAL)
+        return Probe(number, draw, now)
+
+    def delivered(self, now: float, waited: float, blocked: float = 0.0) -> None:
+        """Record that ``next`` returns a batch; in the consumer's thread.
+
+        Args:
+            now: Time of the last decision.
+            waited: Seconds in ``next`` until then; 0 if the device was at work all the time.
+            blocked: Seconds of ``waited`` that the consumer slept.
+        """
+        if not self.batches:
+            self._first_wait = waited
+        self.batches += 1
+        self.waited += waited
+        self.blocked += blocked
+        self.last = now
+
+    def sent(self, seconds: float) -> None:
+        """Record the end of a call of ``next``, after the last decision; 0 if the device was at work."""
+        self._num_noted += 1
+        self._sending += seconds
+
+    def slept(self, now: float, seconds: float, ready: float, worker: int) -> None:
+        """Record that the consumer has slept for an undelivered batch; in its thread.
+
+        Args:
+            now: Time.
+            seconds: Length of the sleep.
+            ready: Seconds of it in which a later batch was already here.
+            worker: Number of the worker that answered.
+        """
+        self._ready += ready
+        if seconds >= NOTED_WAIT:
+            with self._lock:
+                self._waits.append(Wait(now, seconds, ready, worker))
+
+    def probed(
+        self, probe: Probe, worker: int, now: float, waited: float, blocked: float = 0.0, sending: float = 0.0
+    ) -> None:
+        """Record that a probe is delivered; instead of :meth:`delivered`.
+
+        Args:
+            sending: Seconds in ``next`` after ``now``.
+        """
+        with self._lock:
+            probe.reorder = max(0.0, self.last - probe.answered)
+            self.delivered(now, waited, blocked)
+            probe.delivered, probe.wait = now + sending, waited + sending
+            probe.totals = self._totals()
+            self._probes.append(probe)
+        if (trace := self.trace) is not None:
+            trace(probe, self.setup, worker)
+
+    def received(self, arrived: float, received: float) -> None:
+        """Record a reply that came in several pieces; never called by two threads at once.
+
+        Args:
+            arrived: Time of the first bytes.
+            received: Time of the last bytes.
+        """
+        if received - arrived < _WHOLE:
+            return
+        # Replies come nearly in the order of their ends: intervals after the beginning of this one are part of it.
+        self._link += received - arrived
+        intervals = self._intervals
+        while intervals and intervals[-1][1] >= arrived:
+            begin, end = intervals.pop()
+            self._link -= min(end, received) - max(begin, arrived)
+            arrived, received = min(begin, arrived), max(end, received)
+        intervals.append((arrived, received))
+        if len(intervals) > _NUM_INTERVALS:
+            del intervals[0]
+
+    def snapshot(self, waiting: float = 0.0) -> Records:
+        """Return the records of this pass or, while it has delivered too little, of the previous one.
+
+        Args:
+            waiting: Seconds that the consumer has been waiting so far.
+        """
+        records = self.records(waiting)
+        is_new = len(records.span) < 2 and waiting < _LONG_WAIT
+        return self._before if is_new and self._before is not None else records
+
+    def records(self, waiting: float = 0.0) -> Records:
+        """Return the records of this pass alone."""
+        with self._lock:
+            return self._take(waiting)
+
+    def _take(self, waiting: float) -> Records:
+        return Records(
+            setup=self.setup,
+            begun=self._start,
+            first_wait=self._first_wait,
+            totals=self._totals(),
+            probes=tuple(self._probes),
+            waits=tuple(self._waits),
+            # Each of these copies is atomic, as receiver threads append meanwhile.
+            tasks={worker: tuple(recent.copy()) for worker, recent in self.tasks.copy().items()},
+            last=self.last,
+            waiting=waiting,
+        )
+
+    def _totals(self) -> Totals:
+        return Totals(self.batches, self.waited, self.blocked, self._ready, self._link, self._num_noted, self._sending)

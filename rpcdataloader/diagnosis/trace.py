@@ -78,8 +78,9 @@ class Tracks:
         # A wait hidden by the device counts as zero; an arrow needs an event to end at.
         waited = self._at(probe.delivered - probe.wait)
         yield _complete("next", near, waited, max(delivered, waited + 1), title)
-        # The life of the batch, part after part.
-        yield _asynchronous("b", "batch", near, drawn, number, title)
+        # The life of the batch, part after part; a local number keeps it with the tracks of its process.
+        life = f'"cat":"batch","id2":{{"local":"{number}"}}'
+        yield _event("b", "batch", near, drawn, f'{life},"args":{{"of":"{title}"}}')
         begin = latest = drawn
         for part, time in (
             ("draw", probe.added),
@@ -93,12 +94,12 @@ class Tracks:
             # An answer may come before the send call has returned.
             end = min(max(begin, self._at(time)), delivered)
             if end > begin:
-                yield _asynchronous("b", part, near, begin, number)
-                yield _asynchronous("e", part, near, end, number)
+                yield _event("b", part, near, begin, life)
+                yield _event("e", part, near, end, life)
             if part == "worker":
                 latest = end
             begin = end
-        yield _asynchronous("e", "batch", near, delivered, number)
+        yield _event("e", "batch", near, delivered, life)
         # The task of the worker.
         length = round(stages.task * 1e9)
         task = begin = max(self._ends[far], self._at(probe.assigned), min(self._at(probe.sent), latest - length))
@@ -109,39 +110,21 @@ class Tracks:
         for part, seconds in (("fetch", stages.fetch), ("collate", stages.collate), ("encode", stages.encode)):
             until = min(begin + round(seconds * 1e9), end)
             if until > begin:
-                yield _complete(part, far, begin, until)
+                yield _complete(part, far, begin, until, title)
             begin = until
-        yield _arrow("s", near, drawn, number)
-        yield _arrow("t", far, task, number)
-        yield _arrow("f", near, max(delivered, waited + 1) - 1, number)
+        # Arrows end at the enclosing event, instead of at the next one.
+        for phase, track, time in ("s", near, drawn), ("t", far, task), ("f", near, max(delivered, waited + 1) - 1):
+            yield _event(phase, "way", track, time, f'"cat":"way","id":{number},"bp":"e"')
 
 
 def _name(process: int, thread: int, kind: str, name: str) -> str:
     return f'{{"ph":"M","name":"{kind}_name","pid":{process},"tid":{thread},"args":{{"name":{json.dumps(name)}}}}}'
 
 
-def _complete(name: str, track: Track, begin: int, end: int, text: str = "") -> str:
-    return f'{{"ph":"X","name":"{name}",{_place(track, begin)},"dur":{_microseconds(end - begin)}{_args(text)}}}'
+def _event(phase: str, name: str, track: Track, time: int, more: str) -> str:
+    """An event at a time in nanoseconds; formatted by hand, as the loop's thread makes 20 of them per batch."""
+    return f'{{"ph":"{phase}","name":"{name}","pid":{track[0]},"tid":{track[1]},"ts":{time / 1000:.3f},{more}}}'
 
 
-def _asynchronous(phase: str, name: str, track: Track, time: int, number: int, text: str = "") -> str:
-    # A local number keeps it with the tracks of its process.
-    what = f'"ph":"{phase}","cat":"batch","name":"{name}","id2":{{"local":"{number}"}}'
-    return f"{{{what},{_place(track, time)}{_args(text)}}}"
-
-
-def _arrow(phase: str, track: Track, time: int, number: int) -> str:
-    # It ends at the enclosing event, instead of at the next one.
-    return f'{{"ph":"{phase}","cat":"way","name":"way","id":{number},"bp":"e",{_place(track, time)}}}'
-
-
-def _place(track: Track, time: int) -> str:
-    return f'"pid":{track[0]},"tid":{track[1]},"ts":{_microseconds(time)}'
-
-
-def _args(text: str) -> str:
-    return f',"args":{{"of":"{text}"}}' if text else ""
-
-
-def _microseconds(nanoseconds: int) -> str:
-    return f"{nanoseconds // 1000}.{nanoseconds % 1000:03}"
+def _complete(name: str, track: Track, begin: int, end: int, text: str) -> str:
+    return _event("X", name, track, begin, f'"dur":{(end - begin) / 1000:.3f},"args":{{"of":"{text}"}}')

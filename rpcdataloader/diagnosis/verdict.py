@@ -16,7 +16,7 @@ from statistics import fmean
 
 from rpcdataloader.diagnosis.figures import Figures, SlowNode, Stage, measure, ratio
 from rpcdataloader.diagnosis.records import Records, Setup
-from rpcdataloader.diagnosis.words import ADVICE, Value, reason, remedy, say, seen
+from rpcdataloader.diagnosis.words import ADVICE, Value, remedy, say, seen
 
 # A loop that waits less has nothing to gain: training measurements vary by more.
 _HARMLESS = 0.05
@@ -103,8 +103,6 @@ def diagnose(records: Records) -> Diagnosis:
     else:
         bound, details = _find_bound(figures, records)
     evidence |= details
-    if bound == "trainer":
-        evidence["reason"] = reason(str(details["part"]), evidence)
     if bound in _OF_WORKERS:
         more, evidence["remedy"] = _more_workers(figures, records.setup)
     return Diagnosis(

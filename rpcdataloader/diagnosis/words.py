@@ -1,4 +1,4 @@
-"""All texts of a diagnosis: for each bound its meaning and its sentence. Pure.
+"""All texts of a diagnosis. Pure.
 
 Values are formatted by the end of their names: ``_share``, ``_seconds``, ``_bytes``, ``_rate`` (batches per second).
 """
@@ -7,91 +7,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
 
 Value = float | str
 
-
-class Words(NamedTuple):
-    """The texts of a bound.
-
-    Attributes:
-        meaning: Condition for the bound, for the documentation.
-        sentence: Sentence with the names of values in braces.
-    """
-
-    meaning: str
-    sentence: str
-
-
+# The sentence of each bound, with the names of values in braces; docs/waiting.md says when each is the bound.
 WORDS = {
-    "none": Words(
-        "The loop waits for less than 5 % of its time.",
-        "The loop waits {wait_share} of its time for batches, which leaves nothing to gain.",
-    ),
-    "start": Words(
-        "Only the first batch of the pass was waited for.",
-        "The loop waited {first_wait_seconds} for its first batch, and {wait_share} of its time since: {advice}.",
-    ),
-    "workers": Words(
-        "The workers together are slower than the loop, and most of their time is CPU time in the dataset.",
-        "The loop waits {wait_share} of its time for workers, which spend it in {stage}: {remedy}.",
-    ),
-    "collate": Words(
-        "The workers together are slower than the loop, and at least half of their time is in the collate function.",
-        "The loop waits {wait_share} of its time for workers, which spend {collate_share} of theirs in collate_fn: "
-        "make it cheaper, or {remedy}.",
-    ),
-    "storage": Words(
-        "The workers together are slower than the loop, and for more than half of their time they need no CPU.",
-        "The loop waits {wait_share} of its time for workers, which wait {stalled_share} of theirs for storage: if "
-        "that can give more, {remedy}.",
-    ),
-    "oversubscribed": Words(
-        "The workers together are slower than the loop, and at least a fifth of their time they wait for a CPU.",
-        "The loop waits {wait_share} of its time for workers, which wait {runqueue_share} of theirs for a CPU: give "
-        "them more CPUs or nodes, as more workers on the same CPUs would not help.",
-    ),
-    "node": Words(
-        "The workers of one node take at least twice as long as those of the others, and the loop waits for them.",
-        "The loop waits {wait_share} of its time for node {node}, whose workers take {slow_factor:.1f} times as long "
-        "as the others: look at its load and storage, or leave it out.",
-    ),
-    "network": Words(
-        "The link is full: while replies arrive, it carries fewer batches than the loop would take.",
-        "The loop waits {wait_share} of its time for the network, which carries {network_rate} batches per second "
-        "({link_bytes}/s) of {demand_rate}: send less than {batch_bytes} per batch (uint8 in place of float32, crops, "
-        "compressed data), or use a faster link.",
-    ),
-    "trainer": Words(
-        "The process of the trainer is too slow to receive batches, or its interpreter lock is held by other code.",
-        "The loop waits {wait_share} of its time for its own process, {reason}.",
-    ),
-    "device_copy": Words(
-        "Copying a batch to the device takes longer than the loop takes for it.",
-        "The loop waits {wait_share} of its time for copies to the device, which take {copy_seconds} per batch of "
-        "{batch_bytes}: send smaller types (uint8 in place of float32), and convert them on the device.",
-    ),
-    "sampler": Words(
-        "Most of the time in next is spent in the sampler, which runs in the thread of the loop.",
-        "The loop waits {wait_share} of its time for the sampler, which takes {draw_seconds} per batch: make it "
-        "cheaper, or draw the indices in advance.",
-    ),
-    "window": Words(
-        "Every part is fast enough, but the loop takes more batches while one is on its way than may be in flight.",
-        "The loop waits {wait_share} of its time for batches that were asked for too late: each takes "
-        "{latency_seconds}, {allowed:.0f} may be in flight, and {in_flight:.0f} are needed: set {setting} "
-        "(now {current}).",
-    ),
-    "straggler": Words(
-        "Every part is fast enough, but for most of the time waited, later batches are here and the next one is late.",
-        "The loop waits {wait_share} of its time for single batches while later ones are here, {worst_share} of it for "
-        "{worker}: look at that worker, or hide it with a larger prefetch_factor or in_order=False.",
-    ),
-    "unclear": Words(
-        "Too little was measured, or nothing that was measured explains the wait.",
-        "The loop waits {wait_share} of its time, and what is known of {batches} does not say why{seen}.",
-    ),
+    "none": "The loop waits {wait_share} of its time for batches, which leaves nothing to gain.",
+    "start": "The loop waited {first_wait_seconds} for its first batch, and {wait_share} of its time since: {advice}.",
+    "workers": "The loop waits {wait_share} of its time for workers, which spend it in {stage}: {remedy}.",
+    "collate": "The loop waits {wait_share} of its time for workers, which spend {collate_share} of theirs in "
+    "collate_fn: make it cheaper, or {remedy}.",
+    "storage": "The loop waits {wait_share} of its time for workers, which wait {stalled_share} of theirs for storage: "
+    "if that can give more, {remedy}.",
+    "oversubscribed": "The loop waits {wait_share} of its time for workers, which wait {runqueue_share} of theirs for "
+    "a CPU: give them more CPUs or nodes, as more workers on the same CPUs would not help.",
+    "node": "The loop waits {wait_share} of its time for node {node}, whose workers take {slow_factor:.1f} times as "
+    "long as the others: look at its load and storage, or leave it out.",
+    "network": "The loop waits {wait_share} of its time for the network, which carries {network_rate} batches per "
+    "second ({link_bytes}/s) of {demand_rate}: send less than {batch_bytes} per batch (uint8 in place of float32, "
+    "crops, compressed data), or use a faster link.",
+    "trainer": "The loop waits {wait_share} of its time for its own process, {reason}.",
+    "device_copy": "The loop waits {wait_share} of its time for copies to the device, which take {copy_seconds} per "
+    "batch of {batch_bytes}: send smaller types (uint8 in place of float32), and convert them on the device.",
+    "sampler": "The loop waits {wait_share} of its time for the sampler, which takes {draw_seconds} per batch: make it "
+    "cheaper, or draw the indices in advance.",
+    "window": "The loop waits {wait_share} of its time for batches that were asked for too late: each takes "
+    "{latency_seconds}, {allowed:.0f} may be in flight, and {in_flight:.0f} are needed: set {setting} (now {current}).",
+    "straggler": "The loop waits {wait_share} of its time for single batches while later ones are here, {worst_share} "
+    "of it for {worker}: look at that worker, or hide it with a larger prefetch_factor or in_order=False.",
+    "unclear": "The loop waits {wait_share} of its time, and what is known of {batches} does not say why{seen}.",
 }
 
 # A pass that has begun and delivered nothing.
@@ -138,13 +82,9 @@ PARTS = {
 
 def say(bound: str, values: Mapping[str, Value]) -> str:
     """Return the sentence of a bound."""
-    sentence = NOT_BEGUN if bound == "start" and not values["batches"] else WORDS[bound].sentence
-    return sentence.format_map(_format(values))
-
-
-def reason(part: str, values: Mapping[str, Value]) -> str:
-    """Return the part of ``trainer``'s sentence that names its work."""
-    return REASONS[part].format_map(_format(values))
+    sentence = NOT_BEGUN if bound == "start" and not values["batches"] else WORDS[bound]
+    reason = REASONS.get(str(values.get("part")), "")
+    return sentence.replace("{reason}", reason).format_map(_format(values))
 
 
 def seen(values: Mapping[str, Value], num_workers: int) -> str:

@@ -19,7 +19,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset, dumps_named
 from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
 from rpcdataloader.client.modules import choose_modules, choose_variables
-from rpcdataloader.diagnosis.recorder import Recorder
+from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import Additions
 from rpcdataloader.loader.iterator import RemoteIterator

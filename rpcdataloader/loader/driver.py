@@ -24,8 +24,7 @@ from rpcdataloader.client.discovery import Joined
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.register import Watch
 from rpcdataloader.client.worker import RemoteWorker
-from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.records import Setup
+from rpcdataloader.diagnosis.records import Recorder, Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.loader.copying import Carrier, find_busy_gpu, make_carrier
@@ -152,7 +151,7 @@ class Driver:
             for node in dict.fromkeys(placement.homes):
                 session = node.session()
                 if session.is_ready and self._dataset.is_on(session):
-                    self.engine.node_up(node, session)
+                    self.engine.crew.node_up(node, session)
                 else:
                     self.engine.crew.node_missing(node, ConnectionLostError("it is not reachable"))
             if placement.register is not None:
@@ -163,7 +162,7 @@ class Driver:
             self.carry_out(todo)
         if placement.register is not None:
             self._watch = self._client.watcher(placement.register).watch(self._named, self._register_changed)
-        self.feed(lambda engine, _now: engine.add_nodes(placement.missing))
+        self.feed(lambda engine, _now: engine.crew.add_nodes(placement.missing))
 
     def follow(self, where: Joined) -> None:
         """Follow the node servers from now on, as they come and go; returns at once."""
@@ -245,7 +244,7 @@ class Driver:
         gone = [self._client.node(address, is_registered=True) for address in removed if address not in added]
         self.feed(lambda engine, now: engine.remove_nodes(gone, now))
         come = [self._client.node(address, is_registered=True) for address in added]
-        self.feed(lambda engine, _now: engine.add_nodes(come))
+        self.feed(lambda engine, _now: engine.crew.add_nodes(come))
 
     # Actions
 

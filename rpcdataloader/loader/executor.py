@@ -245,4 +245,4 @@ class Executor:
             reason = exc.with_traceback(None)
             driver.feed(lambda engine, _now: engine.crew.node_hopeless(node, reason))
         else:
-            driver.feed(lambda engine, _now: engine.node_up(node, session, num_offered))
+            driver.feed(lambda engine, _now: engine.crew.node_up(node, session, num_offered))

@@ -17,8 +17,7 @@ from torch.autograd import profiler
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.sharing import of_rank
-from rpcdataloader.diagnosis.recorder import NOTED_WAIT, Recorder
-from rpcdataloader.diagnosis.records import Probe
+from rpcdataloader.diagnosis.records import NOTED_WAIT, Probe, Recorder
 from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
 from rpcdataloader.fetch.batch_loader import BatchLoader

@@ -26,8 +26,7 @@ from torch.utils.data import DataLoader
 
 from rpcdataloader.client.discovery import Inline, Where
 from rpcdataloader.client.sharing import Partition, current_partition
-from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.records import Probe, Setup
+from rpcdataloader.diagnosis.records import Probe, Recorder, Setup
 from rpcdataloader.diagnosis.trace import Tracks
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.diagnosis.words import NO_PASS, NO_WORKERS

@@ -74,7 +74,6 @@ class Crew(Generic[N]):
         roster: Places and nodes. Its ``expects_more`` keeps a pass alive that has lost all nodes.
         num_deaths: Workers that have died since the last answer without a task to blame.
         is_changed: True if workers, places or nodes have changed since :meth:`fill_places`.
-        is_stuck: True if :meth:`fill_places` found too few workers to go on, and could open none.
     """
 
     def __init__(self, options: PlanOptions, homes: Sequence[N], others: Sequence[N], out: list[Action]) -> None:
@@ -96,8 +95,7 @@ class Crew(Generic[N]):
         self._reasons: dict[N, BaseException] = {}  # why each node is unusable
         self._num_offered = options.num_offered
         # The end
-        self.is_stuck = False
-        self._stuck_since: float | None = None
+        self._stuck_since: float | None = None  # time since which too few workers are left, and none can be opened
         self._last_error: BaseException | None = None  # end of the last worker
 
     # Workers
@@ -136,8 +134,7 @@ class Crew(Generic[N]):
             died: True if only the worker ended, and not its node.
         """
         place, node = worker.place, worker.node
-        vacate = self.roster.refused if loss.was_refused else self.roster.vacated
-        vacate(place, node, self._stand_in(place))
+        self.roster.vacated(place, node, self._stand_in(place), was_refused=loss.was_refused)
         # News of an earlier session says nothing about the node's present one.
         is_current = self._incarnations.get(node) == worker.incarnation
         if is_current and (not loss.node_is_up or (not loss.came and not loss.was_refused)):
@@ -151,7 +148,9 @@ class Crew(Generic[N]):
         else:
             self._reasons[node] = self._last_error = loss.error
             if not is_blamed and (died or (not loss.came and loss.node_is_up and not loss.was_refused)):
-                self._count_death(place)
+                self.num_deaths += 1
+                if self.num_deaths > self._max_deaths:
+                    self.roster.give_up(place)  # they die before any answer
             if loss.node_is_up or (is_current and node not in self._gone):
                 self._tell(worker, loss)
 
@@ -159,11 +158,6 @@ class Crew(Generic[N]):
         """The node of a worker at a place whose own worker has not come yet, or has ended."""
         members = self.members.values()
         return next((other.node for other in members if other.place == place and not other.is_sent_away), None)
-
-    def _count_death(self, place: int) -> None:
-        self.num_deaths += 1
-        if self.num_deaths > self._max_deaths:
-            self.roster.give_up(place)  # they die before any answer
 
     def _tell(self, worker: Member[N], loss: Loss) -> None:
         """Report the end of a worker, and what follows; once for a node that is lost with all of its workers."""
@@ -177,12 +171,13 @@ class Crew(Generic[N]):
 
     # Nodes
 
-    def is_sought(self, node: N) -> bool:
-        """Whether the engine wants to know if a node can be reached."""
-        return node in self.roster.pauses
+    def node_up(self, node: N, incarnation: Hashable, num_offered: int = 0) -> None:
+        """Note that workers can be opened on a node.
 
-    def node_up(self, node: N, incarnation: Hashable, num_offered: int) -> None:
-        """Note that workers can be opened on a node."""
+        Args:
+            incarnation: Identity of the node's session, different for each session.
+            num_offered: Number of workers that it offers; only used for nodes that are new to the pass.
+        """
         if node not in self._joining and (node not in self.roster.nodes or self.roster.is_hopeless(node)):
             return  # it was removed meanwhile
         self.is_changed = True
@@ -219,8 +214,8 @@ class Crew(Generic[N]):
             is_foreign: True if another server answered. It may have the port for a moment; but a node that is new to
                 the pass is then given up.
         """
-        if not self.is_sought(node):
-            return
+        if node not in self.roster.pauses:
+            return  # it was removed, or given up
         if is_foreign and node in self._joining:
             self.node_hopeless(node, error)
             return
@@ -232,7 +227,7 @@ class Crew(Generic[N]):
 
     def node_hopeless(self, node: N, error: BaseException) -> None:
         """Note that a node can never be used: it cannot build the dataset, for example."""
-        if not self.is_sought(node):
+        if node not in self.roster.pauses:
             return
         self.say(f"{node} is no longer used: {error}")
         self._joining.discard(node)
@@ -266,7 +261,7 @@ class Crew(Generic[N]):
 
     # Actions
 
-    def fill_places(self) -> None:
+    def fill_places(self, now: float) -> None:
         """Look for nodes and open workers where worthwhile; for when :attr:`is_changed`."""
         self.is_changed = False
         self._out += [Seek(node, FIRST_PAUSE) for node in self.roster.to_try()]
@@ -274,9 +269,10 @@ class Crew(Generic[N]):
             self._num_opened += 1
             self.members[self._num_opened] = Member(self._num_opened, place, node, self._incarnations.get(node))
             self._out.append(Open(self._num_opened, place, node, place in self._promised))
-        self.is_stuck = self.roster.is_stuck and (not self.members or self._options.is_iterable)
-        if not self.is_stuck:
+        if not self.roster.is_stuck or (self.members and not self._options.is_iterable):
             self._stuck_since = None  # also if it was not stuck for a moment only
+        elif self._stuck_since is None:
+            self._stuck_since = now
 
     def say(self, text: str, *, is_warning: bool = True) -> None:
         """Queue a message for the user."""
@@ -284,13 +280,12 @@ class Crew(Generic[N]):
 
     # The end
 
-    def stuck_until(self, now: float) -> float | None:
+    @property
+    def stuck_until(self) -> float | None:
         """Time at which waiting for workers becomes futile; None while there are enough to go on."""
-        if not self.is_stuck:
-            return None
-        if self._stuck_since is None:
-            self._stuck_since = now
-        return self._stuck_since + self._options.reconnect_timeout if self.roster.is_hopeful else now
+        if self._stuck_since is None or not self.roster.is_hopeful:
+            return self._stuck_since
+        return self._stuck_since + self._options.reconnect_timeout
 
     def verdict(self) -> BaseException:
         """The error of a pass that cannot go on."""
@@ -299,5 +294,5 @@ class Crew(Generic[N]):
             limit = f"{self._options.reconnect_timeout:g} s (reconnect_timeout)"
             return ConnectionLostError(f"no worker is left, and none came back within {limit}: {told}")
         # An exception of a constructor says more than the end of the last worker.
-        raised = [reason for reason in self._reasons.values() if not isinstance(reason, RPCError)]
-        return next(iter(raised), None) or self._last_error or ConnectionLostError("no worker is left")
+        raised = next((reason for reason in self._reasons.values() if not isinstance(reason, RPCError)), None)
+        return raised or self._last_error or ConnectionLostError("no worker is left")

@@ -5,16 +5,16 @@ around every call, and then carries the actions out without the lock, in their o
 out the actions of two events in any order. So an action never relies on an earlier one being done, and late actions are
 answered by an event (``crew.open_failed``, :meth:`Engine.worker_lost`).
 
-Three parts are joined here. The *table* knows the place of each task (:mod:`~rpcdataloader.plan.table`); the consumer
-adds tasks to it and queries it. The *crew* knows the workers and their nodes. The *retries* know what went wrong with
-each task. The engine decides what a worker's end means for its task, and what is retried.
+Two parts are joined here. The *table* knows the place of each task (:mod:`~rpcdataloader.plan.table`); the consumer
+adds tasks to it and queries it. The *crew* knows the workers and their nodes. The engine knows what went wrong with
+each task. It decides what a worker's end means for its task, and what is retried.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -38,95 +38,44 @@ MAX_RETRY_PAUSE = 30.0
 
 
 @dataclass(slots=True)
-class _Trouble:
-    """The failures of an undelivered task."""
+class Trouble:
+    """The failures of an undelivered task.
 
-    # How each worker at this task has ended, and at which place, since a sample was left out.
+    Attributes:
+        killed: How each worker at this task has ended, and
+        places: at which sample, since one was left out.
+        left_out: Places of the samples that are left out, each with the reason.
+        num_retries: Exceptions after which it was retried.
+        last_at: Workers that are at its last attempt.
+    """
+
     killed: list[str] = field(default_factory=list)
     places: Counter[int | None] = field(default_factory=Counter)
     left_out: dict[int, str] = field(default_factory=dict)
-    num_retries: int = 0  # exceptions after which it was retried
+    num_retries: int = 0
+    last_at: set[int] = field(default_factory=set)
 
-
-class Retries:
-    """The failed tasks of one epoch: how often, and the consequences.
-
-    Attributes:
-        is_needed: True after a failure in this epoch. Before, events of sent, answered and delivered tasks may be
-            omitted.
-    """
-
-    def __init__(self, options: PlanOptions) -> None:
-        self._max_retries = options.max_retries
-        self._options = options
-        self.is_needed = False
-        self._troubles: dict[int, _Trouble] = {}
-        self._last_copies: set[tuple[int, int]] = set()  # copies of a last attempt, by worker and task
-
-    def delay(self, worker: int, number: int) -> float | None:
-        """Return the back-off in seconds before a failed task is retried; None if its exception is final."""
-        trouble = self._troubles.get(number)
-        num_retries = 0 if trouble is None else trouble.num_retries
-        is_last = not self._options.marks_last_try or (worker, number) in self._last_copies
-        # Copies sent before the last attempt do not count.
-        if num_retries >= self._max_retries and is_last:
-            return None
-        return float(min(RETRY_PAUSE * 2**num_retries, MAX_RETRY_PAUSE))
-
-    def tried_again(self, number: int) -> None:
-        """Note that a failed task is retried."""
-        self._get(number).num_retries += 1
-
-    def died(self, number: int, how: str, place: int | None = None) -> bool:
-        """Note a worker's death at a task, at the sample of ``place`` if known; returns True for one death too many.
+    def died(self, how: str, place: int | None, options: PlanOptions) -> bool:
+        """Note a worker's death, at the sample of ``place`` if known; returns True for one death too many.
 
         A sample at which too many workers have died is left out, and earlier deaths are forgiven. A task is condemned
         by deaths elsewhere than at its most suspect sample: a single death between two of those does not condemn it.
         """
-        trouble = self._get(number)
-        place = place if self._options.leaves_out else None
-        trouble.killed.append(how)
-        trouble.places[place] += 1
-        if place is not None and trouble.places[place] >= self._max_retries:
-            trouble.left_out[place] = _describe(trouble.killed)
-            trouble.killed.clear()
-            trouble.places.clear()
+        place = place if options.leaves_out else None
+        self.killed.append(how)
+        self.places[place] += 1
+        if place is not None and self.places[place] >= options.max_retries:
+            self.left_out[place] = self.reason
+            self.killed.clear()
+            self.places.clear()
             return False
-        suspected = max((num for place, num in trouble.places.items() if place is not None), default=0)
-        return len(trouble.killed) - suspected >= self._max_retries
+        suspected = max((num for place, num in self.places.items() if place is not None), default=0)
+        return len(self.killed) - suspected >= options.max_retries
 
-    def reason(self, number: int) -> str:
-        """Describe the deaths that condemn a task."""
-        return _describe(self._get(number).killed)
-
-    def left_out(self, number: int) -> Mapping[int, str] | None:
-        """The places of samples that are left out, each with the reason."""
-        trouble = self._troubles.get(number)
-        return dict(trouble.left_out) if trouble is not None and trouble.left_out else None
-
-    def sent(self, worker: int, number: int) -> bool:
-        """Note that a copy of a task goes to a worker; returns True for the last attempt."""
-        trouble = self._troubles.get(number)
-        if trouble is None or trouble.num_retries < self._max_retries:
-            return False
-        self._last_copies.add((worker, number))
-        return True
-
-    def copy_ended(self, worker: int, number: int) -> None:
-        """Note that a copy of a task was answered, or is lost with its worker."""
-        self._last_copies.discard((worker, number))
-
-    def delivered(self, number: int) -> None:
-        """Note that a task is done."""
-        self._troubles.pop(number, None)
-
-    def _get(self, number: int) -> _Trouble:
-        self.is_needed = True
-        return self._troubles.setdefault(number, _Trouble())
-
-
-def _describe(killed: list[str]) -> str:
-    return f"has ended {len(killed)} workers in a row: {'; '.join(killed)}"
+    @property
+    def reason(self) -> str:
+        """The deaths that condemn a task, or a sample."""
+        return f"has ended {len(self.killed)} workers in a row: {'; '.join(self.killed)}"
 
 
 class Engine(Generic[N]):
@@ -156,6 +105,7 @@ class Engine(Generic[N]):
         self._describe = describe
         self._out: list[Action] = []
         self.crew = Crew(options, homes, others, self._out)
+        self._leaving: list[Member[N]] = []  # workers to close once they have answered their requests
         self._interrupted = ""  # task of the last lost worker
         self._waiting_since: float | None = None  # start of the consumer's wait for the next delivery
         self._report_at = math.inf
@@ -163,8 +113,8 @@ class Engine(Generic[N]):
 
     def _begin(self, batch_size_bytes: float, turn: int) -> None:
         options = self._options
-        self._retries = Retries(options)
-        self.table: Table[Any]
+        self._troubles: dict[int, Trouble] = {}  # of tasks that have failed
+        self.table: Table
         if options.is_iterable:
             self.table = StreamTable(options, batch_size_bytes, turn)
         else:
@@ -178,8 +128,8 @@ class Engine(Generic[N]):
         task = self.table.pop_deliverable()
         if task is not None:
             self._waiting_since = None
-            if self._retries.is_needed:
-                self._retries.delivered(task.number)
+            if self._troubles:
+                self._troubles.pop(task.number, None)
         return task
 
     def consumer_waits(self, now: float) -> None:
@@ -207,9 +157,7 @@ class Engine(Generic[N]):
             worker.is_at_work = False
             # Draining workers skip this epoch.
             worker.has_joined = worker.has_joined and not worker.is_draining
-            if worker.is_sent_away:
-                self._close_idle(worker)
-            elif worker.has_joined:
+            if worker.has_joined:
                 self.table.worker_joined(worker.number, now, worker.node, worker.place)
 
     # Answers
@@ -228,7 +176,7 @@ class Engine(Generic[N]):
         if counts and is_doubled:
             for loser in table.losers(number):
                 self._out.append(Cancel(loser, number))
-        self._copy_ended(worker, number)
+        self._has_answered(worker, number)
         return counts
 
     def failed(self, worker: int, number: int, error: BaseException, now: float) -> bool:
@@ -237,29 +185,32 @@ class Engine(Generic[N]):
         Returns:
             True if the task is retried, or was answered by another worker; otherwise :meth:`answered` comes next.
         """
-        delay = self._retries.delay(worker, number)
-        tried_again = None if delay is None else self.table.retry(worker, number, delay=delay, now=now)
+        trouble, options = self._troubles.get(number, Trouble()), self._options
+        # Copies sent before the last attempt do not count.
+        is_last = not options.marks_last_try or worker in trouble.last_at
+        if trouble.num_retries >= options.max_retries and is_last:
+            return False
+        delay = float(min(RETRY_PAUSE * 2**trouble.num_retries, MAX_RETRY_PAUSE))
+        tried_again = self.table.retry(worker, number, delay=delay, now=now)
         if tried_again is None:
             return False
         if tried_again:
-            self._retries.tried_again(number)
+            trouble.num_retries += 1
+            self._troubles[number] = trouble
             task = self._describe(self.table.tasks[number].payload)
             self.crew.say(f"{task} is retried in {delay:g} s: {type(error).__name__}: {error}")
-        self._copy_ended(worker, number)
+        self._has_answered(worker, number)
         return True
 
     def stream_ended(self, worker: int, number: int, now: float) -> None:
         """Note a worker's answer that its stream ended before this task."""
         self.table.ended(worker, number, now)
-        self._copy_ended(worker, number)
+        self._has_answered(worker, number)
 
-    def _copy_ended(self, number: int, task: int) -> None:
+    def _has_answered(self, worker: int, number: int) -> None:
         self.crew.num_deaths = 0
-        if self._retries.is_needed:
-            self._retries.copy_ended(number, task)
-        worker = self.crew.members.get(number)
-        if worker is not None and worker.is_sent_away:
-            self._close_idle(worker)
+        if self._troubles and (trouble := self._troubles.get(number)) is not None:
+            trouble.last_at.discard(worker)
 
     # Workers
 
@@ -278,8 +229,6 @@ class Engine(Generic[N]):
         worker = self.crew.members.get(number)
         if worker is not None:
             worker.is_at_work = True
-            if worker.is_sent_away:
-                self._close_idle(worker)
 
     def worker_draining(self, number: int) -> None:
         """Note that a worker answers its requests, and takes no more."""
@@ -300,20 +249,16 @@ class Engine(Generic[N]):
             # Its stream goes on elsewhere after the last answer. Later messages of this worker are not waited for.
             worker.has_joined = False
             self._leave(worker.number, now)
-        self._close_idle(worker)
-
-    def _close_idle(self, worker: Member[N]) -> None:
-        """End a worker that was sent away, once it has answered its requests."""
-        is_busy = worker.has_joined and (not worker.is_at_work or self.table.in_flight(worker.number))
-        if not is_busy and not worker.is_closed:
-            worker.is_closed = True
-            self._out.append(Close(worker.number))
+        if not worker.is_closed and worker not in self._leaving:
+            self._leaving.append(worker)
 
     def worker_lost(self, number: int, loss: Loss, now: float) -> None:
         """Note that a worker has ended, or could not be started."""
         worker = self.crew.remove(number)
         if worker is None:
             return
+        if worker in self._leaving:
+            self._leaving.remove(worker)
         if worker.is_draining and not loss.node_is_up:
             loss = Loss(ConnectionLostError(f"{worker.node} is shutting down"), node_is_up=False)
         # A node that fails with all of its workers says nothing about their tasks.
@@ -327,51 +272,44 @@ class Engine(Generic[N]):
         """Give the tasks of a lost worker to others; returns whether its present task is to blame."""
         number = self.table.running(worker, None if death is None else death.task)
         self._interrupted = "" if number is None else self._describe(self.table.tasks[number].payload)
-        for lost in self.table.in_flight(worker):
-            self._retries.copy_ended(worker, lost)
+        for trouble in self._troubles.values():
+            trouble.last_at.discard(worker)
         self.table.worker_left(worker, now)
         if number is None or death is None:
             return False
         place = death.place if number == death.task else None
-        if self.table.blame(number, is_too_many=self._retries.died(number, str(death.error), place)):
-            self.table.tasks[number].condemned = f"{self._interrupted} {self._retries.reason(number)}"
+        trouble = self._troubles.setdefault(number, Trouble())
+        if self.table.blame(number, is_too_many=trouble.died(str(death.error), place, self._options)):
+            self.table.tasks[number].condemned = f"{self._interrupted} {trouble.reason}"
         return True
 
     # Nodes
-
-    def node_up(self, node: N, incarnation: Hashable, num_offered: int = 0) -> None:
-        """Note that workers can be opened on a node.
-
-        Args:
-            incarnation: Identity of the node's session, different for each session.
-            num_offered: Number of workers that it offers; only used for nodes that are new to the pass.
-        """
-        self.crew.node_up(node, incarnation, num_offered)
-        self.table.resize(max(1, self.crew.num_wanted))
-
-    def add_nodes(self, nodes: Iterable[N]) -> None:
-        """Add nodes to this pass."""
-        self.crew.add_nodes(nodes)
-        self.table.resize(max(1, self.crew.num_wanted))
 
     def remove_nodes(self, nodes: Iterable[N], now: float) -> None:
         """Remove nodes from this pass: their workers answer their requests, and end."""
         for worker in self.crew.remove_nodes(nodes):
             self._send_away(worker, now)
-        self.table.resize(max(1, self.crew.num_wanted))
 
     # Time and actions
 
     def act(self, now: float) -> list[Action]:
         """Return the actions that follow from the last events, each once."""
+        for leaver in self._leaving[:]:
+            if not (leaver.has_joined and (not leaver.is_at_work or self.table.in_flight(leaver.number))):
+                self._leaving.remove(leaver)
+                leaver.is_closed = True
+                self._out.append(Close(leaver.number))
         if self.crew.is_changed:
-            self.crew.fill_places()
+            self.crew.fill_places(now)
+            self.table.resize(max(1, self.crew.num_wanted))
         table, out = self.table, self._out
         while (assigned := table.assign(now)) is not None:
             worker, number = assigned
             is_last, left_out = False, None
-            if self._retries.is_needed:
-                is_last, left_out = self._retries.sent(worker, number), self._retries.left_out(number)
+            if self._troubles and (trouble := self._troubles.get(number)) is not None:
+                is_last, left_out = trouble.num_retries >= self._options.max_retries, dict(trouble.left_out) or None
+                if is_last:
+                    trouble.last_at.add(worker)
             out.append(Load(worker, number, table.tasks[number].payload, is_last, left_out))
         actions = out[:]
         out.clear()
@@ -380,18 +318,18 @@ class Engine(Generic[N]):
     def tick(self, now: float) -> None:
         """Note that time has passed: end late workers, and give up when waiting is futile."""
         self._out += [End(worker, number) for worker, number in self.table.timed_out(now)]
-        if self.failure is None and (deadline := self.crew.stuck_until(now)) is not None and deadline <= now:
+        if self.failure is None and (deadline := self.crew.stuck_until) is not None and deadline <= now:
             error = self.crew.verdict()
             if self._interrupted and isinstance(error, ConnectionLostError):
                 error = type(error)(f"{error}; it was loading {self._interrupted}")
             self.failure = error
         if self._waiting_since is not None and self._report_at <= now and (task := self.table.awaited()) is not None:
-            self._out.append(ReportWait(self.table.holder(task), task.payload, now - self._waiting_since))
+            worker = task.holders[0].id if task.holders else None
+            self._out.append(ReportWait(worker, task.payload, now - self._waiting_since))
             self._report_at = now + REPORT_AGAIN
 
     def due(self, now: float) -> float | None:
         """Time for the next :meth:`tick` and :meth:`act` without further events; None for never."""
         due = self.table.due(now)
-        stuck_until = self.crew.stuck_until(now) if self.crew.is_stuck else None
         report_at = None if self._waiting_since is None or not self.table.tasks else self._report_at
-        return min((time for time in (due, stuck_until, report_at) if time is not None), default=None)
+        return min((time for time in (due, self.crew.stuck_until, report_at) if time is not None), default=None)

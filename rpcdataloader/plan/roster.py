@@ -153,22 +153,20 @@ class Roster(Generic[N]):
                 opened.append((number, node))
         return opened
 
-    def vacated(self, number: int, node: N, stand_in: N | None = None) -> None:
+    def vacated(self, number: int, node: N, stand_in: N | None = None, *, was_refused: bool = False) -> None:
         """Note that a place's worker has ended at ``node``; ignored if the place is filled at another node since.
 
         Args:
             stand_in: Node of a worker that has stood in for this one, and continues to.
+            was_refused: True if the node has no room for a worker.
         """
-        if self._places[number].node == node:
-            self._places[number].node = stand_in
-
-    def refused(self, number: int, node: N, stand_in: N | None = None) -> None:
-        """Note that the node has no room for a worker."""
         place = self._places[number]
-        place.refused_by.add(node)
-        self.vacated(number, node, stand_in)
-        if not self._needs_all and place.node is None and node == place.home:
-            place.is_closed = True
+        if place.node == node:
+            place.node = stand_in
+        if was_refused:
+            place.refused_by.add(node)
+            if not self._needs_all and place.node is None and node == place.home:
+                place.is_closed = True
 
     def close(self, number: int) -> None:
         """Close a place that no longer needs a worker."""
@@ -185,8 +183,9 @@ class Roster(Generic[N]):
 
     def reopen(self) -> None:
         """Begin another epoch: every place is needed again."""
+        has_other_homes = not self._needs_all and any(place.home not in self._hopeless for place in self._places)
         for place in self._places:
-            place.is_closed = place.home in self._hopeless and self._has_other_homes
+            place.is_closed = place.home in self._hopeless and has_other_homes
             place.is_given_up = False
             place.refused_by.clear()
 
@@ -196,10 +195,6 @@ class Roster(Generic[N]):
         if self._needs_all:
             return any(place.node is None and (place.is_given_up or not place.is_closed) for place in self._places)
         return all(place.node is None for place in self._places)
-
-    @property
-    def _has_other_homes(self) -> bool:
-        return not self._needs_all and any(place.home not in self._hopeless for place in self._places)
 
     def _choose(self, place: _Place[N], load: Counter[N | None], is_deserted: bool) -> N | None:
         if place.home in self._up and place.home not in place.refused_by:

@@ -11,23 +11,17 @@ exception is an answer. The number of streams is fixed, because the order of the
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter, deque
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.table import Entry, Table
+from rpcdataloader.plan.workers import WorkerPace
 
 
-@dataclass(slots=True)
-class _StreamEntry(Entry):
-    is_sent: bool = False
-
-
-class StreamTable(Table[_StreamEntry]):
+class StreamTable(Table):
     """The tasks of one pass over an iterable-style dataset; see :class:`~rpcdataloader.plan.table.Table`.
 
     Args:
@@ -37,39 +31,29 @@ class StreamTable(Table[_StreamEntry]):
         turn: Stream whose batch comes first.
     """
 
+    _measures_speed = False  # a stream cannot be given to a faster worker
+
     def __init__(self, options: PlanOptions, batch_size_bytes: float = 0.0, turn: int = 0) -> None:
         super().__init__(options, batch_size_bytes)
         # Streams that have not ended; the first one gets the next task.
-        self._turn = deque(range(options.num_workers))
+        self._turn: deque[int | None] = deque(range(options.num_workers))
         self._turn.rotate(-turn)
-        self._workers: dict[int, int] = {}
-        self._owners: dict[int, int] = {}
-        self._waiting: list[int] = []  # unsent tasks, sorted
-        self._num_undelivered: Counter[int] = Counter()  # by stream
+        self._owners: dict[int | None, WorkerPace] = {}
+        self._num_undelivered: Counter[int | None] = Counter()  # by stream
 
-    # Workers
+    def worker_joined(self, worker: int, now: float = 0.0, host: Hashable = None, place: int = 0) -> None:
+        if place in self._owners:
+            raise LocalProtocolError(f"worker {worker} cannot take stream {place}, which has a worker")
+        super().worker_joined(worker, now, host, place)
+        self._owners[place] = self._workers[worker]
 
-    def worker_joined(self, worker: int, now: float = 0.0, host: Hashable = None, place: int = 0) -> None:  # noqa: ARG002
-        stream = place
-        if worker in self._workers or stream in self._owners:
-            raise LocalProtocolError(f"worker {worker} cannot take stream {stream}: one of them is taken")
-        self._workers[worker] = stream
-        self._owners[stream] = worker
-
-    def worker_draining(self, worker: int) -> None:
-        """Wait for the worker's answers: its stream has no other worker, and unanswered tasks go to the next one."""
-
-    def worker_left(self, worker: int, now: float) -> list[int]:  # noqa: ARG002  every event carries its time
-        stream = self._get(worker)
-        del self._workers[worker], self._owners[stream]
-        if self._timeouts is not None:
-            self._timeouts.end(worker)
-        lost = [number for number, task in self.tasks.items() if _is_in_flight(task, stream)]
-        for number in lost:
-            self.tasks[number].is_sent = False
-            bisect.insort(self._waiting, number)
-            self._num_in_flight -= 1
+    def worker_left(self, worker: int, now: float) -> list[int]:
+        lost = super().worker_left(worker, now)
+        self._owners = {stream: owner for stream, owner in self._owners.items() if owner.id != worker}
         return lost
+
+    def _queue_changed(self, record: WorkerPace) -> None:
+        """Do nothing: workers are not chosen."""
 
     def needs(self, place: int) -> bool:
         return place in self._turn
@@ -77,33 +61,13 @@ class StreamTable(Table[_StreamEntry]):
     def resize(self, num_workers: int) -> None:
         """Change nothing: the number of streams is fixed."""
 
-    def in_flight(self, worker: int) -> list[int]:
-        stream = self._get(worker)
-        return [number for number, task in self.tasks.items() if _is_in_flight(task, stream)]
-
     def running(self, worker: int, said: int | None = None) -> int | None:  # noqa: ARG002  all before it is needed
-        return self._first_in_flight(self._get(worker))
+        return super().running(worker)
 
-    def blame(self, number: int, *, is_too_many: bool) -> bool:
-        """See :meth:`Table.blame`. The stream of a condemned task ends with it: no worker gets past the task."""
-        task = self.tasks[number]
-        task.num_deaths += 1
-        if not is_too_many:
-            return False
-        self._drop_from(_stream(task), number + 1)
-        self._waiting.remove(number)
-        self._condemn(task)
-        return True
-
-    def holder(self, task: _StreamEntry) -> int | None:
-        return self._owners.get(_stream(task)) if task.is_sent else None
-
-    # Time
-
-    def due(self, now: float) -> float | None:  # noqa: ARG002  every event carries its time
-        return None if self._timeouts is None else self._timeouts.due
-
-    # Tasks, from the input to a stream
+    def _condemn(self, task: Entry) -> None:
+        """The stream of a condemned task ends with it: no worker gets past the task."""
+        self._end_stream(task.stream, task.number + 1)
+        super()._condemn(task)
 
     def add_task(self, payload: Any) -> int | None:
         """See :meth:`Table.add_task`; the task is for the stream whose turn it is.
@@ -111,16 +75,14 @@ class StreamTable(Table[_StreamEntry]):
         Out of order, a stream with a full share of the window is passed over, as by torch's loader: other streams do
         not wait for a slow one.
         """
-        if not self.wants_input:
+        number = super().add_task(payload)
+        if number is None:
             return None
-        number = self._num_added
-        self._num_added += 1
         stream = self._turn[0]
         if not self._in_order:
             stream = next(stream for stream in self._turn if self._num_undelivered[stream] < self._prefetch_factor)
-        self.tasks[number] = _StreamEntry(number, payload, stream=stream)
+        self.tasks[number].stream = stream
         self._num_undelivered[stream] += 1
-        self._waiting.append(number)
         self._turn.remove(stream)
         self._turn.append(stream)
         return number
@@ -130,101 +92,39 @@ class StreamTable(Table[_StreamEntry]):
 
     def assign(self, now: float) -> tuple[int, int] | None:
         """See :meth:`Table.assign`; it is the lowest task whose stream has a worker."""
-        for place, number in enumerate(self._waiting):
+        for number in self._waiting:
             task = self.tasks[number]
-            worker = self._owners.get(_stream(task))
-            if worker is None:
-                continue
-            # The task that the consumer needs next is always allowed, or no byte would ever be freed.
-            if self._in_order:
-                is_next = number == next(iter(self.tasks))
-            else:
-                is_next = not (self._num_in_flight or self._answered)
-            if not (is_next or self._has_room()):
-                return None
-            if self._timeouts is not None and self._first_in_flight(_stream(task)) is None:
-                self._timeouts.begin(worker, now)
-            task.is_sent = True
-            del self._waiting[place]
-            self._num_in_flight += 1
-            return worker, number
+            if (owner := self._owners.get(task.stream)) is not None:
+                if not self._may_send(number):
+                    return None
+                self._waiting.remove(number)
+                self._send(owner, task, now)
+                return owner.id, number
         return None
 
-    # Answers, from a worker to the consumer
-
-    def replied(
-        self,
-        worker: int,
-        number: int,
-        *,
-        size_bytes: int,
-        task_seconds: float | None = None,  # noqa: ARG002  a stream cannot be given to a faster worker
-        now: float = 0.0,
-        answer: Any = None,
-    ) -> bool:
-        task = self.tasks.get(number)
-        if task is None or not _is_in_flight(task, self._workers.get(worker)):
+    def ended(self, worker: int, number: int, now: float = 0.0) -> bool:
+        record = self._workers.get(worker)
+        if record is None or number not in record.in_flight:
             return False
-        self._num_in_flight -= 1
-        self._settle(task, size_bytes, answer)
-        if self._timeouts is not None:
-            # It begins with the next task in its queue.
-            if self._first_in_flight(_stream(task)) is None:
-                self._timeouts.end(worker)
-            else:
-                self._timeouts.begin(worker, now)
+        self._end_stream(self.tasks[number].stream, number)
+        self._head_changed(record, now)
         return True
 
-    def retry(self, worker: int, number: int, *, delay: float, now: float) -> None:
-        """Retry nothing: a stream that has raised an exception is past the place, or at its end."""
-
-    def ended(self, worker: int, number: int, now: float = 0.0) -> bool:  # noqa: ARG002  every event carries its time
-        task = self.tasks.get(number)
-        if task is None or not _is_in_flight(task, self._workers.get(worker)):
-            return False
-        self._drop_from(_stream(task), number)
-        if self._timeouts is not None:
-            self._timeouts.end(worker)
-        return True
-
-    def losers(self, number: int) -> list[int]:  # noqa: ARG002
-        """No task has a second copy."""
-        return []
-
-    def pop_deliverable(self) -> _StreamEntry | None:
+    def pop_deliverable(self) -> Entry | None:
         task = super().pop_deliverable()
         if task is not None:
-            self._num_undelivered[_stream(task)] -= 1
+            self._num_undelivered[task.stream] -= 1
         return task
 
-    # Helpers
-
-    def _drop_from(self, stream: int, first: int) -> None:
+    def _end_stream(self, stream: int | None, first: int) -> None:
         """End a stream before task ``first``."""
         for number in [number for number, task in self.tasks.items() if task.stream == stream and number >= first]:
             self._num_undelivered[stream] -= 1
-            if self.tasks.pop(number).is_sent:
+            if holders := self.tasks.pop(number).holders:
+                del holders[0].in_flight[number]
                 self._num_in_flight -= 1
             else:
                 self._waiting.remove(number)
         self._turn.remove(stream)
         self.window = self._wanted_window = len(self._turn) * self._prefetch_factor
         self._ended = not self._turn
-
-    def _first_in_flight(self, stream: int) -> int | None:
-        return next((number for number, task in self.tasks.items() if _is_in_flight(task, stream)), None)
-
-    def _get(self, worker: int) -> int:
-        stream = self._workers.get(worker)
-        if stream is None:
-            raise LocalProtocolError(f"worker {worker} has not joined, or has left")
-        return stream
-
-
-def _stream(task: _StreamEntry) -> int:
-    assert task.stream is not None
-    return task.stream
-
-
-def _is_in_flight(task: _StreamEntry, stream: int | None) -> bool:
-    return task.stream == stream and task.is_sent and task.size_bytes is None

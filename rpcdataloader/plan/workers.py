@@ -115,8 +115,8 @@ class WorkerPace:
     def sent(self, number: int, now: float) -> None:
         """Note that the worker was given a task."""
         if not self.in_flight:
-            if self.stale_at() <= now:
-                self._num_averaged = min(self._num_averaged, 1)
+            if self._num_averaged > 1 and self.stale_at() <= now:
+                self._num_averaged = 1
             self.since = now
         self.in_flight[number] = None
 

@@ -6,7 +6,6 @@ machines are the engine's business.
 
 from __future__ import annotations
 
-from rpcdataloader.pools.dask_engine import dask_pool
-from rpcdataloader.pools.ray_engine import ray_pool
+from rpcdataloader.pools.engines import dask_pool, ray_pool
 
 __all__ = ["dask_pool", "ray_pool"]

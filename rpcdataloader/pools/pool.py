@@ -174,8 +174,7 @@ class Pool:
         self._problem: Exception | None = None
         self._is_ending = False
         # For the thread, and for close() once that has ended:
-        self._nodes: list[Node] = []
-        self._known: dict[Node, str] = {}
+        self._nodes: dict[Node, str | None] = {}  # with the address, once it is known; the latest come last
         self._delay, self._retry_at = FIRST_DELAY, 0.0
         self._thread = threading.Thread(target=self._keep, name="rpcdl-pool", daemon=True)
 
@@ -237,10 +236,11 @@ class Pool:
                     return
 
     def _look(self) -> None:
-        for node in list(self._nodes):
+        for node, known in list(self._nodes.items()):
             try:
-                if (address := node.poll()) is not None and node not in self._known:
-                    self._known[node] = address
+                if (address := node.poll()) is not None and known is None:
+                    del self._nodes[node]
+                    self._nodes[node] = address
                     self._delay = FIRST_DELAY
             except Exception as exc:
                 self._lose(node, exc)
@@ -248,16 +248,15 @@ class Pool:
             if (started := self._engine.start(self._order)) is None:
                 self._retry_at = time.monotonic() + FIRST_DELAY
                 break
-            self._nodes.append(started)
-        if (addresses := list(self._known.values())) != self._addresses:
+            self._nodes[started] = None
+        if (addresses := [address for address in self._nodes.values() if address]) != self._addresses:
             self._engine.publish(addresses)
             with self._changed:
                 self._addresses = addresses
                 self._changed.notify_all()
 
     def _lose(self, node: Node, error: Exception) -> None:
-        self._nodes.remove(node)
-        address = self._known.pop(node, None)
+        address = self._nodes.pop(node)
         # Ray wraps it in twenty lines of traceback and advice.
         problem: Exception = getattr(error, "cause", None) or error
         if address is None:

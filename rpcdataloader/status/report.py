@@ -134,53 +134,37 @@ def _identify(tree: Tree) -> tuple[Any, ...]:
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-#: Meaning of each metric. Names that end with ``_total`` are counters, the others gauges.
+#: Meaning of each metric, and the key of its value in a node; empty for those that take more than that. Names that end
+#: with ``_total`` are counters, the others gauges.
 METRICS = {
-    "rpcdataloader_node_state": "1 for the state of a node server, 0 for others.",
-    "rpcdataloader_uptime_seconds": "Time since a node server began to listen.",
-    "rpcdataloader_batches_total": "Batches that workers have loaded.",
-    "rpcdataloader_calls_total": "Other requests that workers have answered.",
-    "rpcdataloader_errors_total": "Requests that workers have answered with an exception.",
-    "rpcdataloader_sent_bytes_total": "Bytes that workers have sent.",
-    "rpcdataloader_received_bytes_total": "Bytes that workers have received.",
-    "rpcdataloader_ended_workers_total": "Workers that have ended, for any reason.",
-    "rpcdataloader_refused_connections_total": "Connections that were refused.",
-    "rpcdataloader_clients": "Training processes that have a session.",
-    "rpcdataloader_workers": "Workers of all clients, by state.",
-    "rpcdataloader_offered_workers": "Workers that a node server offers.",
-    "rpcdataloader_queued_requests": "Requests in the queues of workers.",
-    "rpcdataloader_used_cpus": "CPUs that workers use.",
-    "rpcdataloader_cpus": "CPUs that a node server may use.",
-    "rpcdataloader_load_average": "Load average of the machine over the last minute.",
-    "rpcdataloader_worker_memory_bytes": "Resident memory of workers; shared memory counts once per worker.",
-    "rpcdataloader_memory_bytes": "Memory of the machine.",
-    "rpcdataloader_available_memory_bytes": "Available memory of the machine.",
-    "rpcdataloader_client_workers": "Workers of a client.",
-    "rpcdataloader_client_more_workers": "Further workers that would end the waiting, or 0.",
-    "rpcdataloader_client_wait_ratio": "Share of its time that a loop waits, from 0 to 1.",
-    "rpcdataloader_client_bound": "1 for what a loop waits for.",
-    "rpcdataloader_client_delivered_batches_per_second": "Batches of a loop.",
-    "rpcdataloader_client_demand_batches_per_second": "Batches that a loop would take if it never waited.",
-    "rpcdataloader_client_stage_seconds": "Mean time that a batch spends in a stage.",
-    "rpcdataloader_wanted_workers": "Workers that clients have, and more that they want.",
-    "rpcdataloader_exporter_failures_total": "Failed attempts of the exporter to query the node servers.",
-}
-
-# Metrics with the plain values of a node.
-_OF_NODE = {
-    "uptime_seconds": "uptime_seconds",
-    "batches_total": "tasks",
-    "calls_total": "calls",
-    "errors_total": "errors",
-    "sent_bytes_total": "sent_bytes",
-    "received_bytes_total": "received_bytes",
-    "ended_workers_total": "ended_workers",
-    "refused_connections_total": "refused_connections",
-    "offered_workers": "num_workers",
-    "cpus": "cpus",
-    "load_average": "load_average",
-    "memory_bytes": "memory_total_bytes",
-    "available_memory_bytes": "memory_available_bytes",
+    "rpcdataloader_node_state": ("1 for the state of a node server, 0 for others.", ""),
+    "rpcdataloader_uptime_seconds": ("Time since a node server began to listen.", "uptime_seconds"),
+    "rpcdataloader_batches_total": ("Batches that workers have loaded.", "tasks"),
+    "rpcdataloader_calls_total": ("Other requests that workers have answered.", "calls"),
+    "rpcdataloader_errors_total": ("Requests that workers have answered with an exception.", "errors"),
+    "rpcdataloader_sent_bytes_total": ("Bytes that workers have sent.", "sent_bytes"),
+    "rpcdataloader_received_bytes_total": ("Bytes that workers have received.", "received_bytes"),
+    "rpcdataloader_ended_workers_total": ("Workers that have ended, for any reason.", "ended_workers"),
+    "rpcdataloader_refused_connections_total": ("Connections that were refused.", "refused_connections"),
+    "rpcdataloader_clients": ("Training processes that have a session.", ""),
+    "rpcdataloader_workers": ("Workers of all clients, by state.", ""),
+    "rpcdataloader_offered_workers": ("Workers that a node server offers.", "num_workers"),
+    "rpcdataloader_queued_requests": ("Requests in the queues of workers.", ""),
+    "rpcdataloader_used_cpus": ("CPUs that workers use.", ""),
+    "rpcdataloader_cpus": ("CPUs that a node server may use.", "cpus"),
+    "rpcdataloader_load_average": ("Load average of the machine over the last minute.", "load_average"),
+    "rpcdataloader_worker_memory_bytes": ("Resident memory of workers; shared memory counts once per worker.", ""),
+    "rpcdataloader_memory_bytes": ("Memory of the machine.", "memory_total_bytes"),
+    "rpcdataloader_available_memory_bytes": ("Available memory of the machine.", "memory_available_bytes"),
+    "rpcdataloader_client_workers": ("Workers of a client.", ""),
+    "rpcdataloader_client_more_workers": ("Further workers that would end the waiting, or 0.", ""),
+    "rpcdataloader_client_wait_ratio": ("Share of its time that a loop waits, from 0 to 1.", ""),
+    "rpcdataloader_client_bound": ("1 for what a loop waits for.", ""),
+    "rpcdataloader_client_delivered_batches_per_second": ("Batches of a loop.", ""),
+    "rpcdataloader_client_demand_batches_per_second": ("Batches that a loop would take if it never waited.", ""),
+    "rpcdataloader_client_stage_seconds": ("Mean time that a batch spends in a stage.", ""),
+    "rpcdataloader_wanted_workers": ("Workers that clients have, and more that they want.", ""),
+    "rpcdataloader_exporter_failures_total": ("Failed attempts of the exporter to query the node servers.", ""),
 }
 
 _KERNEL_STATES = {"T": "stopped", "t": "stopped", "D": "blocked", "Z": "gone", "": "gone"}
@@ -201,7 +185,7 @@ def as_metrics(document: Tree, num_failures: int) -> str:
     lines = []
     for name, values in series.items():
         kind = "counter" if name.endswith("_total") else "gauge"
-        lines += [f"# HELP {name} {METRICS[name]}", f"# TYPE {name} {kind}"]
+        lines += [f"# HELP {name} {METRICS[name][0]}", f"# TYPE {name} {kind}"]
         lines += [f"{name}{labels} {value}" for labels, value in values.items()]
     return "\n".join(lines) + "\n"
 
@@ -217,8 +201,9 @@ def _of_nodes(document: Tree) -> Iterator[_Sample]:
             yield "node_state", {**labels, "state": state}, int(node["state"] == state)
         if "pid" not in node:
             continue  # no answer
-        for name, key in _OF_NODE.items():
-            yield name, labels, node[key]
+        for name, (_meaning, key) in METRICS.items():
+            if key:
+                yield name.removeprefix("rpcdataloader_"), labels, node[key]
         workers = [worker for client in node["clients"] for worker in client["workers"]]
         states = [
             _KERNEL_STATES.get(worker["process_state"], "draining" if worker["draining"] else worker["state"])

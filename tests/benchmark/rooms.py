@@ -21,7 +21,7 @@ from itertools import islice
 from pathlib import Path
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.diagnosis import recorder
+from rpcdataloader.diagnosis import records
 from rpcdataloader.loader import iterator
 
 from .rooms_counting import CountedIntegers, Profile, follow_worker
@@ -37,7 +37,7 @@ def measure(num_batches: int, batch_size: int | None) -> dict[str, Rooms]:
     """The rooms of the trainer and of its worker; a batch size of None is the integer itself."""
     profile = Profile()
     # The profile makes a batch, and the wait for it, take many times as long: more than one in twenty would be noted.
-    recorder.PROBE_INTERVAL = recorder.MAX_PROBE_INTERVAL = 1.0
+    records.PROBE_INTERVAL = records.MAX_PROBE_INTERVAL = 1.0
     iterator.NOTED_WAIT = 1.0  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory(prefix="rpcdl-rooms-") as folder:
         path = Path(folder) / "worker"

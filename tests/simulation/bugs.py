@@ -34,8 +34,8 @@ BUGS = [
     Bug(
         "a batch that has killed a worker is sent to a second one",
         "batches",
-        "len(self.holders) == 1 and not self.num_deaths",
-        "len(self.holders) == 1",
+        "len(task.holders) == 1 and not task.num_deaths",
+        "len(task.holders) == 1",
         "task.size_bytes is not None or task.num_deaths:",
         "task.size_bytes is not None:",
     ),
@@ -48,42 +48,42 @@ BUGS = [
     Bug(
         "one second copy too many",
         "batches",
-        "self.num_doubled >= max(1, len(self._workers) // _WORKERS_PER_HEDGE)",
-        "self.num_doubled > max(1, len(self._workers) // _WORKERS_PER_HEDGE)",
+        "(self.num_doubled and self.num_doubled >=",
+        "(self.num_doubled > 1 and self.num_doubled >=",
     ),
     Bug(
         "second copies count for ever",
-        "batches",
+        "table",
         "            self.num_doubled -= 1\n",
         "            pass\n",
     ),
     Bug(
         "a lost copy is sent again while another worker has one",
-        "batches",
+        "table",
         "if task is not None and not task.holders:\n                bisect.insort",
         "if task is not None:\n                bisect.insort",
     ),
     Bug(
         "what a lost worker had stays in the budget",
-        "batches",
+        "table",
         "        self._num_in_flight -= len(record.in_flight)\n",
         "",
     ),
     Bug(
         "a draining worker is chosen again after its next answer",
         "batches",
-        "        if not record.draining:\n            (self._open",
-        "        if True:\n            (self._open",
+        "if not record.draining:\n            (self._open",
+        "if True:\n            (self._open",
     ),
     Bug(
         "a deadly batch kills one worker too many",
         "engine",
-        "return len(trouble.killed) - suspected >= self._max_retries",
-        "return len(trouble.killed) - suspected > self._max_retries",
+        "return len(self.killed) - suspected >= options.max_retries",
+        "return len(self.killed) - suspected > options.max_retries",
     ),
     Bug(
         "a batch is condemned while another worker has a copy",
-        "batches",
+        "table",
         "if not is_too_many or task.holders:",
         "if not is_too_many:",
     ),
@@ -91,38 +91,38 @@ BUGS = [
     Bug(
         "a deadly sample kills one worker too many",
         "engine",
-        "place is not None and trouble.places[place] >= self._max_retries",
-        "place is not None and trouble.places[place] > self._max_retries",
+        "place is not None and self.places[place] >= options.max_retries",
+        "place is not None and self.places[place] > options.max_retries",
     ),
     Bug(
         "a deadly sample is not left out",
         "engine",
-        "is_last, left_out = self._retries.sent(worker, number), self._retries.left_out(number)",
-        "is_last = self._retries.sent(worker, number)",
+        "dict(trouble.left_out) or None",
+        "None",
     ),
     Bug(
         "samples are left out that the user wants to have",
         "engine",
-        "place = place if self._options.leaves_out else None",
+        "place = place if options.leaves_out else None",
         "pass",
     ),
     Bug(
         "deaths count once more after a sample was left out",
         "engine",
-        "            trouble.killed.clear()\n            trouble.places.clear()\n",
+        "            self.killed.clear()\n            self.places.clear()\n",
         "",
     ),
     Bug(
         "deaths at several samples condemn no batch",
         "engine",
-        "suspected = max((num for place, num in trouble.places.items() if place is not None), default=0)",
-        "suspected = sum(num for place, num in trouble.places.items() if place is not None)",
+        "suspected = max((num for place, num in self.places.items() if place is not None), default=0)",
+        "suspected = sum(num for place, num in self.places.items() if place is not None)",
     ),
     Bug(
         "a chance death condemns a batch that has a deadly sample",
         "engine",
-        "return len(trouble.killed) - suspected >= self._max_retries",
-        "return len(trouble.killed) >= self._max_retries",
+        "return len(self.killed) - suspected >= options.max_retries",
+        "return len(self.killed) >= options.max_retries",
     ),
     Bug(
         "the sample of another batch is left out",
@@ -132,7 +132,7 @@ BUGS = [
     ),
     Bug(
         "the oldest batch is blamed for another one",
-        "batches",
+        "table",
         "number = said if said in in_flight else next(iter(in_flight), None)",
         "number = next(iter(in_flight), None)",
     ),
@@ -142,12 +142,19 @@ BUGS = [
         "heapq.heappush(self._pausing, (now + delay, number))",
         "bisect.insort(self._waiting, number)",
     ),
-    Bug("the window is one too large", "table", "len(self.tasks) < self.window", "len(self.tasks) <= self.window"),
+    Bug(
+        "the window is one too large",
+        "table",
+        "len(self.tasks) < self.window",
+        "len(self.tasks) <= self.window",
+        "len(self.tasks) >= self.window",
+        "len(self.tasks) > self.window",
+    ),
     Bug(
         "a worker gets one batch too many",
         "batches",
-        "self._num_in_flight += 1\n        (self._open if len(record.in_flight) < self._prefetch_factor",
-        "self._num_in_flight += 1\n        (self._open if len(record.in_flight) <= self._prefetch_factor",
+        "(self._open if len(record.in_flight) < self._prefetch_factor",
+        "(self._open if len(record.in_flight) <= self._prefetch_factor",
     ),
     Bug(
         "the window never shrinks",
@@ -157,9 +164,9 @@ BUGS = [
     ),
     Bug(
         "batches that are to be tried again later keep all others from being sent",
-        "batches",
-        "is_next = len(self.tasks) == len(self._waiting) + len(self._pausing)",
-        "is_next = len(self.tasks) == len(self._waiting)",
+        "table",
+        "return len(self.tasks) == len(self._waiting) + len(self._pausing)",
+        "return len(self.tasks) == len(self._waiting)",
     ),
     Bug(
         "the newest batch is sent first",
@@ -169,34 +176,28 @@ BUGS = [
     ),
     Bug(
         "the byte limit holds back what the consumer waits for",
-        "batches",
-        "                if not (is_next or self._has_room()):",
-        "                if not self._has_room():",
+        "table",
+        "            return number == next(iter(self.tasks))\n        return len(self.tasks) ==",
+        "            return False\n        return len(self.tasks) <",
     ),
     Bug(
         "a task that died with its second copy is not answered",
-        "batches",
-        "        self._condemn(task)\n        return True\n\n    def needs",
-        "        task.size_bytes = 0\n        return True\n\n    def needs",
+        "table",
+        "        self._condemn(task)\n        return True\n\n    def _condemn",
+        "        task.size_bytes = 0\n        return True\n\n    def _condemn",
     ),
     # The table of streams
     Bug(
         "no batch of a stream is ever deadly",
-        "streams",
-        "        if not is_too_many:\n",
-        "        if True:\n",
-    ),
-    Bug(
-        "what the lost worker of a stream had stays in the budget",
-        "streams",
-        "            bisect.insort(self._waiting, number)\n            self._num_in_flight -= 1\n",
-        "            bisect.insort(self._waiting, number)\n",
+        "table",
+        "if not is_too_many or task.holders:",
+        "if not is_too_many or task.holders or task.stream is not None:",
     ),
     Bug(
         "what an ended stream had stays in the budget",
         "streams",
-        "            if self.tasks.pop(number).is_sent:\n                self._num_in_flight -= 1\n",
-        "            if self.tasks.pop(number).is_sent:\n                pass\n",
+        "                del holders[0].in_flight[number]\n                self._num_in_flight -= 1\n",
+        "                del holders[0].in_flight[number]\n",
     ),
     Bug("a saved pass goes on with another stream", "streams", "self._turn.rotate(-turn)", "self._turn.rotate(turn)"),
     Bug(
@@ -206,15 +207,15 @@ BUGS = [
         "if self._num_added < 0:\n            stream = next(",
     ),
     Bug(
-        "a stream that is over its limit of time is not asked about again",
-        "streams",
-        "            if self._first_in_flight(_stream(task)) is None:\n                self._timeouts.end(worker)",
-        "            if self._first_in_flight(_stream(task)) is not None:\n                self._timeouts.end(worker)",
+        "the task behind one that was answered has no limit of time",
+        "table",
+        "            self._head_changed(record, now)\n        self._num_in_flight",
+        "            self._deadlines.pop(worker)\n        self._num_in_flight",
     ),
     Bug(
         "the tasks of a condemned stream go on",
         "streams",
-        "        self._drop_from(_stream(task), number + 1)\n",
+        "        self._end_stream(task.stream, task.number + 1)\n",
         "",
     ),
     # Bytes and time
@@ -228,8 +229,10 @@ BUGS = [
     Bug(
         "the time of a task begins with that of the one before",
         "table",
-        "        self._deadlines.pop(worker, None)\n        self._deadlines[worker] = now",
-        "        self._deadlines[worker] = self._deadlines.get(worker) or now",
+        "        self._deadlines.pop(record.id, None)\n",
+        "        before = self._deadlines.pop(record.id, None)\n",
+        "self._deadlines[record.id] = now",
+        "self._deadlines[record.id] = before or now",
     ),
     Bug(
         "a late worker is ended again and again",
@@ -240,8 +243,8 @@ BUGS = [
     Bug(
         "a late worker is ended a second later",
         "table",
-        "            if now < deadline:\n",
-        "            if now < deadline + 1:\n",
+        "self._deadlines[worker] <= now,",
+        "self._deadlines[worker] <= now - 1,",
     ),
     # Choosing
     Bug(
@@ -288,9 +291,7 @@ BUGS = [
         "wanted = [*homes, *self._others(homes)] if self._is_deserted else homes",
         "wanted = homes",
     ),
-    Bug(
-        "a stand-in is forgotten", "roster", "self._places[number].node = stand_in", "self._places[number].node = None"
-    ),
+    Bug("a stand-in is forgotten", "roster", "place.node = stand_in", "place.node = None"),
     Bug(
         "streams whose workers die are forgotten",
         "roster",
@@ -342,8 +343,8 @@ BUGS = [
     Bug(
         "a pass gives up as soon as it has no workers",
         "crew",
-        "return self._stuck_since + self._options.reconnect_timeout if self.roster.is_hopeful else now",
-        "return now",
+        "return self._stuck_since + self._options.reconnect_timeout",
+        "return self._stuck_since",
     ),
     Bug(
         "a pass without workers remembers an earlier time",
@@ -355,16 +356,16 @@ BUGS = [
     Bug(
         "one try too many",
         "engine",
-        "num_retries >= self._max_retries and is_last",
-        "num_retries > self._max_retries and is_last",
+        "trouble.num_retries >= options.max_retries and is_last",
+        "trouble.num_retries > options.max_retries and is_last",
     ),
     Bug(
         "the last try is not marked",
         "engine",
-        "trouble is None or trouble.num_retries < self._max_retries",
-        "trouble is None or trouble.num_retries <= self._max_retries",
+        "is_last, left_out = trouble.num_retries >= self._options.max_retries",
+        "is_last, left_out = trouble.num_retries > self._options.max_retries",
     ),
-    Bug("the pause before another try does not grow", "engine", "RETRY_PAUSE * 2**num_retries", "RETRY_PAUSE"),
+    Bug("the pause before another try does not grow", "engine", "RETRY_PAUSE * 2**trouble.num_retries", "RETRY_PAUSE"),
     # The engine
     Bug(
         "the other copy of an answered task is not cancelled",
@@ -381,8 +382,8 @@ BUGS = [
     Bug(
         "a worker that was sent away before it began is never closed",
         "engine",
-        "            if worker.is_sent_away:\n                self._close_idle(worker)\n\n",
-        "\n",
+        "worker.is_at_work = True",
+        "worker.is_at_work = not worker.is_sent_away",
     ),
     Bug(
         "a node that is lost blames what its workers were at",
@@ -399,8 +400,8 @@ BUGS = [
     Bug(
         "errors of one epoch are delivered in the next",
         "engine",
-        "        self._retries = Retries(options)\n",
-        "        self._retries = getattr(self, '_retries', None) or Retries(options)\n",
+        "        self._troubles: dict[int, Trouble] = {}",
+        "        self._troubles: dict[int, Trouble] = getattr(self, '_troubles', {})",
     ),
     Bug(
         "a long wait is told again all the time",
@@ -412,8 +413,8 @@ BUGS = [
     Bug(
         "a wait that is over is told",
         "engine",
-        "            self._waiting_since = None\n            if self._retries",
-        "            if self._retries",
+        "            self._waiting_since = None\n            if self._troubles",
+        "            if self._troubles",
     ),
 ]
 

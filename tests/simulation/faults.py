@@ -191,7 +191,7 @@ def _add_node(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
         node = nodes[fault.pick % len(nodes)]
     cluster.count("add node")
     crew.judge.add_nodes([node.name])
-    crew.engine.add_nodes([node.name])
+    crew.engine.crew.add_nodes([node.name])
     crew.happened()
 
 

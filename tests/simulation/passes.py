@@ -79,7 +79,7 @@ class Pass:
             node = cluster.nodes[name]
             if rank.sessions.get(name) == node.incarnation and node.answers:
                 self.judge.node_up(name, node.incarnation, 0)
-                self.engine.node_up(name, node.incarnation)
+                self.engine.crew.node_up(name, node.incarnation)
             else:
                 self.engine.crew.node_missing(name, UNREACHABLE)
         if rank.cluster.scenario.expects_more:
@@ -484,13 +484,13 @@ class Pass:
             self.engine.crew.node_failed(name, UNREACHABLE, is_foreign=True)
         elif node.broken_until > now:
             self.cluster.count("broken node")
-            if self.engine.crew.is_sought(name):
+            if name in self.engine.crew.roster.pauses:
                 self.judge.node_hopeless(name)
             self.engine.crew.node_hopeless(name, ValueError("no such file"))
         else:
             self.rank.sessions[name] = node.incarnation
             self.judge.node_up(name, node.incarnation, node.offered)
-            self.engine.node_up(name, node.incarnation, node.offered)
+            self.engine.crew.node_up(name, node.incarnation, node.offered)
         self.happened()
 
     # The consumer

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.records import Probe, Setup
+from rpcdataloader.diagnosis.records import Probe, Recorder, Setup
 from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.batches import BatchTable
 from rpcdataloader.plan.streams import StreamTable

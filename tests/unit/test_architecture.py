@@ -56,7 +56,6 @@ PURE = {
     "rpcdataloader.plan.batches",
     "rpcdataloader.plan.streams",
     "rpcdataloader.diagnosis.figures",
-    "rpcdataloader.diagnosis.recorder",
     "rpcdataloader.diagnosis.records",
     "rpcdataloader.diagnosis.trace",
     "rpcdataloader.diagnosis.verdict",

@@ -91,7 +91,7 @@ def test_what_a_client_makes_up_is_one_series_and_one_line():
 
 def test_every_metric_is_named_and_explained_and_told():
     text = as_metrics(look(WAITING), 0)
-    for name, meaning in METRICS.items():
+    for name, (meaning, _key) in METRICS.items():
         assert re.fullmatch("rpcdataloader_[a-z_]+", name)
         assert meaning.endswith(".")
         kind = "counter" if name.endswith("_total") else "gauge"

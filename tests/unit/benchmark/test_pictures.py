@@ -63,7 +63,7 @@ def test_quotes_are_of_one_real_pass_for_each_bound_in_the_words_of_today():
     assert [one["bound"] for one in waits.values()] == [b for b in WORDS if b not in ("device_copy", "unclear")]
     for name, one in waits.items():
         assert one["bound"] in CAUSES[name].bounds
-        sentence = ".*".join(map(re.escape, re.split(r"{.*?}", WORDS[one["bound"]].sentence)))
+        sentence = ".*".join(map(re.escape, re.split(r"{.*?}", WORDS[one["bound"]])))
         assert re.fullmatch(sentence, one["text"])
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from rpcdataloader.diagnosis.recorder import Recorder
-from rpcdataloader.diagnosis.records import Records, Setup
+from rpcdataloader.diagnosis.records import Recorder, Records, Setup
 from rpcdataloader.wire.messages import Stages
 
 FOUR = dict.fromkeys(range(4), "node07")

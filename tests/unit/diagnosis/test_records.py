@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from rpcdataloader.diagnosis.recorder import MAX_PROBE_INTERVAL, PROBE_INTERVAL
-from rpcdataloader.diagnosis.records import Totals
+from rpcdataloader.diagnosis.records import MAX_PROBE_INTERVAL, PROBE_INTERVAL, Totals
 from tests.unit.diagnosis.recorded import make_recorder, record
 
 

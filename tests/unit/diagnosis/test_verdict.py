@@ -182,12 +182,9 @@ def test_words_of_each_bound_are_one_sentence_of_plain_text(name):
     assert "\n" not in text
 
 
-def test_page_tells_the_meaning_of_each_bound():
+def test_page_has_a_section_for_each_bound():
     page = (Path(__file__).parents[3] / "docs" / "waiting.md").read_text()
-    sections = re.findall(r"^### `(\w+)`\n\n(.+?)\n\n", page, re.MULTILINE | re.DOTALL)
-    assert [bound for bound, _ in sections] == list(WORDS)
-    for bound, text in sections:
-        assert text.replace("\n", " ").startswith(WORDS[bound].meaning)
+    assert re.findall(r"^### `(\w+)`\n\n.", page, re.MULTILINE) == list(WORDS)
 
 
 def test_diagnosis_cannot_be_changed():

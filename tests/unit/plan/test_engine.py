@@ -18,7 +18,7 @@ def start(homes, others=(), **options) -> Engine[str]:
     """An engine whose nodes are up, with workers opened, and numbered, in the order of their places."""
     engine = Engine(PlanOptions(num_workers=len(homes), **options), homes, others)
     for node in dict.fromkeys(homes):
-        engine.node_up(node, 1)
+        engine.crew.node_up(node, 1)
     return engine
 
 
@@ -79,7 +79,7 @@ def test_a_stream_whose_worker_is_sent_away_waits_for_the_next_worker():
     assert not engine.answered(1, 0, size_bytes=1, task_seconds=1.0, now=0.0)
     assert of(Load, engine.act(0.0)) == []
     engine.worker_lost(1, died(), 1.0)
-    engine.node_up("b", 1)
+    engine.crew.node_up("b", 1)
     assert of(Open, engine.act(1.0)) == [Open(2, 0, "b", False)]
     begin(engine, 2)
     assert [action.number for action in engine.act(1.0)] == [0, 1]
@@ -112,10 +112,10 @@ def test_a_stand_in_counts_when_the_worker_at_home_does_not_come():
     engine.act(0.0)
     engine.worker_lost(1, Loss(DIED, node_is_up=False), 0.0)
     engine.act(0.0)
-    engine.node_up("b", 1)
+    engine.crew.node_up("b", 1)
     assert of(Open, engine.act(0.0)) == [Open(2, 0, "b", False)]
     begin(engine, 2)
-    engine.node_up("a", 2)
+    engine.crew.node_up("a", 2)
     assert of(Open, engine.act(0.0)) == [Open(3, 0, "a", False)]
     engine.worker_lost(3, Loss(DIED, node_is_up=False, came=False), 0.0)
     assert of(Open, engine.act(0.0)) == []
@@ -142,7 +142,7 @@ def test_a_stream_that_has_ended_needs_no_worker_when_its_node_is_added_again():
     engine.act(0.0)
     engine.stream_ended(1, 0, 0.0)
     engine.worker_lost(1, died(), 0.0)
-    engine.add_nodes(["a"])
+    engine.crew.add_nodes(["a"])
     assert of(Open, engine.act(0.0)) == []
     assert engine.due(0.0) is None
 
@@ -153,7 +153,7 @@ def test_the_time_without_workers_begins_anew_when_a_worker_was_there_though_the
     engine.worker_lost(1, Loss(DIED, node_is_up=False), 0.0)
     engine.act(0.0)
     assert engine.due(0.0) == 10.0
-    engine.node_up("a", 2)
+    engine.crew.node_up("a", 2)
     engine.act(9.0)
     engine.worker_lost(2, Loss(DIED, node_is_up=False), 9.5)
     engine.act(9.5)
@@ -163,21 +163,21 @@ def test_the_time_without_workers_begins_anew_when_a_worker_was_there_though_the
 def test_a_node_that_was_removed_while_it_was_connected_to_is_not_taken_in():
     engine = start(["a"])
     engine.act(0.0)
-    engine.add_nodes(["b"])
+    engine.crew.add_nodes(["b"])
     engine.remove_nodes(["b"], 0.0)
     engine.act(0.0)
-    engine.node_up("b", 1, 4)
+    engine.crew.node_up("b", 1, 4)
     engine.worker_lost(1, Loss(DIED, node_is_up=False), 0.0)
     assert of(Open, engine.act(0.0)) == []
 
 
 def test_a_node_that_was_foreign_when_it_joined_may_join_later():
     engine = start(["a"])
-    engine.add_nodes(["b"])
+    engine.crew.add_nodes(["b"])
     engine.crew.node_failed("b", DIED, is_foreign=True)
-    engine.add_nodes(["b"])
+    engine.crew.add_nodes(["b"])
     engine.act(0.0)
-    engine.node_up("b", 1, 2)
+    engine.crew.node_up("b", 1, 2)
     assert [action.node for action in of(Open, engine.act(0.0))] == ["b", "b"]
 
 
@@ -185,7 +185,7 @@ def test_a_node_that_was_foreign_when_it_joined_may_join_later():
 def test_a_node_that_is_about_to_join_is_waited_for_when_all_others_are_removed(is_iterable):
     engine = start(["a"], is_iterable=is_iterable, reconnect_timeout=10.0)
     engine.act(0.0)
-    engine.add_nodes(["b"])
+    engine.crew.add_nodes(["b"])
     engine.remove_nodes(["a"], 0.0)
     engine.worker_lost(1, died(), 0.0)
     engine.act(0.0)

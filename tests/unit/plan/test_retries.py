@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rpcdataloader.plan.actions import PlanOptions
-from rpcdataloader.plan.engine import Retries
+from rpcdataloader.plan.engine import Trouble
 
 
 @pytest.mark.parametrize(
@@ -30,26 +30,25 @@ from rpcdataloader.plan.engine import Retries
     ],
 )
 def test_sample_at_which_workers_died_is_left_out(places, limit, left_out, num_deaths):
-    retries = Retries(PlanOptions(1, max_retries=limit, leaves_out=True))
-    died = [retries.died(7, f"worker {number} died", place) for number, place in enumerate(places)]
+    trouble, options = Trouble(), PlanOptions(1, max_retries=limit, leaves_out=True)
+    died = [trouble.died(f"worker {number} died", place, options) for number, place in enumerate(places)]
     assert died == [False] * (len(places) - 1) + [num_deaths is not None]
-    assert (retries.left_out(7) or {}).keys() == left_out
+    assert trouble.left_out.keys() == left_out
     if num_deaths:
-        assert retries.reason(7).startswith(f"has ended {num_deaths} workers in a row: ")
+        assert trouble.reason.startswith(f"has ended {num_deaths} workers in a row: ")
 
 
 def test_reason_names_the_deaths_since_the_last_sample_was_left_out():
-    retries = Retries(PlanOptions(1, max_retries=2, leaves_out=True))
+    trouble, options = Trouble(), PlanOptions(1, max_retries=2, leaves_out=True)
     for number, place in enumerate((2, 2, 0, 0)):
-        retries.died(7, f"worker {number} died", place)
-    assert retries.left_out(7) == {
+        trouble.died(f"worker {number} died", place, options)
+    assert trouble.left_out == {
         2: "has ended 2 workers in a row: worker 0 died; worker 1 died",
         0: "has ended 2 workers in a row: worker 2 died; worker 3 died",
     }
-    assert retries.left_out(6) is None
 
 
 def test_no_sample_is_left_out_unless_the_user_says_so():
-    retries = Retries(PlanOptions(1, max_retries=2))
-    assert [retries.died(7, "a worker died", 2) for _ in range(2)] == [False, True]
-    assert retries.left_out(7) is None
+    trouble, options = Trouble(), PlanOptions(1, max_retries=2)
+    assert [trouble.died("a worker died", 2, options) for _ in range(2)] == [False, True]
+    assert trouble.left_out == {}

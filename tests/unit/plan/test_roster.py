@@ -94,12 +94,12 @@ def test_refusal_leaves_a_place_vacant_until_the_next_epoch():
     roster = Roster(["a", "a"])
     roster.node_up("a")
     fill(roster)
-    roster.refused(1, "a")
+    roster.vacated(1, "a", was_refused=True)
     assert fill(roster) == {}
     roster.reopen()
     assert fill(roster) == {1: "a"}
-    roster.refused(0, "a")
-    roster.refused(1, "a")
+    roster.vacated(0, "a", was_refused=True)
+    roster.vacated(1, "a", was_refused=True)
     assert roster.is_stuck
     assert not roster.is_hopeful
 
@@ -109,9 +109,9 @@ def test_stream_that_is_refused_goes_to_another_node():
     roster.node_up("a")
     roster.node_up("b")
     fill(roster)
-    roster.refused(0, "a")
+    roster.vacated(0, "a", was_refused=True)
     assert fill(roster) == {0: "b"}
-    roster.refused(0, "b")
+    roster.vacated(0, "b", was_refused=True)
     assert roster.is_stuck
     assert not roster.is_hopeful
 

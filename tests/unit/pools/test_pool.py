@@ -14,7 +14,7 @@ import pytest
 
 from rpcdataloader.client.discovery import find_workers
 from rpcdataloader.errors import AuthenticationError, ConnectError
-from rpcdataloader.pools import dask_engine, dask_pool, pool, ray_pool
+from rpcdataloader.pools import dask_pool, engines, pool, ray_pool
 from rpcdataloader.pools.pool import Order, Pool, PoolWorkers, make_order
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, client_credentials, load_credentials
@@ -149,7 +149,7 @@ def test_dask_worker_that_has_gone_is_noticed_without_asking_it():
     future = SimpleNamespace(status="finished", result=lambda: silent)
     client = SimpleNamespace(submit=lambda *_args, **_options: future)
     engine = SimpleNamespace(client=client, taken=set(), occupy=lambda *_args, **_options: [])
-    node = dask_engine._Node(engine, ORDER, "tcp://10.0.0.1:1")
+    node = engines._DaskNode(engine, ORDER, "tcp://10.0.0.1:1")
     assert node.poll() is None
     assert node.poll() is None
     future.status = "error"
