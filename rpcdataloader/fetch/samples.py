@@ -43,16 +43,6 @@ def stopped(what: str) -> RuntimeError:
     return RuntimeError(f"{what} raised StopIteration, which would have ended the epoch")
 
 
-def dataset_stopped(dataset: Any, indices: Any, *, at_once: bool = False) -> RuntimeError:
-    """The error in place of a map-style dataset's ``StopIteration``.
-
-    Args:
-        at_once: True if ``__getitems__`` was asked for all of them.
-    """
-    method = "__getitems__" if at_once else "__getitem__"
-    return stopped(f"{type(dataset).__name__}.{method}({describe_indices(indices)})")
-
-
 # Number of indices or samples that a message shows.
 MAX_SHOWN = 16
 
