@@ -1,7 +1,6 @@
 """The nodes of this process as a client. One client per process, created on first use and gone with the process.
 
-After a fork by user code, the child closes the parent's descriptors without shutting them down, and starts afresh: kept
-open, they would keep sessions alive after the parent's death.
+After a fork by user code, the child starts afresh.
 """
 
 from __future__ import annotations
@@ -189,13 +188,9 @@ class Client:
             node.close()
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child."""
+        """After a fork, in the child, where the descriptors of connections are closed already."""
         for watcher in self._watchers.values():
             watcher.forget_in_child()
-        for node in self._nodes.values():
-            for session in node.sessions:
-                for connection in session.connections():
-                    connection.forget_in_child()
         if self._local is not None:
             self._local.forget_in_child()
 
@@ -269,8 +264,7 @@ def _forget_in_child() -> None:
         client.forget_in_child()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Reporter:

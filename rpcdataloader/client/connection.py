@@ -197,11 +197,6 @@ class Connection:
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(timeout)
 
-    def forget_in_child(self) -> None:
-        """After a fork, in the child: close the descriptor without ending the parent's connection."""
-        if self._channel is not None:
-            self._channel.stream.close()
-
     # --- receiver
 
     def _receive(self) -> None:

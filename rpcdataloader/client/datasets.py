@@ -399,5 +399,4 @@ def _forget_in_child() -> None:
     _shipped, _shipped_lock = weakref.WeakValueDictionary(), threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)
