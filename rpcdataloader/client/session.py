@@ -18,14 +18,13 @@ from rpcdataloader.client.worker import (
     RemoteWorker,
     WorkerOwner,
     log_from_server,
-    read_welcome,
     reference_of,
 )
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.host.environment import Additions, add, begin, collect, set_rank
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.channel import Channel, local_identity, open_channel
+from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
 from rpcdataloader.wire.pickling import dumps
@@ -131,22 +130,23 @@ class RemoteSession:
         return lambda: [wait() for wait in self._told]
 
     def call(self, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-        """Run ``func(*args)`` in the session; returns a function that waits for the result.
-
-        Raises:
-            ConnectionLostError: The session has ended.
-        """
+        """Run ``func(*args)`` in the session; returns a function that waits for the result."""
         encoded = dumps(tuple(Call(func, args, {})), persistent_id=reference_of)
         return self.submit(MessageType.CALL, encoded.payload, encoded.buffers).wait
 
-    def submit(self, type: MessageType, payload: bytes, buffers: Sequence[BlockBytes]) -> PendingReply:
-        """Send a request to the session itself.
-
-        Raises:
-            ConnectionLostError: The session has ended.
-        """
-        answer = PendingReply(self._settings.allocator)
-        self.connection.submit(type, payload, buffers, Request(answer.complete, self._settings.allocator))
+    def submit(
+        self,
+        type: MessageType,
+        payload: bytes,
+        buffers: Sequence[BlockBytes] = (),
+        finished: Callable[[], object] = lambda: None,
+    ) -> PendingReply:
+        """Send a request to the session itself; if that has ended, its end is the answer."""
+        answer = PendingReply(self._settings.allocator, finished)
+        try:
+            self.connection.submit(type, payload, buffers, Request(answer.complete, self._settings.allocator))
+        except ConnectionLostError as exc:
+            answer.complete(exc)
         return answer
 
     def report(self, payload: bytes) -> None:
@@ -160,7 +160,7 @@ class RemoteSession:
         Waits until the worker's session has answered, at most 2 s. Never raises, as the text is needed most when
         something is wrong already: a missing answer is reported in the text.
         """
-        return self._ask_for_stack(StackRequest(number), lambda: None)()
+        return self._ask_for_stack(StackRequest(number))()
 
     def end_worker(self, number: int, reason: str) -> Callable[[], str]:
         """End a worker of this session, even in the middle of a task; its requests fail with ``reason``.
@@ -187,21 +187,19 @@ class RemoteSession:
             StackRequest(number, reason), lambda: self._settings.alarm.call_after(END_TIMEOUT, close)
         )
 
-    def _ask_for_stack(self, request: StackRequest, finished: Callable[[], object]) -> Callable[[], str]:
+    def _ask_for_stack(self, request: StackRequest, finished: Callable[[], object] = lambda: None) -> Callable[[], str]:
         """Returns a function that waits for the text; ``finished`` is called with its arrival, or its timeout."""
-        answer = PendingReply(self._settings.allocator, finished)
+        answer = self.submit(MessageType.STACK, request.encode(), (), finished)
         late = RPCTimeoutError(f"{self.name} did not answer within {STACK_TIMEOUT:g} s, perhaps as it is busy building")
-        timer = self._settings.alarm.call_after(STACK_TIMEOUT, lambda: answer.complete(late))
+        self._settings.alarm.call_after(STACK_TIMEOUT, lambda: answer.complete(late))
 
-        def complete(reply: Message | RPCError) -> None:
-            timer.cancel()
-            answer.complete(reply)
+        def wait() -> str:
+            try:
+                return str(answer.wait())
+            except RPCError as exc:
+                return f"no stack: {exc}"
 
-        try:
-            self.connection.submit(MessageType.STACK, request.encode(), [], Request(complete, self._settings.allocator))
-        except ConnectionLostError as exc:
-            complete(exc)
-        return answer.stack
+        return wait
 
     def fate(self, worker: int) -> Exited | None:
         """How a worker of this session ended; waits a little for the session's report. None without one."""
@@ -234,17 +232,13 @@ class RemoteSession:
     # --- the control connection (receiver thread)
 
     def _open(self) -> Channel:
-        channel = open_channel(
+        channel, self._welcome = self._settings.open(
             self.address,
-            self._settings.credentials(self.address),
-            local_identity("client", self._settings.rank),
             _NO_SESSION,
             self._deadline,
             retry=self._settings.waits_for_servers,
             label=lambda: None if self.is_quiet else self._partition.label,
-            tls=self._settings.tls_for(self.address),
         )
-        self._welcome = read_welcome(channel, self._deadline)
         if channel.differences:
             logger.warning("%s differs from this client: %s", self.name, "; ".join(channel.differences))
         return channel

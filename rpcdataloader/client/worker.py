@@ -64,9 +64,20 @@ class ClientSettings:
     printer: Printer = field(default_factory=Printer)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def tls_for(self, address: Address) -> TlsCredentials | None:
-        """TLS credentials for ``address``; None for a Unix socket, which cannot be listened in on."""
-        return None if address.is_unix else self.tls
+    def open(
+        self,
+        address: Address,
+        session: bytes,
+        deadline: Deadline,
+        *,
+        retry: bool = False,
+        label: Callable[[], str | None] = str,
+    ) -> tuple[Channel, Welcome]:
+        """Connect, and read the welcome; takes the arguments of :func:`~rpcdataloader.wire.channel.open_channel`."""
+        credentials, identity = self.credentials(address), local_identity("client", self.rank)
+        tls = None if address.is_unix else self.tls  # nobody can listen in on a Unix socket
+        channel = open_channel(address, credentials, identity, session, deadline, retry=retry, label=label, tls=tls)
+        return channel, read_welcome(channel, deadline)
 
 
 class BusyError(Exception):
@@ -161,10 +172,11 @@ class PendingReply:
         self.arrived = threading.Event()
 
     def complete(self, reply: Message | RPCError) -> None:
-        """Take the reply; the ``complete`` of a ``Request``."""
-        self._reply = reply
-        self._finished()
-        self.arrived.set()
+        """Take the first reply; the ``complete`` of a ``Request``."""
+        if not self.arrived.is_set():
+            self._reply = reply
+            self._finished()
+            self.arrived.set()
 
     def wait(self) -> Any:
         """Wait for the result.
@@ -175,13 +187,6 @@ class PendingReply:
         self.arrived.wait()
         assert self._reply is not None
         return result_of(self._reply, self._allocator)
-
-    def stack(self) -> str:
-        """Wait for a stack; returns the reason if none comes."""
-        try:
-            return str(self.wait())
-        except RPCError as exc:
-            return f"no stack: {exc}"
 
 
 def log_from_server(name: str, message: Message, printer: Printer) -> None:
@@ -291,19 +296,13 @@ class RemoteWorker:
 
     def _open(self) -> Channel:
         welcome = self.session.wait()
-        identity = local_identity("client", self._settings.rank)
-        credentials = self._settings.credentials(self.session.address)
-        tls = self._settings.tls_for(self.session.address)
         pause, reported = 0.05, False
         while True:
             limit = self._try = Deadline(self._settings.connect_timeout)
             if self.connection.has_ended:
                 limit.cancel()
             try:
-                channel = open_channel(
-                    self.session.address, credentials, identity, bytes.fromhex(welcome.session), limit, tls=tls
-                )
-                answer = read_welcome(channel, limit)
+                channel, answer = self._settings.open(self.session.address, bytes.fromhex(welcome.session), limit)
             except BusyError as exc:
                 deadline = self._deadline = self._deadline or Deadline(self._settings.connect_timeout)
                 if self.connection.has_ended or not self._keep_waiting() or not deadline.pause(pause):
