@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,8 @@ from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
 from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Welcome
-from rpcdataloader.wire.pickling import dumps, result_of
+from rpcdataloader.wire.picklers import PersistentId
+from rpcdataloader.wire.pickling import Encoded, dumps, result_of
 from rpcdataloader.wire.slabs import Allocator
 from rpcdataloader.wire.tls import TlsCredentials
 from rpcdataloader.wire.transport import Deadline
@@ -158,6 +159,23 @@ def reference_of(value: Any) -> tuple[str, int] | None:
     return ("dataset", value.key) if isinstance(value, DatasetRef) else None
 
 
+def dumps_named(content: Any, parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None) -> Encoded:
+    """Pickle ``content``.
+
+    Args:
+        parts: Its parts, by the names that the user knows.
+
+    Raises:
+        SerializationError: The content cannot be pickled; the attribute path begins with the name of a part.
+    """
+    try:
+        return dumps(content, persistent_id=persistent_id)
+    except SerializationError:
+        for name, part in parts.items():
+            dumps(part, persistent_id=persistent_id, name=name)
+        raise
+
+
 class PendingReply:
     """A request's answer, for a thread that waits for it.
 
@@ -253,13 +271,8 @@ class RemoteWorker:
             LocalProtocolError: The call refers to an object of another worker.
             ConnectionLostError: The worker has ended, or the one that held an object of the call.
         """
-        try:
-            encoded = dumps(tuple(call), persistent_id=self._reference_of)
-        except SerializationError:
-            # Again, part by part, so that the error names the part as the caller knows it.
-            for name in ("func", "args", "kwargs"):
-                dumps(getattr(call, name), persistent_id=self._reference_of, name=name)
-            raise
+        parts = {"func": call.func, "args": call.args, "kwargs": call.kwargs}
+        encoded = dumps_named(tuple(call), parts, persistent_id=self._reference_of)
         return self.submit(encoded.payload, encoded.buffers, complete, allocator)
 
     def submit(

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rpcdataloader.client.client import get_client
-from rpcdataloader.client.datasets import RemoteDataset, dumps_named
+from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.worker import reference_of
+from rpcdataloader.client.worker import dumps_named, reference_of
 from rpcdataloader.errors import (
     AuthenticationError,
     ConnectError,
