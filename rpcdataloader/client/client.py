@@ -23,7 +23,6 @@ from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import ClientSettings
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.status import LoopStatus, Report
 from rpcdataloader.wire.tls import client_tls
@@ -56,9 +55,7 @@ class Client:
     def __init__(self) -> None:
         self.allocator = PageablePool()
         self.alarm = Alarm()
-        self._settings = ClientSettings(
-            self._credentials, connect_timeout(), _rank(), self.allocator, self.alarm, client_tls()
-        )
+        self._settings = ClientSettings(connect_timeout(), _rank(), self.allocator, self.alarm, client_tls())
         self.additions = self._settings.additions
         self.reporter = Reporter(self.alarm, self._listeners)
         self._lock = threading.Lock()
@@ -100,9 +97,7 @@ class Client:
             if address not in self._nodes:
                 settings = dataclasses.replace(self._settings, waits_for_servers=not is_registered)
                 local = self._local if self._local is not None and address == self._local.address else None
-                self._nodes[address] = (
-                    Node(address, settings, local.ensure_running) if local else Node(address, settings)
-                )
+                self._nodes[address] = Node(address, settings, local)
             return self._nodes[address]
 
     def wait_for_any(self, sessions: Sequence[RemoteSession], timeout: float) -> None:
@@ -137,11 +132,6 @@ class Client:
             if self._local is None:
                 self._local = LocalServer()
             return self._local.address
-
-    def _credentials(self, address: Address) -> Credentials:
-        if self._local is not None and address == self._local.address:
-            return self._local.credentials
-        return client_credentials(address)
 
     def _listeners(self) -> list[Node]:
         """Nodes that can be asked for a status: all but the embedded pool."""
@@ -280,9 +270,8 @@ class Reporter:
         self._find_nodes = find_nodes
         self._has_told = False  # whether the last report had a loop; for the alarm's thread alone
         self._lock = threading.Lock()
-        # Guarded by the lock:
+        # Guarded by the lock; the alarm is set while it has elements:
         self._loops: list[weakref.WeakMethod[Callable[[], LoopStatus | None]]] = []
-        self._is_running = False
 
     def add(self, describe: Callable[[], LoopStatus | None]) -> None:
         """A loop begins; it is reported if there is a node to tell.
@@ -293,8 +282,7 @@ class Reporter:
         with self._lock:
             if self._find_nodes():
                 self._loops.append(weakref.WeakMethod(describe))
-                if not self._is_running:
-                    self._is_running = True
+                if len(self._loops) == 1:
                     self._alarm.call_after(PERIOD, self._report)
 
     def _report(self) -> None:
@@ -314,6 +302,5 @@ class Reporter:
         describe = None  # or it would keep the loop
         with self._lock:
             self._loops = [loop for loop in self._loops if loop() is not None]
-            self._is_running = bool(self._loops)
-            if self._is_running:
+            if self._loops:
                 self._alarm.call_after(PERIOD, self._report)

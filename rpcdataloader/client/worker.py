@@ -26,7 +26,7 @@ from rpcdataloader.errors import (
 from rpcdataloader.host.environment import SharedAdditions
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
-from rpcdataloader.wire.credentials import Credentials
+from rpcdataloader.wire.credentials import client_credentials
 from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
 from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Welcome
 from rpcdataloader.wire.picklers import PersistentId
@@ -54,7 +54,6 @@ class ClientSettings:
         tls: TLS credentials for TCP connections; None without TLS.
     """
 
-    credentials: Callable[[Address], Credentials]
     connect_timeout: float
     rank: int | None
     allocator: Allocator
@@ -75,7 +74,7 @@ class ClientSettings:
         label: Callable[[], str | None] = str,
     ) -> tuple[Channel, Welcome]:
         """Connect, and read the welcome; takes the arguments of :func:`~rpcdataloader.wire.channel.open_channel`."""
-        credentials, identity = self.credentials(address), local_identity("client", self.rank)
+        credentials, identity = client_credentials(address), local_identity("client", self.rank)
         tls = None if address.is_unix else self.tls  # nobody can listen in on a Unix socket
         channel = open_channel(address, credentials, identity, session, deadline, retry=retry, label=label, tls=tls)
         return channel, read_welcome(channel, deadline)
