@@ -91,13 +91,7 @@ class Alarm:
             self._thread.join()
 
     def _run(self) -> None:
-        while (function := self._next()) is not None:
-            try:
-                function()
-            except Exception:
-                logger.exception("a function called at a deadline failed")
-            # Its objects must not live on until the next deadline.
-            del function
+        _run_all(self._next, "a function called at a deadline failed")
 
     def _next(self) -> Callable[[], None] | None:
         """Wait for the next function; None when the alarm is closed."""
@@ -138,12 +132,18 @@ class Janitor:
             self._thread.join()
 
     def _run(self) -> None:
-        while (function := self._queue.get()) is not None:
-            try:
-                function()
-            except Exception:
-                logger.exception("cleaning up failed")
-            del function
+        _run_all(self._queue.get, "cleaning up failed")
+
+
+def _run_all(following: Callable[[], Callable[[], None] | None], failure: str) -> None:
+    """Run functions until None follows."""
+    while (function := following()) is not None:
+        try:
+            function()
+        except Exception:
+            logger.exception(failure)
+        # Its objects must not live on while the next one is awaited.
+        del function
 
 
 # Most lines that wait while standard error blocks, as on a stopped terminal.

@@ -6,6 +6,7 @@ After a fork by user code, the child starts afresh.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import logging
 import multiprocessing
@@ -55,9 +56,12 @@ class Client:
     def __init__(self) -> None:
         self.allocator = PageablePool()
         self.alarm = Alarm()
-        self._settings = ClientSettings(connect_timeout(), _rank(), self.allocator, self.alarm, client_tls())
+        partition = current_partition()
+        rank = partition.rank if partition.world_size > 1 else None
+        self._settings = ClientSettings(connect_timeout(), rank, self.allocator, self.alarm, client_tls())
         self.additions = self._settings.additions
-        self.reporter = Reporter(self.alarm, self._listeners)
+        # The embedded pool is not asked for a status.
+        self.reporter = Reporter(self.alarm, lambda: [node for node in list(self._nodes.values()) if not node.local])
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._janitor: Janitor | None = None
@@ -133,11 +137,6 @@ class Client:
                 self._local = LocalServer()
             return self._local.address
 
-    def _listeners(self) -> list[Node]:
-        """Nodes that can be asked for a status: all but the embedded pool."""
-        own = None if self._local is None else self._local.address
-        return [node for node in list(self._nodes.values()) if node.address != own]
-
     def close(self) -> None:
         """End every session, join every thread, stop the embedded server; idempotent."""
         with self._lock:
@@ -191,23 +190,11 @@ def connect_timeout() -> float:
     Raises:
         ValueError: The variable holds no such number.
     """
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
-    if not text:
-        return CONNECT_TIMEOUT
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds <= threading.TIMEOUT_MAX:
-        raise ValueError(
-            f"environment variable {TIMEOUT_VARIABLE} must be a number of seconds above 0, but is {text!r}"
-        )
-    return seconds
-
-
-def _rank() -> int | None:
-    partition = current_partition()
-    return partition.rank if partition.world_size > 1 else None
+    text = os.environ.get(TIMEOUT_VARIABLE) or str(CONNECT_TIMEOUT)
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) <= threading.TIMEOUT_MAX:
+            return seconds
+    raise ValueError(f"environment variable {TIMEOUT_VARIABLE} must be a number of seconds above 0, but is {text!r}")
 
 
 _lock = threading.Lock()

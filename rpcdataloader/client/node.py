@@ -52,7 +52,7 @@ class Node:
     def __init__(self, address: Address, settings: ClientSettings, local: LocalServer | None = None) -> None:
         self.address = address
         self.is_missed = False
-        self._local = local
+        self.local = local
         self._settings = settings
         self._lock = threading.RLock()
         # Guarded by the lock. The last session is the current one; those before it still drain.
@@ -67,8 +67,8 @@ class Node:
         """The current session, which may still be connecting; begun now if need be."""
         with self._lock:
             if not self.sessions or not self.sessions[-1].is_usable:
-                if self._local is not None:
-                    self._local.ensure_running()
+                if self.local is not None:
+                    self.local.ensure_running()
                 session = RemoteSession(self.address, self._settings, is_quiet=self.is_missed)
                 self.sessions = [*(before for before in self.sessions if not before.is_over), session]
             return self.sessions[-1]

@@ -251,8 +251,7 @@ class RemoteWorker:
         self._owner = owner
         self._keep_waiting = keep_waiting
         self._settings = settings
-        self._deadline: Deadline | None = None  # for waiting for room, once the node is busy
-        self._try = Deadline(settings.connect_timeout)  # for connecting; ended with the session
+        self._wait = Deadline(None)  # for the present wait, to connect or for room
         self.connection = Connection(session.name, self._open, self, settings.allocator)
 
     @property
@@ -299,41 +298,39 @@ class RemoteWorker:
 
     def close(self, error: RPCError | None = None) -> None:
         """End the worker; its requests fail with ``error``, if one is given."""
-        if self._deadline is not None:
-            self._deadline.cancel()
         self.connection.close(error)
-        self._try.cancel()
+        self._wait.cancel()
 
     # --- its connection (receiver thread)
 
     def _open(self) -> Channel:
         welcome = self.session.wait()
-        pause, reported = 0.05, False
+        room: Deadline | None = None
+        pause = 0.05
         while True:
-            limit = self._try = Deadline(self._settings.connect_timeout)
+            limit = self._wait = Deadline(self._settings.connect_timeout)
             if self.connection.has_ended:
                 limit.cancel()
             try:
                 channel, answer = self._settings.open(self.session.address, bytes.fromhex(welcome.session), limit)
             except BusyError as exc:
-                deadline = self._deadline = self._deadline or Deadline(self._settings.connect_timeout)
-                if self.connection.has_ended or not self._keep_waiting() or not deadline.pause(pause):
+                is_first = room is None
+                self._wait = room = room or Deadline(self._settings.connect_timeout)
+                if self.connection.has_ended or not self._keep_waiting() or not room.pause(pause):
                     self.was_refused = True
                     raise ConnectError(f"{self.session.name} is busy: {exc}") from None
-                if not reported:
-                    reported = True
+                if is_first:
                     logger.warning("waiting for %s, which is busy: %s", self.session.name, exc)
                 pause = min(2 * pause, 1.0)
-                continue
             except ConnectError:
                 # The session answers when its build ends. If it is idle, its node is unreachable.
                 if limit.remaining() or not self.session.is_busy or self.connection.has_ended:
                     raise
-                continue
-            self.number, self.pid = answer.worker, answer.pid
-            self.name = f"worker {answer.worker} (pid {answer.pid}) on {self.session.name}"
-            self.connection.rename(f"{self.session.name}/{answer.worker}")
-            return channel
+            else:
+                self.number, self.pid = answer.worker, answer.pid
+                self.name = f"worker {answer.worker} (pid {answer.pid}) on {self.session.name}"
+                self.connection.rename(f"{self.session.name}/{answer.worker}")
+                return channel
 
     def ready(self) -> None:
         self._owner.worker_ready(self)
