@@ -88,10 +88,9 @@ class Node:
         Raises:
             RPCError: The node server was never there, and cannot be reached.
         """
-        if self.offered is None:
-            self._num_workers = self.session().wait().num_workers
-        assert self._num_workers is not None
-        return self._num_workers
+        if (offered := self.offered) is None:
+            offered = self._num_workers = self.session().wait().num_workers
+        return offered
 
     def rpc_worker(self) -> RemoteWorker:
         """The worker that serves this client's ``rpc_async`` calls; begun now if need be."""

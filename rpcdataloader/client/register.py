@@ -269,11 +269,11 @@ class RegisterWatcher:
         Raises:
             ConnectError: No server came in time.
         """
-        lookup, deadline = self._lookup, Deadline(timeout)
-        found = lookup.look()
-        if not found:
-            logger.warning("waiting for a node server to be %s, for at most %g s", lookup.place, timeout)
-        while not found:
+        lookup, deadline = self._lookup, None
+        while not (found := lookup.look()):
+            if deadline is None:
+                deadline = Deadline(timeout)
+                logger.warning("waiting for a node server to be %s, for at most %g s", lookup.place, timeout)
             if not deadline.pause(min(lookup.pause, timeout / 10)):
                 # Other users may have chosen the names, if they can write to the directory.
                 problems = printable("; ".join(": ".join(item) for item in lookup.problems.items()))
@@ -282,7 +282,6 @@ class RegisterWatcher:
                     + (f" ({problems})" if problems else "")
                     + f"; {lookup.advice}"
                 )
-            found = lookup.look()
         return found
 
     def watch(self, known: Iterable[Address], changed: Changed) -> Watch:
