@@ -244,7 +244,7 @@ class Names(Elastic):
 # A thread that waits for a hanging file server cannot be woken; it does not use torch.
 JOIN_TIMEOUT = 2.0
 
-#: A watch's callback: addresses that have come, in the order of the lookup, and addresses that have gone.
+#: A callback for addresses that have come, in the order of the lookup, and addresses that have gone.
 Changed = Callable[[tuple[Address, ...], tuple[Address, ...]], None]
 
 
@@ -258,7 +258,8 @@ class RegisterWatcher:
         self._lookup = lookup
         self._condition = threading.Condition()
         # Guarded by the condition:
-        self._watches: list[Watch] = []
+        # For each callback, the servers that it knows. The server at an address is unknown before the first look.
+        self._watches: dict[Changed, dict[Address, Registration | None]] = {}
         self._thread: threading.Thread | None = None
         self._is_new = False  # whether a watch has begun, which is told at once
         self._closed = False
@@ -284,8 +285,8 @@ class RegisterWatcher:
                 )
         return found
 
-    def watch(self, known: Iterable[Address], changed: Changed) -> Watch:
-        """Report changes until the watch is closed.
+    def watch(self, known: Iterable[Address], changed: Changed) -> None:
+        """Report changes until :meth:`end`.
 
         Args:
             known: Addresses that the caller knows. The first report gives the differences between these and the
@@ -293,16 +294,26 @@ class RegisterWatcher:
             changed: Callback, which must not block; called in the thread of this object, one call at a time. An
                 address that has gone and come, because its server was started again, is in both arguments.
         """
-        watch = Watch(self, known, changed)
         with self._condition:
             if not self._closed:
-                self._watches.append(watch)
+                self._watches[changed] = dict.fromkeys(known)
                 self._is_new = True
                 self._condition.notify_all()
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="rpcdl-register", daemon=True)
                     self._thread.start()
-        return watch
+
+    def end(self, changed: Changed) -> list[Address]:
+        """End the reports; idempotent, from any thread, and from ``changed`` itself.
+
+        Never waits: a report under way goes on.
+
+        Returns:
+            The servers reported so far, the starting point of another watch.
+        """
+        with self._condition:
+            self._condition.notify_all()
+            return list(self._watches.pop(changed, ()))
 
     def close(self) -> None:
         """End all watches, and the thread."""
@@ -315,7 +326,7 @@ class RegisterWatcher:
             thread.join(JOIN_TIMEOUT)
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child: there is no thread, but watches can still be closed."""
+        """After a fork, in the child: there is no thread, but watches can still be ended."""
         self._condition = threading.Condition()
         self._watches.clear()
         self._closed = True
@@ -324,57 +335,31 @@ class RegisterWatcher:
         while True:
             with self._condition:
                 self._is_new = False
-                watches = list(self._watches)
-                if not watches:
+                if not self._watches:
                     self._thread = None
                     return
             try:
-                found = self._lookup.look()
-                while watches:
-                    watches.pop(0)._tell(found)
-                del found
+                self._tell(self._lookup.look())
             except Exception:
                 logger.exception("cannot look for node servers")
             with self._condition:
                 self._condition.wait_for(lambda: self._is_new or not self._watches, self._lookup.pause)
 
-
-class Watch:
-    """A request for reports of servers that come and go; see :meth:`RegisterWatcher.watch`."""
-
-    def __init__(self, watcher: RegisterWatcher, known: Iterable[Address], changed: Changed) -> None:
-        self._watcher = watcher
-        self._changed = changed
-        # For the watcher's thread alone. The server at an address is unknown before the first look.
-        self._known: dict[Address, Registration | None] = dict.fromkeys(known)
-
-    def close(self) -> None:
-        """End the reports; idempotent, from any thread, and from ``changed`` itself.
-
-        Never waits: a report under way goes on.
-        """
-        with self._watcher._condition:
-            if self in self._watcher._watches:
-                self._watcher._watches.remove(self)
-                self._watcher._condition.notify_all()
-
-    @property
-    def known(self) -> list[Address]:
-        """The servers reported so far; after :meth:`close`, the starting point of another watch."""
-        return list(self._known)
-
     def _tell(self, found: Sequence[Registration]) -> None:
-        if self not in self._watcher._watches:
-            return  # another one has closed it
-        known, self._known = self._known, {server.address: server for server in found}
-        added = tuple(
-            address
-            for address, server in self._known.items()
-            if address not in known or known[address] not in (None, server)
-        )
-        removed = tuple(address for address in known if address not in self._known or address in added)
-        if added or removed:
-            try:
-                self._changed(added, removed)
-            except Exception:
-                logger.exception("handling node servers that came or went failed")
+        current: dict[Address, Registration | None] = {server.address: server for server in found}
+        for changed in list(self._watches):
+            with self._condition:
+                if (known := self._watches.get(changed)) is None:
+                    continue  # another one has ended it
+                self._watches[changed] = current
+            added = tuple(
+                address
+                for address, server in current.items()
+                if address not in known or known[address] not in (None, server)
+            )
+            removed = tuple(address for address in known if address not in current or address in added)
+            if added or removed:
+                try:
+                    changed(added, removed)
+                except Exception:
+                    logger.exception("handling node servers that came or went failed")

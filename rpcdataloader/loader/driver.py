@@ -23,7 +23,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Joined
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.register import Watch
+from rpcdataloader.client.register import RegisterWatcher
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.recorder import Recorder
 from rpcdataloader.diagnosis.records import Records, Setup
@@ -124,7 +124,7 @@ class Driver:
             moves=carrier is not None,
         )
         self.closed = threading.Event()
-        self._watch: Watch | None = None
+        self._watcher: RegisterWatcher | None = None
         self._named = [node.address for node in (*placement.homes, *placement.others, *placement.missing)]
         self.condition = threading.Condition()
         self._executor = Executor(self, dataset)
@@ -178,7 +178,8 @@ class Driver:
             openings = {place: self._executor.opening(place) for place in places}
             self._executor.carry_out(todo.actions, todo.begun, openings)
         if placement.register is not None:
-            self._watch = self._client.watcher(placement.register).watch(self._named, self._register_changed)
+            self._watcher = self._client.watcher(placement.register)
+            self._watcher.watch(self._named, self._register_changed)
 
     def follow(self, where: Joined) -> None:
         """Follow the node servers from now on, as they come and go; returns at once."""
@@ -187,10 +188,9 @@ class Driver:
                 return
             if where.places:
                 self.engine.crew.roster.expects_more = True
-        if (before := self._watch) is not None:
-            before.close()
-        known = self._named if before is None else before.known
-        self._watch = self._client.watcher(where).watch(known, self._register_changed)
+        known = self._named if self._watcher is None else self._watcher.end(self._register_changed)
+        self._watcher = self._client.watcher(where)
+        self._watcher.watch(known, self._register_changed)
 
     def begin_epoch(self) -> None:
         """Begin another epoch with the same workers."""
@@ -221,8 +221,8 @@ class Driver:
             if self.ahead is not None:
                 self.ahead.delivery = None
             self.condition.notify_all()
-        if self._watch is not None:
-            self._watch.close()
+        if self._watcher is not None:
+            self._watcher.end(self._register_changed)
         self._executor.close()
         self.tell()
 
