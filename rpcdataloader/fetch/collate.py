@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -121,7 +123,7 @@ def find_stacks(samples: Sequence[Any]) -> dict[int, Stack]:
     for path in list(_paths_of_large_tensors(samples[0])):  # the generator refers to its present tensor
         tensors = _find_pieces(samples, path)
         if tensors is not None:
-            found[id(_follow(samples[0], path))] = Stack(tensors)
+            found[id(reduce(getitem, path, samples[0]))] = Stack(tensors)
     return found
 
 
@@ -138,16 +140,10 @@ def _paths_of_large_tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[
             yield from _paths_of_large_tensors(item, (*path, position))
 
 
-def _follow(value: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        value = value[key]
-    return value
-
-
 def _find_pieces(samples: Sequence[Any], path: tuple[Any, ...]) -> list[torch.Tensor] | None:
     """The tensors under ``path``, with copies of the few that have other owners; None where stacking is better."""
     try:
-        tensors = [_follow(sample, path) for sample in samples]
+        tensors = [reduce(getitem, path, sample) for sample in samples]
     except (LookupError, TypeError):
         return None  # not alike: torch's collate raises its error
     if not are_alike(tensors) or not all(tensor.is_contiguous() for tensor in tensors):
@@ -159,7 +155,7 @@ def _find_pieces(samples: Sequence[Any], path: tuple[Any, ...]) -> list[torch.Te
     # For example the last one that a generator has yielded, to which its frame still refers.
     if 2 * sum(owned) < len(owned):
         return None
-    tensors = [_follow(sample, path) for sample in samples]
+    tensors = [reduce(getitem, path, sample) for sample in samples]
     return [tensor if mine else tensor.clone() for tensor, mine in zip(tensors, owned, strict=True)]
 
 
