@@ -98,7 +98,7 @@ class RemoteDataset(DatasetRef):
         began = time.monotonic()
 
         def warn() -> None:
-            if nodes := [session.name for session, answer in list(answers.items()) if not answer.arrived.is_set()]:
+            if nodes := [session.name for session, answer in list(answers.items()) if not answer.done()]:
                 seconds = time.monotonic() - began
                 logger.warning("dataset %s is being built on %s for %.0f s", self.name, ", ".join(nodes), seconds)
 

@@ -134,15 +134,9 @@ class RemoteSession:
         encoded = dumps(tuple(Call(func, args, {})), persistent_id=reference_of)
         return self.submit(MessageType.CALL, encoded.payload, encoded.buffers).wait
 
-    def submit(
-        self,
-        type: MessageType,
-        payload: bytes,
-        buffers: Sequence[BlockBytes] = (),
-        finished: Callable[[], object] = lambda: None,
-    ) -> PendingReply:
+    def submit(self, type: MessageType, payload: bytes, buffers: Sequence[BlockBytes] = ()) -> PendingReply:
         """Send a request to the session itself; if that has ended, its end is the answer."""
-        answer = PendingReply(self._settings.allocator, finished)
+        answer = PendingReply(self._settings.allocator)
         try:
             self.connection.submit(type, payload, buffers, Request(answer.complete, self._settings.allocator))
         except ConnectionLostError as exc:
@@ -160,7 +154,7 @@ class RemoteSession:
         Waits until the worker's session has answered, at most 2 s. Never raises, as the text is needed most when
         something is wrong already: a missing answer is reported in the text.
         """
-        return self._ask_for_stack(StackRequest(number))()
+        return self._ask_for_stack(StackRequest(number)).stack()
 
     def end_worker(self, number: int, reason: str) -> Callable[[], str]:
         """End a worker of this session, even in the middle of a task; its requests fail with ``reason``.
@@ -182,24 +176,16 @@ class RemoteSession:
             for worker in workers:
                 worker.close(ConnectionLostError(f"{worker.name} was ended: {reason}"))
 
+        answer = self._ask_for_stack(StackRequest(number, reason))
         # Until then, the session may report the worker's stack.
-        return self._ask_for_stack(
-            StackRequest(number, reason), lambda: self._settings.alarm.call_after(END_TIMEOUT, close)
-        )
+        answer.add_done_callback(lambda _answer: self._settings.alarm.call_after(END_TIMEOUT, close))
+        return answer.stack
 
-    def _ask_for_stack(self, request: StackRequest, finished: Callable[[], object] = lambda: None) -> Callable[[], str]:
-        """Returns a function that waits for the text; ``finished`` is called with its arrival, or its timeout."""
-        answer = self.submit(MessageType.STACK, request.encode(), (), finished)
+    def _ask_for_stack(self, request: StackRequest) -> PendingReply:
+        answer = self.submit(MessageType.STACK, request.encode())
         late = RPCTimeoutError(f"{self.name} did not answer within {STACK_TIMEOUT:g} s, perhaps as it is busy building")
         self._settings.alarm.call_after(STACK_TIMEOUT, lambda: answer.complete(late))
-
-        def wait() -> str:
-            try:
-                return str(answer.wait())
-            except RPCError as exc:
-                return f"no stack: {exc}"
-
-        return wait
+        return answer
 
     def fate(self, worker: int) -> Exited | None:
         """How a worker of this session ended; waits a little for the session's report. None without one."""

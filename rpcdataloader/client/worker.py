@@ -6,6 +6,8 @@ replies, and log records.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import logging
 import threading
 import weakref
@@ -175,25 +177,17 @@ def dumps_named(content: Any, parts: Mapping[str, Any], *, persistent_id: Persis
         raise
 
 
-class PendingReply:
-    """A request's answer, for a thread that waits for it.
+class PendingReply(concurrent.futures.Future["Message | RPCError"]):
+    """A request's answer, for a thread that waits for it."""
 
-    Args:
-        finished: Function to call when the answer is here.
-    """
-
-    def __init__(self, allocator: Allocator, finished: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, allocator: Allocator) -> None:
+        super().__init__()
         self._allocator = allocator
-        self._finished = finished
-        self._reply: Message | RPCError | None = None
-        self.arrived = threading.Event()
 
     def complete(self, reply: Message | RPCError) -> None:
         """Take the first reply; the ``complete`` of a ``Request``."""
-        if not self.arrived.is_set():
-            self._reply = reply
-            self._finished()
-            self.arrived.set()
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self.set_result(reply)
 
     def wait(self) -> Any:
         """Wait for the result.
@@ -201,9 +195,14 @@ class PendingReply:
         Raises:
             Exception: The request failed, or has no reply.
         """
-        self.arrived.wait()
-        assert self._reply is not None
-        return result_of(self._reply, self._allocator)
+        return result_of(self.result(), self._allocator)
+
+    def stack(self) -> str:
+        """Wait for a stack; returns the reason if none comes."""
+        try:
+            return str(self.wait())
+        except RPCError as exc:
+            return f"no stack: {exc}"
 
 
 def log_from_server(name: str, message: Message, printer: Printer) -> None:
