@@ -116,16 +116,27 @@ class StreamLoader(BatchLoader):
         _load_state("iterator", iterator, saved)
         for number in range(0 if saved.owner else saved.num_samples):
             self._begin_sample(number)
-            if not _skip_sample(iterator) and self._spec.skips:
-                self._failed_at = number + 1
+            try:
+                next(iterator)
+            except StopIteration:
+                raise ValueError(
+                    "the saved pass had delivered more samples than this iterable-style dataset has now"
+                ) from None
+            except Exception:  # as before, when it was delivered
+                logger.debug("a skipped sample has failed again", exc_info=True)
+                if self._spec.skips:
+                    self._failed_at = number + 1
         self._num_samples, self._num_batches = saved.num_samples, saved.num_batches
         return iterator
 
     def _state(self) -> StreamState:
-        owner, state = _state_of(self._iterator, self._dataset)
-        # A worker pickles it now; here the dataset may go on changing the same object.
-        state = copy.deepcopy(state) if self._inline else state
-        return StreamState(self._num_samples, self._num_batches, owner, state, self._ended)
+        owners: dict[str, Any] = {"iterator": self._iterator, "dataset": self._dataset}
+        for name, owner in owners.items():
+            if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
+                # A worker pickles it now; here the dataset may go on changing the same object.
+                state = copy.deepcopy(owner.state_dict()) if self._inline else owner.state_dict()
+                return StreamState(self._num_samples, self._num_batches, name, state, self._ended)
+        return StreamState(self._num_samples, self._num_batches, ended=self._ended)
 
     def _begin_sample(self, number: int, purpose: bytes = seeding.SAMPLE) -> None:
         # -1 stands for the time before the first sample.
@@ -155,14 +166,6 @@ def _shuffle_pipe(dataset: Any, spec: LoaderSpec) -> None:
         torch.utils.data.graph_settings.apply_random_seed(dataset, generator)
 
 
-def _state_of(iterator: Any, dataset: Any) -> tuple[str, Any]:
-    """Return the owner of a state, the iterator before the dataset, and the state."""
-    for name, owner in (("iterator", iterator), ("dataset", dataset)):
-        if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
-            return name, owner.state_dict()
-    return "", None
-
-
 def _load_state(name: str, owner: Any, saved: StreamState) -> None:
     """Load the saved state of the ``"dataset"``, before the iterator is created, or of the ``"iterator"``.
 
@@ -175,23 +178,3 @@ def _load_state(name: str, owner: Any, saved: StreamState) -> None:
                 f"the {name} was saved by its state_dict(), but {type(owner).__name__} has no load_state_dict()"
             )
         owner.load_state_dict(copy.deepcopy(saved.state))
-
-
-def _skip_sample(iterator: Iterator[Any]) -> bool:
-    """Throw away a delivered sample.
-
-    Returns:
-        False if it failed, as it must have failed before.
-
-    Raises:
-        ValueError: The stream has ended.
-    """
-    try:
-        next(iterator)
-    except StopIteration:
-        raise ValueError("the saved pass had delivered more samples than this iterable-style dataset has now") from None
-    except Exception:
-        # It failed before, when it was delivered.
-        logger.debug("a skipped sample has failed again", exc_info=True)
-        return False
-    return True
