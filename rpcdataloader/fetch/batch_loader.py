@@ -125,6 +125,8 @@ class BatchLoader:
         self._spec = spec
         self._sends = sends
         self._inline = inline
+        # Adds to an exception what was being loaded; the worker's name is added on the way to the trainer.
+        self._name: Callable[[BaseException, str], None] = add_note if inline else name_sample
         default = default_collate if spec.auto_collation else default_convert
         self._collate: Callable[[Any], Any] = default if spec.collate_fn is None else spec.collate_fn
         self._collate_tensors = TensorCollator(allocator)
@@ -269,19 +271,11 @@ class BatchLoader:
         # A list of our own, as the dataset may keep the one that it returns.
         return result.copy() if getitems and type(result) is list else result
 
-    def _name(self, error: BaseException, sample: str) -> None:
-        """Add to an exception what was being loaded; the worker's name is added on the way to the trainer."""
-        if self._inline:
-            add_note(error, sample)
-        else:
-            name_sample(error, sample)
-
     def _skip(self, indices: Sequence[Any], error: BaseException) -> bool:
         """Whether samples are left out because of an exception; if so, leave them out."""
         spec = self._spec
-        if not spec.skips or not isinstance(error, Exception) or isinstance(error, RPCError):
-            return False
-        if not self._last_try and isinstance(error, spec.retry_on):
+        is_retried = not self._last_try and isinstance(error, spec.retry_on)
+        if not spec.skips or is_retried or not isinstance(error, Exception) or isinstance(error, RPCError):
             return False
         self._begin_reduced().leave_out(indices, error)
         return True

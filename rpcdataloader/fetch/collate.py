@@ -59,26 +59,20 @@ class TensorCollator:
         """Stack the tensors along a new first dimension."""
         if self.stacks and (stack := self.stacks.get(id(batch[0]))) is not None:
             return stack  # type: ignore[return-value]  # it becomes a tensor before any use
-        if _is_strided(batch[0]):
+        if _is_strided(first := batch[0]):
+            memory, size_bytes = None, first.nbytes * len(batch)
+            # torch.stack(out=) converts different dtypes silently, and refuses tensors that require grad.
+            if self._allocator is not None and size_bytes >= MIN_RECYCLED_BYTES and are_alike(batch):
+                flat = self._allocator.allocate(size_bytes).tensor
+                memory = flat.view(first.dtype).view(len(batch), *first.shape)
             # All of torch's function for this case; calling it costs more than stacking a few numbers.
-            return torch.stack(tuple(batch), out=self._lend_memory(batch))
+            return torch.stack(tuple(batch), out=memory)
         worker_info, torch_worker._worker_info = torch_worker._worker_info, None
         try:
             stacked: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
         finally:
             torch_worker._worker_info = worker_info
         return stacked
-
-    def _lend_memory(self, batch: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return recycled memory for the result, if it is worth it and gives the same result as fresh memory.
-
-        ``torch.stack(out=)`` converts different dtypes silently, and refuses tensors that require grad.
-        """
-        elem = batch[0]
-        size_bytes = elem.nbytes * len(batch)
-        if self._allocator is None or size_bytes < MIN_RECYCLED_BYTES or not are_alike(batch):
-            return None
-        return self._allocator.allocate(size_bytes).tensor.view(elem.dtype).view(len(batch), *elem.shape)
 
 
 def _is_strided(value: Any) -> bool:
