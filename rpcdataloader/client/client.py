@@ -45,9 +45,6 @@ CONNECTING_JOIN_TIMEOUT = 0.2
 class Client:
     """This process as a client; thread-safe.
 
-    Attributes:
-        is_closed: True once :meth:`close` has been called.
-
     Raises:
         ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or a variable of TLS is missing.
         AuthenticationError: The files of TLS cannot be used.
@@ -106,10 +103,8 @@ class Client:
 
     def wait_for_any(self, sessions: Sequence[RemoteSession], timeout: float) -> None:
         """Wait until one of ``sessions``, all connecting, is ready or lost; at most ``timeout`` seconds."""
-        with self._settings.changed:
-            self._settings.changed.wait_for(
-                lambda: any(one.welcome is not None or not one.is_usable for one in sessions), timeout
-            )
+        with (changed := self._settings.changed):
+            changed.wait_for(lambda: any(one.welcome is not None or not one.is_usable for one in sessions), timeout)
 
     def start_thread(self, name: str, function: Callable[[], None], stop: threading.Event) -> None:
         """Run ``function`` in a thread; :meth:`close` ends the sessions, sets ``stop``, and joins it."""
@@ -159,12 +154,6 @@ class Client:
             node.close()
         for connection in connections:
             connection.join(None if connection.is_open else CONNECTING_JOIN_TIMEOUT)
-        self._end_threads(nodes)
-        if self._local is not None:
-            self._local.stop()
-        self._settings.printer.close()
-
-    def _end_threads(self, nodes: list[Node]) -> None:
         for stop in self._threads.values():
             stop.set()
         # These threads may have begun sessions meanwhile; and a session that still connects does not report its end.
@@ -175,6 +164,9 @@ class Client:
             thread.join()
         for node in nodes:
             node.close()
+        if self._local is not None:
+            self._local.stop()
+        self._settings.printer.close()
 
     def forget_in_child(self) -> None:
         """After a fork, in the child, where the descriptors of connections are closed already."""

@@ -111,10 +111,9 @@ class Connection:
             ConnectionLostError: The connection has ended. ``request`` is not completed.
         """
         with self._lock:
-            if self.error is not None or self.has_ended:
+            if self.has_ended:
                 raise self._reason()
-            self._last_request += 1
-            number = self._last_request
+            number = self._last_request = self._last_request + 1
             self._pending[number] = request
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it serves.
             if request.cancellable and self._channel is not None and not self._num_queued:

@@ -280,12 +280,9 @@ class RemoteDataset(DatasetRef):
         Raises:
             ConnectionLostError: All of them are unreachable.
         """
-        with self._lock:
-            sessions = list(self._sessions)
-        addresses = dict.fromkeys(session.address for session in sessions)
         reasons: list[str] = []
-        attempts = [get_client().node(address).session() for address in addresses]
-        for session in attempts:
+        addresses = dict.fromkeys(session.address for session in list(self._sessions))
+        for session in [get_client().node(address).session() for address in addresses]:
             try:
                 session.wait()
                 self.build_on([session])

@@ -261,21 +261,20 @@ class RemoteSession:
             log_from_server(self.name, message, self._settings.printer)
 
     def explain(self, error: RPCError) -> RPCError:
-        if isinstance(error, ConnectionLostError) and self.welcome is not None and self.connection.num_pending:
-            # The sign of a dataset too large for its node; only the node server knows.
-            explained = ConnectionLostError(
-                f"{error} without an answer; if its session was killed, perhaps out of memory while it built a "
-                "dataset, the log of that node server says so"
-            )
-            explained.__cause__ = error.__cause__
-            return explained
-        return error
+        if not isinstance(error, ConnectionLostError) or self.welcome is None or not self.is_busy:
+            return error
+        # The sign of a dataset too large for its node; only the node server knows.
+        explained = ConnectionLostError(
+            f"{error} without an answer; if its session was killed, perhaps out of memory while it built a dataset, "
+            "the log of that node server says so"
+        )
+        explained.__cause__ = error.__cause__
+        return explained
 
     def lost(self, error: RPCError) -> None:
         with self._condition:
             self._lost = error
             self._condition.notify_all()
         # The node has ended these already, or will when it notices; a vanished host sends nothing.
-        never_came = self.welcome is None
         for worker in list(self.workers):
-            worker.close(error if never_came else ConnectionLostError(f"{self.name} is gone: {error}"))
+            worker.close(error if self.welcome is None else ConnectionLostError(f"{self.name} is gone: {error}"))

@@ -66,19 +66,11 @@ class ClientSettings:
     printer: Printer = field(default_factory=Printer)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def open(
-        self,
-        address: Address,
-        session: bytes,
-        deadline: Deadline,
-        *,
-        retry: bool = False,
-        label: Callable[[], str | None] = str,
-    ) -> tuple[Channel, Welcome]:
+    def open(self, address: Address, session: bytes, deadline: Deadline, **options: Any) -> tuple[Channel, Welcome]:
         """Connect, and read the welcome; takes the arguments of :func:`~rpcdataloader.wire.channel.open_channel`."""
         credentials, identity = client_credentials(address), local_identity("client", self.rank)
-        tls = None if address.is_unix else self.tls  # nobody can listen in on a Unix socket
-        channel = open_channel(address, credentials, identity, session, deadline, retry=retry, label=label, tls=tls)
+        tls = None if address.is_unix else self.tls  # a Unix socket cannot be listened in on
+        channel = open_channel(address, credentials, identity, session, deadline, tls=tls, **options)
         return channel, read_welcome(channel, deadline)
 
 
@@ -97,13 +89,12 @@ def read_welcome(channel: Channel, deadline: Deadline) -> Welcome:
             raise BusyError(Busy.decode(message.payload).reason)
         welcome: Welcome = Welcome.decode(message.payload)
         channel.stream.limit(Deadline(None))
-    except RPCTimeoutError as exc:
+        return welcome
+    except BaseException as exc:
         channel.stream.close()
-        raise ConnectError(f"{channel.name} accepted the connection, but sent no WELCOME in time") from exc
-    except BaseException:
-        channel.stream.close()
+        if isinstance(exc, RPCTimeoutError):
+            raise ConnectError(f"{channel.name} accepted the connection, but sent no WELCOME in time") from exc
         raise
-    return welcome
 
 
 class RRef:
@@ -140,11 +131,7 @@ class RRef:
 
 
 class DatasetRef:
-    """Stands for a dataset in a request to a session or worker that has it.
-
-    Attributes:
-        key: The dataset's key, the same on every node.
-    """
+    """Stands for a dataset in a request to a session or worker that has it; the key is the same on every node."""
 
     __slots__ = ("key",)
 
@@ -190,11 +177,7 @@ class PendingReply(concurrent.futures.Future["Message | RPCError"]):
             self.set_result(reply)
 
     def wait(self) -> Any:
-        """Wait for the result.
-
-        Raises:
-            Exception: The request failed, or has no reply.
-        """
+        """Wait for the result; raises the exception of a request that failed, or has no reply."""
         return result_of(self.result(), self._allocator)
 
     def stack(self) -> str:
