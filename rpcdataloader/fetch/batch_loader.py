@@ -23,6 +23,7 @@ from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.collate import TensorCollator, find_stacks
 from rpcdataloader.fetch.samples import ALL, DONE, Reduced, describe_indices, here, stopped
+from rpcdataloader.fetch.seeding import BATCH, SAMPLE
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
 
@@ -225,7 +226,7 @@ class BatchLoader:
         if reduced is not None and not samples:
             return reduced
         if self._collate not in _TORCH_COLLATE or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
-            self._begin_sample(batch_number, seeding.BATCH)
+            self._begin_sample(batch_number, BATCH)
         elif self._sends and self._collate is default_collate:
             self._collate_tensors.stacks = find_stacks(samples)
         try:
@@ -233,7 +234,8 @@ class BatchLoader:
         except StopIteration as stop:
             raise stopped("collate_fn") from stop
         finally:
-            self._collate_tensors.stacks = {}
+            if self._collate_tensors.stacks:
+                self._collate_tensors.stacks = {}
         if reduced is None:
             return batch
         reduced.batch, reduced.is_empty = batch, False
@@ -244,7 +246,7 @@ class BatchLoader:
         # Asked the way torch asks.
         getitems = getattr(dataset, "__getitems__", None) if auto_collation else None
         is_one_call = getitems or not auto_collation
-        steps: Iterable[tuple[int, Any]] = [(position, indices)] if is_one_call else enumerate(indices, position)
+        steps: Iterable[tuple[int, Any]] = ((position, indices),) if is_one_call else enumerate(indices, position)
         samples: list[Any] = []
         for place, wanted in steps:
             if left_out and (is_one_call or place - position in left_out):
@@ -265,11 +267,10 @@ class BatchLoader:
                     what = "indices" if getitems else "index"
                     self._name(error, f"{what} {describe_indices(wanted)} at position {place}, batch {batch_number}")
                     raise
-        if not is_one_call or not samples:
-            return samples
-        (result,) = samples
-        # A list of our own, as the dataset may keep the one that it returns.
-        return result.copy() if getitems and type(result) is list else result
+        if is_one_call and samples:
+            # A list of our own, as the dataset may keep the one that it returns.
+            return samples[0].copy() if getitems and type(samples[0]) is list else samples[0]
+        return samples
 
     def _skip(self, indices: Sequence[Any], error: BaseException) -> bool:
         """Whether samples are left out because of an exception; if so, leave them out."""
@@ -286,12 +287,12 @@ class BatchLoader:
             self._reduced = Reduced(self._spec.worker_id if self._spec.iterable else None)
         return self._reduced
 
-    def _begin_sample(self, number: int, purpose: bytes = seeding.SAMPLE) -> None:
-        """Seed the generators for the sample at a place or, with ``seeding.BATCH``, for collating a batch."""
+    def _begin_sample(self, number: int, purpose: bytes = SAMPLE) -> None:
+        """Seed the generators for the sample at a place or, with ``BATCH``, for collating a batch."""
         spec = self._spec
         # The same number on two ranks is another sample or batch.
         number = number * spec.world_size + spec.rank
-        if purpose is seeding.SAMPLE:
+        if purpose is SAMPLE:
             number += spec.first_place
         seeds = seeding.derive_seeds(purpose, spec.base_seed, spec.epoch, number)
         seeding.begin_sample(seeds, initial_seed=self._initial_seed)

@@ -18,6 +18,7 @@ from torch.utils.data import IterDataPipe
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec, StreamState
 from rpcdataloader.fetch.samples import here, stopped
+from rpcdataloader.fetch.seeding import BATCH, SAMPLE
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -138,9 +139,9 @@ class StreamLoader(BatchLoader):
                 return StreamState(self._num_samples, self._num_batches, name, state, self._ended)
         return StreamState(self._num_samples, self._num_batches, ended=self._ended)
 
-    def _begin_sample(self, number: int, purpose: bytes = seeding.SAMPLE) -> None:
+    def _begin_sample(self, number: int, purpose: bytes = SAMPLE) -> None:
         # -1 stands for the time before the first sample.
-        number += purpose is seeding.SAMPLE
+        number += purpose is SAMPLE
         super()._begin_sample(number * self._spec.num_workers + self._spec.worker_id, purpose)
 
 
@@ -161,7 +162,7 @@ def _shuffle_pipe(dataset: Any, spec: LoaderSpec) -> None:
         # A dataset built on the nodes is not known to be a pipe where seeds are drawn.
         seed = spec.pipe_seed
         if seed is None:
-            seed = seeding.derive_seeds(seeding.BATCH, spec.base_seed, spec.epoch, 2**64 - 1)[0]
+            seed = seeding.derive_seeds(BATCH, spec.base_seed, spec.epoch, 2**64 - 1)[0]
         generator = torch.Generator().manual_seed(seed)
         torch.utils.data.graph_settings.apply_random_seed(dataset, generator)
 
