@@ -288,7 +288,7 @@ class Connection:
                         continue  # others may follow, to be sent as one message
                 if released:
                     channel.send(MessageType.RELEASE, payload=released)
-                    released.clear()
+                    released = bytearray()
                 if message is None:
                     return
                 is_wanted = message.request_id in self._pending or not message.request_id
