@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rpcdataloader.wire.messages import MAX_CHARS, LineLimit, escaped
 
@@ -26,18 +27,15 @@ logger = logging.getLogger("rpcdataloader.client")
 MAX_CANCELLED = 1000
 
 
+@dataclass(slots=True)
 class Timer:
     """A function that waits for its deadline."""
 
-    __slots__ = ("_alarm", "function")
-
-    def __init__(self, alarm: Alarm, function: Callable[[], None]) -> None:
-        self._alarm = alarm
-        self.function: Callable[[], None] | None = function
+    function: Callable[[], None] | None
 
     def cancel(self) -> None:
         """Drop the function, unless it has been called; idempotent, from any thread."""
-        self._alarm._cancel(self)
+        self.function = None
 
 
 class Alarm:
@@ -45,9 +43,9 @@ class Alarm:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        # Guarded by the condition: (time, tie-break, timer), and the number of cancelled ones.
+        # Guarded by the condition: (time, tie-break, timer), and their number when cancelled ones were dropped last.
         self._heap: list[tuple[float, int, Timer]] = []
-        self._num_cancelled = 0
+        self._num_kept = 0
         self._order = itertools.count()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -57,11 +55,15 @@ class Alarm:
 
     def call_after(self, seconds: float, function: Callable[[], None]) -> Timer:
         """Call ``function``, which must not block, in the alarm's thread after ``seconds``."""
-        timer = Timer(self, function)
+        timer = Timer(function)
         entry = (time.monotonic() + seconds, next(self._order), timer)
         with self._condition:
             if self._closed:
                 return timer
+            if len(self._heap) >= self._num_kept + max(MAX_CANCELLED, self._num_kept):
+                self._heap = [other for other in self._heap if other[2].function is not None]
+                heapq.heapify(self._heap)
+                self._num_kept = len(self._heap)
             heapq.heappush(self._heap, entry)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rpcdl-alarm", daemon=True)
@@ -69,17 +71,6 @@ class Alarm:
             if self._heap[0] is entry:
                 self._condition.notify()
         return timer
-
-    def _cancel(self, timer: Timer) -> None:
-        with self._condition:
-            if timer.function is None:
-                return
-            timer.function = None
-            self._num_cancelled += 1
-            if self._num_cancelled > max(MAX_CANCELLED, len(self._heap) // 2):
-                self._heap = [entry for entry in self._heap if entry[2].function is not None]
-                heapq.heapify(self._heap)
-                self._num_cancelled = 0
 
     def close(self) -> None:
         """End the thread, and drop all functions."""
@@ -91,13 +82,7 @@ class Alarm:
             self._thread.join()
 
     def _run(self) -> None:
-        while (function := self._next()) is not None:
-            try:
-                function()
-            except Exception:
-                logger.exception("a function called at a deadline failed")
-            # Its objects must not live on until the next deadline.
-            del function
+        _run_all(self._next, "a function called at a deadline failed")
 
     def _next(self) -> Callable[[], None] | None:
         """Wait for the next function; None when the alarm is closed."""
@@ -111,7 +96,6 @@ class Alarm:
                 function, timer.function = timer.function, None
                 if function is not None:
                     return function
-                self._num_cancelled -= 1
             return None
 
 
@@ -138,12 +122,18 @@ class Janitor:
             self._thread.join()
 
     def _run(self) -> None:
-        while (function := self._queue.get()) is not None:
-            try:
-                function()
-            except Exception:
-                logger.exception("cleaning up failed")
-            del function
+        _run_all(self._queue.get, "cleaning up failed")
+
+
+def _run_all(following: Callable[[], Callable[[], None] | None], failure: str) -> None:
+    """Run functions until None follows."""
+    while (function := following()) is not None:
+        try:
+            function()
+        except Exception:
+            logger.exception(failure)
+        # Its objects must not live on while the next one is awaited.
+        del function
 
 
 # Most lines that wait while standard error blocks, as on a stopped terminal.

@@ -1,12 +1,12 @@
 """The nodes of this process as a client. One client per process, created on first use and gone with the process.
 
-After a fork by user code, the child closes the parent's descriptors without shutting them down, and starts afresh: kept
-open, they would keep sessions alive after the parent's death.
+After a fork by user code, the child starts afresh.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import logging
 import multiprocessing
@@ -24,7 +24,6 @@ from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import ClientSettings
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.credentials import Credentials, client_credentials
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.status import LoopStatus, Report
 from rpcdataloader.wire.tls import client_tls
@@ -46,9 +45,6 @@ CONNECTING_JOIN_TIMEOUT = 0.2
 class Client:
     """This process as a client; thread-safe.
 
-    Attributes:
-        is_closed: True once :meth:`close` has been called.
-
     Raises:
         ValueError: ``RPCDATALOADER_CONNECT_TIMEOUT`` is no number of seconds, or a variable of TLS is missing.
         AuthenticationError: The files of TLS cannot be used.
@@ -57,11 +53,12 @@ class Client:
     def __init__(self) -> None:
         self.allocator = PageablePool()
         self.alarm = Alarm()
-        self._settings = ClientSettings(
-            self._credentials, connect_timeout(), _rank(), self.allocator, self.alarm, client_tls()
-        )
+        partition = current_partition()
+        rank = partition.rank if partition.world_size > 1 else None
+        self._settings = ClientSettings(connect_timeout(), rank, self.allocator, self.alarm, client_tls())
         self.additions = self._settings.additions
-        self.reporter = Reporter(self.alarm, self._listeners)
+        # The embedded pool is not asked for a status.
+        self.reporter = Reporter(self.alarm, lambda: [node for node in list(self._nodes.values()) if not node.local])
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._janitor: Janitor | None = None
@@ -101,17 +98,13 @@ class Client:
             if address not in self._nodes:
                 settings = dataclasses.replace(self._settings, waits_for_servers=not is_registered)
                 local = self._local if self._local is not None and address == self._local.address else None
-                self._nodes[address] = (
-                    Node(address, settings, local.ensure_running) if local else Node(address, settings)
-                )
+                self._nodes[address] = Node(address, settings, local)
             return self._nodes[address]
 
     def wait_for_any(self, sessions: Sequence[RemoteSession], timeout: float) -> None:
         """Wait until one of ``sessions``, all connecting, is ready or lost; at most ``timeout`` seconds."""
-        with self._settings.changed:
-            self._settings.changed.wait_for(
-                lambda: any(one.welcome is not None or not one.is_usable for one in sessions), timeout
-            )
+        with (changed := self._settings.changed):
+            changed.wait_for(lambda: any(one.welcome is not None or not one.is_usable for one in sessions), timeout)
 
     def start_thread(self, name: str, function: Callable[[], None], stop: threading.Event) -> None:
         """Run ``function`` in a thread; :meth:`close` ends the sessions, sets ``stop``, and joins it."""
@@ -139,16 +132,6 @@ class Client:
                 self._local = LocalServer()
             return self._local.address
 
-    def _credentials(self, address: Address) -> Credentials:
-        if self._local is not None and address == self._local.address:
-            return self._local.credentials
-        return client_credentials(address)
-
-    def _listeners(self) -> list[Node]:
-        """Nodes that can be asked for a status: all but the embedded pool."""
-        own = None if self._local is None else self._local.address
-        return [node for node in list(self._nodes.values()) if node.address != own]
-
     def close(self) -> None:
         """End every session, join every thread, stop the embedded server; idempotent."""
         with self._lock:
@@ -171,12 +154,6 @@ class Client:
             node.close()
         for connection in connections:
             connection.join(None if connection.is_open else CONNECTING_JOIN_TIMEOUT)
-        self._end_threads(nodes)
-        if self._local is not None:
-            self._local.stop()
-        self._settings.printer.close()
-
-    def _end_threads(self, nodes: list[Node]) -> None:
         for stop in self._threads.values():
             stop.set()
         # These threads may have begun sessions meanwhile; and a session that still connects does not report its end.
@@ -187,15 +164,14 @@ class Client:
             thread.join()
         for node in nodes:
             node.close()
+        if self._local is not None:
+            self._local.stop()
+        self._settings.printer.close()
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child."""
+        """After a fork, in the child, where the descriptors of connections are closed already."""
         for watcher in self._watchers.values():
             watcher.forget_in_child()
-        for node in self._nodes.values():
-            for session in node.sessions:
-                for connection in session.connections():
-                    connection.forget_in_child()
         if self._local is not None:
             self._local.forget_in_child()
 
@@ -206,23 +182,11 @@ def connect_timeout() -> float:
     Raises:
         ValueError: The variable holds no such number.
     """
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
-    if not text:
-        return CONNECT_TIMEOUT
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 < seconds <= threading.TIMEOUT_MAX:
-        raise ValueError(
-            f"environment variable {TIMEOUT_VARIABLE} must be a number of seconds above 0, but is {text!r}"
-        )
-    return seconds
-
-
-def _rank() -> int | None:
-    partition = current_partition()
-    return partition.rank if partition.world_size > 1 else None
+    text = os.environ.get(TIMEOUT_VARIABLE) or str(CONNECT_TIMEOUT)
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) <= threading.TIMEOUT_MAX:
+            return seconds
+    raise ValueError(f"environment variable {TIMEOUT_VARIABLE} must be a number of seconds above 0, but is {text!r}")
 
 
 _lock = threading.Lock()
@@ -269,8 +233,7 @@ def _forget_in_child() -> None:
         client.forget_in_child()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Reporter:
@@ -286,9 +249,8 @@ class Reporter:
         self._find_nodes = find_nodes
         self._has_told = False  # whether the last report had a loop; for the alarm's thread alone
         self._lock = threading.Lock()
-        # Guarded by the lock:
+        # Guarded by the lock; the alarm is set while it has elements:
         self._loops: list[weakref.WeakMethod[Callable[[], LoopStatus | None]]] = []
-        self._is_running = False
 
     def add(self, describe: Callable[[], LoopStatus | None]) -> None:
         """A loop begins; it is reported if there is a node to tell.
@@ -299,8 +261,7 @@ class Reporter:
         with self._lock:
             if self._find_nodes():
                 self._loops.append(weakref.WeakMethod(describe))
-                if not self._is_running:
-                    self._is_running = True
+                if len(self._loops) == 1:
                     self._alarm.call_after(PERIOD, self._report)
 
     def _report(self) -> None:
@@ -320,6 +281,5 @@ class Reporter:
         describe = None  # or it would keep the loop
         with self._lock:
             self._loops = [loop for loop in self._loops if loop() is not None]
-            self._is_running = bool(self._loops)
-            if self._is_running:
+            if self._loops:
                 self._alarm.call_after(PERIOD, self._report)

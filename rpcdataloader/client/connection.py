@@ -111,10 +111,9 @@ class Connection:
             ConnectionLostError: The connection has ended. ``request`` is not completed.
         """
         with self._lock:
-            if self.error is not None or self.has_ended:
+            if self.has_ended:
                 raise self._reason()
-            self._last_request += 1
-            number = self._last_request
+            number = self._last_request = self._last_request + 1
             self._pending[number] = request
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it serves.
             if request.cancellable and self._channel is not None and not self._num_queued:
@@ -196,11 +195,6 @@ class Connection:
         for thread in (self._receiver, self._sender):
             if thread.ident is not None and thread is not threading.current_thread():
                 thread.join(timeout)
-
-    def forget_in_child(self) -> None:
-        """After a fork, in the child: close the descriptor without ending the parent's connection."""
-        if self._channel is not None:
-            self._channel.stream.close()
 
     # --- receiver
 
@@ -284,39 +278,33 @@ class Connection:
         signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
         channel = self._channel
         assert channel is not None
+        released = bytearray()
         try:
-            message = self._outbox.get()
-            while message is not None:
-                if message.type == MessageType.RELEASE:
-                    message = self._send_releases(channel, message)
-                    continue
-                if message.request_id in self._pending or not message.request_id:
+            while True:
+                message = self._outbox.get()
+                if message is not None and message.type == MessageType.RELEASE:
+                    released += message.payload
+                    if not self._outbox.empty():
+                        continue  # others may follow, to be sent as one message
+                if released:
+                    channel.send(MessageType.RELEASE, payload=released)
+                    released = bytearray()
+                if message is None:
+                    return
+                is_wanted = message.request_id in self._pending or not message.request_id
+                if is_wanted and message.type != MessageType.RELEASE:
                     channel.send(message.type, message.request_id, message.payload, message.buffers, message.flags)
                 if message.request_id and message.type != MessageType.CANCEL:
                     with self._lock:
                         self._num_queued -= 1
+                # This frame must not keep the request while it waits for the next one.
                 del message
-                message = self._outbox.get()
         except RPCError:
             # The receiver sees the same error and reports it.
             channel.stream.shutdown()
         except BaseException:
             logger.exception("the sender of %s failed", self.name)
             channel.stream.shutdown()
-
-    def _send_releases(self, channel: Channel, first: Outgoing) -> Outgoing | None:
-        """Send this and all waiting releases as one message; returns what follows them."""
-        payloads = [first.payload]
-        while True:
-            try:
-                following = self._outbox.get_nowait()
-            except queue.Empty:
-                channel.send(MessageType.RELEASE, payload=b"".join(payloads))
-                return self._outbox.get()
-            if following is None or following.type != MessageType.RELEASE:
-                channel.send(MessageType.RELEASE, payload=b"".join(payloads))
-                return following
-            payloads.append(following.payload)
 
 
 def _without_frames(error: RPCError) -> RPCError:

@@ -20,13 +20,12 @@ from torch.utils.data import IterableDataset
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.session import RemoteSession
-from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, WorkerOwner
-from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError, RPCError, SerializationError
+from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, WorkerOwner, dumps_named
+from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
 from rpcdataloader.host.generators import get_states
-from rpcdataloader.wire.frames import Message, MessageType, pieces_of
+from rpcdataloader.wire.frames import MessageType, pieces_of
 from rpcdataloader.wire.messages import Call
-from rpcdataloader.wire.picklers import PersistentId
-from rpcdataloader.wire.pickling import Build, Encoded, dumps
+from rpcdataloader.wire.pickling import Build, Encoded
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -61,7 +60,7 @@ class RemoteDataset(DatasetRef):
         self._lock = threading.RLock()
         # Guarded by the lock: the sessions that have it, and whether each has built it itself.
         self._sessions: dict[RemoteSession, bool] = {}
-        self._building: dict[RemoteSession, threading.Event] = {}
+        self._building: weakref.WeakKeyDictionary[RemoteSession, threading.Lock] = weakref.WeakKeyDictionary()
         self._length: int | None = None
         self._is_iterable = is_iterable
         self._changes: list[_Change] = []
@@ -81,25 +80,14 @@ class RemoteDataset(DatasetRef):
         """
         self._check_process()
         wanted = list(dict.fromkeys(sessions))
-        while True:
-            with self._lock:
-                missing = [session for session in wanted if session not in self._sessions]
-                awaited = [self._building[session] for session in missing if session in self._building]
-                mine = [session for session in missing if session not in self._building]
-                done = threading.Event()
-                self._building.update(dict.fromkeys(mine, done))
-            if mine:
-                try:
-                    self._build_missing(mine)
-                finally:
-                    with self._lock:
-                        for session in mine:
-                            del self._building[session]
-                    done.set()
-            for other in awaited:
-                other.wait()
-            if not awaited:
-                return
+        with self._lock:
+            # In one order, so that two callers never wait for each other.
+            locks = [self._building.setdefault(session, threading.Lock()) for session in sorted(wanted, key=id)]
+        with contextlib.ExitStack() as stack:
+            for lock in locks:
+                stack.enter_context(lock)
+            if missing := [session for session in wanted if session not in self._sessions]:
+                self._build_missing(missing)
 
     def is_on(self, session: RemoteSession) -> bool:
         """Whether workers of this session can use the dataset."""
@@ -110,7 +98,7 @@ class RemoteDataset(DatasetRef):
         began = time.monotonic()
 
         def warn() -> None:
-            if nodes := [session.name for session, answer in list(answers.items()) if not answer.arrived.is_set()]:
+            if nodes := [session.name for session, answer in list(answers.items()) if not answer.done()]:
                 seconds = time.monotonic() - began
                 logger.warning("dataset %s is being built on %s for %.0f s", self.name, ", ".join(nodes), seconds)
 
@@ -132,11 +120,8 @@ class RemoteDataset(DatasetRef):
         replies: dict[RemoteSession, dict[str, Any]] = {}
         lost: ConnectionLostError | None = None
         for session in sessions:
-            try:
-                told[session] = session.follow()  # before the build, as the session answers in order
-                answers[session] = session.submit(MessageType.BUILD, payload, self._pickled.buffers)
-            except ConnectionLostError as exc:
-                lost = exc
+            told[session] = session.follow()  # before the build, as the session answers in order
+            answers[session] = session.submit(MessageType.BUILD, payload, self._pickled.buffers)
         for session, answer in answers.items():
             try:
                 told[session]()
@@ -195,7 +180,8 @@ class RemoteDataset(DatasetRef):
             worker = session.open_worker(owner, keep_waiting)
             if not self._inherits(worker):
                 for func, args in self._changes:
-                    worker.call(Call(func, (self, *args), {}, ordered=True), _ignore)
+                    # It has succeeded in a session before, and the request that follows shows a failure.
+                    worker.call(Call(func, (self, *args), {}, ordered=True), lambda _reply: None)
             self._workers.add(worker)
             return worker
 
@@ -294,12 +280,9 @@ class RemoteDataset(DatasetRef):
         Raises:
             ConnectionLostError: All of them are unreachable.
         """
-        with self._lock:
-            sessions = list(self._sessions)
-        addresses = dict.fromkeys(session.address for session in sessions)
         reasons: list[str] = []
-        attempts = [get_client().node(address).session() for address in addresses]
-        for session in attempts:
+        addresses = dict.fromkeys(session.address for session in list(self._sessions))
+        for session in [get_client().node(address).session() for address in addresses]:
             try:
                 session.wait()
                 self.build_on([session])
@@ -341,23 +324,6 @@ def ship(instance: object) -> RemoteDataset:
         return remote
 
 
-def dumps_named(content: Any, parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None) -> Encoded:
-    """Pickle ``content``.
-
-    Args:
-        parts: Its parts, by the names that the user knows.
-
-    Raises:
-        SerializationError: The content cannot be pickled; the attribute path begins with the name of a part.
-    """
-    try:
-        return dumps(content, persistent_id=persistent_id)
-    except SerializationError:
-        for name, part in parts.items():
-            dumps(part, persistent_id=persistent_id, name=name)
-        raise
-
-
 def _gather(waits: Iterable[Callable[[], Any]]) -> list[Any]:
     """The results of a change. Processes that have ended do not count, unless all have."""
     results, lost = [], None
@@ -389,15 +355,10 @@ def _release(key: int, sessions: dict[RemoteSession, bool]) -> None:
         session.connection.release(key)
 
 
-def _ignore(_reply: Message | RPCError) -> None:
-    """Ignore a change's reply: it has succeeded in a session before, and the request that follows shows a failure."""
-
-
 def _forget_in_child() -> None:
     """After a fork, in the child: datasets on nodes belong to the parent."""
     global _shipped, _shipped_lock
     _shipped, _shipped_lock = weakref.WeakValueDictionary(), threading.Lock()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -16,14 +16,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import ClientSettings, RemoteWorker, WorkerOwner
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.credentials import Credentials
+from rpcdataloader.wire.credentials import Credentials, forget_credentials, remember_credentials
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -44,18 +43,16 @@ class Node:
     Thread-safe.
 
     Args:
-        ensure_running: Function to call before a session begins; restarts the embedded server if need be.
+        local: The embedded server, if it is the one at the address.
 
     Attributes:
         is_missed: True if a pass found it missing, and the user was told.
     """
 
-    def __init__(
-        self, address: Address, settings: ClientSettings, ensure_running: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, address: Address, settings: ClientSettings, local: LocalServer | None = None) -> None:
         self.address = address
         self.is_missed = False
-        self._ensure_running = ensure_running
+        self.local = local
         self._settings = settings
         self._lock = threading.RLock()
         # Guarded by the lock. The last session is the current one; those before it still drain.
@@ -70,7 +67,8 @@ class Node:
         """The current session, which may still be connecting; begun now if need be."""
         with self._lock:
             if not self.sessions or not self.sessions[-1].is_usable:
-                self._ensure_running()
+                if self.local is not None:
+                    self.local.ensure_running()
                 session = RemoteSession(self.address, self._settings, is_quiet=self.is_missed)
                 self.sessions = [*(before for before in self.sessions if not before.is_over), session]
             return self.sessions[-1]
@@ -90,10 +88,9 @@ class Node:
         Raises:
             RPCError: The node server was never there, and cannot be reached.
         """
-        if self.offered is None:
-            self._num_workers = self.session().wait().num_workers
-        assert self._num_workers is not None
-        return self._num_workers
+        if (offered := self.offered) is None:
+            offered = self._num_workers = self.session().wait().num_workers
+        return offered
 
     def rpc_worker(self) -> RemoteWorker:
         """The worker that serves this client's ``rpc_async`` calls; begun now if need be."""
@@ -139,6 +136,7 @@ class LocalServer:
         self.credentials = Credentials(secrets.token_urlsafe(32).encode(), "the embedded pool")
         self._folder = tempfile.mkdtemp(prefix="rpcdataloader-")
         self.address = Address(path=os.path.join(self._folder, "socket"))
+        remember_credentials(self.address, self.credentials)
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._stopped = self._is_ready = False
@@ -195,6 +193,7 @@ class LocalServer:
         """End it with all of its processes; idempotent."""
         with self._lock:
             self._stopped = True
+            forget_credentials(self.credentials)
             self._end()
 
     def _end(self) -> None:
@@ -214,6 +213,7 @@ class LocalServer:
         """After a fork, in the child: let the server end with the parent."""
         self._lock = threading.Lock()
         self._stopped = True
+        forget_credentials(self.credentials)
         if self._process is not None:
             self._close_pipes()
             # The parent's child: nothing to wait for, nothing to warn of.

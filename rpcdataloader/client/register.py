@@ -9,13 +9,15 @@ from __future__ import annotations
 import copy
 import ipaddress
 import logging
+import math
 import os
 import socket
 import stat
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rpcdataloader.errors import ConnectError
@@ -71,32 +73,20 @@ class Elastic(ABC):
         return copy.copy(self)
 
 
-class Silences:
-    """Seconds of silence of the server of each file. Pure: observations and their times are passed in."""
+@dataclass(slots=True)
+class _File:
+    """A file in a register, as it was seen last.
 
-    def __init__(self) -> None:
-        self._files: dict[str, tuple[float, float]] = {}  # time of the file, seconds since it changed
-        self._is_first = True
+    Attributes:
+        changed: Its modification time, on the clock of its file system.
+        silence: Seconds since that changed.
+        num_failures: Number of looks in a row at which it was unusable.
+    """
 
-    def look(self, times: Mapping[str, float], elapsed: float, wall: float) -> dict[str, float]:
-        """Take an observation; returns seconds of silence for each file.
-
-        Args:
-            times: Modification times of the files, on the clock of their file system.
-            elapsed: Seconds since the last look, without the look itself: a file server that hangs stops all renewals.
-            wall: Time of this machine, for the first look: a wrong clock makes servers seem silent for one renewal.
-        """
-        before, self._files = self._files, {}
-        for name, time_ in times.items():
-            if self._is_first:
-                silence = abs(wall - time_)
-            elif name in before and before[name][0] == time_:
-                silence = before[name][1] + elapsed
-            else:
-                silence = 0.0
-            self._files[name] = time_, silence
-        self._is_first = False
-        return {name: silence for name, (_time, silence) in self._files.items()}
+    changed: float = math.nan
+    silence: float = 0.0
+    registration: Registration | None = None
+    num_failures: int = 0
 
 
 class Register(Elastic):
@@ -115,10 +105,8 @@ class Register(Elastic):
         self.problems: dict[str, str] = {}
         self._lock = threading.Lock()
         # Guarded by the lock:
-        self._silences = Silences()
         self._last_look = time.monotonic()
-        self._read: dict[str, Registration] = {}
-        self._failures: dict[str, int] = {}
+        self._files: dict[str, _File] | None = None  # before the first look
         self._found: tuple[Registration, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -130,6 +118,7 @@ class Register(Elastic):
     def look(self) -> tuple[Registration, ...]:
         """The current servers, in the order in which they registered."""
         with self._lock:
+            # Without the look itself: a file server that hangs stops all renewals.
             elapsed = time.monotonic() - self._last_look
             try:
                 self._found = self._look(elapsed)
@@ -142,22 +131,30 @@ class Register(Elastic):
 
     def _look(self, elapsed: float) -> tuple[Registration, ...]:
         statuses = self._list()
+        known, self._files = self._files, {}
         problems: dict[str, str] = {}
-        times = {name: status.st_mtime for name, status in statuses.items()}
-        silences = self._silences.look(times, elapsed, time.time())
-        self._read = {name: registration for name, registration in self._read.items() if name in statuses}
-        self._failures = {name: count for name, count in self._failures.items() if name in statuses}
         usable: dict[str, Registration] = {}
         for name, status in statuses.items():
-            if silences[name] > MAX_SILENCE:
+            file = self._files[name] = (known or {}).get(name) or _File()
+            if known is None:
+                # A wrong clock of this machine makes servers seem silent for one renewal.
+                file.silence = abs(time.time() - status.st_mtime)
+            else:
+                file.silence = file.silence + elapsed if status.st_mtime == file.changed else 0.0
+            file.changed = status.st_mtime
+            if file.silence > MAX_SILENCE:
                 problems[name] = "its server is silent"
                 continue
             try:
-                usable[name] = self._take(name, status)
-                self._failures.pop(name, None)
+                usable[name] = self._take(name, status, file)
+                file.num_failures = 0
             except (OSError, ValueError) as exc:
                 problems[name] = str((isinstance(exc, OSError) and exc.strerror) or exc)
-                self._complain(name, problems[name])
+                file.num_failures += 1
+                level = logging.WARNING if file.num_failures == PATIENCE else logging.DEBUG
+                # Other users may have chosen the name, if they can write to the directory.
+                path = os.path.join(self.directory, name)
+                logger.log(level, "%s", printable(f"{path} is not used: {problems[name]}"))
         order = sorted(usable, key=lambda name: (usable[name].started, name))
         # The newest file at an address counts: a server that was killed may have a successor there.
         last = {usable[name].address: name for name in order}
@@ -182,28 +179,21 @@ class Register(Elastic):
             logger.debug("there is no directory %s yet", self.directory)
         return statuses
 
-    def _take(self, name: str, status: os.stat_result) -> Registration:
+    def _take(self, name: str, status: os.stat_result, file: _File) -> Registration:
         try:
             safe_files.check(status, _OTHERS_WRITE)
-            if name not in self._read:
+            if (registration := file.registration) is None:
                 path = os.path.join(self.directory, name)
                 data = safe_files.read(path, MAX_FILE_BYTES, _OTHERS_WRITE, follow=False)
-                self._read[name] = Registration.decode(data)
+                registration = file.registration = Registration.decode(data)
         except UnsafeFileError as exc:
             raise ValueError(f"it {exc}") from None
-        registration = self._read[name]
         if registration.is_for_its_machine_alone and registration.machine != machine_id():
             raise ValueError(
                 f"{registration.address} cannot be reached from outside {registration.host}; start that server with a "
                 "--host that other machines can reach"
             )
         return registration
-
-    def _complain(self, name: str, problem: str) -> None:
-        count = self._failures[name] = self._failures.get(name, 0) + 1
-        level = logging.WARNING if count == PATIENCE else logging.DEBUG
-        # Other users may have chosen the name, if they can write to the directory.
-        logger.log(level, "%s", printable(f"{os.path.join(self.directory, name)} is not used: {problem}"))
 
 
 # The name does not exist, or has no address. Other errors are the resolver's.
@@ -254,7 +244,7 @@ class Names(Elastic):
 # A thread that waits for a hanging file server cannot be woken; it does not use torch.
 JOIN_TIMEOUT = 2.0
 
-#: A watch's callback: addresses that have come, in the order of the lookup, and addresses that have gone.
+#: A callback for addresses that have come, in the order of the lookup, and addresses that have gone.
 Changed = Callable[[tuple[Address, ...], tuple[Address, ...]], None]
 
 
@@ -268,7 +258,8 @@ class RegisterWatcher:
         self._lookup = lookup
         self._condition = threading.Condition()
         # Guarded by the condition:
-        self._watches: list[Watch] = []
+        # For each callback, the servers that it knows. The server at an address is unknown before the first look.
+        self._watches: dict[Changed, dict[Address, Registration | None]] = {}
         self._thread: threading.Thread | None = None
         self._is_new = False  # whether a watch has begun, which is told at once
         self._closed = False
@@ -279,11 +270,11 @@ class RegisterWatcher:
         Raises:
             ConnectError: No server came in time.
         """
-        lookup, deadline = self._lookup, Deadline(timeout)
-        found = lookup.look()
-        if not found:
-            logger.warning("waiting for a node server to be %s, for at most %g s", lookup.place, timeout)
-        while not found:
+        lookup, deadline = self._lookup, None
+        while not (found := lookup.look()):
+            if deadline is None:
+                deadline = Deadline(timeout)
+                logger.warning("waiting for a node server to be %s, for at most %g s", lookup.place, timeout)
             if not deadline.pause(min(lookup.pause, timeout / 10)):
                 # Other users may have chosen the names, if they can write to the directory.
                 problems = printable("; ".join(": ".join(item) for item in lookup.problems.items()))
@@ -292,11 +283,10 @@ class RegisterWatcher:
                     + (f" ({problems})" if problems else "")
                     + f"; {lookup.advice}"
                 )
-            found = lookup.look()
         return found
 
-    def watch(self, known: Iterable[Address], changed: Changed) -> Watch:
-        """Report changes until the watch is closed.
+    def watch(self, known: Iterable[Address], changed: Changed) -> None:
+        """Report changes until :meth:`end`.
 
         Args:
             known: Addresses that the caller knows. The first report gives the differences between these and the
@@ -304,22 +294,26 @@ class RegisterWatcher:
             changed: Callback, which must not block; called in the thread of this object, one call at a time. An
                 address that has gone and come, because its server was started again, is in both arguments.
         """
-        watch = Watch(self, known, changed)
         with self._condition:
             if not self._closed:
-                self._watches.append(watch)
+                self._watches[changed] = dict.fromkeys(known)
                 self._is_new = True
                 self._condition.notify_all()
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._run, name="rpcdl-register", daemon=True)
                     self._thread.start()
-        return watch
 
-    def _end(self, watch: Watch) -> None:
+    def end(self, changed: Changed) -> list[Address]:
+        """End the reports; idempotent, from any thread, and from ``changed`` itself.
+
+        Never waits: a report under way goes on.
+
+        Returns:
+            The servers reported so far, the starting point of another watch.
+        """
         with self._condition:
-            if watch in self._watches:
-                self._watches.remove(watch)
-                self._condition.notify_all()
+            self._condition.notify_all()
+            return list(self._watches.pop(changed, ()))
 
     def close(self) -> None:
         """End all watches, and the thread."""
@@ -332,70 +326,40 @@ class RegisterWatcher:
             thread.join(JOIN_TIMEOUT)
 
     def forget_in_child(self) -> None:
-        """After a fork, in the child: there is no thread, but watches can still be closed."""
+        """After a fork, in the child: there is no thread, but watches can still be ended."""
         self._condition = threading.Condition()
         self._watches.clear()
         self._closed = True
 
     def _run(self) -> None:
-        while watches := self._next():
+        while True:
+            with self._condition:
+                self._is_new = False
+                if not self._watches:
+                    self._thread = None
+                    return
             try:
-                found = self._lookup.look()
+                self._tell(self._lookup.look())
             except Exception:
                 logger.exception("cannot look for node servers")
-            else:
-                for watch in watches:
-                    watch._tell(found)
-                del found
-            del watches
             with self._condition:
                 self._condition.wait_for(lambda: self._is_new or not self._watches, self._lookup.pause)
 
-    def _next(self) -> list[Watch]:
-        """The watches to tell; without any, the thread ends."""
-        with self._condition:
-            self._is_new = False
-            if not self._watches:
-                self._thread = None
-            return list(self._watches)
-
-
-class Watch:
-    """A request for reports of servers that come and go; see :meth:`RegisterWatcher.watch`."""
-
-    def __init__(self, watcher: RegisterWatcher, known: Iterable[Address], changed: Changed) -> None:
-        self._watcher = watcher
-        self._changed = changed
-        # For the watcher's thread alone. The server at an address is unknown before the first look.
-        self._known: dict[Address, Registration | None] = dict.fromkeys(known)
-        self._closed = False
-
-    def close(self) -> None:
-        """End the reports; idempotent, from any thread, and from ``changed`` itself.
-
-        Never waits: a report under way goes on.
-        """
-        self._closed = True
-        self._watcher._end(self)
-
-    @property
-    def known(self) -> list[Address]:
-        """The servers reported so far; after :meth:`close`, the starting point of another watch."""
-        return list(self._known)
-
     def _tell(self, found: Sequence[Registration]) -> None:
-        if self._closed:
-            return
-        known, self._known = self._known, {server.address: server for server in found}
-        added = tuple(
-            address
-            for address, server in self._known.items()
-            if address not in known or known[address] not in (None, server)
-        )
-        removed = tuple(address for address in known if address not in self._known or address in added)
-        if not (added or removed):
-            return
-        try:
-            self._changed(added, removed)
-        except Exception:
-            logger.exception("handling node servers that came or went failed")
+        current: dict[Address, Registration | None] = {server.address: server for server in found}
+        for changed in list(self._watches):
+            with self._condition:
+                if (known := self._watches.get(changed)) is None:
+                    continue  # another one has ended it
+                self._watches[changed] = current
+            added = tuple(
+                address
+                for address, server in current.items()
+                if address not in known or known[address] not in (None, server)
+            )
+            removed = tuple(address for address in known if address not in current or address in added)
+            if added or removed:
+                try:
+                    changed(added, removed)
+                except Exception:
+                    logger.exception("handling node servers that came or went failed")

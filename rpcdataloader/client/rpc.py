@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.futures import Future
 
-from rpcdataloader.client.background import Timer
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.worker import RemoteWorker, RRef
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
@@ -89,7 +89,8 @@ def rpc_async(
         # The alarm must not keep the arguments, which may contain RRefs.
         name = getattr(func, "__qualname__", None) or repr(func)
         remaining = start + timeout - time.monotonic()
-        answer.limit(client.alarm.call_after(remaining, lambda: _expire(worker, number, answer, name, timeout)))
+        timer = client.alarm.call_after(remaining, lambda: _expire(worker, number, answer, name, timeout))
+        future.add_done_callback(lambda _future: timer.cancel())
     return future
 
 
@@ -97,29 +98,17 @@ class _PendingResult:
     """Completes a future once, by the reply or the deadline."""
 
     def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-        self._timer: Timer | None = None
+        self._futures = [future]
 
-    def limit(self, timer: Timer) -> None:
-        """Cancel ``timer``, which fails the future, once the future is completed."""
-        self._timer = timer
-        if "_future" not in self.__dict__:
-            timer.cancel()
-
-    def _take(self) -> Future[Any] | None:
-        # One pop on the dictionary is atomic: only one of two threads gets the future.
-        future: Future[Any] | None = self.__dict__.pop("_future", None)
-        if self._timer is not None:
-            self._timer.cancel()
-        return future
+    # Only one of two threads gets the future, as the pop is atomic.
 
     def succeed(self, result: Any) -> None:
-        if (future := self._take()) is not None:
-            future.set_result(result)
+        with contextlib.suppress(IndexError):
+            self._futures.pop().set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        if (future := self._take()) is not None:
-            future.set_exception(error)
+        with contextlib.suppress(IndexError):
+            self._futures.pop().set_exception(error)
 
 
 def _expire(worker: RemoteWorker, number: int, answer: _PendingResult, name: str, timeout: float) -> None:

@@ -18,14 +18,13 @@ from rpcdataloader.client.worker import (
     RemoteWorker,
     WorkerOwner,
     log_from_server,
-    read_welcome,
     reference_of,
 )
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.host.environment import Additions, add, begin, collect, set_rank
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.channel import Channel, local_identity, open_channel
+from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
 from rpcdataloader.wire.pickling import dumps
@@ -131,22 +130,17 @@ class RemoteSession:
         return lambda: [wait() for wait in self._told]
 
     def call(self, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-        """Run ``func(*args)`` in the session; returns a function that waits for the result.
-
-        Raises:
-            ConnectionLostError: The session has ended.
-        """
+        """Run ``func(*args)`` in the session; returns a function that waits for the result."""
         encoded = dumps(tuple(Call(func, args, {})), persistent_id=reference_of)
         return self.submit(MessageType.CALL, encoded.payload, encoded.buffers).wait
 
-    def submit(self, type: MessageType, payload: bytes, buffers: Sequence[BlockBytes]) -> PendingReply:
-        """Send a request to the session itself.
-
-        Raises:
-            ConnectionLostError: The session has ended.
-        """
+    def submit(self, type: MessageType, payload: bytes, buffers: Sequence[BlockBytes] = ()) -> PendingReply:
+        """Send a request to the session itself; if that has ended, its end is the answer."""
         answer = PendingReply(self._settings.allocator)
-        self.connection.submit(type, payload, buffers, Request(answer.complete, self._settings.allocator))
+        try:
+            self.connection.submit(type, payload, buffers, Request(answer.complete, self._settings.allocator))
+        except ConnectionLostError as exc:
+            answer.complete(exc)
         return answer
 
     def report(self, payload: bytes) -> None:
@@ -160,7 +154,7 @@ class RemoteSession:
         Waits until the worker's session has answered, at most 2 s. Never raises, as the text is needed most when
         something is wrong already: a missing answer is reported in the text.
         """
-        return self._ask_for_stack(StackRequest(number), lambda: None)()
+        return self._ask_for_stack(StackRequest(number)).stack()
 
     def end_worker(self, number: int, reason: str) -> Callable[[], str]:
         """End a worker of this session, even in the middle of a task; its requests fail with ``reason``.
@@ -182,26 +176,16 @@ class RemoteSession:
             for worker in workers:
                 worker.close(ConnectionLostError(f"{worker.name} was ended: {reason}"))
 
+        answer = self._ask_for_stack(StackRequest(number, reason))
         # Until then, the session may report the worker's stack.
-        return self._ask_for_stack(
-            StackRequest(number, reason), lambda: self._settings.alarm.call_after(END_TIMEOUT, close)
-        )
-
-    def _ask_for_stack(self, request: StackRequest, finished: Callable[[], object]) -> Callable[[], str]:
-        """Returns a function that waits for the text; ``finished`` is called with its arrival, or its timeout."""
-        answer = PendingReply(self._settings.allocator, finished)
-        late = RPCTimeoutError(f"{self.name} did not answer within {STACK_TIMEOUT:g} s, perhaps as it is busy building")
-        timer = self._settings.alarm.call_after(STACK_TIMEOUT, lambda: answer.complete(late))
-
-        def complete(reply: Message | RPCError) -> None:
-            timer.cancel()
-            answer.complete(reply)
-
-        try:
-            self.connection.submit(MessageType.STACK, request.encode(), [], Request(complete, self._settings.allocator))
-        except ConnectionLostError as exc:
-            complete(exc)
+        answer.add_done_callback(lambda _answer: self._settings.alarm.call_after(END_TIMEOUT, close))
         return answer.stack
+
+    def _ask_for_stack(self, request: StackRequest) -> PendingReply:
+        answer = self.submit(MessageType.STACK, request.encode())
+        late = RPCTimeoutError(f"{self.name} did not answer within {STACK_TIMEOUT:g} s, perhaps as it is busy building")
+        self._settings.alarm.call_after(STACK_TIMEOUT, lambda: answer.complete(late))
+        return answer
 
     def fate(self, worker: int) -> Exited | None:
         """How a worker of this session ended; waits a little for the session's report. None without one."""
@@ -234,17 +218,13 @@ class RemoteSession:
     # --- the control connection (receiver thread)
 
     def _open(self) -> Channel:
-        channel = open_channel(
+        channel, self._welcome = self._settings.open(
             self.address,
-            self._settings.credentials(self.address),
-            local_identity("client", self._settings.rank),
             _NO_SESSION,
             self._deadline,
             retry=self._settings.waits_for_servers,
             label=lambda: None if self.is_quiet else self._partition.label,
-            tls=self._settings.tls_for(self.address),
         )
-        self._welcome = read_welcome(channel, self._deadline)
         if channel.differences:
             logger.warning("%s differs from this client: %s", self.name, "; ".join(channel.differences))
         return channel
@@ -281,21 +261,20 @@ class RemoteSession:
             log_from_server(self.name, message, self._settings.printer)
 
     def explain(self, error: RPCError) -> RPCError:
-        if isinstance(error, ConnectionLostError) and self.welcome is not None and self.connection.num_pending:
-            # The sign of a dataset too large for its node; only the node server knows.
-            explained = ConnectionLostError(
-                f"{error} without an answer; if its session was killed, perhaps out of memory while it built a "
-                "dataset, the log of that node server says so"
-            )
-            explained.__cause__ = error.__cause__
-            return explained
-        return error
+        if not isinstance(error, ConnectionLostError) or self.welcome is None or not self.is_busy:
+            return error
+        # The sign of a dataset too large for its node; only the node server knows.
+        explained = ConnectionLostError(
+            f"{error} without an answer; if its session was killed, perhaps out of memory while it built a dataset, "
+            "the log of that node server says so"
+        )
+        explained.__cause__ = error.__cause__
+        return explained
 
     def lost(self, error: RPCError) -> None:
         with self._condition:
             self._lost = error
             self._condition.notify_all()
         # The node has ended these already, or will when it notices; a vanished host sends nothing.
-        never_came = self.welcome is None
         for worker in list(self.workers):
-            worker.close(error if never_came else ConnectionLostError(f"{self.name} is gone: {error}"))
+            worker.close(error if self.welcome is None else ConnectionLostError(f"{self.name} is gone: {error}"))

@@ -6,10 +6,12 @@ replies, and log records.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +28,11 @@ from rpcdataloader.errors import (
 from rpcdataloader.host.environment import SharedAdditions
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
-from rpcdataloader.wire.credentials import Credentials
+from rpcdataloader.wire.credentials import client_credentials
 from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
 from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Welcome
-from rpcdataloader.wire.pickling import dumps, result_of
+from rpcdataloader.wire.picklers import PersistentId
+from rpcdataloader.wire.pickling import Encoded, dumps, result_of
 from rpcdataloader.wire.slabs import Allocator
 from rpcdataloader.wire.tls import TlsCredentials
 from rpcdataloader.wire.transport import Deadline
@@ -53,7 +56,6 @@ class ClientSettings:
         tls: TLS credentials for TCP connections; None without TLS.
     """
 
-    credentials: Callable[[Address], Credentials]
     connect_timeout: float
     rank: int | None
     allocator: Allocator
@@ -64,9 +66,12 @@ class ClientSettings:
     printer: Printer = field(default_factory=Printer)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
-    def tls_for(self, address: Address) -> TlsCredentials | None:
-        """TLS credentials for ``address``; None for a Unix socket, which cannot be listened in on."""
-        return None if address.is_unix else self.tls
+    def open(self, address: Address, session: bytes, deadline: Deadline, **options: Any) -> tuple[Channel, Welcome]:
+        """Connect, and read the welcome; takes the arguments of :func:`~rpcdataloader.wire.channel.open_channel`."""
+        credentials, identity = client_credentials(address), local_identity("client", self.rank)
+        tls = None if address.is_unix else self.tls  # a Unix socket cannot be listened in on
+        channel = open_channel(address, credentials, identity, session, deadline, tls=tls, **options)
+        return channel, read_welcome(channel, deadline)
 
 
 class BusyError(Exception):
@@ -84,13 +89,12 @@ def read_welcome(channel: Channel, deadline: Deadline) -> Welcome:
             raise BusyError(Busy.decode(message.payload).reason)
         welcome: Welcome = Welcome.decode(message.payload)
         channel.stream.limit(Deadline(None))
-    except RPCTimeoutError as exc:
+        return welcome
+    except BaseException as exc:
         channel.stream.close()
-        raise ConnectError(f"{channel.name} accepted the connection, but sent no WELCOME in time") from exc
-    except BaseException:
-        channel.stream.close()
+        if isinstance(exc, RPCTimeoutError):
+            raise ConnectError(f"{channel.name} accepted the connection, but sent no WELCOME in time") from exc
         raise
-    return welcome
 
 
 class RRef:
@@ -127,11 +131,7 @@ class RRef:
 
 
 class DatasetRef:
-    """Stands for a dataset in a request to a session or worker that has it.
-
-    Attributes:
-        key: The dataset's key, the same on every node.
-    """
+    """Stands for a dataset in a request to a session or worker that has it; the key is the same on every node."""
 
     __slots__ = ("key",)
 
@@ -147,34 +147,38 @@ def reference_of(value: Any) -> tuple[str, int] | None:
     return ("dataset", value.key) if isinstance(value, DatasetRef) else None
 
 
-class PendingReply:
-    """A request's answer, for a thread that waits for it.
+def dumps_named(content: Any, parts: Mapping[str, Any], *, persistent_id: PersistentId | None = None) -> Encoded:
+    """Pickle ``content``.
 
     Args:
-        finished: Function to call when the answer is here.
-    """
+        parts: Its parts, by the names that the user knows.
 
-    def __init__(self, allocator: Allocator, finished: Callable[[], object] = lambda: None) -> None:
+    Raises:
+        SerializationError: The content cannot be pickled; the attribute path begins with the name of a part.
+    """
+    try:
+        return dumps(content, persistent_id=persistent_id)
+    except SerializationError:
+        for name, part in parts.items():
+            dumps(part, persistent_id=persistent_id, name=name)
+        raise
+
+
+class PendingReply(concurrent.futures.Future["Message | RPCError"]):
+    """A request's answer, for a thread that waits for it."""
+
+    def __init__(self, allocator: Allocator) -> None:
+        super().__init__()
         self._allocator = allocator
-        self._finished = finished
-        self._reply: Message | RPCError | None = None
-        self.arrived = threading.Event()
 
     def complete(self, reply: Message | RPCError) -> None:
-        """Take the reply; the ``complete`` of a ``Request``."""
-        self._reply = reply
-        self._finished()
-        self.arrived.set()
+        """Take the first reply; the ``complete`` of a ``Request``."""
+        with contextlib.suppress(concurrent.futures.InvalidStateError):
+            self.set_result(reply)
 
     def wait(self) -> Any:
-        """Wait for the result.
-
-        Raises:
-            Exception: The request failed, or has no reply.
-        """
-        self.arrived.wait()
-        assert self._reply is not None
-        return result_of(self._reply, self._allocator)
+        """Wait for the result; raises the exception of a request that failed, or has no reply."""
+        return result_of(self.result(), self._allocator)
 
     def stack(self) -> str:
         """Wait for a stack; returns the reason if none comes."""
@@ -229,8 +233,7 @@ class RemoteWorker:
         self._owner = owner
         self._keep_waiting = keep_waiting
         self._settings = settings
-        self._deadline: Deadline | None = None  # for waiting for room, once the node is busy
-        self._try = Deadline(settings.connect_timeout)  # for connecting; ended with the session
+        self._wait = Deadline(None)  # for the present wait, to connect or for room
         self.connection = Connection(session.name, self._open, self, settings.allocator)
 
     @property
@@ -248,13 +251,8 @@ class RemoteWorker:
             LocalProtocolError: The call refers to an object of another worker.
             ConnectionLostError: The worker has ended, or the one that held an object of the call.
         """
-        try:
-            encoded = dumps(tuple(call), persistent_id=self._reference_of)
-        except SerializationError:
-            # Again, part by part, so that the error names the part as the caller knows it.
-            for name in ("func", "args", "kwargs"):
-                dumps(getattr(call, name), persistent_id=self._reference_of, name=name)
-            raise
+        parts = {"func": call.func, "args": call.args, "kwargs": call.kwargs}
+        encoded = dumps_named(tuple(call), parts, persistent_id=self._reference_of)
         return self.submit(encoded.payload, encoded.buffers, complete, allocator)
 
     def submit(
@@ -282,47 +280,39 @@ class RemoteWorker:
 
     def close(self, error: RPCError | None = None) -> None:
         """End the worker; its requests fail with ``error``, if one is given."""
-        if self._deadline is not None:
-            self._deadline.cancel()
         self.connection.close(error)
-        self._try.cancel()
+        self._wait.cancel()
 
     # --- its connection (receiver thread)
 
     def _open(self) -> Channel:
         welcome = self.session.wait()
-        identity = local_identity("client", self._settings.rank)
-        credentials = self._settings.credentials(self.session.address)
-        tls = self._settings.tls_for(self.session.address)
-        pause, reported = 0.05, False
+        room: Deadline | None = None
+        pause = 0.05
         while True:
-            limit = self._try = Deadline(self._settings.connect_timeout)
+            limit = self._wait = Deadline(self._settings.connect_timeout)
             if self.connection.has_ended:
                 limit.cancel()
             try:
-                channel = open_channel(
-                    self.session.address, credentials, identity, bytes.fromhex(welcome.session), limit, tls=tls
-                )
-                answer = read_welcome(channel, limit)
+                channel, answer = self._settings.open(self.session.address, bytes.fromhex(welcome.session), limit)
             except BusyError as exc:
-                deadline = self._deadline = self._deadline or Deadline(self._settings.connect_timeout)
-                if self.connection.has_ended or not self._keep_waiting() or not deadline.pause(pause):
+                is_first = room is None
+                self._wait = room = room or Deadline(self._settings.connect_timeout)
+                if self.connection.has_ended or not self._keep_waiting() or not room.pause(pause):
                     self.was_refused = True
                     raise ConnectError(f"{self.session.name} is busy: {exc}") from None
-                if not reported:
-                    reported = True
+                if is_first:
                     logger.warning("waiting for %s, which is busy: %s", self.session.name, exc)
                 pause = min(2 * pause, 1.0)
-                continue
             except ConnectError:
                 # The session answers when its build ends. If it is idle, its node is unreachable.
                 if limit.remaining() or not self.session.is_busy or self.connection.has_ended:
                     raise
-                continue
-            self.number, self.pid = answer.worker, answer.pid
-            self.name = f"worker {answer.worker} (pid {answer.pid}) on {self.session.name}"
-            self.connection.rename(f"{self.session.name}/{answer.worker}")
-            return channel
+            else:
+                self.number, self.pid = answer.worker, answer.pid
+                self.name = f"worker {answer.worker} (pid {answer.pid}) on {self.session.name}"
+                self.connection.rename(f"{self.session.name}/{answer.worker}")
+                return channel
 
     def ready(self) -> None:
         self._owner.worker_ready(self)

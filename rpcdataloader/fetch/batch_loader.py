@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -22,7 +22,8 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.collate import TensorCollator, find_stacks
-from rpcdataloader.fetch.samples import ALL, DONE, Reduced, dataset_stopped, describe_indices, here, stopped
+from rpcdataloader.fetch.samples import ALL, DONE, Reduced, describe_indices, here, stopped
+from rpcdataloader.fetch.seeding import BATCH, SAMPLE
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
 
@@ -125,6 +126,8 @@ class BatchLoader:
         self._spec = spec
         self._sends = sends
         self._inline = inline
+        # Adds to an exception what was being loaded; the worker's name is added on the way to the trainer.
+        self._name: Callable[[BaseException, str], None] = add_note if inline else name_sample
         default = default_collate if spec.auto_collation else default_convert
         self._collate: Callable[[Any], Any] = default if spec.collate_fn is None else spec.collate_fn
         self._collate_tensors = TensorCollator(allocator)
@@ -187,10 +190,8 @@ class BatchLoader:
         self._reduced, self._last_try = None, last_try
         if self._inline:
             with _trainer_restored():
-                self._prepare()
                 return self._load(indices, position, batch_number, left_out)
         # Without a context manager, which would cost as much as collating a few numbers.
-        self._prepare()
         try:
             return self._load(indices, position, batch_number, left_out)
         finally:
@@ -199,114 +200,86 @@ class BatchLoader:
     def _load(
         self, indices: Any, position: int, batch_number: int, left_out: Mapping[int, str] | None
     ) -> tuple[BatchMetrics, Any]:
+        torch_worker._worker_info = self._worker_info
+        if default_collate_fn_map.get(torch.Tensor) is not self._collate_tensors:
+            self._collate_tensors.install()
         start = time.perf_counter()
         here.batch[0] = batch_number + 1
         samples = self._fetch(indices, position, batch_number, left_out)
         here.sample[0] = DONE
         fetched = time.perf_counter()
-        collate = self._collate_seeded if self._reduced is None else self._collate_rest
         try:
-            batch = collate(samples, batch_number)
+            batch = self._collate_samples(samples, batch_number)
         except BaseException as error:
-            self._name(error, f"collating batch {batch_number} of indices {describe_indices(indices)}")
+            self._name(error, f"collating {self._describe(indices, batch_number)}")
             raise
         return (fetched - start, time.perf_counter() - fetched), batch
 
-    def _prepare(self) -> None:
-        torch_worker._worker_info = self._worker_info
-        if default_collate_fn_map.get(torch.Tensor) is not self._collate_tensors:
-            self._collate_tensors.install()
+    def _describe(self, indices: Any, batch_number: int) -> str:
+        """Name a batch in a message."""
+        return f"batch {batch_number} of indices {describe_indices(indices)}"
 
-    def _collate_seeded(self, samples: Any, batch_number: int) -> Any:
-        if self._collate not in _TORCH_COLLATE or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
-            self._begin_collate(batch_number)
-        elif self._sends and self._collate is default_collate:
-            return self._collate_for_sending(samples)
-        try:
-            return self._collate(samples)
-        except StopIteration as stop:
-            raise stopped("collate_fn") from stop
-
-    def _collate_rest(self, samples: list[Any], batch_number: int) -> Any:
-        """Collate a batch without the skipped samples."""
+    def _collate_samples(self, samples: Any, batch_number: int) -> Any:
+        """Collate the samples of a batch; those that are left put into the :class:`Reduced`, if others are missing."""
         # Cleared before the next batch: it refers to this one, and to the frames of the exceptions.
         reduced, self._reduced = self._reduced, None
-        assert reduced is not None
-        if samples:
-            reduced.batch, reduced.is_empty = self._collate_seeded(samples, batch_number), False
+        if reduced is not None and not samples:
+            return reduced
+        if self._collate not in _TORCH_COLLATE or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
+            self._begin_sample(batch_number, BATCH)
+        elif self._sends and self._collate is default_collate:
+            self._collate_tensors.stacks = find_stacks(samples)
+        try:
+            batch = self._collate(samples)
+        except StopIteration as stop:
+            raise stopped("collate_fn") from stop
+        finally:
+            if self._collate_tensors.stacks:
+                self._collate_tensors.stacks = {}
+        if reduced is None:
+            return batch
+        reduced.batch, reduced.is_empty = batch, False
         return reduced
 
-    def _collate_for_sending(self, samples: list[Any]) -> Any:
-        self._collate_tensors.stacks = find_stacks(samples)
-        try:
-            return self._collate(samples)
-        finally:
-            self._collate_tensors.stacks = {}
-
     def _fetch(self, indices: Any, position: int, batch_number: int, left_out: Mapping[int, str] | None) -> Any:
-        dataset = self._dataset
-        single = not self._spec.auto_collation
+        dataset, auto_collation = self._dataset, self._spec.auto_collation
         # Asked the way torch asks.
-        if single or (hasattr(dataset, "__getitems__") and dataset.__getitems__):
-            if left_out:
-                self._leave_out([indices] if single else indices, next(iter(left_out.values())))
-                return []
-            here.sample[0] = position if single else ALL
-            self._begin_sample(position)
-            try:
-                try:
-                    samples = dataset[indices] if single else dataset.__getitems__(indices)
-                except StopIteration as stop:
-                    raise dataset_stopped(dataset, indices, at_once=not single) from stop
-            except BaseException as error:
-                # One call for all samples, so none is left.
-                if not self._skip([indices] if single else indices, error):
-                    what = "index" if single else "indices"
-                    self._name(
-                        error, f"{what} {describe_indices(indices)} at position {position}, batch {batch_number}"
-                    )
-                    raise
-                return []
-            # A list of our own, as the dataset may keep the one that it returns.
-            return samples.copy() if type(samples) is list and not single else samples
-        samples = []
-        for place, index in enumerate(indices, position):
-            if left_out and place - position in left_out:
-                self._leave_out([index], left_out[place - position])
+        getitems = getattr(dataset, "__getitems__", None) if auto_collation else None
+        is_one_call = getitems or not auto_collation
+        steps: Iterable[tuple[int, Any]] = ((position, indices),) if is_one_call else enumerate(indices, position)
+        samples: list[Any] = []
+        for place, wanted in steps:
+            if left_out and (is_one_call or place - position in left_out):
+                reason = next(iter(left_out.values())) if is_one_call else left_out[place - position]
+                killer = ConnectionLostError(f"it {reason}")
+                self._begin_reduced().leave_out(wanted if getitems else [wanted], killer)
                 continue
-            here.sample[0] = place
+            here.sample[0] = ALL if getitems else place
             self._begin_sample(place)
             try:
                 try:
-                    samples.append(dataset[index])
+                    samples.append(getitems(wanted) if getitems else dataset[wanted])
                 except StopIteration as stop:
-                    raise dataset_stopped(dataset, index) from stop
+                    method = "__getitems__" if getitems else "__getitem__"
+                    raise stopped(f"{type(dataset).__name__}.{method}({describe_indices(wanted)})") from stop
             except BaseException as error:
-                if not self._skip([index], error):
-                    self._name(error, f"index {describe_indices(index)} at position {place}, batch {batch_number}")
+                if not self._skip(wanted if getitems else [wanted], error):
+                    what = "indices" if getitems else "index"
+                    self._name(error, f"{what} {describe_indices(wanted)} at position {place}, batch {batch_number}")
                     raise
+        if is_one_call and samples:
+            # A list of our own, as the dataset may keep the one that it returns.
+            return samples[0].copy() if getitems and type(samples[0]) is list else samples[0]
         return samples
-
-    def _name(self, error: BaseException, sample: str) -> None:
-        """Add to an exception what was being loaded; the worker's name is added on the way to the trainer."""
-        if self._inline:
-            add_note(error, sample)
-        else:
-            name_sample(error, sample)
 
     def _skip(self, indices: Sequence[Any], error: BaseException) -> bool:
         """Whether samples are left out because of an exception; if so, leave them out."""
         spec = self._spec
-        if not spec.skips or not isinstance(error, Exception) or isinstance(error, RPCError):
-            return False
-        if not self._last_try and isinstance(error, spec.retry_on):
+        is_retried = not self._last_try and isinstance(error, spec.retry_on)
+        if not spec.skips or is_retried or not isinstance(error, Exception) or isinstance(error, RPCError):
             return False
         self._begin_reduced().leave_out(indices, error)
         return True
-
-    def _leave_out(self, indices: Sequence[Any], reason: str) -> None:
-        """Leave out samples that have killed workers."""
-        self._begin_reduced().leave_out(indices, ConnectionLostError(f"it {reason}"))
 
     def _begin_reduced(self) -> Reduced:
         """Return the record of missing samples of the present batch."""
@@ -314,17 +287,14 @@ class BatchLoader:
             self._reduced = Reduced(self._spec.worker_id if self._spec.iterable else None)
         return self._reduced
 
-    def _begin_collate(self, batch_number: int) -> None:
+    def _begin_sample(self, number: int, purpose: bytes = SAMPLE) -> None:
+        """Seed the generators for the sample at a place or, with ``BATCH``, for collating a batch."""
         spec = self._spec
-        # The same number on two ranks is another batch.
-        number = batch_number * spec.world_size + spec.rank
-        seeds = seeding.derive_seeds(seeding.BATCH, spec.base_seed, spec.epoch, number)
-        seeding.begin_sample(seeds, initial_seed=self._initial_seed)
-
-    def _begin_sample(self, position: int) -> None:
-        spec = self._spec
-        place = spec.first_place + position * spec.world_size + spec.rank
-        seeds = seeding.derive_seeds(seeding.SAMPLE, spec.base_seed, spec.epoch, place)
+        # The same number on two ranks is another sample or batch.
+        number = number * spec.world_size + spec.rank
+        if purpose is SAMPLE:
+            number += spec.first_place
+        seeds = seeding.derive_seeds(purpose, spec.base_seed, spec.epoch, number)
         seeding.begin_sample(seeds, initial_seed=self._initial_seed)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import torch
@@ -57,26 +59,20 @@ class TensorCollator:
         """Stack the tensors along a new first dimension."""
         if self.stacks and (stack := self.stacks.get(id(batch[0]))) is not None:
             return stack  # type: ignore[return-value]  # it becomes a tensor before any use
-        if _is_strided(batch[0]):
+        if _is_strided(first := batch[0]):
+            memory, size_bytes = None, first.nbytes * len(batch)
+            # torch.stack(out=) converts different dtypes silently, and refuses tensors that require grad.
+            if self._allocator is not None and size_bytes >= MIN_RECYCLED_BYTES and are_alike(batch):
+                flat = self._allocator.allocate(size_bytes).tensor
+                memory = flat.view(first.dtype).view(len(batch), *first.shape)
             # All of torch's function for this case; calling it costs more than stacking a few numbers.
-            return torch.stack(tuple(batch), out=self._lend_memory(batch))
+            return torch.stack(tuple(batch), out=memory)
         worker_info, torch_worker._worker_info = torch_worker._worker_info, None
         try:
             stacked: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=collate_fn_map)
         finally:
             torch_worker._worker_info = worker_info
         return stacked
-
-    def _lend_memory(self, batch: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return recycled memory for the result, if it is worth it and gives the same result as fresh memory.
-
-        ``torch.stack(out=)`` converts different dtypes silently, and refuses tensors that require grad.
-        """
-        elem = batch[0]
-        size_bytes = elem.nbytes * len(batch)
-        if self._allocator is None or size_bytes < MIN_RECYCLED_BYTES or not are_alike(batch):
-            return None
-        return self._allocator.allocate(size_bytes).tensor.view(elem.dtype).view(len(batch), *elem.shape)
 
 
 def _is_strided(value: Any) -> bool:
@@ -121,7 +117,7 @@ def find_stacks(samples: Sequence[Any]) -> dict[int, Stack]:
     for path in list(_paths_of_large_tensors(samples[0])):  # the generator refers to its present tensor
         tensors = _find_pieces(samples, path)
         if tensors is not None:
-            found[id(_follow(samples[0], path))] = Stack(tensors)
+            found[id(reduce(getitem, path, samples[0]))] = Stack(tensors)
     return found
 
 
@@ -138,16 +134,10 @@ def _paths_of_large_tensors(value: Any, path: tuple[Any, ...] = ()) -> Iterator[
             yield from _paths_of_large_tensors(item, (*path, position))
 
 
-def _follow(value: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        value = value[key]
-    return value
-
-
 def _find_pieces(samples: Sequence[Any], path: tuple[Any, ...]) -> list[torch.Tensor] | None:
     """The tensors under ``path``, with copies of the few that have other owners; None where stacking is better."""
     try:
-        tensors = [_follow(sample, path) for sample in samples]
+        tensors = [reduce(getitem, path, sample) for sample in samples]
     except (LookupError, TypeError):
         return None  # not alike: torch's collate raises its error
     if not are_alike(tensors) or not all(tensor.is_contiguous() for tensor in tensors):
@@ -159,7 +149,7 @@ def _find_pieces(samples: Sequence[Any], path: tuple[Any, ...]) -> list[torch.Te
     # For example the last one that a generator has yielded, to which its frame still refers.
     if 2 * sum(owned) < len(owned):
         return None
-    tensors = [_follow(sample, path) for sample in samples]
+    tensors = [reduce(getitem, path, sample) for sample in samples]
     return [tensor if mine else tensor.clone() for tensor, mine in zip(tensors, owned, strict=True)]
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec
@@ -13,18 +11,21 @@ from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.wire.slabs import PageablePool
 
 
-class _Failure(NamedTuple):
-    """A loader that could not be opened."""
+class _Failed:
+    """Stands in for a loader that could not be opened, until the next pass."""
 
-    dataset: Any
-    spec: LoaderSpec
-    error: BaseException
-    traceback: TracebackType | None
+    def __init__(self, dataset: Any, spec: LoaderSpec, error: BaseException) -> None:
+        self._dataset, self._spec, self._error, self._traceback = dataset, spec, error, error.__traceback__
+
+    def load(self, *_args: Any) -> tuple[BatchMetrics, Any]:
+        raise self._error.with_traceback(self._traceback)
+
+    def start_epoch(self, *args: Any) -> None:
+        open_loader(self._dataset, self._spec.at_epoch(*args))
 
 
-# Of this process, a worker; the second if the first is None.
-_loader: BatchLoader | None = None
-_failure: _Failure | None = None
+# Of this process, a worker.
+_loader: BatchLoader | _Failed | None = None
 
 
 def open_loader(dataset: Any, spec: LoaderSpec) -> None:
@@ -33,36 +34,25 @@ def open_loader(dataset: Any, spec: LoaderSpec) -> None:
     Exceptions of ``worker_init_fn`` are raised by :func:`load`, for every batch, so that a loop that goes on comes to
     its end, as with torch.
     """
-    global _loader, _failure
+    global _loader
     kind = StreamLoader if spec.iterable else BatchLoader
-    _loader = _failure = None
+    _loader = None
     try:
         _loader = kind(dataset, spec, PageablePool(), sends=True)
     except BaseException as error:  # SystemExit, too: an error of this call may lose the race against those of load
-        _failure = _Failure(dataset, spec, error, error.__traceback__)
+        _loader = _Failed(dataset, spec, error)
 
 
-def load(
-    indices: Any, position: int, batch_number: int, last_try: bool = False, left_out: Mapping[int, str] | None = None
-) -> tuple[BatchMetrics, Any]:
+def load(*args: Any) -> tuple[BatchMetrics, Any]:
     """Load one batch of the open loader; see :meth:`BatchLoader.load`."""
     if _loader is None:
-        failure = _get_failure()
-        raise failure.error.with_traceback(failure.traceback)
-    return _loader.load(indices, position, batch_number, last_try, left_out)
+        raise LocalProtocolError("no loader is open in this worker")
+    return _loader.load(*args)
 
 
-def start_epoch(epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
-    """Begin another pass over the open loader; see :class:`LoaderSpec`."""
+def start_epoch(*args: Any) -> None:
+    """Begin another pass over the open loader; see :meth:`BatchLoader.start_epoch`."""
     here.batch[0] = 0  # numbers restart
     if _loader is None:
-        failure = _get_failure()
-        open_loader(failure.dataset, failure.spec.at_epoch(epoch, first_place, pipe_seed))
-    else:
-        _loader.start_epoch(epoch, first_place, pipe_seed)
-
-
-def _get_failure() -> _Failure:
-    if _failure is None:
         raise LocalProtocolError("no loader is open in this worker")
-    return _failure
+    _loader.start_epoch(*args)

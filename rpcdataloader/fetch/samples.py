@@ -43,16 +43,6 @@ def stopped(what: str) -> RuntimeError:
     return RuntimeError(f"{what} raised StopIteration, which would have ended the epoch")
 
 
-def dataset_stopped(dataset: Any, indices: Any, *, at_once: bool = False) -> RuntimeError:
-    """The error in place of a map-style dataset's ``StopIteration``.
-
-    Args:
-        at_once: True if ``__getitems__`` was asked for all of them.
-    """
-    method = "__getitems__" if at_once else "__getitem__"
-    return stopped(f"{type(dataset).__name__}.{method}({describe_indices(indices)})")
-
-
 # Number of indices or samples that a message shows.
 MAX_SHOWN = 16
 
@@ -111,7 +101,8 @@ class Reduced:
             indices = ", ".join(self.shown) + (", ..." if self.num_skipped > len(self.shown) else "")
             where = "indices" if self.stream is None else f"in stream {self.stream}:"
             samples = "1 sample" if self.num_skipped == 1 else f"{self.num_skipped} samples"
-            parts.append(f"{samples} ({where} {indices}): {_text(self.errors[0])}")
+            error = "".join(traceback.format_exception_only(self.errors[0])).strip()
+            parts.append(f"{samples} ({where} {indices}): {error}")
         if self.ends_stream:
             parts.append(f"stream {self.stream} has ended right after an exception, as a generator does that raises")
         return "; ".join(parts)
@@ -121,7 +112,3 @@ def _rebuild(fields: tuple[int | None, int, list[str], bool, bool], errors: list
     stream, num_skipped, shown, ends_stream, is_empty = fields
     found = [loads_exception(error) for error in errors]
     return Reduced(stream, num_skipped, shown, found, ends_stream, is_empty, batch)
-
-
-def _text(error: Exception) -> str:
-    return "".join(traceback.format_exception_only(type(error), error)).strip()

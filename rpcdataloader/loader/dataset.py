@@ -16,9 +16,10 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader.client.client import get_client
-from rpcdataloader.client.datasets import RemoteDataset, dumps_named
+from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Inline, Local, Where, find_workers
 from rpcdataloader.client.modules import choose_modules, choose_variables
+from rpcdataloader.client.worker import dumps_named
 from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import Additions

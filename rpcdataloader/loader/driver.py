@@ -22,7 +22,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Joined
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.register import Watch
+from rpcdataloader.client.register import RegisterWatcher
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import Recorder, Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
@@ -109,7 +109,7 @@ class Driver:
             moves=carrier is not None,
         )
         self.closed = threading.Event()
-        self._watch: Watch | None = None
+        self._watcher: RegisterWatcher | None = None
         self._named = [node.address for node in (*placement.homes, *placement.others, *placement.missing)]
         self.condition = threading.Condition()
         self._executor = Executor(self, dataset)
@@ -161,7 +161,8 @@ class Driver:
             self._executor.prepare(todo.actions)
             self.carry_out(todo)
         if placement.register is not None:
-            self._watch = self._client.watcher(placement.register).watch(self._named, self._register_changed)
+            self._watcher = self._client.watcher(placement.register)
+            self._watcher.watch(self._named, self._register_changed)
         self.feed(lambda engine, _now: engine.crew.add_nodes(placement.missing))
 
     def follow(self, where: Joined) -> None:
@@ -171,10 +172,9 @@ class Driver:
                 return
             if where.places:
                 self.engine.crew.roster.expects_more = True
-        if (before := self._watch) is not None:
-            before.close()
-        known = self._named if before is None else before.known
-        self._watch = self._client.watcher(where).watch(known, self._register_changed)
+        known = self._named if self._watcher is None else self._watcher.end(self._register_changed)
+        self._watcher = self._client.watcher(where)
+        self._watcher.watch(known, self._register_changed)
 
     def begin_epoch(self) -> None:
         """Begin another epoch with the same workers."""
@@ -203,8 +203,8 @@ class Driver:
             if self.ahead is not None:
                 self.ahead.delivery = None
             self.condition.notify_all()
-        if self._watch is not None:
-            self._watch.close()
+        if self._watcher is not None:
+            self._watcher.end(self._register_changed)
         self._executor.close()
         self.tell()
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rpcdataloader.client.client import get_client
-from rpcdataloader.client.datasets import RemoteDataset, dumps_named
+from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.worker import reference_of
+from rpcdataloader.client.worker import dumps_named, reference_of
 from rpcdataloader.errors import (
     AuthenticationError,
     ConnectError,

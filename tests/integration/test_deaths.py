@@ -285,7 +285,7 @@ WATCHING = """
 from rpcdataloader.client.register import Register
 from rpcdataloader.client.client import get_client
 changes = []
-watch = get_client().watcher(Register(workers[1:])).watch((), lambda *change: changes.append(change))
+get_client().watcher(Register(workers[1:])).watch((), lambda *change: changes.append(change))
 wait_until(lambda: changes)
 """
 

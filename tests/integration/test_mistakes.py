@@ -199,7 +199,7 @@ class Place:
         """As a process with another Python, for example."""
         true = channel.local_identity
         fake = lambda *args: dataclasses.replace(true(*args), **changes)  # noqa: E731
-        self.monkeypatch.setattr("rpcdataloader.client.session.local_identity", fake)
+        self.monkeypatch.setattr("rpcdataloader.client.worker.local_identity", fake)
         self.load(workers=self.same)
 
     def state_after(self, num_batches, loader):

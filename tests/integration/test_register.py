@@ -208,7 +208,8 @@ def test_check_takes_a_directory(register, where, capsys):
 
 def test_servers_that_come_and_go_are_reported(register, folder):
     changes = Changes()
-    watch = get_client().watcher(Register(str(folder))).watch((), changes)
+    watcher = get_client().watcher(Register(str(folder)))
+    watcher.watch((), changes)
     server, _path = register()
     came = time.monotonic()
     assert changes.next() == ((Address.parse(server.address),), ())
@@ -217,13 +218,13 @@ def test_servers_that_come_and_go_are_reported(register, folder):
     went = time.monotonic()
     assert changes.next() == ((), (Address.parse(server.address),))
     assert time.monotonic() - went < 5 * TIMEOUT_SCALE
-    watch.close()
+    watcher.end(changes)
 
 
 def test_watch_after_the_end_of_the_client_does_nothing(folder):
     client = get_client()
     close_client()
-    client.watcher(Register(str(folder))).watch((), Changes()).close()
+    client.watcher(Register(str(folder))).watch((), Changes())
     assert not [thread for thread in threading.enumerate() if thread.name == "rpcdl-register"]
 
 
@@ -231,11 +232,12 @@ def test_fork_has_no_watch_and_can_begin_its_own(register, where, folder, monkey
     monkeypatch.setattr("rpcdataloader.client.register.Register.pause", 0.05)
     server, path = register()
     changes = Changes()
-    watch = get_client().watcher(Register(str(folder))).watch((), changes)
+    watcher = get_client().watcher(Register(str(folder)))
+    watcher.watch((), changes)
     assert changes.next() == ((Address.parse(server.address),), ())
 
     def child():
-        watch.close()
+        watcher.end(changes)
         own = Changes()
         get_client().watcher(Register(str(folder))).watch((), own)
         assert own.next() == ((Address.parse(server.address),), ())
@@ -265,7 +267,7 @@ import atexit, sys, time
 atexit.register(lambda: print(time.monotonic()))  # the last of these; the interpreter's own end is not measured
 from rpcdataloader.client.register import Register
 from rpcdataloader.client.client import get_client
-watch = get_client().watcher(Register(sys.argv[1])).watch((), print)
+get_client().watcher(Register(sys.argv[1])).watch((), print)
 print(time.monotonic())
 """
     ended = zygote.start(source, folder).wait()

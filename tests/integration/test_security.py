@@ -709,7 +709,7 @@ def test_secret_is_nowhere_to_be_seen(serve, tmp_path, monkeypatch, options):
     assert secret not in repr(seen)
     assert secret not in server.log
     client = pool.get_client()
-    assert secret not in repr([client, vars(client), client._credentials(Address.parse(server.address))])
+    assert secret not in repr([client, vars(client), credentials.client_credentials(Address.parse(server.address))])
     if not options:
         assert "RPCDATALOADER_TOKEN" not in os.environ
 

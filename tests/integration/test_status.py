@@ -453,7 +453,7 @@ def test_pass_that_is_over_is_not_reported(server):
 def test_loops_on_an_embedded_pool_are_told_to_nobody():
     loader = RPCDataloader(RPCDataset("local:1", Samples), batch_size=BATCH_SIZE, on_error="skip")
     assert sum(len(batch) for batch in loader) == NUM_SAMPLES - 1
-    assert not get_client().reporter._is_running
+    assert not get_client().reporter._loops
 
 
 def test_report_of_a_stranger_or_of_nonsense_does_not_disturb(serve, look_at):

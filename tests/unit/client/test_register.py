@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rpcdataloader.client import register as module
-from rpcdataloader.client.register import PATIENCE, Register, Silences
+from rpcdataloader.client.register import PATIENCE, Register
 from rpcdataloader.host.resources import machine_id
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.status import MAX_SILENCE, Registration
@@ -41,30 +41,40 @@ def register(tmp_path):
 # --- silence
 
 
-def test_first_look_goes_by_the_clock_of_this_machine():
-    assert Silences().look({"a": 990.0, "b": 1010.0}, 7.0, wall=1000.0) == {"a": 10.0, "b": 10.0}
+def test_first_look_goes_by_the_clock_of_this_machine(tmp_path, register):
+    for name, seconds in ("old", MAX_SILENCE + 10), ("young", MAX_SILENCE - 10), ("future", -MAX_SILENCE - 10):
+        age(write(tmp_path, server(name)), seconds)
+    assert register.look() == (server("young"),)
 
 
-def test_silence_lasts_until_the_time_of_the_file_changes():
-    silences = Silences()
-    silences.look({"a": 990.0}, 0.0, wall=1000.0)
-    assert silences.look({"a": 990.0}, 1.0, wall=0.0) == {"a": 11.0}
-    assert silences.look({"a": 990.0}, 80.0, wall=0.0) == {"a": 91.0}
-    assert silences.look({"a": 995.0}, 1.0, wall=0.0) == {"a": 0.0}
-    assert silences.look({"a": 995.0}, 1.0, wall=0.0) == {"a": 1.0}
+def test_silence_lasts_until_the_time_of_the_file_changes(tmp_path, register, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    path = write(tmp_path, server("a"))
+    age(path, MAX_SILENCE - 10)
+    for seconds, is_there in (0, True), (5, True), (10, False), (0, False):
+        clock[0] += seconds
+        assert bool(register.look()) is is_there
+    age(path, MAX_SILENCE + 1000)
+    for seconds, is_there in (1, True), (MAX_SILENCE - 1, True), (2, False):
+        clock[0] += seconds
+        assert bool(register.look()) is is_there
 
 
-def test_file_that_comes_later_is_new_whatever_the_clocks_say():
-    silences = Silences()
-    silences.look({}, 0.0, wall=1000.0)
-    assert silences.look({"a": 5.0}, 1.0, wall=1000.0) == {"a": 0.0}
+def test_file_that_comes_later_is_new_whatever_the_clocks_say(tmp_path, register):
+    assert register.look() == ()
+    age(write(tmp_path, server("a")), 1e6)
+    assert register.look() == (server("a"),)
 
 
-def test_file_that_was_gone_is_new():
-    silences = Silences()
-    silences.look({"a": 5.0}, 0.0, wall=1000.0)
-    silences.look({}, 1.0, wall=1000.0)
-    assert silences.look({"a": 5.0}, 1.0, wall=1000.0) == {"a": 0.0}
+def test_file_that_was_gone_is_new(tmp_path, register):
+    path = write(tmp_path, server("a"))
+    age(path, 1e6)
+    assert register.look() == ()
+    path.unlink()
+    assert register.look() == ()
+    age(write(tmp_path, server("a")), 1e6)
+    assert register.look() == (server("a"),)
 
 
 # --- what is found

@@ -148,16 +148,17 @@ def test_directory_may_come_and_go(tmp_path, changes, monkeypatch):
 
 def test_all_watches_share_a_thread_that_ends_with_the_last(tmp_path, watcher, changes):
     other = Changes()
-    first, second = watcher.watch((), changes), watcher.watch((), other)
+    watcher.watch((), changes)
+    watcher.watch((), other)
     path = write(tmp_path, server("a"))
     assert changes.next() == other.next() == ((A,), ())
     assert len(threads()) == 1
-    first.close()
-    first.close()
+    watcher.end(changes)
+    watcher.end(changes)
     path.unlink()
     assert other.next() == ((), (A,))
     assert changes.none()
-    second.close()
+    watcher.end(other)
     wait_until(lambda: not threads())
     watcher.watch([A], changes)
     assert changes.next() == ((), (A,))
@@ -175,12 +176,10 @@ def test_new_watch_is_told_at_once(tmp_path, watcher, changes, monkeypatch):
 
 def test_watch_may_be_closed_by_what_it_calls(tmp_path, watcher, changes):
     def once(added, removed):
-        watch.close()
+        watcher.end(once)
         changes(added, removed)
 
-    ready = threading.Event()
-    watch = watcher.watch((), lambda *change: ready.wait(LIMIT) and once(*change))
-    ready.set()
+    watcher.watch((), once)
     path = write(tmp_path, server("a"))
     assert changes.next() == ((A,), ())
     path.unlink()
@@ -190,12 +189,12 @@ def test_watch_may_be_closed_by_what_it_calls(tmp_path, watcher, changes):
 
 def test_watch_that_another_one_closes_is_not_told_what_was_just_seen(tmp_path, watcher, changes):
     def close_the_other(added, removed):
-        other.close()
+        watcher.end(not_told)
         changes(added, removed)
 
-    watcher.watch((), close_the_other)
     not_told = Changes()
-    other = watcher.watch((), not_told)
+    watcher.watch((), close_the_other)
+    watcher.watch((), not_told)
     path = write(tmp_path, server("a"))
     assert changes.next() == ((A,), ())
     path.unlink()
@@ -215,19 +214,20 @@ def test_report_that_raises_is_logged_and_stops_nothing(tmp_path, watcher, chang
 
 
 def test_close_ends_watches_and_the_thread(tmp_path, watcher, changes):
-    watch = watcher.watch((), changes)
+    watcher.watch((), changes)
     watcher.close()
     assert not threads()
     write(tmp_path, server("a"))
-    watch.close()
-    watcher.watch((), changes).close()
+    watcher.end(changes)
+    watcher.watch((), changes)
+    watcher.end(changes)
     assert not threads()
     assert changes.none()
 
 
 def test_watch_can_be_closed_in_a_fork(watcher, changes, monkeypatch):
     """Though the lock may have been taken by a thread that is not there."""
-    watch = watcher.watch((), changes)
+    watcher.watch((), changes)
     held, enough = threading.Event(), threading.Event()
 
     def hold():
@@ -239,7 +239,7 @@ def test_watch_can_be_closed_in_a_fork(watcher, changes, monkeypatch):
     thread.start()
     assert held.wait(LIMIT)
     watcher.forget_in_child()
-    watch.close()
+    watcher.end(changes)
     with monkeypatch.context() as patch:
         patch.setattr("rpcdataloader.client.register.JOIN_TIMEOUT", 0.1)  # for the thread, which there is here
         watcher.close()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.samples import Reduced
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from tests.unit.fetch.loading import make_spec
@@ -113,3 +114,16 @@ def test_a_dataset_that_cannot_be_iterated_over_is_no_bad_sample():
 
     with pytest.raises(ValueError, match="closed"):
         stream(Closed())
+
+
+def test_collating_counts_batches_whether_or_not_samples_are_missing():
+    """Seeds and states do not depend on what was skipped."""
+
+    def seeds(dataset, state=None):
+        batches, states = stream(dataset, state=state, collate_fn=lambda _samples: seeding.get_sample_seed())
+        return [batch.batch if type(batch) is Reduced else batch for batch in batches], states
+
+    drawn, states = seeds(BadStream(9, 1, 4))
+    assert drawn == seeds(BadStream(9))[0]
+    assert [state.num_batches for state in states] == [1, 2, 3]
+    assert seeds(BadStream(9, 1, 4), states[0])[0] == drawn[1:]
