@@ -46,15 +46,10 @@ _SECRETS = ("--token-file", "--insecure", "--insecure-tcp")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A line of the host file.
+    """A line of the host file."""
 
-    Attributes:
-        name: Destination for ssh: a name, ``user@name``, or an alias of its configuration.
-        options: Options of ``launch`` for this host.
-    """
-
-    name: str
-    options: tuple[str, ...] = ()
+    name: str  # destination for ssh: a name, ``user@name``, or an alias of its configuration
+    options: tuple[str, ...] = ()  # options of ``launch`` for this host
 
 
 def parse_hosts(text: str) -> list[Host]:

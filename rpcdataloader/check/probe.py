@@ -22,17 +22,11 @@ from rpcdataloader.wire.pickling import dumps_reply, kind_of
 
 
 class Facts(NamedTuple):
-    """Properties of a dataset.
+    """Properties of a dataset."""
 
-    Attributes:
-        text: Its kind and length: ``photos.Photos of 1,000 samples``.
-        length: Number of samples; None without ``__len__``.
-        not_shared: Reason why workers cannot inherit it by a fork; None if they can.
-    """
-
-    text: str
-    length: int | None
-    not_shared: str | None
+    text: str  # its kind and length: ``photos.Photos of 1,000 samples``
+    length: int | None  # number of samples; None without ``__len__``
+    not_shared: str | None  # reason why workers cannot inherit it by a fork; None if they can
 
 
 class Timed(int):

@@ -49,19 +49,14 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class Request:
-    """A request that waits for its reply.
+    """A request that waits for its reply."""
 
-    Attributes:
-        complete: Function that takes the REPLY or ERROR message, or the error that ended the connection; called once,
-            by the receiver thread; must neither block nor raise. Not called for a request cancelled before it was sent.
-        cancellable: True to let :meth:`Connection.cancel_all` cancel it.
-        flags: Bits of :class:`~rpcdataloader.wire.frames.Flag` to send with it.
-    """
-
+    # Function that takes the REPLY or ERROR message, or the error that ended the connection; called once, by the
+    # receiver thread; must neither block nor raise. Not called for a request cancelled before it was sent.
     complete: Callable[[Message | RPCError], None]
     allocator: Allocator
-    cancellable: bool = False
-    flags: int = 0
+    cancellable: bool = False  # True to let :meth:`Connection.cancel_all` cancel it
+    flags: int = 0  # bits of :class:`~rpcdataloader.wire.frames.Flag` to send with it
 
 
 class Connection:

@@ -33,13 +33,9 @@ class Inline:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """The embedded pool of this process.
+    """The embedded pool of this process."""
 
-    Attributes:
-        num_workers: Number of its workers to use; None for one per CPU.
-    """
-
-    num_workers: int | None = None
+    num_workers: int | None = None  # number of its workers to use; None for one per CPU
 
     def __str__(self) -> str:
         return "local" if self.num_workers is None else f"local:{self.num_workers}"

@@ -75,18 +75,12 @@ class Elastic(ABC):
 
 @dataclass(slots=True)
 class _File:
-    """A file in a register, as it was seen last.
+    """A file in a register, as it was seen last."""
 
-    Attributes:
-        changed: Its modification time, on the clock of its file system.
-        silence: Seconds since that changed.
-        num_failures: Number of looks in a row at which it was unusable.
-    """
-
-    changed: float = math.nan
-    silence: float = 0.0
+    changed: float = math.nan  # its modification time, on the clock of its file system
+    silence: float = 0.0  # seconds since that changed
     registration: Registration | None = None
-    num_failures: int = 0
+    num_failures: int = 0  # number of looks in a row at which it was unusable
 
 
 class Register(Elastic):

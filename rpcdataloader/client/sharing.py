@@ -17,13 +17,9 @@ from rpcdataloader import errors
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """This process's place among the trainers.
+    """This process's place among the trainers."""
 
-    Attributes:
-        rank: Number from 0 to ``world_size - 1``.
-    """
-
-    rank: int = 0
+    rank: int = 0  # number from 0 to ``world_size - 1``
     world_size: int = 1
 
     def __post_init__(self) -> None:

@@ -46,24 +46,17 @@ worker_logger = logging.getLogger("rpcdataloader.worker")
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """Settings of all connections of this client.
+    """Settings of all connections of this client."""
 
-    Attributes:
-        connect_timeout: Seconds to wait for a node server that is starting, or has no room.
-        rank: Rank of a distributed trainer, for the server's log.
-        changed: Guards what sessions have been told; notified when a session is ready or lost, or its worker ends.
-        waits_for_servers: True if a server that refuses connections may be about to start.
-        tls: TLS credentials for TCP connections; None without TLS.
-    """
-
-    connect_timeout: float
-    rank: int | None
+    connect_timeout: float  # seconds to wait for a node server that is starting, or has no room
+    rank: int | None  # rank of a distributed trainer, for the server's log
     allocator: Allocator
     alarm: Alarm
-    tls: TlsCredentials | None = None
-    waits_for_servers: bool = True
+    tls: TlsCredentials | None = None  # TLS credentials for TCP connections; None without TLS
+    waits_for_servers: bool = True  # True if a server that refuses connections may be about to start
     additions: SharedAdditions = field(default_factory=SharedAdditions)
     printer: Printer = field(default_factory=Printer)
+    # Guards what sessions have been told; notified when a session is ready or lost, or its worker ends.
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def open(self, address: Address, session: bytes, deadline: Deadline, **options: Any) -> tuple[Channel, Welcome]:

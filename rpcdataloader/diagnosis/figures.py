@@ -38,32 +38,23 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class SlowNode:
-    """A node whose tasks take far longer than those of other nodes.
-
-    Attributes:
-        usual: Seconds of a task on other nodes.
-        capacity: Batches per second of all workers, if this node were as fast as the others.
-    """
+    """A node whose tasks take far longer than those of other nodes."""
 
     name: str
     factor: float
-    usual: float
-    capacity: float
+    usual: float  # seconds of a task on other nodes
+    capacity: float  # batches per second of all workers, if this node were as fast as the others
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures that follow from the records.
+    """Figures that follow from the records."""
 
-    Attributes:
-        evidence: Numbers by their names, which end with their units: ``_seconds`` and ``_bytes`` per batch, ``_rate``
-            in batches per second, ``_share`` from 0 to 1.
-        capacities: Batches per second of ``workers``, ``network``, ``trainer``, ``device_copy`` and ``window``, as far
-            as measured.
-    """
-
+    # Numbers by their names, which end with their units: ``_seconds`` and ``_bytes`` per batch, ``_rate`` in batches
+    # per second, ``_share`` from 0 to 1.
     evidence: dict[str, float]
     stages: dict[str, Stage]
+    # Batches per second of ``workers``, ``network``, ``trainer``, ``device_copy`` and ``window``, as far as measured.
     capacities: dict[str, float]
     slow: SlowNode | None
 

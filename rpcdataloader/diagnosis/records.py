@@ -52,24 +52,15 @@ _NUM_INTERVALS = 64
 
 
 class Totals(NamedTuple):
-    """Sums since the beginning of the pass.
-
-    Attributes:
-        waited: Seconds in ``next`` until its last decision.
-        blocked: Seconds of ``waited`` that the consumer slept until its batch came.
-        ready: Seconds of ``blocked`` while a later batch was already here.
-        link: Seconds in which at least one reply was being received: the union over all connections.
-        noted: Number of the calls of ``next`` that were timed to their end.
-        sending: Seconds in these after the last decision, in which requests were sent.
-    """
+    """Sums since the beginning of the pass."""
 
     batches: int = 0
-    waited: float = 0.0
-    blocked: float = 0.0
-    ready: float = 0.0
-    link: float = 0.0
-    noted: int = 0
-    sending: float = 0.0
+    waited: float = 0.0  # seconds in ``next`` until its last decision
+    blocked: float = 0.0  # seconds of ``waited`` that the consumer slept until its batch came
+    ready: float = 0.0  # seconds of ``blocked`` while a later batch was already here
+    link: float = 0.0  # seconds in which at least one reply was being received: the union over all connections
+    noted: int = 0  # number of the calls of ``next`` that were timed to their end
+    sending: float = 0.0  # seconds in these after the last decision, in which requests were sent
 
     def since(self, before: Totals) -> Totals:
         """The sums since others."""
@@ -82,17 +73,11 @@ class Totals(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A sleep of the consumer until a batch came.
+    """A sleep of the consumer until a batch came."""
 
-    Attributes:
-        at: Time of its end.
-        seconds: Its length.
-        ready: Seconds of it while a later batch was already here.
-    """
-
-    at: float
-    seconds: float
-    ready: float
+    at: float  # time of its end
+    seconds: float  # its length
+    ready: float  # seconds of it while a later batch was already here
     worker: int
 
 
@@ -101,94 +86,58 @@ class Probe:
     """A batch whose way is timed, by each thread that handles it; constant after the delivery.
 
     A task that is sent twice keeps the times of the copy that was answered.
-
-    Attributes:
-        draw: Seconds in the sampler.
-        added: Time at which it was added to the table.
-        assigned: Time at which the engine gave it to a worker.
-        sent: Time at which the send call had returned.
-        arrived: Time of the first bytes of the reply.
-        received: Time of the last bytes.
-        size_bytes: Bytes of the batch.
-        answered: Time at which the decoded batch was among the results.
-        receive_cpu: CPU seconds of the receiver thread from ``arrived`` to ``received``: mostly the kernel's copying.
-        decode_cpu: CPU seconds of the receiver thread from ``received`` to ``answered``: mostly Python.
-        lock: Seconds that the receiver thread did not run although the bytes were here: wall time less CPU time of
-            decoding, and of receive calls that found all they asked for.
-        copy: Seconds of the copy on the device.
-        stalled: Seconds that the device stalled for the copy, after ``next``.
-        reorder: Seconds that it waited here for the delivery of the batch before it.
-        wait: Seconds that the consumer was in ``next`` for it.
-        stages: Durations that the worker sent; None without them.
-        delivered: Time at which ``next`` returned.
-        totals: Sums at that time.
     """
 
     number: int = -1
-    draw: float = 0.0
-    added: float = 0.0
-    assigned: float = 0.0
-    sent: float = 0.0
-    arrived: float = 0.0
-    received: float = 0.0
-    size_bytes: int = 0
-    answered: float = 0.0
+    draw: float = 0.0  # seconds in the sampler
+    added: float = 0.0  # time at which it was added to the table
+    assigned: float = 0.0  # time at which the engine gave it to a worker
+    sent: float = 0.0  # time at which the send call had returned
+    arrived: float = 0.0  # time of the first bytes of the reply
+    received: float = 0.0  # time of the last bytes
+    size_bytes: int = 0  # bytes of the batch
+    answered: float = 0.0  # time at which the decoded batch was among the results
+    # CPU seconds of the receiver thread from ``arrived`` to ``received``: mostly the kernel's copying.
     receive_cpu: float = 0.0
-    decode_cpu: float = 0.0
+    decode_cpu: float = 0.0  # CPU seconds of the receiver thread from ``received`` to ``answered``: mostly Python
+    # Seconds that the receiver thread did not run although the bytes were here: wall time less CPU time of decoding,
+    # and of receive calls that found all they asked for.
     lock: float = 0.0
-    copy: float = 0.0
-    stalled: float = 0.0
-    reorder: float = 0.0
-    wait: float = 0.0
-    stages: Stages | None = None
-    delivered: float = 0.0
-    totals: Totals = field(default_factory=Totals)
+    copy: float = 0.0  # seconds of the copy on the device
+    stalled: float = 0.0  # seconds that the device stalled for the copy, after ``next``
+    reorder: float = 0.0  # seconds that it waited here for the delivery of the batch before it
+    wait: float = 0.0  # seconds that the consumer was in ``next`` for it
+    stages: Stages | None = None  # durations that the worker sent; None without them
+    delivered: float = 0.0  # time at which ``next`` returned
+    totals: Totals = field(default_factory=Totals)  # sums at that time
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The present workers and limits of a pass.
+    """The present workers and limits of a pass."""
 
-    Attributes:
-        workers: Node of each worker that takes tasks, by the engine's number.
-        window: Batches that may be undelivered.
-        prefetch_factor: Batches of the window per worker.
-        max_in_flight_bytes: Bytes that may be on their way or wait here.
-        names: Name of each worker, for messages.
-        is_persistent: True if the workers stay for the next epoch.
-    """
-
-    workers: Mapping[int, str]
-    window: int
-    prefetch_factor: int
-    max_in_flight_bytes: int
-    names: Mapping[int, str] = field(default_factory=dict)
-    is_persistent: bool = False
+    workers: Mapping[int, str]  # node of each worker that takes tasks, by the engine's number
+    window: int  # batches that may be undelivered
+    prefetch_factor: int  # batches of the window per worker
+    max_in_flight_bytes: int  # bytes that may be on their way or wait here
+    names: Mapping[int, str] = field(default_factory=dict)  # name of each worker, for messages
+    is_persistent: bool = False  # True if the workers stay for the next epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """A snapshot of a pass.
-
-    Attributes:
-        begun: Time at which the pass began.
-        first_wait: Seconds until the first batch.
-        probes: Probes in the order of delivery.
-        waits: Waits in the order of delivery.
-        tasks: Seconds of the last tasks of each worker, including tasks without probe: a slow worker gets few tasks.
-        last: Time of the last delivery.
-        waiting: Seconds that the consumer has been waiting for the next batch so far.
-    """
+    """A snapshot of a pass."""
 
     setup: Setup
-    begun: float
-    first_wait: float
+    begun: float  # time at which the pass began
+    first_wait: float  # seconds until the first batch
     totals: Totals
-    probes: tuple[Probe, ...]
-    waits: tuple[Wait, ...]
+    probes: tuple[Probe, ...]  # probes in the order of delivery
+    waits: tuple[Wait, ...]  # waits in the order of delivery
+    # Seconds of the last tasks of each worker, including tasks without probe: a slow worker gets few tasks.
     tasks: dict[int, tuple[float, ...]]
-    last: float
-    waiting: float = 0.0
+    last: float  # time of the last delivery
+    waiting: float = 0.0  # seconds that the consumer has been waiting for the next batch so far
 
     @property
     def span(self) -> tuple[Probe, ...]:

@@ -34,59 +34,37 @@ _NUM_TORCH_TYPES = len(default_collate_fn_map)
 
 
 class StreamState(NamedTuple):
-    """The place of a stream, which is one worker's iterator over an iterable-style dataset.
+    """The place of a stream, which is one worker's iterator over an iterable-style dataset."""
 
-    Attributes:
-        num_samples: Number of samples taken from it.
-        num_batches: Number of batches made of them.
-        owner: Owner of the ``state_dict()``: ``"iterator"`` or ``"dataset"``; empty without one.
-        state: Result of that ``state_dict()``.
-        ended: True if the last batch met the end: it was incomplete.
-    """
-
-    num_samples: int = 0
-    num_batches: int = 0
-    owner: str = ""
-    state: Any = None
-    ended: bool = False
+    num_samples: int = 0  # number of samples taken from it
+    num_batches: int = 0  # number of batches made of them
+    owner: str = ""  # owner of the ``state_dict()``: ``"iterator"`` or ``"dataset"``; empty without one
+    state: Any = None  # result of that ``state_dict()``
+    ended: bool = False  # True if the last batch met the end: it was incomplete
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderSpec:
-    """The loader as a worker needs to know it; sent once.
+    """The loader as a worker needs to know it; sent once."""
 
-    Attributes:
-        collate_fn: Collate function; None for torch's default.
-        auto_collation: True if the sampler yields lists of indices; False for single ones.
-        drop_last: True to leave out an incomplete last batch of an iterable-style dataset.
-        base_seed: Seed from 0 to 2**63 - 1, the same on all workers.
-        epoch: Number of the epoch from 0; see :meth:`BatchLoader.start_epoch`.
-        rank: Rank of the trainer; with ``world_size``, keeps the random numbers of ranks apart.
-        num_workers: Number of workers; 0 means, as in torch, no worker info and no init function.
-        first_place: Place in the epoch, over all ranks, of the first sample, where the sampler began later.
-        pipe_seed: Seed of an IterDataPipe in this pass, the same on all workers.
-        stream: State from which an iterable-style dataset continues; None for its beginning.
-        skips: True to leave out samples whose dataset raises an exception.
-        retry_on: Exceptions after which a batch is retried instead, except in the last attempt.
-        job: RANK and WORLD_SIZE for a stream of another rank; None for those of the session.
-    """
-
-    collate_fn: Callable[[Any], Any] | None
+    collate_fn: Callable[[Any], Any] | None  # collate function; None for torch's default
     worker_init_fn: Callable[[int], None] | None
-    auto_collation: bool
+    auto_collation: bool  # True if the sampler yields lists of indices; False for single ones
     iterable: bool
-    drop_last: bool
-    base_seed: int
-    epoch: int
-    rank: int
+    drop_last: bool  # True to leave out an incomplete last batch of an iterable-style dataset
+    base_seed: int  # seed from 0 to 2**63 - 1, the same on all workers
+    epoch: int  # number of the epoch from 0; see :meth:`BatchLoader.start_epoch`
+    rank: int  # rank of the trainer; with ``world_size``, keeps the random numbers of ranks apart
     world_size: int
     worker_id: int
-    num_workers: int
-    first_place: int = 0
-    pipe_seed: int | None = None
-    stream: StreamState | None = None
-    skips: bool = False
+    num_workers: int  # number of workers; 0 means, as in torch, no worker info and no init function
+    first_place: int = 0  # place in the epoch, over all ranks, of the first sample, where the sampler began later
+    pipe_seed: int | None = None  # seed of an IterDataPipe in this pass, the same on all workers
+    stream: StreamState | None = None  # state from which an iterable-style dataset continues; None for its beginning
+    skips: bool = False  # True to leave out samples whose dataset raises an exception
+    # Exceptions after which a batch is retried instead, except in the last attempt.
     retry_on: tuple[type[BaseException], ...] = ()
+    # RANK and WORLD_SIZE for a stream of another rank; None for those of the session.
     job: tuple[int, int] | None = None
 
     def at_epoch(self, epoch: int, first_place: int, pipe_seed: int | None) -> LoaderSpec:

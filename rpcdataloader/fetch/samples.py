@@ -56,25 +56,17 @@ def describe_indices(indices: Any) -> str:
 
 @dataclass(slots=True, eq=False)
 class Reduced:
-    """A batch without some of its samples.
+    """A batch without some of its samples."""
 
-    Attributes:
-        stream: Stream of the batch; None for a map-style dataset.
-        num_skipped: Number of missing samples.
-        shown: First missing samples, in words: indices or, of a stream, places in it, from 0.
-        errors: First and last exception, which may be the same.
-        ends_stream: True if the stream ended right after an exception.
-        where: Process that loaded the batch, in words.
-    """
-
-    stream: int | None = None
-    num_skipped: int = 0
+    stream: int | None = None  # stream of the batch; None for a map-style dataset
+    num_skipped: int = 0  # number of missing samples
+    # First missing samples, in words: indices or, of a stream, places in it, from 0.
     shown: list[str] = field(default_factory=list)
-    errors: list[Exception] = field(default_factory=list)
-    ends_stream: bool = False
+    errors: list[Exception] = field(default_factory=list)  # first and last exception, which may be the same
+    ends_stream: bool = False  # True if the stream ended right after an exception
     is_empty: bool = True
     batch: Any = None
-    where: str = "this process"
+    where: str = "this process"  # process that loaded the batch, in words
 
     def leave_out(self, indices: Sequence[Any], error: Exception) -> None:
         """Note that the dataset raised ``error`` for these samples."""

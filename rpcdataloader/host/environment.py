@@ -46,17 +46,11 @@ _forward_output: Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A client's process.
+    """A client's process."""
 
-    Attributes:
-        import_path: Absolute paths of the client's own modules, in the order of its ``sys.path``.
-        directory: Working directory; empty if it was deleted.
-        rank: Place among ``world_size`` trainers.
-    """
-
-    import_path: tuple[str, ...]
-    directory: str
-    rank: int = 0
+    import_path: tuple[str, ...]  # absolute paths of the client's own modules, in the order of its ``sys.path``
+    directory: str  # working directory; empty if it was deleted
+    rank: int = 0  # place among ``world_size`` trainers
     world_size: int = 1
 
 
@@ -132,15 +126,10 @@ def set_rank(rank: int, world_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module or package.
+    """A module or package."""
 
-    Attributes:
-        name: Top-level name, without a dot.
-        digest: SHA-256 of the archive, in hexadecimal digits.
-    """
-
-    name: str
-    digest: str
+    name: str  # top-level name, without a dot
+    digest: str  # SHA-256 of the archive, in hexadecimal digits
     size_bytes: int
     archive: bytes = field(repr=False, compare=False)
 

@@ -77,17 +77,12 @@ def read(path: str) -> str:
 
 
 class ProcessUse(NamedTuple):
-    """State and use of a process, or of one of its threads.
+    """State and use of a process, or of one of its threads."""
 
-    Attributes:
-        state: Linux's letter for the state of the process's main thread, or of the thread; empty when it has gone.
-        cpu_seconds: CPU time of all threads of the process, or of the thread.
-        memory_bytes: Resident memory, including shared pages.
-    """
-
+    # Linux's letter for the state of the process's main thread, or of the thread; empty when it has gone.
     state: str = ""
-    cpu_seconds: float = 0.0
-    memory_bytes: int = 0
+    cpu_seconds: float = 0.0  # CPU time of all threads of the process, or of the thread
+    memory_bytes: int = 0  # resident memory, including shared pages
 
 
 def process_use(pid: int, thread: int | None = None) -> ProcessUse:

@@ -47,14 +47,10 @@ _failures = itertools.count()  # of diagnoses that were to be logged
 
 
 class ToDo(NamedTuple):
-    """Pending decisions of the engine.
+    """Pending decisions of the engine."""
 
-    Attributes:
-        actions: All actions but those to send a task.
-        seats: Workers that tasks are sent to. They come last: opening, restarting and cancelling are decided before.
-    """
-
-    actions: list[Action]
+    actions: list[Action]  # all actions but those to send a task
+    # Workers that tasks are sent to. They come last: opening, restarting and cancelling are decided before.
     seats: list[Seat]
     begun: Pass
 

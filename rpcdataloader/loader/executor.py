@@ -40,15 +40,11 @@ logger = logging.getLogger("rpcdataloader.loader")
 
 
 class _Opening(NamedTuple):
-    """The first request to a worker, and its epoch.
-
-    Attributes:
-        job: RANK and WORLD_SIZE that the worker sets before, for a stream of another rank.
-    """
+    """The first request to a worker, and its epoch."""
 
     request: Encoded
     begun: Pass
-    job: tuple[int, int] | None = None
+    job: tuple[int, int] | None = None  # RANK and WORLD_SIZE that the worker sets before, for a stream of another rank
 
 
 class Executor:

@@ -34,19 +34,13 @@ _RANK_KEYS = {"kind", "rank", "num_ranks", "set_epoch"}
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The ranks and samplers of a pass.
+    """The ranks and samplers of a pass."""
 
-    Attributes:
-        job: Rank and world size of the process.
-        partition: Rank and world size that the loader was given; usually equal to ``job``.
-        samplers: Description of the order, from the outermost sampler to the innermost. Empty for an iterable-style
-            dataset.
-        one_order: True if all ranks together take the samples of one order in turn, and a state knows the place in it.
-    """
-
-    job: list[int]
-    partition: list[int]
+    job: list[int]  # rank and world size of the process
+    partition: list[int]  # rank and world size that the loader was given; usually equal to ``job``
+    # Description of the order, from the outermost sampler to the innermost. Empty for an iterable-style dataset.
     samplers: list[dict[str, Any]]
+    # True if all ranks together take the samples of one order in turn, and a state knows the place in it.
     one_order: bool = False
 
     @property
@@ -167,15 +161,10 @@ def _refused(saved: str, here: str, remedy: str) -> ValueError:
 
 
 class Identity(NamedTuple):
-    """A stream as its dataset sees it.
+    """A stream as its dataset sees it."""
 
-    Attributes:
-        job: RANK and WORLD_SIZE of the trainer in which it began; None for this one.
-        partition: Rank and world size of its loader, which may differ (``partition=``).
-    """
-
-    job: tuple[int, int] | None
-    partition: tuple[int, int]
+    job: tuple[int, int] | None  # RANK and WORLD_SIZE of the trainer in which it began; None for this one
+    partition: tuple[int, int]  # rank and world size of its loader, which may differ (``partition=``)
     worker_id: int
     num_workers: int
     base_seed: int

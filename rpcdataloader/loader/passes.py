@@ -26,19 +26,13 @@ from rpcdataloader.loader.tasks import Progress, TaskSource
 
 @dataclass(slots=True)
 class Pass:
-    """A begun pass. Its samples are ``first + rank``, then every ``world_size``-th, in the order of all ranks.
-
-    Attributes:
-        first: Place at which all ranks together begin; above 0 where a sampler resumes in the middle.
-        ranks: Rank and world size.
-        pipe_seed: Seed of an IterDataPipe: all workers shuffle alike, and then take their parts.
-    """
+    """A begun pass. Its samples are ``first + rank``, then every ``world_size``-th, in the order of all ranks."""
 
     source: TaskSource
     progress: Progress
-    first: int
-    ranks: tuple[int, int]
-    pipe_seed: int | None
+    first: int  # place at which all ranks together begin; above 0 where a sampler resumes in the middle
+    ranks: tuple[int, int]  # rank and world size
+    pipe_seed: int | None  # seed of an IterDataPipe: all workers shuffle alike, and then take their parts
 
 
 def draw_base_seed(generator: torch.Generator | None) -> int:

@@ -33,23 +33,16 @@ _LOOK_PAUSE = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The intended nodes of a pass's workers.
+    """The intended nodes of a pass's workers."""
 
-    Attributes:
-        homes: Node of each worker, as often as it has workers; nodes may be away.
-        others: Further nodes, which help while all homes are away, in this rank's order of preference.
-        max_workers: Limit on this process's workers, also when nodes join; 0 for no limit.
-        register: Place where node servers come and go; None for named nodes.
-        missing: Nodes that have not come yet; they join when they do.
-    """
-
-    homes: tuple[Node, ...]
+    homes: tuple[Node, ...]  # node of each worker, as often as it has workers; nodes may be away
+    # Further nodes, which help while all homes are away, in this rank's order of preference.
     others: tuple[Node, ...] = ()
     partition: Partition = field(default_factory=Partition)
     num_offered: int = 0
-    max_workers: int = 0
-    register: Elastic | None = None
-    missing: tuple[Node, ...] = ()
+    max_workers: int = 0  # limit on this process's workers, also when nodes join; 0 for no limit
+    register: Elastic | None = None  # place where node servers come and go; None for named nodes
+    missing: tuple[Node, ...] = ()  # nodes that have not come yet; they join when they do
 
 
 def place(

@@ -35,24 +35,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Answer:
-    """A worker's answer to a task.
+    """A worker's answer to a task."""
 
-    Attributes:
-        result: Batch, or a ``Reduced`` in its place.
-        error: Exception in place of a batch.
-        timings: Seconds that the worker took to fetch and to collate; None for an exception.
-        arrived: Time of the first bytes, and
-        received: time of the last bytes, if they were waited for; otherwise 0.
-        stream: Progress of the worker's stream; None without one, or at its end.
-    """
-
-    result: Any = None
+    result: Any = None  # batch, or a ``Reduced`` in its place
     size_bytes: int = 0
-    error: BaseException | None = None
-    timings: tuple[float, float] | None = None
-    arrived: float = 0.0
-    received: float = 0.0
-    stream: StreamState | None = None
+    error: BaseException | None = None  # exception in place of a batch
+    timings: tuple[float, float] | None = None  # seconds to fetch and to collate; None for an exception
+    arrived: float = 0.0  # time of the first bytes of the reply, and
+    received: float = 0.0  # of the last, if they were waited for; otherwise 0
+    stream: StreamState | None = None  # progress of the worker's stream; None without one, or at its end
     movable: Movable | None = None
     copies: Copies | None = None
     worker: int = -1
@@ -92,19 +83,14 @@ def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, 
 
 @dataclass(slots=True)
 class Sent:
-    """A copy of a task that was sent to a worker.
-
-    Attributes:
-        request: Request of the task, or of its last attempt.
-        request_id: Id on its connection; 0 while it is being sent.
-    """
+    """A copy of a task that was sent to a worker."""
 
     task: Task
     number: int
     begun: Pass
-    request: bytes
+    request: bytes  # request of the task, or of its last attempt
     left_out: Mapping[int, str] | None = None
-    request_id: int = 0
+    request_id: int = 0  # id on its connection; 0 while it is being sent
     probe: Probe | None = None
 
 

@@ -23,18 +23,13 @@ from rpcdataloader.loader.sampler import ResumableDistributedSampler
 class PassSettings:
     """The checked arguments of a loader as its iterators use them; ``RPCDataloader`` documents them.
 
-    Attributes:
-        dataset: Dataset that the loader was given; a user's function may refer to it, as a bound method does.
-        sampler: Batch sampler or, without automatic batching, the sampler.
-        partition: Place of this process among the trainers, for the seeds.
-
     Raises:
         ValueError: A value is out of range.
         TypeError: A value has a wrong type.
     """
 
-    dataset: Any
-    sampler: Any
+    dataset: Any  # that the loader was given; a user's function may refer to it, as a bound method does
+    sampler: Any  # batch sampler or, without automatic batching, the sampler
     auto_collation: bool
     iterable: bool
     collate_fn: Callable[[Any], Any]
@@ -46,7 +41,7 @@ class PassSettings:
     persistent_workers: bool = False
     prefetch_factor: int = 2
     in_order: bool = True
-    partition: Partition = field(default_factory=current_partition)
+    partition: Partition = field(default_factory=current_partition)  # this process's place, for the seeds
     max_in_flight_bytes: int = None  # type: ignore[assignment]  # a share of the memory
     max_retries: int = 3
     reconnect_timeout: float = 300.0

@@ -27,45 +27,29 @@ logger = logging.getLogger("rpcdataloader.loader")
 
 @dataclass(slots=True)
 class Task:
-    """A batch to load: indices from the sampler, and the request for them.
-
-    Attributes:
-        number: Number in the whole pass, of which this process may have resumed only the rest.
-        position: Place of its first sample in the epoch.
-        sampler_state: State of the sampler after this batch, if it has one.
-        request: Request to a worker; empty without workers.
-        last_request: Request of the last attempt, which may differ.
-        stack: Stack of the last worker that exceeded the time limit.
-        probe: Times of its way so far, if measured; each copy that is sent gets its own.
-    """
+    """A batch to load: indices from the sampler, and the request for them."""
 
     indices: Any
-    number: int
-    position: int
+    number: int  # number in the whole pass, of which this process may have resumed only the rest
+    position: int  # place of its first sample in the epoch
     num_samples: int
-    sampler_state: Any = None
-    request: bytes = b""
-    last_request: bytes = b""
-    stack: str = ""
-    probe: Probe | None = None
+    sampler_state: Any = None  # state of the sampler after this batch, if it has one
+    request: bytes = b""  # request to a worker; empty without workers
+    last_request: bytes = b""  # request of the last attempt, which may differ
+    stack: str = ""  # stack of the last worker that exceeded the time limit
+    probe: Probe | None = None  # times of its way so far, if measured; each copy that is sent gets its own
 
 
 @dataclass(slots=True, eq=False)
 class TaskSource:
-    """Tasks from a sampler, numbered by batch and by the position of their first sample in the epoch.
-
-    Attributes:
-        number: Number of the next batch.
-        position: Place of its first sample.
-        leave_out: Numbers of batches to leave out.
-        get_state: Function that gives the sampler's state after each batch; None without a state.
-    """
+    """Tasks from a sampler, numbered by batch and by the position of their first sample in the epoch."""
 
     samples: Iterator[Any]
     auto_collation: bool
-    number: int = 0
-    position: int = 0
-    leave_out: Container[int] = ()
+    number: int = 0  # number of the next batch
+    position: int = 0  # place of its first sample
+    leave_out: Container[int] = ()  # numbers of batches to leave out
+    # Function that gives the sampler's state after each batch; None without a state.
     get_state: Callable[[], Any] | None = None
     makes_requests: bool = False
     marks_last_try: bool = False
@@ -161,38 +145,28 @@ def describe_end(task: Task, sample: int) -> str:
 
 @dataclass(slots=True)
 class Progress:
-    """Progress of a pass.
+    """Progress of a pass."""
 
-    Attributes:
-        base_seed: Seed of the pass, or of all passes of persistent workers.
-        epoch: Number from 0, which grows with persistent workers.
-        num_batches: Number of batches delivered without a gap.
-        ahead: Later delivered batches by number: their number of samples, and the state of the sampler after them
-            (``in_order=False``).
-        streams: States of an iterable-style dataset's streams, each after its last delivered batch.
-        identities: Identities of the streams, if they began on other ranks; empty otherwise.
-        turn: Stream whose batch comes next.
-        num_yielded: Number of batches delivered in this process, without empty ones.
-        num_skipped: Number of samples missing in the delivered batches.
-        in_step: True while no batch was left out as a whole, so that other ranks have delivered batches of the same
-            numbers.
-        start: State at the beginning of the pass: generators, rank and samplers.
-        sampler: Last state of a sampler that has one, and its number of batches and samples then.
-    """
-
-    base_seed: int
-    epoch: int
-    num_batches: int = 0
+    base_seed: int  # seed of the pass, or of all passes of persistent workers
+    epoch: int  # number from 0, which grows with persistent workers
+    num_batches: int = 0  # number of batches delivered without a gap
     num_samples: int = 0
+    # Later delivered batches by number: their number of samples, and the state of the sampler after them
+    # (``in_order=False``).
     ahead: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    # States of an iterable-style dataset's streams, each after its last delivered batch.
     streams: list[StreamState] = field(default_factory=list)
+    # Identities of the streams, if they began on other ranks; empty otherwise.
     identities: list[Identity] = field(default_factory=list)
-    turn: int = 0
-    num_yielded: int = 0
-    num_skipped: int = 0
+    turn: int = 0  # stream whose batch comes next
+    num_yielded: int = 0  # number of batches delivered in this process, without empty ones
+    num_skipped: int = 0  # number of samples missing in the delivered batches
+    # True while no batch was left out as a whole, so that other ranks have delivered batches of the same numbers.
     in_step: bool = True
     finished: bool = False
+    # State at the beginning of the pass: generators, rank and samplers.
     start: dict[str, Any] = field(default_factory=dict)
+    # Last state of a sampler that has one, and its number of batches and samples then.
     sampler: dict[str, Any] | None = None
 
     def delivered(self, task: Task, stream: int | None = None, state: StreamState | None = None) -> None:

@@ -89,36 +89,20 @@ Action = Load | Cancel | Open[Any] | Close | End | Restart | Seek[Any] | ReportW
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """The user's choices for a pass.
+    """The user's choices for a pass."""
 
-    Attributes:
-        num_workers: Workers of this process at the beginning of the pass; streams of an iterable-style dataset.
-        prefetch_factor: Tasks requested per worker in advance.
-        max_in_flight_bytes: Limit on the bytes of answers and of tasks in flight.
-        max_retries: Limit on retries of a task after an exception, and on workers that die at it.
-        task_timeout: Seconds that a task may take; None for no limit.
-        reconnect_timeout: Seconds to wait for nodes when no worker is left.
-        marks_last_try: True if the last attempt at a task is another request than those before.
-        leaves_out: True to leave out a sample at which ``max_retries`` workers have died.
-        label: Beginning of every message: the rank in a distributed job.
-        rank: Rank of this process among those that share the nodes.
-        world_size: Number of processes that share the nodes.
-        num_offered: Workers of all nodes together.
-        max_workers: Limit on this process's workers, also when nodes join; 0 for no limit.
-    """
-
-    num_workers: int
+    num_workers: int  # workers of this process at the beginning of the pass; streams of an iterable-style dataset
     is_iterable: bool = False
-    prefetch_factor: int = 2
+    prefetch_factor: int = 2  # tasks requested per worker in advance
     in_order: bool = True
-    max_in_flight_bytes: int = 2**30
-    max_retries: int = 3
-    task_timeout: float | None = None
-    reconnect_timeout: float = 300.0
-    marks_last_try: bool = False
-    leaves_out: bool = False
-    label: str = ""
-    rank: int = 0
-    world_size: int = 1
-    num_offered: int = 0
-    max_workers: int = 0
+    max_in_flight_bytes: int = 2**30  # limit on the bytes of answers and of tasks in flight
+    max_retries: int = 3  # limit on retries of a task after an exception, and on workers that die at it
+    task_timeout: float | None = None  # seconds that a task may take; None for no limit
+    reconnect_timeout: float = 300.0  # seconds to wait for nodes when no worker is left
+    marks_last_try: bool = False  # True if the last attempt at a task is another request than those before
+    leaves_out: bool = False  # True to leave out a sample at which ``max_retries`` workers have died
+    label: str = ""  # beginning of every message: the rank in a distributed job
+    rank: int = 0  # rank of this process among those that share the nodes
+    world_size: int = 1  # number of processes that share the nodes
+    num_offered: int = 0  # workers of all nodes together
+    max_workers: int = 0  # limit on this process's workers, also when nodes join; 0 for no limit

@@ -20,48 +20,30 @@ N = TypeVar("N", bound=Hashable)
 
 @dataclass(slots=True, eq=False)
 class Member(Generic[N]):
-    """A worker that was requested, and is not lost.
-
-    Attributes:
-        place: Place that it fills; the stream of an iterable-style dataset.
-        has_joined: True once it takes tasks.
-        is_at_work: True once it has answered the first request of this epoch.
-        is_sent_away: True if it ends as soon as it has answered its requests.
-        is_closed: True once its end was requested.
-    """
+    """A worker that was requested, and is not lost."""
 
     number: int
-    place: int
+    place: int  # place that it fills; the stream of an iterable-style dataset
     node: N
     incarnation: Hashable
-    has_joined: bool = False
-    is_at_work: bool = False
+    has_joined: bool = False  # True once it takes tasks
+    is_at_work: bool = False  # True once it has answered the first request of this epoch
     is_draining: bool = False
-    is_sent_away: bool = False
-    is_closed: bool = False
+    is_sent_away: bool = False  # True if it ends as soon as it has answered its requests
+    is_closed: bool = False  # True once its end was requested
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """The end of a worker, or the reason why it never started.
+    """The end of a worker, or the reason why it never started."""
 
-    Attributes:
-        error: Exception of its requests.
-        node_is_up: True if the session on its node still lives.
-        came: True if it had started; False if it was unreachable.
-        was_refused: True if the node had no room for it.
-        has_retired: True if it has served its share of tasks, and may be replaced.
-        task: Number of its last task, from its own record; None if unknown.
-        place: Place of the present sample in that task; None between samples.
-    """
-
-    error: RPCError
-    node_is_up: bool
-    came: bool = True
-    was_refused: bool = False
-    has_retired: bool = False
-    task: int | None = None
-    place: int | None = None
+    error: RPCError  # exception of its requests
+    node_is_up: bool  # True if the session on its node still lives
+    came: bool = True  # True if it had started; False if it was unreachable
+    was_refused: bool = False  # True if the node had no room for it
+    has_retired: bool = False  # True if it has served its share of tasks, and may be replaced
+    task: int | None = None  # number of its last task, from its own record; None if unknown
+    place: int | None = None  # place of the present sample in that task; None between samples
 
 
 class Crew(Generic[N]):

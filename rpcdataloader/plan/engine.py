@@ -39,21 +39,13 @@ MAX_RETRY_PAUSE = 30.0
 
 @dataclass(slots=True)
 class Trouble:
-    """The failures of an undelivered task.
+    """The failures of an undelivered task."""
 
-    Attributes:
-        killed: How each worker at this task has ended, and
-        places: at which sample, since one was left out.
-        left_out: Places of the samples that are left out, each with the reason.
-        num_retries: Exceptions after which it was retried.
-        last_at: Workers that are at its last attempt.
-    """
-
-    killed: list[str] = field(default_factory=list)
-    places: Counter[int | None] = field(default_factory=Counter)
-    left_out: dict[int, str] = field(default_factory=dict)
-    num_retries: int = 0
-    last_at: set[int] = field(default_factory=set)
+    killed: list[str] = field(default_factory=list)  # how each worker at this task has ended
+    places: Counter[int | None] = field(default_factory=Counter)  # samples at which they did, since one was left out
+    left_out: dict[int, str] = field(default_factory=dict)  # places of the samples left out, each with the reason
+    num_retries: int = 0  # exceptions after which it was retried
+    last_at: set[int] = field(default_factory=set)  # workers that are at its last attempt
 
     def died(self, how: str, place: int | None, options: PlanOptions) -> bool:
         """Note a worker's death, at the sample of ``place`` if known; returns True for one death too many.

@@ -32,26 +32,17 @@ _SIZE_DECAY = 1 / 16
 
 @dataclass(slots=True)
 class Entry:
-    """A batch to load.
-
-    Attributes:
-        answer: Argument of :meth:`Table.replied`; None for a condemned task.
-        size_bytes: Bytes of the answer; None until it is here.
-        holders: Workers with an unanswered copy, oldest first.
-        failed_at: Worker that a retry avoids, if possible.
-        num_deaths: Number of workers that died at work on it.
-        stream: Stream that it belongs to; None without streams.
-        condemned: Text of the error that is delivered in place of an answer, if the task has killed too many workers.
-    """
+    """A batch to load."""
 
     number: int
     payload: Any
-    answer: Any = None
-    size_bytes: int | None = None
-    holders: list[WorkerPace] = field(default_factory=list)
-    failed_at: WorkerPace | None = None
-    num_deaths: int = 0
-    stream: int | None = None
+    answer: Any = None  # argument of :meth:`Table.replied`; None for a condemned task
+    size_bytes: int | None = None  # bytes of the answer; None until it is here
+    holders: list[WorkerPace] = field(default_factory=list)  # workers with an unanswered copy, oldest first
+    failed_at: WorkerPace | None = None  # worker that a retry avoids, if possible
+    num_deaths: int = 0  # number of workers that died at work on it
+    stream: int | None = None  # stream that it belongs to; None without streams
+    # Text of the error that is delivered in place of an answer, if the task has killed too many workers.
     condemned: str | None = None
 
 

@@ -90,23 +90,16 @@ class Pace:
 
 @dataclass(slots=True, eq=False)
 class WorkerPace:
-    """The tasks and the speed of one worker.
-
-    Attributes:
-        host: Host of the worker; None if unknown.
-        order: Number in the order of joining, which breaks ties.
-        since: Time at which the first task in flight began or, without one, the worker fell idle.
-        in_flight: Task numbers as an ordered set; the first one runs.
-        task_seconds: Average of recent answers; None before the first one, when the others' average is assumed.
-    """
+    """The tasks and the speed of one worker."""
 
     id: int
-    host: Hashable
-    order: int
+    host: Hashable  # host of the worker; None if unknown
+    order: int  # number in the order of joining, which breaks ties
     common: Pace
-    since: float
-    in_flight: dict[int, None] = field(default_factory=dict)
+    since: float  # time at which the first task in flight began or, without one, the worker fell idle
+    in_flight: dict[int, None] = field(default_factory=dict)  # task numbers as an ordered set; the first one runs
     draining: bool = False
+    # Average of recent answers; None before the first one, when the others' average is assumed.
     task_seconds: float | None = None
     _num_averaged: int = 0  # answers in the average
     _ranked: list[_Entry] | None = None  # its list, and its entry there

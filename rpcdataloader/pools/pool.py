@@ -48,19 +48,12 @@ _READY = re.compile(r"rpcdataloader ready (\S+) num_workers=\d+ pid=\d+")
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A pool's description of its node servers.
+    """A pool's description of its node servers."""
 
-    Attributes:
-        credentials: Their secret; not shown by ``repr``.
-        num_workers: Number of workers that each offers, and CPUs that it takes.
-        launch: More options of ``launch``.
-        find_host: Function for the address at which trainers reach the machine that runs it.
-    """
-
-    credentials: Credentials
-    num_workers: int
-    launch: tuple[str, ...]
-    find_host: Callable[[], str]
+    credentials: Credentials  # their secret; not shown by ``repr``
+    num_workers: int  # number of workers that each offers, and CPUs that it takes
+    launch: tuple[str, ...]  # more options of ``launch``
+    find_host: Callable[[], str]  # function for the address at which trainers reach the machine that runs it
 
 
 class Node(Protocol):

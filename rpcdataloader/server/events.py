@@ -124,16 +124,11 @@ class WantsRoom(Event):
 
 @dataclass(frozen=True)
 class Decided(Event):
-    """Node server to session, and session to worker.
-
-    Attributes:
-        reason: Why the worker is refused; None if it is admitted.
-        row: Place of the worker among the counters; 0 if it is refused.
-    """
+    """Node server to session, and session to worker."""
 
     worker: int
-    reason: str | None
-    row: int
+    reason: str | None  # why the worker is refused; None if it is admitted
+    row: int  # place of the worker among the counters; 0 if it is refused
 
 
 @dataclass(frozen=True)

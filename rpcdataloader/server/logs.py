@@ -194,17 +194,11 @@ MAX_REASON_CHARS = 600
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The owner of a connection, as it has said and proved.
+    """The owner of a connection, as it has said and proved."""
 
-    Attributes:
-        client: Host and process id, ``"gpu01:2304"``.
-        rank: Rank in a distributed job; None outside of one.
-        job: Slurm job; empty outside of one.
-    """
-
-    client: str
-    rank: int | None
-    job: str
+    client: str  # host and process id, ``"gpu01:2304"``
+    rank: int | None  # rank in a distributed job; None outside of one
+    job: str  # Slurm job; empty outside of one
 
     @classmethod
     def of(cls, identity: Identity) -> Origin:

@@ -32,32 +32,20 @@ _CLIENT_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 @dataclass(slots=True, eq=False)
 class Connection:
-    """A connection that a gate has, or that it had when it became a session.
+    """A connection that a gate has, or that it had when it became a session."""
 
-    Attributes:
-        sock: Kept to see the peer leave while the process is busy.
-        deadline: Time by which its gate must have become something else; infinite once it has, or is being ended.
-        is_refused: True once its gate has refused it and waits for the peer to close.
-        wanted: The session that it is for, while that session has no room for it.
-    """
-
-    sock: socket.socket
+    sock: socket.socket  # kept to see the peer leave while the process is busy
     source: str
     peer: str
     row: int
-    deadline: float
-    is_refused: bool = False
-    wanted: events.IsForWorker | None = None
+    deadline: float  # time by which its gate must have become something else; infinite once it has, or is being ended
+    is_refused: bool = False  # True once its gate has refused it and waits for the peer to close
+    wanted: events.IsForWorker | None = None  # the session that it is for, while that session has no room for it
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ClientSession:
-    """A session.
-
-    Attributes:
-        output: Limit on the printed lines that are sent to its client; None if the client wants no output.
-        is_asked: True while a request for stacks is unread.
-    """
+    """A session."""
 
     process: Process
     link: Link
@@ -66,25 +54,21 @@ class ClientSession:
     client: str
     accepted: AcceptedConnection
     folder: str
+    # Limit on the printed lines that are sent to its client; None if the client wants no output.
     output: LineLimit | None = None
     workers: dict[int, AcceptedConnection] = field(default_factory=dict)
     is_client_gone: bool = False
-    is_asked: bool = False
+    is_asked: bool = False  # True while a request for stacks is unread
 
 
 @dataclass(slots=True, eq=False)
 class Child:
-    """A process of the node server: a gate, or what it has become.
-
-    Attributes:
-        connection: None for a gate that waits for one.
-        session: Its session, once it is one.
-    """
+    """A process of the node server: a gate, or what it has become."""
 
     process: Process
     link: Link
-    connection: Connection | None = None
-    session: ClientSession | None = None
+    connection: Connection | None = None  # None for a gate that waits for one
+    session: ClientSession | None = None  # its session, once it is one
 
     def end(self, reason: str) -> None:
         if self.connection is not None:

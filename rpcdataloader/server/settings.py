@@ -163,21 +163,18 @@ REFUSALS_PERIOD = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServerContext:
-    """State that every process of a node server inherits through the forks.
-
-    Attributes:
-        embedded: True for the pool of one trainer: workers are not capped, and warnings only go to the log, which is
-            the trainer's terminal.
-        tls: Files for TLS, with absolute paths: sessions change the working directory, and workers the environment.
-        refusals: Limit on the lines of :meth:`log_refusal`.
-    """
+    """State that every process of a node server inherits through the forks."""
 
     settings: ServerSettings
     credentials: Credentials
     num_workers: int
+    # True for the pool of one trainer: workers are not capped, and warnings only go to the log, which is the trainer's
+    # terminal.
     embedded: bool = False
+    # Files for TLS, with absolute paths: sessions change the working directory, and workers the environment.
     tls: TlsFiles | None = None
     node: str = field(default_factory=socket.gethostname)
+    # Limit on the lines of :meth:`log_refusal`.
     refusals: SharedLimit = field(default_factory=lambda: SharedLimit(MAX_REFUSALS, REFUSALS_PERIOD))
     counters: CounterTable = field(default_factory=CounterTable)
 

@@ -27,18 +27,12 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer of one node server.
-
-    Attributes:
-        status: Status that it sent; None without an answer.
-        error: Reason for a missing answer; empty otherwise.
-        is_refused: True if waiting does not help: another secret, certificate or version.
-    """
+    """The answer of one node server."""
 
     address: str
-    status: NodeStatus | None = None
-    error: str = ""
-    is_refused: bool = False
+    status: NodeStatus | None = None  # status that it sent; None without an answer
+    error: str = ""  # reason for a missing answer; empty otherwise
+    is_refused: bool = False  # True if waiting does not help: another secret, certificate or version
 
     @property
     def state(self) -> str:

@@ -50,22 +50,16 @@ SlabIndex = tuple[list[Region], list[Run]]
 
 
 class Index(NamedTuple):
-    """The receiver's instructions to rebuild the tensors of a message. Tensors are numbered in the pickler's order.
-
-    Attributes:
-        layouts: The different layouts, to which the rest refers by position.
-        blocks: Tensors of each region that is a block of its own.
-        slabs: Contents of each slab; slabs are the blocks after those. *Regions* hold any tensors, also several that
-            share memory. *Runs* are contiguous tensors of equal layout, each with its own memory, without gaps between
-            them: there may be thousands, and the receiver copies them with a few calls.
-        empty: Tensors without elements, and the layout of each.
-    """
+    """The receiver's instructions to rebuild the tensors of a message. Tensors are numbered in the pickler's order."""
 
     num_tensors: int
-    layouts: list[Layout]
-    blocks: list[list[Place]]
+    layouts: list[Layout]  # the different layouts, to which the rest refers by position
+    blocks: list[list[Place]]  # tensors of each region that is a block of its own
+    # Contents of each slab; slabs are the blocks after those. *Regions* hold any tensors, also several that share
+    # memory. *Runs* are contiguous tensors of equal layout, each with its own memory, without gaps between them: there
+    # may be thousands, and the receiver copies them with a few calls.
     slabs: list[SlabIndex]
-    empty: list[tuple[int, int]]
+    empty: list[tuple[int, int]]  # tensors without elements, and the layout of each
 
 
 class Stack:
