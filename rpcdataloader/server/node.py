@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.server import events
@@ -37,6 +37,9 @@ MAX_GATES = 128
 # Seconds between two looks at what is due, such as the end of a time limit, or another attempt to send an event to a
 # session that had no room for it.
 TICK = 0.05
+
+# The same while all gates are at hand and nothing is under way: an idle server should leave the CPU alone.
+IDLE_TICK = 1.0
 
 # Most spare gates: the first batch comes from one of the first workers. Each takes 2.4 MB.
 MAX_SPARES = 4
@@ -98,8 +101,8 @@ class NodeServer:
             self._loop.watch(self._lifeline, self._on_lifeline)
         try:
             while self._drain_deadline is None or self._sessions:
-                self._loop.wait(TICK)
                 self._do_what_is_due(time.monotonic())
+                self._loop.wait(_tick(self._children.values(), self._num_spares))
         finally:
             self._close()
 
@@ -349,3 +352,10 @@ class NodeServer:
         if self._drain_deadline is not None and now > self._drain_deadline and self._sessions:
             logger.warning("ended %d sessions that were still busy after %g s", len(self._sessions), self._grace)
             self._end_all(f"still busy {self._grace:g} s after it was told to drain")
+
+
+def _tick(children: Collection[Child], num_spares: int) -> float:
+    """Seconds until the next look at what is due."""
+    connections = [child.connection for child in children]
+    is_idle = connections.count(None) >= num_spares and not any(child.link.unsent for child in children)
+    return IDLE_TICK if is_idle and all(one is None or one.deadline == math.inf for one in connections) else TICK
