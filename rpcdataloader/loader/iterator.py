@@ -173,11 +173,18 @@ class RemoteIterator(PassIterator):
                 if engine.failure is None:  # the failure has caused errors that say less
                     delivery = engine.deliver() if driver.ahead is None else driver.ahead.take()
                 if delivery is None:
+                    if engine.failure is None and engine.table.finished:
+                        break
                     blocked += self._wait(deadline)
                 wants_input = engine.table.wants_input
             if delivery is not None:
                 break
             self._advance(wants_input, began)
+        if delivery is None:
+            self.progress.finished = True
+            # Without the condition: why the loop has waited goes to handlers of the user.
+            driver.tell() if self._settings.persistent_workers else driver.close()
+            raise StopIteration
         task, answer = delivery.payload, delivery.answer
         if delivery.condemned is not None:
             answer = Answer(error=ConnectionLostError(delivery.condemned))
@@ -235,7 +242,6 @@ class RemoteIterator(PassIterator):
             Seconds asleep.
 
         Raises:
-            StopIteration: Every batch is delivered.
             RuntimeError: The deadline has passed.
             BaseException: The pass cannot go on.
         """
@@ -243,13 +249,6 @@ class RemoteIterator(PassIterator):
         if engine.failure is not None:
             driver.close()
             raise of_rank(engine.failure.with_traceback(None), self._settings.partition)
-        if engine.table.finished:
-            self.progress.finished = True
-            if self._settings.persistent_workers:
-                driver.tell()
-            else:
-                driver.close()
-            raise StopIteration
         if engine.table.wants_input:
             return 0.0  # a stream has ended, which makes room for others
         now = time.monotonic()
