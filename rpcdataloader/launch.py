@@ -163,8 +163,10 @@ def _tell_trainer(line: str) -> None:
 @contextlib.contextmanager
 def _logging_to(log: TextIO, level: str) -> Iterator[None]:
     formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s")
-    logging.getLogger("rpcdataloader").setLevel(level.upper())
+    package = logging.getLogger("rpcdataloader")
     with contextlib.ExitStack() as stack:
+        stack.callback(package.setLevel, package.level)
+        package.setLevel(level.upper())
 
         def add(logger: logging.Logger, stream: TextIO) -> None:
             handler = logging.StreamHandler(stream)

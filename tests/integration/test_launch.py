@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import multiprocessing
 import os
 import re
@@ -40,16 +39,12 @@ def fails(capsys):
     """Run the command line, which is expected to fail; gives the exit status and the message."""
 
     def fails(*options):
-        root, package = logging.getLogger(), logging.getLogger("rpcdataloader")
-        before = root.handlers[:], package.level
         handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             status = launch.main(options)
         except SystemExit as exc:
             status = exc.code
         finally:
-            root.handlers[:] = before[0]
-            package.setLevel(before[1])
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         out, err = capsys.readouterr()
