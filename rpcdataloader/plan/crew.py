@@ -77,7 +77,7 @@ class Crew(Generic[N]):
         self._reasons: dict[N, BaseException] = {}  # why each node is unusable
         self._num_offered = options.num_offered
         # The end
-        self._stuck_since: float | None = None  # time since which too few workers are left, and none can be opened
+        self.stuck_since: float | None = None  # time since which too few workers are left, and none can be opened
         self._last_error: BaseException | None = None  # end of the last worker
 
     # Workers
@@ -252,9 +252,9 @@ class Crew(Generic[N]):
             self.members[self._num_opened] = Member(self._num_opened, place, node, self._incarnations.get(node))
             self._out.append(Open(self._num_opened, place, node, place in self._promised))
         if not self.roster.is_stuck or (self.members and not self._options.is_iterable):
-            self._stuck_since = None  # also if it was not stuck for a moment only
-        elif self._stuck_since is None:
-            self._stuck_since = now
+            self.stuck_since = None  # also if it was not stuck for a moment only
+        elif self.stuck_since is None:
+            self.stuck_since = now
 
     def say(self, text: str, *, is_warning: bool = True) -> None:
         """Queue a message for the user."""
@@ -265,9 +265,9 @@ class Crew(Generic[N]):
     @property
     def stuck_until(self) -> float | None:
         """Time at which waiting for workers becomes futile; None while there are enough to go on."""
-        if self._stuck_since is None or not self.roster.is_hopeful:
-            return self._stuck_since
-        return self._stuck_since + self._options.reconnect_timeout
+        if self.stuck_since is None or not self.roster.is_hopeful:
+            return self.stuck_since
+        return self.stuck_since + self._options.reconnect_timeout
 
     def verdict(self) -> BaseException:
         """The error of a pass that cannot go on."""

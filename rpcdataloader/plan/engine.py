@@ -323,5 +323,6 @@ class Engine(Generic[N]):
     def due(self, now: float) -> float | None:
         """Time for the next :meth:`tick` and :meth:`act` without further events; None for never."""
         due = self.table.due(now)
+        stuck_until = None if self.crew.stuck_since is None else self.crew.stuck_until
         report_at = None if self._waiting_since is None or not self.table.tasks else self._report_at
-        return min((time for time in (due, self.crew.stuck_until, report_at) if time is not None), default=None)
+        return min((time for time in (due, stuck_until, report_at) if time is not None), default=None)

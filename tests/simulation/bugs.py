@@ -343,13 +343,13 @@ BUGS = [
     Bug(
         "a pass gives up as soon as it has no workers",
         "crew",
-        "return self._stuck_since + self._options.reconnect_timeout",
-        "return self._stuck_since",
+        "return self.stuck_since + self._options.reconnect_timeout",
+        "return self.stuck_since",
     ),
     Bug(
         "a pass without workers remembers an earlier time",
         "crew",
-        "            self._stuck_since = None  # also",
+        "            self.stuck_since = None  # also",
         "            pass  # also",
     ),
     # Exceptions that may pass
