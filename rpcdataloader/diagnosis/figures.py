@@ -188,7 +188,7 @@ def _stages(probes: Sequence[Probe], known: Sequence[tuple[Probe, Stages]], tran
         "receive": _stage(probe.received - probe.arrived for probe in probes),
         "decode": _stage(probe.answered - probe.received for probe in probes),
         "reorder": _stage(probe.reorder for probe in probes),
-        "copy": _stage(probe.copy for probe in probes),
+        "copy": _stage(probe.copy for probe in probes if probe.copy),  # that of the last probe is not over
         "wait": _stage(probe.wait for probe in probes),
     }
 

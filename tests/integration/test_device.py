@@ -350,7 +350,8 @@ def test_diagnosis_names_copies_that_are_too_slow(monkeypatch, wide_servers, con
         time.sleep(consumer)
     diagnosis = loader.diagnosis()
     assert diagnosis.bound == "device_copy", diagnosis
-    assert diagnosis.capacities["device_copy"] == pytest.approx(100, rel=0.05)
+    # Of the last copy that is timed, the time is not known yet, which makes none of the others shorter.
+    assert diagnosis.capacities["device_copy"] == pytest.approx(100)
 
 
 @pytest.mark.usefixtures("device")
