@@ -46,7 +46,7 @@ logger = logging.getLogger("rpcdataloader.worker")
 # a good part of a task of a hundred microseconds.
 LOOK_INTERVAL = 1_000_000
 
-# Seconds in which a worker must have authenticated its client.
+# Seconds in which a worker must have authenticated its client, and one that was refused must have gone.
 HANDSHAKE_TIMEOUT = 10.0
 
 
