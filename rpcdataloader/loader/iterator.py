@@ -145,19 +145,20 @@ class RemoteIterator(PassIterator):
         self._ready = 0.0  # seconds asleep while a later batch was here
         self._timed: tuple[Probe, Copies] | None = None  # the last probe
         with undone_afterwards(saved):
-            self.driver = Driver(settings, dataset, placement, saved, recorder)
-            self._advance(wants_input=True, began=time.monotonic())
+            self.driver = driver = Driver(settings, dataset, placement, saved, recorder)
+            weakref.finalize(self, get_client().janitor.leave, driver.close).atexit = False
+            try:
+                # First: until then no node counts as up, and the engine would look for others.
+                driver.start(placement)
+                self._advance(wants_input=True, began=time.monotonic())
+            except BaseException:
+                driver.close()
+                raise
         # Seconds of a sleep from which on it is recorded at once; shorter ones are summed.
-        self._noted = NOTED_WAIT if self.driver.is_device_busy is None else _LEAST_HIDDEN
+        self._noted = NOTED_WAIT if driver.is_device_busy is None else _LEAST_HIDDEN
         self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
         self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # last news, and their time
         get_client().reporter.add(self.report)
-        weakref.finalize(self, get_client().janitor.leave, self.driver.close).atexit = False
-        try:
-            self.driver.start(placement)
-        except BaseException:
-            self.driver.close()
-            raise
 
     def _next(self) -> Any:
         driver, engine = self.driver, self.driver.engine

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from tests.conftest import wait_until
 from tests.integration.origins import run_ranks
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -53,3 +55,41 @@ def test_workers_and_datasets_made_from_now_on_see_a_rank_that_is_known_late(sha
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert seen_by(early) == [["0", "1"], ["1", "2"]]
     assert seen_by(RPCDataset(shared_server.address, Ranks)) == [["1", "2"], ["1", "2"]]
+
+
+class Noted(Dataset):
+    """Notes the node server of each session in which it comes to be."""
+
+    def __init__(self, log):
+        self.log = log
+        with open(log, "a") as file:
+            print(os.getppid(), file=file)
+
+    def __reduce__(self):
+        return Noted, (self.log,)
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_each_rank_builds_on_the_node_of_its_share_only(serve, tmp_path, monkeypatch, is_sent):
+    servers = [serve("--num-workers", "2") for _ in range(2)]
+    addresses = [server.address for server in servers]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, server in enumerate(servers):
+        monkeypatch.setenv("RANK", str(rank))
+        log = tmp_path / str(rank)
+        dataset = Noted(str(log)) if is_sent else RPCDataset(addresses, Noted, str(log))
+        loader = RPCDataloader(dataset, batch_size=None, **({"workers": addresses} if is_sent else {}))
+        for _epoch in range(2):
+            iterator = iter(loader)
+            assert next(iterator) == 0
+            looking = [thread for thread in threading.enumerate() if thread.name.startswith("rpcdl-seek")]
+            wait_until(lambda looking=looking: not any(map(threading.Thread.is_alive, looking)), what="other nodes")
+            assert list(iterator) == [*range(1, 20)]
+        here = [str(os.getppid())] if is_sent else []
+        assert log.read_text().split() == [*here, str(server.pid)]
