@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from rpcdataloader import __version__
+
 # Module and purpose of each; a module is imported when its command runs, since some must work without torch.
 COMMANDS = {
     "launch": ("rpcdataloader.launch", "run a node server on this machine"),
@@ -26,6 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="\n".join(["commands:", *commands, "", "rpcdataloader COMMAND --help lists the options of a command."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"rpcdataloader {__version__}")
     parser.add_argument("command", metavar="COMMAND", choices=COMMANDS, help="one of the commands below")
     return parser
 

@@ -17,7 +17,13 @@ from rpcdataloader.client.node import Node
 from rpcdataloader.client.register import Elastic
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
-from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
+from rpcdataloader.errors import (
+    AuthenticationError,
+    ConnectError,
+    ConnectionLostError,
+    RemoteProtocolError,
+    RPCError,
+)
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.plan.actions import PlanOptions
 
@@ -154,7 +160,7 @@ def _wait_for_one(sessions: Sequence[RemoteSession]) -> RemoteSession:
 def _find_nodes(
     where: Local | Remote | Elastic, count: Callable[[Sequence[Node]], int], min_workers: int
 ) -> tuple[list[Node], list[Node]]:
-    """Return the nodes that are or were connected, and those that never were; ``count`` is this process's share.
+    """Return the nodes that are or were connected, and those that may still come; ``count`` is this process's share.
 
     It waits for the first node, and :data:`PATIENCE` longer for all others, once; longer if the share is too small.
     """
@@ -181,24 +187,29 @@ def _find_nodes(
         pause = (patient_until if is_enough else began + limit) - now
         waited_for = [sessions[node] for node in connecting]
         get_client().wait_for_any(waited_for, min(pause, _LOOK_PAUSE) if isinstance(where, Elastic) else pause)
+    awaited = []
     for node in missing:
+        until = " until it comes"
         try:
             sessions[node].wait(lambda: False)
         except RPCError as error:
-            # A node of another kind does not change by waiting.
-            if isinstance(where, Remote) and not isinstance(error, (ConnectError, ConnectionLostError)):
+            if isinstance(where, Remote) and isinstance(error, AuthenticationError):
                 raise
+            if isinstance(error, RemoteProtocolError):
+                until = ""  # another version, or another program: waiting does not help
             if not node.is_missed:
                 # Only the text: an error keeps its frames alive, and with them the iterator to be.
-                label, reason = current_partition().label, str(error)
-                logger.warning("%sgoing on without %s until it comes: %s", label, node, reason)
+                label, reason = current_partition().label, str(error).removeprefix(f"{node}: ")
+                logger.warning("%sgoing on without %s%s: %s", label, node, until, reason)
         node.is_missed = True
+        if until:
+            awaited.append(node)
     if not is_enough:
         raise ConnectError(
             f"min_workers={min_workers}, but {count(there)} workers were there for this process within {limit:g} s; "
             f"missing: {', '.join(map(str, missing)) or 'no node'}"
         )
-    return there, missing
+    return there, awaited
 
 
 @functools.cache

@@ -254,11 +254,11 @@ class Nodes:
         try:
             if (channel := self._channels.pop(address, None)) is not None:
                 with contextlib.suppress(ConnectionLostError):  # the server has ended; another one may have its address
-                    return Answer(str(address), self._question(address, channel, stacks, deadline))
+                    return self._question(address, channel, stacks, deadline)
             tls = None if address.is_unix else self._tls
             identity = local_identity("client")
             channel = open_channel(address, client_credentials(address), identity, STATUS_ID, deadline, tls=tls)
-            return Answer(str(address), self._question(address, channel, stacks, deadline))
+            return self._question(address, channel, stacks, deadline)
         except TimeoutError:  # includes RPCTimeoutError
             return self._late(address)
         except (RPCError, ValueError) as exc:
@@ -267,7 +267,7 @@ class Nodes:
             is_refused = isinstance(exc, (AuthenticationError, RemoteProtocolError, ValueError))
             return Answer(str(address), error=str(exc), is_refused=is_refused)
 
-    def _question(self, address: Address, channel: Channel, stacks: bool, deadline: Deadline) -> NodeStatus:
+    def _question(self, address: Address, channel: Channel, stacks: bool, deadline: Deadline) -> Answer:
         with contextlib.ExitStack() as failed:
             failed.callback(channel.stream.close)
             channel.stream.limit(deadline)
@@ -280,7 +280,7 @@ class Nodes:
             status = NodeStatus.decode(message.payload)
             failed.pop_all()
         self._channels[address] = channel
-        return status
+        return Answer(str(address), status, version=channel.peer.rpcdataloader)
 
     def _late(self, address: Address) -> Answer:
         return Answer(str(address), error=f"{address} did not answer within {self._timeout:g} s")

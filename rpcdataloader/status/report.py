@@ -32,6 +32,7 @@ class Answer:
     address: str
     status: NodeStatus | None = None  # status that it sent; None without an answer
     error: str = ""  # reason for a missing answer; empty otherwise
+    version: str = ""  # version of the package there
     is_refused: bool = False  # True if waiting does not help: another secret, certificate or version
 
     @property
@@ -92,7 +93,7 @@ def _describe(answer: Answer, before: Tree) -> Tree:
     }
     if answer.status is None:
         return node
-    node |= dataclasses.asdict(answer.status)
+    node |= {"version": answer.version, **dataclasses.asdict(answer.status)}
     interval = node["uptime_seconds"] - before.get("uptime_seconds", node["uptime_seconds"])
     if interval <= 0 or _identify(node) != _identify(before):  # first look, or the server was restarted
         before = {}

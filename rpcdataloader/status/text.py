@@ -77,7 +77,8 @@ def _describe_node(node: Tree) -> list[str]:
     here = _clients_at_work([node])
     most = "" if node["max_connections"] is None else f" of at most {node['max_connections']}"
     lines = [
-        f"{_cut(node['address'], 48)}  {node['state']}, up {in_time(node['uptime_seconds'])}, pid {node['pid']}",
+        f"{_cut(node['address'], 48)}  {node['state']}, up {in_time(node['uptime_seconds'])}, pid {node['pid']}, "
+        f"version {printable(node['version'])}",
         f"  {_count(len(here), 'client')}, {_count(len(_workers([node])), 'worker')}{most}, "
         f"{node['num_workers']:,} offered, {node['ended_workers']:,} ended, {node['refused_connections']:,} refused",
         f"  {_describe_work(node)}",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
+from rpcdataloader import __version__
 from rpcdataloader.errors import (
     AuthenticationError,
     ConnectError,
@@ -354,6 +355,7 @@ def local_identity(role: str, rank: int | None = None) -> Identity:
         cloudpickle=_version("cloudpickle"),
         # A server tells unauthenticated clients as little as possible.
         job=os.environ.get("SLURM_JOB_ID", "")[:_MAX_JOB_CHARS] if role == "client" else "",
+        rpcdataloader=__version__,
     )
 
 

@@ -61,7 +61,7 @@ _TRANSCRIPT_LABEL = b"rpcdataloader handshake transcript"
 _PROOF_LABELS = {"client": b"rpcdataloader proof of the client", "server": b"rpcdataloader proof of the server"}
 _KEY_LABELS = {"client": b"rpcdataloader key client to server", "server": b"rpcdataloader key server to client"}
 
-# Host names have at most 253 characters, and nine such strings fit into HANDSHAKE_LIMITS.
+# Host names have at most 253 characters, and ten such strings fit into HANDSHAKE_LIMITS.
 _MAX_STRING_CHARS = 255
 _MAX_REFUSAL_CHARS = 500
 
@@ -116,7 +116,9 @@ class Identity:
     torch: str
     numpy: str
     cloudpickle: str
-    job: str = ""  # of Slurm, for the log; empty outside of one, or for a peer that does not tell
+    # Older peers may lack these, and ignore those that they do not know.
+    job: str = ""  # of Slurm, for the log; empty outside of one
+    rpcdataloader: str = "unknown"  # version of this package
 
     def __str__(self) -> str:
         return f"the {_ROLE_NAMES.get(self.role, self.role)} on {self.host} (pid {self.pid})"
@@ -299,23 +301,26 @@ def _check_compatible(ours: Identity, peer: Identity) -> None:
     Code objects only work in the minor version of Python that made them: a lambda of 3.11 crashes 3.12. Arrays and
     scalars of numpy 1 and 2 are pickled under different module names.
     """
-    required = _must_match(ours)
-    for advice, found in _must_match(peer).items():
-        if found != required[advice]:
-            raise _IncompatibleError(f"{ours} runs {required[advice]}, {peer} runs {found}; {advice} on both sides")
+    for (mine, shown, advice), (other, found, _) in zip(_must_match(ours), _must_match(peer), strict=True):
+        if mine != other:
+            raise _IncompatibleError(f"{ours} runs {shown}, {peer} runs {found}; {advice} on both sides")
 
 
-def _must_match(side: Identity) -> dict[str, str]:
-    """What must be equal on both sides, by what to do if it is not."""
-    return {
-        "install the same version of rpcdataloader": f"version {side.protocol} of the protocol",
-        "use the same minor version of Python": f"{side.python_implementation} {_cut(side.python_version, 2)}",
-        "install the same major version of numpy": f"numpy {_cut(side.numpy, 1)}",
-    }
+def _must_match(side: Identity) -> list[tuple[object, str, str]]:
+    """What must be equal on both sides, the same in words, and what to do if it is not."""
+    python = f"{side.python_implementation} {_cut(side.python_version, 2)}"
+    numpy = f"numpy {_cut(side.numpy, 1)}"
+    package = f"rpcdataloader {side.rpcdataloader} (version {side.protocol} of the protocol)"
+    return [
+        (side.protocol, package, "install the same version of rpcdataloader"),
+        (python, python, "use the same minor version of Python"),
+        (numpy, numpy, "install the same major version of numpy"),
+    ]
 
 
 def _may_differ(side: Identity) -> dict[str, str]:
     return {
+        "rpcdataloader": side.rpcdataloader,
         # "2.11.0+cu128" on the trainer and "2.11.0+cpu" on the nodes is normal.
         "torch": side.torch.partition("+")[0],
         "numpy": _cut(side.numpy, 2),
@@ -356,7 +361,8 @@ def _hex(content: dict[str, Any], name: str, size_bytes: int) -> bytes:
 
 def _load_identity(content: object) -> Identity:
     """Build an :class:`Identity` from the words of a peer that has proved nothing yet."""
-    values = {"job": "", **content} if isinstance(content, dict) else {}
+    values = {item.name: item.default for item in fields(Identity)}
+    values |= content if isinstance(content, dict) else {}
     identity: dict[str, Any] = {}
     for item in fields(Identity):
         value = values.get(item.name)

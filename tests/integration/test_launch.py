@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+import rpcdataloader
 from rpcdataloader import __main__ as commands
 from rpcdataloader import launch, rpc_async, run_worker
 from rpcdataloader.client import client as pool
@@ -105,6 +106,13 @@ def test_every_command_is_listed_and_has_help(command, capsys):
             commands.main(words)
         assert exited.value.code == 0
         assert expected in capsys.readouterr().out
+
+
+def test_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as exited:
+        commands.main(["--version"])
+    assert exited.value.code == 0
+    assert capsys.readouterr().out == f"rpcdataloader {rpcdataloader.__version__}\n"
 
 
 @pytest.mark.parametrize("words", [[], ["lauch"], ["--port", "1"], ["status", "--no-such-option"]])

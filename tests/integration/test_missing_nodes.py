@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client.client import close_client
-from rpcdataloader.errors import AuthenticationError, ConnectError
+from rpcdataloader.errors import AuthenticationError, ConnectError, RemoteProtocolError
 from tests.conftest import AT_ONCE, wait_until
 from tests.integration.crew import wait_for_crew
 from tests.integration.datasets import FieldStream
@@ -172,6 +173,20 @@ def test_server_that_refuses_this_client_is_an_error_and_not_missing(serve, firs
     other = serve("--token-file", str(token))
     with pytest.raises(AuthenticationError, match=other.address):
         iter(RPCDataloader(Hosted(10), workers=[first.address, other.address]))
+
+
+def test_server_of_another_python_is_left_out_with_a_warning(serve, first, caplog):
+    other = serve(before="import platform; platform.python_version = lambda: '3.9.1'")
+    loader = RPCDataloader(Hosted(10), workers=[other.address, first.address])
+    for _epoch in range(2):
+        assert take(iter(loader), 10) == ([*range(10)], {first.pid})
+    [text] = [text for text in caplog.messages if "going on without" in text]
+    assert re.search(
+        f"going on without {other.address}: the node server .* runs CPython 3.9, .*; use the same minor", text
+    )
+    assert not [text for text in caplog.messages if "is no longer used" in text]
+    with pytest.raises(RemoteProtocolError, match=r"runs CPython 3\.9"):
+        iter(RPCDataloader(Hosted(10), workers=other.address))
 
 
 def test_nothing_is_left_of_the_search_when_the_pass_is_over(first, absent):

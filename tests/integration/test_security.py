@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rpcdataloader import launch, rpc_async
+from rpcdataloader import __version__, launch, rpc_async
 from rpcdataloader.client import client as pool
 from rpcdataloader.errors import (
     AuthenticationError,
@@ -570,9 +570,12 @@ def test_client_of_another_version_of_the_protocol(server):
     handshake = Handshake(secret_of_the_suite(), identity, Preamble(bytes(16)))
     with dial(server, handshake.data_to_send()) as sock, pytest.raises(RemoteProtocolError) as raised:
         shake_hands(sock, handshake)
-    assert f"the client on {identity.host} (pid {os.getpid()}) runs version 77 of the protocol" in str(raised.value)
-    assert re.search(r"the node server on \S+ \(pid \d+\) runs version 2 of the protocol", str(raised.value))
-    wait_until(lambda: "runs version 77 of the protocol" in server.log)
+    assert f"the client on {identity.host} (pid {os.getpid()}) runs rpcdataloader " in str(raised.value)
+    assert re.search(
+        rf"the node server on \S+ \(pid \d+\) runs rpcdataloader {__version__} \(version 2 of the protocol\)",
+        str(raised.value),
+    )
+    wait_until(lambda: "(version 77 of the protocol)" in server.log)
 
 
 def other_interpreter():

@@ -24,7 +24,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader import RPCDataloader, RPCDataset, __version__, rpc_async
 from rpcdataloader.client import client as client_module
 from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError
@@ -187,6 +187,7 @@ def test_clients_are_named_with_host_process_rank_and_job(serve, zygote, look_at
         script.kill()
         script.wait()
     host = socket.gethostname()
+    assert look_at(server)["version"] == __version__
     assert (ours["host"], ours["pid"], ours["rank"], ours["job"]) == (host, os.getpid(), None, "")
     assert (other["host"], other["pid"], other["rank"], other["job"]) == (host, script.pid, 3, "4711")
     # The killed client is gone, and what it has done is not.

@@ -101,6 +101,8 @@ def find_imports(module: str, sources: dict[str, str]) -> Iterator[Import]:
                 base = parts[: len(parts) + is_package - node.level] if node.level else []
                 origin = ".".join([*base, *filter(None, [node.module])])
                 for alias in node.names:
+                    if (origin, alias.name) == ("rpcdataloader", "__version__"):
+                        continue  # a text, which the root has in any case
                     name = f"{origin}.{alias.name}"
                     yield Import(name if name in sources else origin, node.lineno, for_types_only)
             case ast.If(test=ast.Name("TYPE_CHECKING")):

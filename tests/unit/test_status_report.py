@@ -15,7 +15,7 @@ from tests.unit.wire.test_status import CLIENT, LOOP, NODE, WORKER
 # Columns of the text; stacks, errors and reasons apart.
 WIDTH = 100
 
-READY = Answer("node01:6543", NODE)
+READY = Answer("node01:6543", NODE, version="0.1.0")
 DRAINING = Answer("node02:6543", dataclasses.replace(NODE, draining=True))
 GONE = Answer("node03:6543", error="cannot connect to node03:6543: connection refused")
 REFUSED = Answer("node04:6543", error="not the same secret", is_refused=True)
@@ -180,7 +180,7 @@ client gpu01:2304: 4 errors, the last one 3.0 s ago: LookupError: a damaged file
 def test_text_with_workers():
     text = details(READY, GONE)
     assert text.split("\n\n")[1] == (
-        """node01:6543  ready, up 1 min 40 s, pid 100
+        """node01:6543  ready, up 1 min 40 s, pid 100, version 0.1.0
   1 client, 1 worker, 2 offered, 3 ended, 4 refused
   8 batches (0.08/s), 1 call, 2 errors, 20 B sent (0.2 B/s)
   client gpu01:2304

