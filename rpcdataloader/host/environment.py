@@ -2,7 +2,8 @@
 
 Only the client's own paths travel: the script's folder, the current folder, and entries that the user added to
 ``sys.path``. Paths under the interpreter's prefix stay, since the server has its own installation. A client's folder
-that is missing here is a warning, and errors that it may have caused say so.
+that is missing here, or that other users of this node may have made, is a warning, and errors that it may have caused
+say so.
 
 Datasets that split their files read RANK and WORLD_SIZE. LOCAL_RANK stays: it numbers trainers of another machine.
 
@@ -14,6 +15,7 @@ by the same relative paths. Equal files make equal archives.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib
@@ -29,9 +31,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+from rpcdataloader.host.safe_paths import find_flaw, identify
+
 logger = logging.getLogger("rpcdataloader.server")
 
-# The client's folders that this process lacks, in words; empty if it has all. Forks inherit it.
+# The client's folders that this process lacks or distrusts, in words; empty if it uses all. Forks inherit it.
 _lack = ""
 
 # For all modules of a client: they travel to each session of each rank. Larger data belongs on a file system.
@@ -52,6 +56,7 @@ class Environment:
     directory: str  # working directory; empty if it was deleted
     rank: int = 0  # place among ``world_size`` trainers
     world_size: int = 1
+    identities: Mapping[str, str] = field(default_factory=dict)  # of what leads to these paths; see ``safe_paths``
 
 
 def collect(rank: int = 0, world_size: int = 1) -> Environment:
@@ -69,7 +74,7 @@ def collect(rank: int = 0, world_size: int = 1) -> Environment:
         path = os.path.abspath(entry) if entry or directory else ""
         if path and path not in own and not _under(path, installed):
             own.append(path)
-    return Environment(tuple(own), directory, rank, world_size)
+    return Environment(tuple(own), directory, rank, world_size, identify([*own, directory] if directory else own))
 
 
 def _installed_prefixes() -> tuple[str, ...]:
@@ -88,30 +93,47 @@ def _under(path: str, prefixes: tuple[str, ...]) -> bool:
 
 
 def install(environment: Environment) -> None:
-    """Prepend the client's paths that exist here to ``sys.path``, enter its directory if it exists, set its rank."""
+    """Take over the client's paths and rank.
+
+    Its paths that exist here and that are safe come first in ``sys.path``. Its directory, too, must be safe to become
+    the working directory: programs read code and configuration from there.
+    """
     global _lack
     set_rank(environment.rank, environment.world_size)
-    found = [path for path in environment.import_path if os.path.exists(path)]
+    flaws: dict[str, str | None] = {}
+    for path in filter(None, [*environment.import_path, environment.directory]):
+        with contextlib.suppress(OSError):  # it is missing
+            flaws[path] = find_flaw(path, environment.identities)
+    found = [path for path in environment.import_path if path in flaws and flaws[path] is None]
     sys.path[:] = [*found, *(entry for entry in sys.path if entry not in found)]
     try:
-        if environment.directory and os.path.isdir(environment.directory):
+        if flaws.get(environment.directory, "missing") is None:
             os.chdir(environment.directory)
     except OSError as exc:
         logger.warning("cannot take %s as working directory: %s", environment.directory, exc.strerror)
     wanted = dict.fromkeys([*environment.import_path[:1], environment.directory])
-    missing = [path for path in wanted if path and not os.path.exists(path)]
-    _lack = ""
+    missing = [path for path in wanted if path and path not in flaws]
+    unsafe = [f"{path} is not used, as {flaw}" for path, flaw in flaws.items() if flaw is not None]
+    lacks = []
     if missing:
-        _lack = (
-            f"on {socket.gethostname()}, where the working directory is {os.getcwd()}, there is no "
-            f"{' and no '.join(missing)}: put the training script and its modules on a file system that the nodes see, "
-            "or send modules with py_modules= or install them there, and open files by absolute paths"
+        lacks.append(
+            f"there is no {' and no '.join(missing)}: put the training script and its modules on a file system that "
+            "the nodes see, or send modules with py_modules= or install them there, and open files by absolute paths"
         )
+    if unsafe:
+        lacks.append(
+            f"{' and '.join(unsafe)}: send modules with py_modules=, or let these folders, and those above them, be "
+            "writable by you and root alone"
+        )
+    _lack = ""
+    if lacks:
+        where = f"on {socket.gethostname()}, where the working directory is {os.getcwd()}, "
+        _lack = where + "; ".join(lacks)
         logger.warning("%s", _lack)
 
 
 def hint_at(error: BaseException) -> str | None:
-    """The remedy for an error that a missing folder of the client may have caused; None for other errors."""
+    """The remedy for an error that a lacking folder of the client may have caused; None for other errors."""
     if not _lack or not any(
         isinstance(exc, (FileNotFoundError, ModuleNotFoundError)) for exc in (error, error.__cause__)
     ):

@@ -90,7 +90,8 @@ def test_installation_stays_at_home(monkeypatch, tmp_path):
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "train.py"))
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
     monkeypatch.chdir(tmp_path)
-    assert collect() == Environment((str(tmp_path),), str(tmp_path))
+    environment = collect()
+    assert (environment.import_path, environment.directory) == ((str(tmp_path),), str(tmp_path))
 
 
 def test_folder_that_was_deleted_is_left_out(monkeypatch, tmp_path):
@@ -153,6 +154,18 @@ def test_missing_folders_are_a_warning_and_a_hint_at_errors_that_may_come_of_the
     install(Environment((str(here), "/no/other"), str(here)))
     assert hint_at(FileNotFoundError(2, "x", "y")) is None
     assert len(caplog.records) == 1
+
+
+def test_folders_that_others_can_write_to_are_neither_searched_nor_entered(here, caplog):
+    (here / "a").chmod(0o777)
+    install(Environment((str(here / "a"), str(here / "b")), str(here / "a")))
+    assert sys.path[0] == str(here / "b")
+    assert os.getcwd() == str(here)
+    (record,) = caplog.records
+    for text in (f"{here}/a is not used, as it is writable", "py_modules="):
+        assert text in record.getMessage()
+    assert hint_at(ModuleNotFoundError("x")) == record.getMessage()
+    assert not hint_at(ValueError("x"))
 
 
 def test_rank_is_the_client_s_and_not_that_of_the_server(here, monkeypatch):

@@ -1,0 +1,136 @@
+"""Paths of the trainer on a node: safe if other users of the node cannot have put modules there, and cannot do so later.
+
+A path is judged by all folders and symbolic links that lead to it. Each must belong to this user or root and be
+writable by no other user; or it must be the trainer's own, whose modules the trainer uses itself. A sticky folder, such as ``/tmp``, is safe to pass through: other users cannot rename or remove what is in it.
+
+A folder is the trainer's own if both sides see the same inode of the same file system. Within a machine, device numbers
+identify file systems. Between machines, only those of network file systems have a common identity, their source.
+"""
+
+from __future__ import annotations
+
+import errno
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+
+from rpcdataloader.host.resources import machine_id, read
+
+# Root mounts these, and their servers number the inodes. Users mount FUSE file systems, with any source.
+_SHARED_KINDS = {"nfs", "nfs4", "lustre", "gpfs", "ceph", "beegfs", "wekafs"}
+
+# A tunnel's end: another file system on each machine.
+_LOOPBACK = ("127.", "localhost:", "[::1]:")
+
+_MAX_LINKS = 40  # as in the kernel
+
+
+def identify(paths: Iterable[str]) -> dict[str, str]:
+    """Identities of all folders and links that lead to absolute ``paths``, as far as these exist, by their own paths."""
+    file_systems = _file_systems()
+    found: dict[str, str] = {}
+    for path in paths:
+        try:
+            for part, status in _parts(path):
+                found[part] = _identity(status, file_systems)
+        except OSError:
+            continue
+    return found
+
+
+def find_flaw(path: str, trusted: Mapping[str, str]) -> str | None:
+    """Reason to distrust an absolute path, such as the owner of a folder on the way; None if it is safe.
+
+    Args:
+        trusted: The trainer's result of :func:`identify`.
+
+    Raises:
+        OSError: The path does not exist.
+    """
+    file_systems = _file_systems()
+    parts = list(_parts(path))
+    for number, (part, status) in enumerate(parts, 1):
+        if trusted.get(part) == _identity(status, file_systems):
+            continue
+        owner, whose = _name_user(status.st_uid), "it" if part == path else part
+        if status.st_uid not in (os.geteuid(), 0):
+            return f"{whose} belongs to {owner}"
+        is_passed = status.st_mode & stat.S_ISVTX and number < len(parts)
+        if not (stat.S_ISLNK(status.st_mode) or is_passed) and _is_writable_by_others(part, status):
+            return f"{whose} is writable by others than {owner} (mode {stat.S_IMODE(status.st_mode):04o})"
+    return None
+
+
+def _parts(path: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield what leads to an absolute path, in order, and the path itself; without the root, which all programs trust.
+
+    Raises:
+        OSError: A part is missing.
+    """
+    here, names, num_links = os.sep, path.split(os.sep)[::-1], 0
+    while names:
+        name = names.pop()
+        if name == os.pardir:
+            here = os.path.dirname(here)
+        elif name not in ("", os.curdir):
+            part = os.path.join(here, name)
+            status = os.lstat(part)
+            yield part, status
+            if not stat.S_ISLNK(status.st_mode):
+                here = part
+                continue
+            num_links += 1
+            if num_links > _MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            target = os.readlink(part)
+            here = os.sep if os.path.isabs(target) else here
+            names += target.split(os.sep)[::-1]
+
+
+def _file_systems() -> dict[int, str]:
+    """Identities of the mounted network file systems, by device number."""
+    found = {}
+    for line in read("/proc/self/mountinfo").splitlines():
+        place, _, mounted = line.partition(" - ")
+        kind, source, *_options = mounted.split(" ")
+        if kind in _SHARED_KINDS and not source.startswith(_LOOPBACK):
+            major, _, minor = place.split(" ")[2].partition(":")
+            found[os.makedev(int(major), int(minor))] = f"{kind} {source}"
+    return found
+
+
+def _identity(status: os.stat_result, file_systems: Mapping[int, str]) -> str:
+    file_system = file_systems.get(status.st_dev) or f"{machine_id()} {status.st_dev}"
+    return f"{file_system} {status.st_ino}"
+
+
+def _name_user(uid: int) -> str:
+    try:
+        return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
+    except KeyError:
+        return f"user {uid}"
+
+
+def _is_writable_by_others(part: str, status: os.stat_result) -> bool:
+    if not status.st_mode & stat.S_IWGRP:
+        return bool(status.st_mode & stat.S_IWOTH)
+    # With an access control list, this bit may stand for other users, too.
+    return bool(status.st_mode & stat.S_IWOTH) or not _is_private(status.st_gid) or _has_acl(part)
+
+
+def _is_private(gid: int) -> bool:
+    """Whether a group consists of this user alone: many distributions make one for each user, who shares files by it."""
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return (group.gr_name, gid) == (user.pw_name, user.pw_gid) and not {*group.gr_mem} - {user.pw_name}
+
+
+def _has_acl(part: str) -> bool:
+    try:
+        return "system.posix_acl_access" in os.listxattr(part)
+    except OSError:  # the file system has none
+        return False
