@@ -35,5 +35,6 @@ def test_module_of_another_user_at_the_trainer_s_path_is_not_imported(zygote, sh
     if ended.status == 77:
         pytest.skip("this system has no mount namespaces")
     assert "of a stranger" not in ended.output
-    assert ended.errors.count(f"{folder} is not used, as it belongs to user ") == 2  # a warning, and a note of the error
+    # A warning, and a note of the error.
+    assert ended.errors.count(f"{folder} is not used, as it belongs to user ") == 2
     assert "No module named 'samples_of_mine'" in ended.errors
