@@ -1,7 +1,8 @@
-"""Paths of the trainer on a node: safe if other users of the node cannot have put modules there, and cannot do so later.
+"""Paths of the trainer on a node: safe if other users of the node cannot have put modules there, now or later.
 
 A path is judged by all folders and symbolic links that lead to it. Each must belong to this user or root and be
-writable by no other user; or it must be the trainer's own, whose modules the trainer uses itself. A sticky folder, such as ``/tmp``, is safe to pass through: other users cannot rename or remove what is in it.
+writable by no other user; or it must be the trainer's own, whose modules the trainer uses itself. A sticky folder, such
+as ``/tmp``, is safe to pass through: other users cannot rename or remove what is in it.
 
 A folder is the trainer's own if both sides see the same inode of the same file system. Within a machine, device numbers
 identify file systems. Between machines, only those of network file systems have a common identity, their source.
@@ -28,7 +29,7 @@ _MAX_LINKS = 40  # as in the kernel
 
 
 def identify(paths: Iterable[str]) -> dict[str, str]:
-    """Identities of all folders and links that lead to absolute ``paths``, as far as these exist, by their own paths."""
+    """Identities, by path, of all folders and links that lead to absolute ``paths``, as far as these exist."""
     file_systems = _file_systems()
     found: dict[str, str] = {}
     for path in paths:
@@ -121,7 +122,7 @@ def _is_writable_by_others(part: str, status: os.stat_result) -> bool:
 
 
 def _is_private(gid: int) -> bool:
-    """Whether a group consists of this user alone: many distributions make one for each user, who shares files by it."""
+    """Whether a group consists of this user alone. Many distributions make such a group for each user."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:

@@ -1,4 +1,4 @@
-"""A folder that exists only on the trainer's machine is not looked for on a node, where another user may have made it."""
+"""A folder that only the trainer's machine has is not used on a node, where another user may have made it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 from rpcdataloader import RPCDataset
 
 address, folder = sys.argv[1:]
-if ctypes.CDLL(None).unshare(0x20000):  # CLONE_NEWNS: this process has its own disks from here on, as on another machine
+# CLONE_NEWNS: from here on, this process has its own disks, as on another machine.
+if ctypes.CDLL(None).unshare(0x20000):
     sys.exit(77)
 subprocess.run(["mount", "--make-rprivate", "/"], check=True)
 subprocess.run(["mount", "-t", "tmpfs", "none", folder], check=True)
