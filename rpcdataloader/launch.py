@@ -141,7 +141,8 @@ def run_embedded() -> None:
     if not line:
         return
     fields = read_json(line.encode())
-    settings = ServerSettings(host=f"unix:{fields['path']}", grace=0.0)
+    preload = _names(os.environ.get("RPCDATALOADER_PRELOAD", ""))
+    settings = ServerSettings(host=f"unix:{fields['path']}", grace=0.0, preload=preload)
     credentials = Credentials(fields["token"].encode(), "the embedded pool")
     lifeline = os.dup(sys.stdin.fileno())  # sessions and workers get an empty standard input
     try:

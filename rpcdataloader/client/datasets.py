@@ -121,6 +121,8 @@ class RemoteDataset(DatasetRef):
         lost: ConnectionLostError | None = None
         for session in sessions:
             told[session] = session.follow()  # before the build, as the session answers in order
+            if not self._shared:
+                session.import_early(self._pickled.modules)
             answers[session] = session.submit(MessageType.BUILD, payload, self._pickled.buffers)
         for session, answer in answers.items():
             try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
@@ -21,7 +21,7 @@ from rpcdataloader.client.worker import (
     reference_of,
 )
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
-from rpcdataloader.host.environment import Additions, add, begin, collect, set_rank
+from rpcdataloader.host.environment import Additions, add, begin, collect, import_modules, set_rank
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel
@@ -69,6 +69,7 @@ class RemoteSession:
         self.workers: set[RemoteWorker] = set()
         self._partition = current_partition()  # as the session knows it
         self._additions = Additions()  # as the session knows them
+        self._imported: set[str] = set()
         self._told: list[Callable[[], Any]] = []  # each waits until the session has done as told
         self.connection.start()
 
@@ -128,6 +129,12 @@ class RemoteSession:
             self._told.append(self.call(set_rank, partition.rank, partition.world_size))
             self._partition = partition
         return lambda: [wait() for wait in self._told]
+
+    def import_early(self, modules: Set[str]) -> None:
+        """Let the session import modules, so that workers forked later have them; returns at once."""
+        if new := modules - self._imported:
+            self._imported |= new
+            self.call(import_modules, sorted(new))
 
     def call(self, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         """Run ``func(*args)`` in the session; returns a function that waits for the result."""

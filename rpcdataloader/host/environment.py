@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import hashlib
 import importlib
 import io
@@ -144,6 +145,21 @@ def hint_at(error: BaseException) -> str | None:
 def set_rank(rank: int, world_size: int) -> None:
     """Set RANK and WORLD_SIZE, for this process and its forks."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import the modules that a session's workers need, before these are forked.
+
+    Errors are left to the workers, which know what needs a module.
+    """
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except BaseException as exc:
+            logger.debug("cannot import %s before workers are forked: %s", name, exc)
+    # No fork's collector visits what lives now, so its pages stay shared.
+    gc.collect()
+    gc.freeze()
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,6 +161,7 @@ class Executor:
         if action.worker in self._unwanted or not session.is_ready or not self._dataset.is_on(session):
             self._unwanted.discard(action.worker)
             return ConnectionLostError("it is gone")
+        session.import_early(opening.request.modules)
         seat = Seat(self._driver, action.worker)
         keep_waiting = self._driver.is_open if action.is_promised else self._driver.is_alone
         seat.worker = self._dataset.open_worker(session, seat, keep_waiting)

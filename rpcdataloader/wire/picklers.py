@@ -66,6 +66,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     Attributes:
         tensors: The dense tensors.
+        modules: Names of the modules in which an unpickler looks for functions and classes.
     """
 
     # The global table itself, so that reducers which users register keep working. cloudpickle's ChainMap over it would
@@ -74,6 +75,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, file: io.BytesIO, buffers: list[BlockBytes] | None) -> None:
         self.tensors: list[torch.Tensor | Stack] = []
+        self.modules: set[str] = set()
         self._is_in_band = buffers is None
         # Not a method: the pickler would refer to itself, and keep every tensor until the next garbage collection.
         callback = None if buffers is None else functools.partial(_take_buffer, buffers)
@@ -99,6 +101,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif kind is PackedSequence:
             return make_packed_sequence, tuple(obj)
         elif kind in _CLOUDPICKLE_TABLE:
+            if kind is types.ModuleType:
+                self.modules.add(obj.__name__)
             return _CLOUDPICKLE_TABLE[kind](obj)
         elif is_definition(obj) and obj is not take_tensor:
             return self._reduce_definition(obj)
@@ -112,6 +116,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             reduction = super().reducer_override(obj)
         if isinstance(reduction, tuple) and len(reduction) == 6:  # code and state, as against a name
             return reduce_by_value(obj, reduction)
+        self.modules.add(str(obj.__module__))
         return reduction
 
 

@@ -17,7 +17,7 @@ import os
 import pickle
 import struct
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ class Encoded:
     # The blocks keep and show the memory of the tensors themselves: changing a large tensor before it is sent changes
     # the message.
     buffers: list[BlockBytes]
+    modules: Set[str] = frozenset()  # names of the modules that unpickling imports
 
     @property
     def size_bytes(self) -> int:
@@ -123,7 +124,7 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
         pickler.dump(obj)
         if not pickler.tensors:
             file.write(NO_TENSORS)
-            return Encoded(file.getvalue(), buffers)
+            return Encoded(file.getvalue(), buffers, pickler.modules)
         index, blocks = pack(pickler.tensors)
     except RPCError:  # already clear, such as for a reference to an object of another worker
         raise
@@ -137,7 +138,7 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
     file.write(inline)
     file.write(encoded_index)
     file.write(_LENGTHS.pack(len(inline), len(encoded_index)))
-    return Encoded(file.getvalue(), buffers + blocks)
+    return Encoded(file.getvalue(), buffers + blocks, pickler.modules)
 
 
 def _explain(obj: Any, make_pickler: _MakePickler, name: str, advice: str, error: BaseException) -> SerializationError:
