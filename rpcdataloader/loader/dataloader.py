@@ -80,6 +80,8 @@ class RPCDataloader(LoaderTools[_T_co]):
         forward_output: Print the output of workers on this process's standard error, each line with its origin.
         min_workers: Number of workers that a pass waits for, at most for the connect timeout: until the node servers
             have this many for this process. 0 to begin with the present ones.
+        snapshot_every_n_steps: Accepted from scripts for torchdata's ``StatefulDataLoader``, without effect: a state is
+            exact after every batch.
 
     Raises:
         ValueError: Arguments contradict each other or are out of range, or the ``device`` does not exist.
@@ -91,6 +93,7 @@ class RPCDataloader(LoaderTools[_T_co]):
     min_workers: int
     partition: Any
     py_modules: Any
+    snapshot_every_n_steps: int
 
     def __init__(
         self,
@@ -126,6 +129,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         py_modules: Iterable[str | os.PathLike[str] | ModuleType] | None = None,
         forward_output: bool = False,
         min_workers: int = 0,
+        snapshot_every_n_steps: int = 1,
     ) -> None:
         arguments = locals()
         if isinstance(dataset, type):

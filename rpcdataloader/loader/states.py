@@ -74,6 +74,11 @@ def check_state(settings: PassSettings, state: Any, *, is_of_any_rank: bool = Fa
             f"state_dict must be what state_dict() returned, or a list of what it returned on all ranks, but is a "
             f"{type(state).__name__}"
         )
+    if "_iterator_finished" in state:
+        raise ValueError(
+            "this is a state of torchdata's StatefulDataLoader, which an RPCDataloader cannot continue: begin the epoch "
+            "anew without it, or end the epoch with the StatefulDataLoader"
+        )
     if state.get("version") != VERSION:
         raise ValueError(
             f"this is not a state of this version's RPCDataloader: its version is {state.get('version')!r}, not "

@@ -103,6 +103,17 @@ def test_loader_is_the_source_of_a_graph_in_the_trainer(make, server):
     assert begun + numbers_of(resumed, [server.pid]) == whole
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_script_of_the_stateful_loader_runs_and_its_state_is_named(num_workers, server):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    old = stateful.StatefulDataLoader(Rows(), num_workers=num_workers, snapshot_every_n_steps=2)
+    assert len(list(old)) == len(NUMBERS)
+    loader = load(Rows(), server, snapshot_every_n_steps=2)
+    with pytest.raises(ValueError, match=r"state of torchdata's StatefulDataLoader.*: begin the epoch anew"):
+        loader.load_state_dict(old.state_dict())
+
+
 def test_loaders_are_mixed_by_a_node(server):
     sources = {name: nodes.IterableWrapper(load(Rows(), server, shuffle=True)) for name in ("one", "other")}
     mixed = nodes.MultiNodeWeightedSampler(

@@ -92,6 +92,7 @@ ARGUMENTS = {
     "py_modules": (pack("helpers", {"helpers.py": b""}),),
     "forward_output": True,
     "min_workers": 2,
+    "snapshot_every_n_steps": 5,
 }
 
 
