@@ -178,6 +178,18 @@ def _num_ranks_here(environ: Mapping[str, str]) -> int:
     return 1
 
 
+def cpus_of_rank(num_cpus: int, world_size: int, environ: Mapping[str, str] = os.environ) -> int:
+    """This rank's part of the CPUs that it may use, at least 1. Pure.
+
+    Args:
+        num_cpus: Number of CPUs that the rank may use; with ``SLURM_CPUS_PER_TASK`` its own part, unless torchrun has
+            started several ranks in one task.
+        world_size: Number of ranks on all machines. Slurm's variables also hold where a job runs a single process.
+    """
+    is_divided = "SLURM_CPUS_PER_TASK" in environ and "LOCAL_WORLD_SIZE" not in environ
+    return num_cpus if is_divided else max(1, num_cpus // min(_num_ranks_here(environ), world_size))
+
+
 @functools.cache
 def machine_id() -> str:
     """Identifies this machine, the same in all of its containers; new with every boot."""

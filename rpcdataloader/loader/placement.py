@@ -24,6 +24,7 @@ from rpcdataloader.errors import (
     RemoteProtocolError,
     RPCError,
 )
+from rpcdataloader.host.resources import cpus_of_rank
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.plan.actions import PlanOptions
 
@@ -63,8 +64,8 @@ def place(
     Args:
         partition: Rank and size of this process among those that share the workers; None to find it out. The embedded
             pool is not shared.
-        num_workers: Number of workers; 0 for all of this process's share (in the embedded pool: one per CPU). In a
-            remote pool, never more than the share.
+        num_workers: Number of workers; 0 for all of this process's share (in the embedded pool: one per CPU, divided
+            among the ranks on this machine). In a remote pool, never more than the share.
         min_workers: Number of workers in this process's share to wait for.
 
     Raises:
@@ -84,7 +85,7 @@ def place(
     _let_follow([session for session in (node.session() for node in nodes) if session.is_ready])
     offered = [node.num_workers() for node in nodes]
     if isinstance(where, Local):
-        return Placement((nodes[0],) * (num_workers or where.num_workers or offered[0]))
+        return Placement((nodes[0],) * (num_workers or where.num_workers or _num_local_workers(offered[0])))
     if partition.world_size > sum(offered):
         ranks = f"{partition.world_size} ranks share {sum(offered)} workers"
         warn_once(f"{ranks}: some are used by more than one rank")
@@ -102,6 +103,16 @@ def place(
         # Registers are watched elsewhere.
         () if isinstance(where, Elastic) else tuple(missing),
     )
+
+
+def _num_local_workers(num_cpus: int) -> int:
+    """The number of workers of an embedded pool whose number the user did not choose; each rank has a pool."""
+    partition = current_partition()
+    share = cpus_of_rank(num_cpus, partition.world_size)
+    if share < num_cpus:
+        what = f"{num_cpus} CPUs are shared with the other ranks of this machine"
+        logger.info("%slocal is %d workers: %s", partition.label, share, what)
+    return share
 
 
 def _let_follow(sessions: Sequence[RemoteSession]) -> None:

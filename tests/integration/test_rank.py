@@ -6,7 +6,7 @@ import os
 import threading
 
 import pytest
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from tests.conftest import wait_until
@@ -93,3 +93,18 @@ def test_each_rank_builds_on_the_node_of_its_share_only(serve, tmp_path, monkeyp
             assert list(iterator) == [*range(1, 20)]
         here = [str(os.getppid())] if is_sent else []
         assert log.read_text().split() == [*here, str(server.pid)]
+
+
+def num_workers_here(_sample):
+    return get_worker_info().num_workers
+
+
+def test_ranks_of_one_machine_divide_its_cpus(monkeypatch, caplog):
+    caplog.set_level("INFO", "rpcdataloader")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):  # as torchrun does
+        monkeypatch.setenv(name, "1" if name == "RANK" else "2")
+    (num_workers,) = RPCDataloader(RPCDataset("local", Ranks), None, sampler=[0], collate_fn=num_workers_here)
+    num_cpus = len(os.sched_getaffinity(0))
+    assert num_workers == max(1, num_cpus // 2)
+    said = f"[rank 1 of 2] local is {num_workers} workers: {num_cpus} CPUs are shared with the other ranks"
+    assert num_cpus == 1 or said in caplog.text

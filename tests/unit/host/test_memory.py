@@ -1,4 +1,4 @@
-"""The default limit on the bytes in flight: a part of the memory that a rank may use."""
+"""What a rank may use of its machine: its part of the memory for the bytes in flight, and of the CPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.host import resources
-from rpcdataloader.host.resources import default_in_flight_bytes, share_of_memory
+from rpcdataloader.host.resources import cpus_of_rank, default_in_flight_bytes, share_of_memory
 from rpcdataloader.loader.settings import PassSettings
 
 GIB = 2**30
@@ -55,6 +55,22 @@ def test_memory_of_the_slurm_job_counts(value, expected):
 )
 def test_ranks_of_a_node_share(environ, num_ranks):
     assert share_of_memory(MEMINFO, [], environ) == 8 * GIB // num_ranks
+
+
+@pytest.mark.parametrize(
+    ("environ", "world_size", "expected"),
+    [
+        ({}, 8, 16),
+        ({"LOCAL_WORLD_SIZE": "4"}, 8, 4),
+        ({"LOCAL_WORLD_SIZE": "32"}, 64, 1),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 8, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_CPUS_PER_TASK": "16"}, 8, 16),
+        ({"LOCAL_WORLD_SIZE": "4", "SLURM_CPUS_PER_TASK": "16"}, 8, 4),
+        ({"SLURM_NTASKS_PER_NODE": "4"}, 1, 16),  # a single process in the script of a job
+    ],
+)
+def test_ranks_of_a_node_divide_its_cpus(environ, world_size, expected):
+    assert cpus_of_rank(16, world_size, environ) == expected
 
 
 def test_never_below_the_least():
