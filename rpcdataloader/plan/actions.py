@@ -99,6 +99,7 @@ class PlanOptions:
     max_retries: int = 3  # limit on retries of a task after an exception, and on workers that die at it
     task_timeout: float | None = None  # seconds that a task may take; None for no limit
     reconnect_timeout: float = 300.0  # seconds to wait for nodes when no worker is left
+    connect_timeout: float = 60.0  # seconds to wait for a node's answer before others are asked as well
     marks_last_try: bool = False  # True if the last attempt at a task is another request than those before
     leaves_out: bool = False  # True to leave out a sample at which ``max_retries`` workers have died
     label: str = ""  # beginning of every message: the rank in a distributed job

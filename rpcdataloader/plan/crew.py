@@ -7,6 +7,7 @@ late news of a lost worker cannot be taken for another's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -26,6 +27,8 @@ class Member(Generic[N]):
     place: int  # place that it fills; the stream of an iterable-style dataset
     node: N
     incarnation: Hashable
+    late_at: float  # time at which it is late if it has not come; infinite once it has
+    is_late: bool = False  # True if it has not come in time, for which other nodes are asked as well
     has_joined: bool = False  # True once it takes tasks
     is_at_work: bool = False  # True once it has answered the first request of this epoch
     is_draining: bool = False
@@ -55,6 +58,7 @@ class Crew(Generic[N]):
     Attributes:
         roster: Places and nodes. Its ``expects_more`` keeps a pass alive that has lost all nodes.
         num_deaths: Workers that have died since the last answer without a task to blame.
+        late_at: Time at which :meth:`tick` finds the next node that has not answered; infinite without one.
         is_changed: True if workers, places or nodes have changed since :meth:`fill_places`.
     """
 
@@ -74,6 +78,8 @@ class Crew(Generic[N]):
         self._incarnations: dict[N, Hashable] = {}
         self._gone: set[N] = set()  # nodes lost with all of their workers
         self._joining: set[N] = set()  # tried to learn what they offer
+        self._sought: dict[N, float] = {}  # time at which the present attempt to reach each node is late
+        self.late_at = math.inf
         self._reasons: dict[N, BaseException] = {}  # why each node is unusable
         self._num_offered = options.num_offered
         # The end
@@ -95,10 +101,23 @@ class Crew(Generic[N]):
         self.roster.reopen()
         self.is_changed = True
 
-    def ready(self, worker: Member[N]) -> list[Member[N]]:
-        """Note that a worker takes requests; returns the workers that have stood in for it."""
+    def ready(self, worker: Member[N], now: float) -> list[Member[N]]:
+        """Note that a worker takes requests; returns the other workers of its place, which are no longer needed."""
+        self.is_changed = True
         self._promised.discard(worker.place)
-        return [other for other in self if other.place == worker.place and other.node != worker.node]
+        for other in self.members.values():
+            if other.node == worker.node and other.late_at != math.inf:  # that node answers
+                other.late_at = now + self._options.connect_timeout
+                if other.is_late:
+                    other.is_late = False
+                    self.roster.filled(other.place, other.node)
+        worker.late_at, place = math.inf, worker.place
+        self.roster.filled(place, worker.node)
+        return [
+            other
+            for other in self
+            if other.place == place and other.node != worker.node and not self.roster.is_at_home(place, other.node)
+        ]
 
     def open_failed(self, number: int, error: BaseException) -> None:
         """Note that a node was gone before it could be asked for a worker."""
@@ -205,6 +224,7 @@ class Crew(Generic[N]):
             self.say(f"{node} is retried: {error}")
         self._reasons[node] = error
         self.is_changed = True
+        self._sought.pop(node, None)
         self._out.append(Seek(node, self.roster.node_failed(node)))
 
     def node_hopeless(self, node: N, error: BaseException) -> None:
@@ -246,15 +266,40 @@ class Crew(Generic[N]):
     def fill_places(self, now: float) -> None:
         """Look for nodes and open workers where worthwhile; for when :attr:`is_changed`."""
         self.is_changed = False
+        limit = self._options.connect_timeout
+        wanted = [worker for worker in self if not worker.is_sent_away]
+        unreached = [node for node in self.roster.pauses if self._sought.get(node) == math.inf]
+        self.roster.note_workers([(worker.place, worker.node, worker.is_late) for worker in wanted], unreached)
         self._out += [Seek(node, FIRST_PAUSE) for node in self.roster.to_try()]
         for place, node in self.roster.to_open():
-            self._num_opened += 1
-            self.members[self._num_opened] = Member(self._num_opened, place, node, self._incarnations.get(node))
-            self._out.append(Open(self._num_opened, place, node, place in self._promised))
+            number = self._num_opened = self._num_opened + 1
+            is_late = node in self.roster.mute  # asked as there is no other
+            worker = Member(number, place, node, self._incarnations.get(node), now + limit, is_late)
+            self.members[number] = worker
+            wanted.append(worker)
+            self._out.append(Open(number, place, node, place in self._promised))
+        pauses = self.roster.pauses
+        self._sought = {node: self._sought.get(node, now + pause + limit) for node, pause in pauses.items()}
+        self.late_at = min((*self._sought.values(), *(worker.late_at for worker in wanted)), default=math.inf)
         if not self.roster.is_stuck or (self.members and not self._options.is_iterable):
             self.stuck_since = None  # also if it was not stuck for a moment only
         elif self.stuck_since is None:
             self.stuck_since = now
+
+    def tick(self, now: float) -> None:
+        """Note that time has passed: ask other nodes as well where one has not answered."""
+        if now < self.late_at:
+            return
+        self.is_changed = True
+        limit = self._options.connect_timeout
+        self._sought = {node: math.inf if late_at <= now else late_at for node, late_at in self._sought.items()}
+        for worker in self:
+            if worker.late_at <= now and not worker.is_sent_away:
+                if worker.node not in self.roster.mute:
+                    self.roster.mute.add(worker.node)
+                    self.say(f"no worker has started on {worker.node} within {limit:g} s; perhaps it builds a dataset")
+                worker.is_late, worker.late_at = True, now + limit
+                self.roster.ask_again(worker.place)
 
     def say(self, text: str, *, is_warning: bool = True) -> None:
         """Queue a message for the user."""

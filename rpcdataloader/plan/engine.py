@@ -211,7 +211,7 @@ class Engine(Generic[N]):
         worker = self.crew.members.get(number)
         if worker is None or worker.is_closed:
             return
-        for other in self.crew.ready(worker):
+        for other in self.crew.ready(worker, now):
             self._send_away(other, now)
         worker.has_joined = True
         self.table.worker_joined(number, now, worker.node, worker.place)
@@ -310,6 +310,7 @@ class Engine(Generic[N]):
     def tick(self, now: float) -> None:
         """Note that time has passed: end late workers, and give up when waiting is futile."""
         self._out += [End(worker, number) for worker, number in self.table.timed_out(now)]
+        self.crew.tick(now)
         if self.failure is None and (deadline := self.crew.stuck_until) is not None and deadline <= now:
             error = self.crew.verdict()
             if self._interrupted and isinstance(error, ConnectionLostError):
@@ -325,4 +326,5 @@ class Engine(Generic[N]):
         due = self.table.due(now)
         stuck_until = None if self.crew.stuck_since is None else self.crew.stuck_until
         report_at = None if self._waiting_since is None or not self.table.tasks else self._report_at
-        return min((time for time in (due, stuck_until, report_at) if time is not None), default=None)
+        late_at = self.crew.late_at if self.crew.late_at != math.inf else None
+        return min((time for time in (due, stuck_until, report_at, late_at) if time is not None), default=None)

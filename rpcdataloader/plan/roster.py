@@ -5,13 +5,16 @@ filled at home again when home is back. While all homes are gone, all places are
 evenly, and given back later. For an iterable-style dataset a place is a stream, which cannot be missing: it is filled
 elsewhere as soon as its home is gone, and stays there. Nodes may be added and removed.
 
+A node that accepts everything and answers nothing is *mute*. It keeps the workers that it was asked for, in case that
+it answers, but other nodes count in its place.
+
 Pure: events go in, decisions come out, and the caller holds one lock around every call.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -41,6 +44,7 @@ class Roster(Generic[N]):
     Attributes:
         nodes: All nodes that were ever a part of this pass.
         pauses: Last back-off of each node that is being tried.
+        mute: Nodes that have not answered in time.
         expects_more: True if unknown nodes may still be added.
     """
 
@@ -51,6 +55,10 @@ class Roster(Generic[N]):
         self._needs_all = needs_all
         self._up: set[N] = set()
         self._hopeless: set[N] = set()
+        self.mute: set[N] = set()
+        self._asked: set[tuple[int, N]] = set()  # places and nodes of all workers
+        self._coming: set[tuple[int, N]] = set()  # of those that are not late
+        self._settled: set[int] = set()  # their places
         self.expects_more = False
 
     # Nodes
@@ -104,9 +112,9 @@ class Roster(Generic[N]):
                 place.is_closed = place.is_closed or place.home == node
 
     def to_try(self) -> list[N]:
-        """Nodes to connect to until each is up or hopeless: homes, and others while all homes are gone."""
+        """Nodes to connect to until each is up or hopeless: homes, and others while a place needs them."""
         homes = [place.home for place in self._places if not place.is_closed]
-        wanted = [*homes, *self._others(homes)] if self._is_deserted else homes
+        wanted = [*homes, *self._others(homes)] if self._needs_others else homes
         new = [
             node
             for node in dict.fromkeys(wanted)
@@ -119,7 +127,8 @@ class Roster(Generic[N]):
         """As many nodes as there are places to fill, without those that do not answer."""
         others: list[N] = []
         for node in self.nodes:
-            if sum(self.pauses.get(other, 0.0) <= FIRST_PAUSE for other in others) == len(homes):
+            asked = (other for other in others if other not in self.mute)
+            if sum(self.pauses.get(other, 0.0) <= FIRST_PAUSE for other in asked) == len(homes):
                 break
             if node not in homes and node not in self._hopeless:
                 others.append(node)
@@ -137,6 +146,22 @@ class Roster(Generic[N]):
 
     # Places
 
+    def note_workers(self, workers: Iterable[tuple[int, N, bool]], unreached: Iterable[N]) -> None:
+        """Note which workers are there or were asked for.
+
+        Args:
+            workers: Place and node of each worker, and whether it has not come in time.
+            unreached: Nodes that are tried, and have not answered in time.
+        """
+        self._asked, self._coming, self.mute = set(), set(), set(unreached)
+        for place, node, is_late in workers:
+            self._asked.add((place, node))
+            if is_late:
+                self.mute.add(node)
+            else:
+                self._coming.add((place, node))
+        self._settled = {place for place, _node in self._coming}
+
     def to_open(self) -> list[tuple[int, N]]:
         """Return places to open a worker for, and the nodes: these places count as filled from now on.
 
@@ -146,12 +171,17 @@ class Roster(Generic[N]):
         is_deserted = self._is_deserted
         load = Counter(place.node for place in self._places)
         for number, place in enumerate(self._places):
-            node = None if place.is_closed else self._choose(place, load, is_deserted)
+            node = None if place.is_closed else self._choose(number, load, is_deserted)
             if node is not None and node != place.node:
                 place.node = node
                 load[node] += 1
-                opened.append((number, node))
+                if (number, node) not in self._asked:
+                    opened.append((number, node))
         return opened
+
+    def filled(self, number: int, node: N) -> None:
+        """Note that a place has, or will soon have, the worker that was asked for at ``node``."""
+        self._places[number].node = node
 
     def vacated(self, number: int, node: N, stand_in: N | None = None, *, was_refused: bool = False) -> None:
         """Note that a place's worker has ended at ``node``; ignored if the place is filled at another node since.
@@ -168,6 +198,10 @@ class Roster(Generic[N]):
             if not self._needs_all and place.node is None and node == place.home:
                 place.is_closed = True
 
+    def ask_again(self, number: int) -> None:
+        """Forget which nodes had no room for a place's worker."""
+        self._places[number].refused_by.clear()
+
     def close(self, number: int) -> None:
         """Close a place that no longer needs a worker."""
         self._places[number].is_closed = True
@@ -175,6 +209,10 @@ class Roster(Generic[N]):
     def give_up(self, number: int) -> None:
         """Leave a place vacant though it needs a worker."""
         self._places[number].is_closed = self._places[number].is_given_up = True
+
+    def is_at_home(self, number: int, node: N) -> bool:
+        """Whether the node is the home of a place, where its worker is preferred; streams have no preference."""
+        return not self._needs_all and self._places[number].home == node
 
     def is_home_up(self, number: int) -> bool:
         """Whether a vacant place gets a worker at home."""
@@ -196,18 +234,43 @@ class Roster(Generic[N]):
             return any(place.node is None and (place.is_given_up or not place.is_closed) for place in self._places)
         return all(place.node is None for place in self._places)
 
-    def _choose(self, place: _Place[N], load: Counter[N | None], is_deserted: bool) -> N | None:
-        if place.home in self._up and place.home not in place.refused_by:
-            is_settled = self._needs_all and place.node is not None
-            return place.node if is_settled else place.home
-        if place.node is not None:
+    def _choose(self, number: int, load: Counter[N | None], is_deserted: bool) -> N | None:
+        place = self._places[number]
+        is_settled = self._is_settled(number)
+        if place.home in self._up and place.home not in self.mute and place.home not in place.refused_by:
+            return place.node if is_settled and self._needs_all else place.home
+        if is_settled or not (self._needs_all or is_deserted):
             return place.node
-        if not (self._needs_all or is_deserted):
-            return None
         candidates = [node for node in self.nodes if node in self._up and node not in place.refused_by]
-        return min(candidates, key=lambda node: load[node], default=None)
+        answering = [node for node in candidates if node not in self.mute]
+        # A mute node may answer at last, and one is enough for a place that has nothing else to wait for.
+        if not answering and place.node is None:
+            answering = candidates
+        return min(answering, key=lambda node: load[node], default=place.node)
+
+    def _is_settled(self, number: int) -> bool:
+        """Whether a place has a worker that is not late, or is leaving."""
+        node = self._places[number].node
+        return number in self._settled or (node is not None and (number, node) not in self._asked)
 
     @property
     def _is_deserted(self) -> bool:
-        """Whether all homes are gone, so that others have to help."""
-        return not any(place.home in self._up for place in self._places if not place.is_closed)
+        """Whether all homes are gone, or mute without a worker, so that others have to help."""
+        return not any(
+            place.home in self._up and (place.home not in self.mute or (number, place.home) in self._coming)
+            for number, place in enumerate(self._places)
+            if not place.is_closed
+        )
+
+    @property
+    def _needs_others(self) -> bool:
+        """Whether a place that cannot be missing can only be filled at a node that is not up."""
+        is_deserted = self._is_deserted
+        if is_deserted or not self._needs_all:
+            return is_deserted
+        return any(
+            not place.is_closed
+            and not self._is_settled(number)
+            and self._choose(number, Counter(), False) == place.node
+            for number, place in enumerate(self._places)
+        )

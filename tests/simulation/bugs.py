@@ -282,13 +282,13 @@ BUGS = [
     Bug(
         "a stream goes home while its worker is elsewhere",
         "roster",
-        "is_settled = self._needs_all and place.node is not None",
-        "is_settled = False",
+        "return place.node if is_settled and self._needs_all else place.home",
+        "return place.home",
     ),
     Bug(
         "no other node helps when all homes are gone",
         "roster",
-        "wanted = [*homes, *self._others(homes)] if self._is_deserted else homes",
+        "wanted = [*homes, *self._others(homes)] if self._needs_others else homes",
         "wanted = homes",
     ),
     Bug("a stand-in is forgotten", "roster", "place.node = stand_in", "place.node = None"),
@@ -351,6 +351,38 @@ BUGS = [
         "crew",
         "            self.stuck_since = None  # also",
         "            pass  # also",
+    ),
+    # Nodes that accept everything and answer nothing
+    Bug("a node that does not answer is waited for alone", "engine", "        self.crew.tick(now)\n", ""),
+    Bug(
+        "another node that does not answer is asked, and one that does is not",
+        "roster",
+        "answering = [node for node in candidates if node not in self.mute]",
+        "answering = candidates",
+    ),
+    Bug(
+        "a worker whose node answers at last stays late",
+        "crew",
+        "                    other.is_late = False\n",
+        "                    pass\n",
+    ),
+    Bug(
+        "a worker that comes elsewhere ends the one that comes home",
+        "crew",
+        "and not self.roster.is_at_home(place, other.node)",
+        "and True",
+    ),
+    Bug(
+        "a node that had no room is not asked again for one that does not answer",
+        "crew",
+        "                self.roster.ask_again(worker.place)\n",
+        "                pass\n",
+    ),
+    Bug(
+        "a node that cannot be reached is counted on for ever",
+        "crew",
+        "unreached = [node for node in self.roster.pauses if self._sought.get(node) == math.inf]",
+        "unreached: list[N] = []",
     ),
     # Exceptions that may pass
     Bug(

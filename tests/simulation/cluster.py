@@ -12,16 +12,13 @@ from typing import Any
 from rpcdataloader.errors import RPCError
 from tests.simulation.scenarios import Scenario
 
-# Seconds for which a busy node is waited for, as by the client's connect timeout.
-CONNECT_TIMEOUT = 60.0
-
 
 class Node:
     """A node server, or its absence."""
 
     __slots__ = (
-        "broken_until", "flapping_until", "foreign_until", "full_until", "incarnation", "is_draining", "is_up", "name",
-        "offered", "room", "used",
+        "broken_until", "flapping_until", "foreign_until", "full_until", "incarnation", "is_draining", "is_up",
+        "mute_until", "name", "offered", "room", "used",
     )  # fmt: skip
 
     def __init__(self, name: str, offered: int, room: int) -> None:
@@ -32,7 +29,7 @@ class Node:
         self.is_up = True
         self.is_draining = False
         self.incarnation = 1
-        self.flapping_until = self.full_until = self.foreign_until = self.broken_until = 0.0
+        self.flapping_until = self.full_until = self.foreign_until = self.broken_until = self.mute_until = 0.0
 
     @property
     def answers(self) -> bool:

@@ -39,7 +39,7 @@ def heal(cluster: Cluster) -> None:
     now = cluster.now
     cluster.noise = NO_NOISE
     for node in cluster.nodes.values():
-        node.flapping_until = node.full_until = node.foreign_until = node.broken_until = now
+        node.flapping_until = node.full_until = node.foreign_until = node.broken_until = node.mute_until = now
         if not node.is_up:
             node.is_up = True
     for worker in cluster.alive:
@@ -133,6 +133,14 @@ def _be_foreign(cluster: Cluster, node: Node, fault: Fault) -> None:
 def _break(cluster: Cluster, node: Node, fault: Fault) -> None:
     node.broken_until = cluster.now + fault.size * 30
     _lose_node(cluster, node, fault)
+
+
+def _mute(cluster: Cluster, node: Node, fault: Fault) -> None:
+    """It accepts everything, and answers nothing; by chance, its workers do not answer either."""
+    node.mute_until = cluster.now + 10 * fault.size**2 * cluster.scenario.connect_timeout
+    for worker in cluster.alive if fault.pick & 1 else []:
+        if worker.node is node:
+            worker.hung_until = max(worker.hung_until, node.mute_until)
 
 
 # Ranks
@@ -244,6 +252,7 @@ _NODE_FAULTS: dict[str, Callable[[Cluster, Node, Fault], None]] = {
     "full node": _fill,
     "foreign node": _be_foreign,
     "broken node": _break,
+    "mute node": _mute,
 }
 _RANK_FAULTS: dict[str, Callable[[Cluster, Rank, Pass, Fault], None]] = {
     "pause": _pause,

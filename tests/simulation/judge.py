@@ -62,12 +62,14 @@ class Member:
     """A worker that the engine has asked for, and that is not lost."""
 
     __slots__ = (
-        "at_work", "closed", "draining", "ended", "in_flight", "incarnation", "joined", "node", "place", "sent_away",
-        "since",
+        "at_work", "closed", "draining", "ended", "in_flight", "incarnation", "is_late", "joined", "late_at", "node",
+        "place", "sent_away", "since",
     )  # fmt: skip
 
-    def __init__(self, place: int, node: str, incarnation: int | None) -> None:
+    def __init__(self, place: int, node: str, incarnation: int | None, late_at: float, is_late: bool) -> None:
         self.place = place
+        self.late_at = late_at  # when others are asked as well, unless it has come
+        self.is_late = is_late
         self.node = node
         self.incarnation = incarnation
         self.joined = self.at_work = self.draining = self.sent_away = self.closed = False
@@ -110,6 +112,7 @@ class Judge:
         self.hopeless: set[str] = set()
         self.seeking: dict[str, float] = {}  # with the pause before the try
         self.tried: set[str] = set()  # sought, and failed once
+        self.seek_late_at: dict[str, float] = {}  # when the present try has taken too long
         self.joining: set[str] = set()
         self.incarnations: dict[str, int] = {}
         self.told: set[tuple[str, int | None]] = set()  # nodes whose loss the user knows of
@@ -284,14 +287,24 @@ class Judge:
         if member.closed:
             return
         member.joined = True
+        member.late_at = math.inf
         place = self.places[member.place]
-        place.promised = False
+        place.promised, place.worker = False, number
         for other in self.members.values():
-            if other.place == member.place and other.node != member.node:
+            if other.node == member.node:  # which answers
+                other.is_late = False
+                if not other.joined and other.late_at < math.inf:
+                    other.late_at = now + self.options.connect_timeout
+            if (
+                other.place == member.place
+                and other.node != member.node
+                and (self.is_iterable or other.node != place.home)  # the worker at home still comes
+            ):
                 other.sent_away = True
                 other.draining = other.draining or other.joined
                 self._rank_all()
         self._join(number, member)
+        self.is_changed = True
 
     def _join(self, number: int, member: Member) -> None:
         self.num_joined += 1
@@ -623,23 +636,27 @@ class Judge:
         if node not in self.up or node in self.hopeless:
             self.fail(f"{action}: the node is not there")
         place = self.places[place_number]
+        mute = self._mute()
         if place.closed:
             self.fail(f"{action}: the place is closed")
         if node in place.refused:
             self.fail(f"{action}: the node has refused it")
-        if place.worker:
-            other = self.members[place.worker]
-            if self.is_iterable or other.node == node or node != place.home:
-                self.fail(f"{action}: worker {place.worker} at {other.node} is there already")
-        elif node != place.home:
-            if place.home in self.up and place.home not in place.refused:
+        if self._is_at(place_number, node):
+            self.fail(f"{action}: the place has a worker there")
+        if node in mute and (place.worker or self.up - mute - place.refused):
+            self.fail(f"{action}: the node does not answer")
+        if self._is_filled(place_number) and (self.is_iterable or node != place.home):
+            self.fail(f"{action}: worker {place.worker} is there already")
+        if node != place.home:
+            if place.home in self.up - mute - place.refused:
                 self.fail(f"{action}: its home is there")
             if not (self.is_iterable or self._is_deserted()):
                 self.fail(f"{action}: other homes are there")
         if is_promised != place.promised:
             self.fail(f"{action}: a place that is {'' if place.promised else 'not '}promised")
         place.worker = number
-        self.members[number] = Member(place_number, node, self.incarnations.get(node))
+        late_at = now + self.options.connect_timeout
+        self.members[number] = Member(place_number, node, self.incarnations.get(node), late_at, node in mute)
 
     def _see_close(self, action: Close, now: float) -> None:
         member = self.members.get(action.worker)
@@ -676,6 +693,7 @@ class Judge:
         if self.seeking.get(node, -0.1) != -delay:
             self.fail(f"{action}: it is sought already, or after {self.seeking.get(node, -0.1)} s")
         self.seeking[node] = delay
+        self.seek_late_at[node] = now + delay + self.options.connect_timeout
 
     def _see_say(self, action: Say, now: float) -> None:
         if not action.text.startswith(self.options.label):
@@ -728,16 +746,21 @@ class Judge:
             return
 
     def _check_places(self) -> None:
-        is_deserted = self._is_deserted()
+        is_deserted, mute = self._is_deserted(), self._mute()
         for number, place in enumerate(self.places):
             if place.closed:
                 continue
             member = self.members.get(place.worker)
-            if place.home in self.up and place.home not in place.refused:
-                if member is None or (not self.is_iterable and member.node != place.home):
+            is_filled = self._is_filled(number)
+            there = self.up - place.refused
+            if place.home in there - mute:
+                is_home = self.is_iterable or self._is_at(number, place.home)
+                if not is_filled or not (is_home or (member is not None and member.node == place.home)):
                     self.fail(f"place {number} is empty, and nothing is opened at home, {place.home}")
-            elif member is None and (self.is_iterable or is_deserted) and self.up - place.refused:
-                self.fail(f"place {number} is empty, and nothing is opened at {sorted(self.up - place.refused)}")
+            elif is_filled or not (self.is_iterable or is_deserted):
+                pass
+            elif there - mute or (there and member is None):
+                self.fail(f"place {number} is empty, and nothing is opened at {sorted(there)}; {sorted(mute)} are mute")
 
     def _check_nodes(self) -> None:
         wanted = {place.home for place in self.places if not place.closed}
@@ -749,6 +772,7 @@ class Judge:
         if self._is_deserted():
             others = [node for node in self.known if node not in wanted and node not in self.hopeless]
             asked = [node for node in others if node in self.up or (node in self.seeking and node not in self.tried)]
+            asked = [node for node in asked if node not in self._mute()]
             if len(asked) < self._count_open():
                 for node in others:
                     if node not in self.up and node not in self.seeking:
@@ -781,6 +805,10 @@ class Judge:
             self._check_limits(self.options.task_timeout, due)
         self._check_report(due)
         self._check_stuck(now)
+        late_at = min((member.late_at for member in self.members.values() if not member.sent_away), default=math.inf)
+        late_at = min(late_at, *(self.seek_late_at[node] for node in self.seeking), math.inf)
+        if late_at < math.inf and (due is None or due > late_at + _TINY):
+            self.fail(f"a node has not answered until {late_at}, and the engine waits until {due}")
         if self.stuck_since is None:
             return
         if self.asked_since is None:
@@ -806,6 +834,15 @@ class Judge:
     def ticked(self, failure: BaseException | None, now: float) -> None:
         """The engine was told the time."""
         self._check_stuck(now)
+        for node in self.seeking:
+            if self.seek_late_at[node] <= now:
+                self.seek_late_at[node] = math.inf
+                self.is_changed = True
+        for member in self.members.values():
+            if member.late_at <= now and not member.sent_away:
+                member.is_late, member.late_at = True, now + self.options.connect_timeout
+                self.places[member.place].refused.clear()
+                self.is_changed = True
         if failure is None:
             if self.stuck_since is not None and not self.is_hopeful:
                 self.fail("there are no workers, and no node is looked for, and the pass does not end")
@@ -817,7 +854,29 @@ class Judge:
     # Helpers
 
     def _is_deserted(self) -> bool:
-        return not any(place.home in self.up for place in self.places if not place.closed)
+        mute = self._mute()
+        return not any(
+            place.home in self.up and (place.home not in mute or self._is_at(number, place.home, late=False))
+            for number, place in enumerate(self.places)
+            if not place.closed
+        )
+
+    def _mute(self) -> set[str]:
+        """Nodes that were asked for something, and have not answered in time."""
+        unreached = {node for node in self.seeking if self.seek_late_at.get(node) == math.inf}
+        return unreached | {member.node for member in self.members.values() if member.is_late and not member.sent_away}
+
+    def _is_filled(self, number: int) -> bool:
+        """Whether a place has a worker that is not late."""
+        last = self.members.get(self.places[number].worker)
+        return (last is not None and not last.is_late) or any(
+            other.place == number and not (other.is_late or other.sent_away) for other in self.members.values()
+        )
+
+    def _is_at(self, place: int, node: str, late: bool = True) -> bool:
+        """Whether a place has a worker at a node, or has asked for one."""
+        members = [other for other in self.members.values() if not other.sent_away and (late or not other.is_late)]
+        return any((other.place, other.node) == (place, node) for other in members)
 
     def _wait(self, number: int) -> None:
         self.is_waiting.add(number)

@@ -10,7 +10,7 @@ from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, P
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry
-from tests.simulation.cluster import CONNECT_TIMEOUT, Cluster, Worker
+from tests.simulation.cluster import Cluster, Worker
 from tests.simulation.judge import Judge, ViolationError
 
 if TYPE_CHECKING:
@@ -158,7 +158,9 @@ class Pass:
     def end(self, action: End) -> None:
         worker = self.workers.get(action.worker)
         if worker is not None:
-            self.cluster.die(worker, LATE)
+            # A node that does not answer is not waited for.
+            delay = 2.5 if worker.node.mute_until > self.cluster.now else 0.0
+            self.cluster.at(delay, self.cluster.die, worker, LATE)
 
     def look_for(self, action: Seek[str]) -> None:
         token = self.seeks[action.node] = self.seeks.get(action.node, 0) + 1
@@ -173,7 +175,7 @@ class Pass:
             return
         position = self.positions[place] if self.positions else 0
         worker = self.workers[number] = Worker(self, number, place, node, is_promised, position)
-        cluster.at(cluster.latency(), self.connect, worker, cluster.now + CONNECT_TIMEOUT)
+        cluster.at(cluster.latency(), self.connect, worker, cluster.now + cluster.scenario.connect_timeout)
 
     def fail_open(self, number: int) -> None:
         if not self.is_closed:
@@ -198,6 +200,9 @@ class Pass:
         cluster, node, now = self.cluster, worker.node, self.cluster.now
         if node.incarnation != worker.incarnation or not node.answers:
             cluster.die(worker, GONE)
+        elif node.mute_until > now:
+            cluster.count("mute node")
+            cluster.at(node.mute_until - now, self.connect, worker, deadline)
         elif node.full_until > now or node.used >= node.room:
             if now < deadline and (worker.promised or not self.engine.num_workers):
                 cluster.at(1.0, self.connect, worker, deadline)
@@ -475,6 +480,10 @@ class Pass:
         if self.is_closed or self.seeks[name] != token:
             return
         node, now = self.cluster.nodes[name], self.cluster.now
+        if node.answers and node.mute_until > now:
+            self.cluster.count("mute node")
+            self.cluster.at_time(node.mute_until, self.sought, name, token)
+            return
         if not node.answers:
             self.judge.node_failed(name, is_foreign=False)
             self.engine.crew.node_failed(name, UNREACHABLE)

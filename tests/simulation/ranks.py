@@ -65,6 +65,7 @@ class Rank:
             max_retries=scenario.max_retries,
             task_timeout=scenario.task_timeout,
             reconnect_timeout=scenario.reconnect_timeout,
+            connect_timeout=scenario.connect_timeout,
             marks_last_try=scenario.marks_last_try,
             leaves_out=scenario.leaves_out,
             label=f"rank {self.number}: " if self.world_size > 1 else "",

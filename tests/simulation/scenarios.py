@@ -33,6 +33,7 @@ class Scenario:
     max_retries: int
     task_timeout: float | None
     reconnect_timeout: float
+    connect_timeout: float
     marks_last_try: bool
     leaves_out: bool
     max_workers: int
@@ -67,6 +68,7 @@ KINDS = {
     "full node": 0.3,
     "foreign node": 0.1,
     "broken node": 0.05,
+    "mute node": 0.3,
     "add node": 0.3,
     "remove node": 0.4,
     "leave": 0.2,
@@ -130,6 +132,7 @@ def choose_scenario(seed: int) -> Scenario:
         max_retries=rng.choice((1, 1, 2, 3, 3, 5)),
         task_timeout=rng.choice((None, None, 8 * seconds, 40 * seconds)),
         reconnect_timeout=rng.choice((0.0, 1.0, 20.0, 300.0, 300.0)),
+        connect_timeout=rng.choice((0.5, 5.0, 60.0)),
         marks_last_try=rng.random() < 0.5,
         leaves_out=not is_iterable and rng.random() < 0.6,
         max_workers=rng.choice((0, 0, 1, 3, 50)),

@@ -210,3 +210,18 @@ def test_a_long_wait_is_reported_and_reported_again():
     engine.answered(1, 0, size_bytes=1, task_seconds=1.0, now=later)
     assert engine.deliver() is not None
     assert (engine.due(later) or math.inf) > later + REPORT_AGAIN  # a second copy, perhaps
+
+
+def test_a_worker_that_does_not_come_is_asked_for_elsewhere_and_the_first_that_comes_is_used():
+    engine = start(["a"], ["b"], is_iterable=True, connect_timeout=10.0)
+    fill(engine)
+    engine.act(0.0)
+    assert engine.due(0.0) == 10.0
+    engine.tick(10.0)
+    assert of(Seek, engine.act(10.0)) == [Seek("b", 0.1)]
+    engine.crew.node_up("b", 1)
+    assert of(Open, engine.act(11.0)) == [Open(2, 0, "b", False)]
+    engine.worker_ready(2, 12.0)
+    actions = engine.act(12.0)
+    assert of(Close, actions) == [Close(1)]
+    assert [load.worker for load in of(Load, actions)] == [2, 2]
