@@ -4,7 +4,7 @@ Once clients can connect, one line appears on standard output::
 
     rpcdataloader ready node07:6543 num_workers=32 pid=4711
 
-Everything else goes to the log: standard error, or ``--log-file``.
+Everything else goes to the log, on standard error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from typing import TextIO
 
 # Before torch and numpy are imported below: their thread pools would make this process's forks unsafe.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -26,8 +25,7 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 from rpcdataloader.errors import RPCError  # noqa: E402
-from rpcdataloader.server.logs import logger as connections  # noqa: E402
-from rpcdataloader.server.run import run_server, write_to_stderr  # noqa: E402
+from rpcdataloader.server.run import run_server  # noqa: E402
 from rpcdataloader.server.settings import ServerSettings  # noqa: E402
 from rpcdataloader.wire.credentials import INSECURE, Credentials, load_credentials, receive_credentials  # noqa: E402
 from rpcdataloader.wire.messages import read_json  # noqa: E402
@@ -81,13 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
         choices=("debug", "info", "warning", "error"),
         default="info",
         metavar="LEVEL",
-        help="lowest level to log: debug adds each connection, info each client, then warning and error "
+        help="lowest level to log: debug adds each worker, info each client, then warning and error "
         "(default: %(default)s)",
-    )
-    parser.add_argument(
-        "--log-file",
-        metavar="FILE",
-        help="append the log and the workers' output to this file (default: standard error)",
     )
     return parser
 
@@ -100,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server; returns the exit status: 0 after a drain, 1 for a failed start, 2 for wrong arguments."""
     parser = make_parser()
     options = parser.parse_args(arguments)
-    insecure, token_file, log_file = options.insecure or options.insecure_tcp, options.token_file, options.log_file
+    insecure, token_file = options.insecure or options.insecure_tcp, options.token_file
     try:
         settings = ServerSettings(**{field.name: getattr(options, field.name) for field in fields(ServerSettings)})
         if insecure and token_file:
@@ -113,8 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as exc:
         parser.error(str(exc))
     try:
-        log = open(log_file, "a", buffering=1) if log_file else sys.stderr  # noqa: SIM115  # open until the end
-        with _logging_to(log, options.log_level):
+        with _logging(options.log_level):
             if insecure:
                 credentials = INSECURE
             elif token_file == "-":
@@ -125,7 +117,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 settings,
                 credentials,
                 ready=functools.partial(print, flush=True),
-                write_output=log.write if log_file else write_to_stderr,
                 lifeline=os.dup(sys.stdin.fileno()) if options.exit_with_stdin else None,
             )
     except (RPCError, OSError, ImportError, ValueError) as exc:
@@ -162,26 +153,18 @@ def _tell_trainer(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _logging_to(log: TextIO, level: str) -> Iterator[None]:
-    formatter = logging.Formatter("%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s")
-    package = logging.getLogger("rpcdataloader")
-    with contextlib.ExitStack() as stack:
-        stack.callback(package.setLevel, package.level)
-        package.setLevel(level.upper())
-
-        def add(logger: logging.Logger, stream: TextIO) -> None:
-            handler = logging.StreamHandler(stream)
-            handler.setFormatter(formatter)
-            logger.addHandler(handler)
-            stack.callback(logger.removeHandler, handler)
-
-        add(logging.getLogger(), log)
-        if log is sys.stderr is not None:
-            # Standard error of sessions and workers is their client's output, in which strangers have no place.
-            add(connections, stack.enter_context(open(os.dup(2), "a", buffering=1)))
-            stack.callback(setattr, connections, "propagate", connections.propagate)
-            connections.propagate = False
+def _logging(level: str) -> Iterator[None]:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s"))
+    root, package = logging.getLogger(), logging.getLogger("rpcdataloader")
+    before = package.level
+    package.setLevel(level.upper())
+    root.addHandler(handler)
+    try:
         yield
+    finally:
+        root.removeHandler(handler)
+        package.setLevel(before)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,6 @@ ROW = np.dtype(
         ("batch", "i8"),  # present batch of a loader's worker,
         ("sample", "i8"),  # and its sample: see fetch/samples.py
         ("socket", "i8"),  # inode of a worker's connection
-        ("control", "i8", 2),  # bytes received and sent by a gate or session
         # Work of a worker; in a row above, that of its ended processes:
         ("tasks", "i8"),
         ("calls", "i8"),
@@ -175,7 +174,7 @@ class CounterTable:
             row["num_reports"] = number
 
     def refused(self) -> None:
-        """Count a refused connection; approximately, if several processes refuse at the same instant."""
+        """Count a refused connection."""
         self._head["refused"] += 1
 
     def look(self) -> list[Row]:

@@ -35,7 +35,14 @@ class Accepted(Event):
 
 @dataclass(frozen=True)
 class Refused(Event):
-    """Gate to node server: the connection was refused, and the peer is expected to close it."""
+    """Gate, session or worker to node server, for the log: a peer failed authentication, TLS or the protocol.
+
+    From a gate, it also says that the peer is expected to close its connection.
+    """
+
+    peer: str
+    reason: str
+    level: int
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rpcdataloader.errors import RemoteProtocolError, RPCError
+from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host.resources import available_cpus, memory_bytes, process_use, unread_bytes
 from rpcdataloader.server import events
 from rpcdataloader.server.counters import SESSION, WORKER, Row
 from rpcdataloader.server.events import Link
-from rpcdataloader.server.logs import Kind
 from rpcdataloader.server.processes import name_process
 from rpcdataloader.server.session import run_session
 from rpcdataloader.server.settings import ServerContext
@@ -59,21 +58,20 @@ def _serve(node: Link, context: ServerContext) -> bool:
     name_process("rpcdl-gate")
     peer = event.peer
     row = context.counters.row(event.row)
-    stream = Stream(socket.socket(fileno=descriptors[0]), peer, row.control)
-    kind: Kind | None = None
+    stream = Stream(socket.socket(fileno=descriptors[0]), peer)
     try:
         preamble = recv_preamble(stream)
         if preamble is None:
             return False
         if any(preamble.session_id) and preamble.session_id != STATUS_ID:
-            return _hand_over(stream, preamble, node, context)
-        kind = "status" if preamble.session_id == STATUS_ID else "control"
+            return _hand_over(stream, preamble, node)
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
+    except ConnectionLostError as exc:
+        logger.debug("%s", exc)
     except RPCError as exc:
-        context.log_refusal(peer, exc, kind)
-        node.send(events.Refused())
+        node.send(context.refusal(peer, exc))
     else:
-        if kind == "status":
+        if preamble.session_id == STATUS_ID:
             serve_status(channel, node, context)
         else:
             run_session(channel, node, context, row)
@@ -82,7 +80,7 @@ def _serve(node: Link, context: ServerContext) -> bool:
     return False
 
 
-def _hand_over(stream: Stream, preamble: Preamble, node: Link, context: ServerContext) -> bool:
+def _hand_over(stream: Stream, preamble: Preamble, node: Link) -> bool:
     node.send(events.IsForWorker(preamble.session_id.hex(), preamble.encode().hex()))
     received = node.recv()
     if received is None:
@@ -93,8 +91,6 @@ def _hand_over(stream: Stream, preamble: Preamble, node: Link, context: ServerCo
     text = "there is no such session on this node server: it ended, or the server was restarted"
     refusal = json.dumps({"code": "protocol", "text": text}).encode()
     stream.send(encode(None, MessageType.REFUSED, payload=refusal))
-    context.log_refusal(stream.name, "unknown session", "worker")
-    node.send(events.Refused())
     stream.linger()
     return False
 

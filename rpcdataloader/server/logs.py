@@ -1,9 +1,4 @@
-"""The log of a node server: connections, and the output and warnings of sessions and workers.
-
-Each accepted, refused or closed connection has a line for ``grep`` and ``awk``. Level INFO has the arrival of each
-client and all refusals; level DEBUG has the rest. A line has ``key=value`` pairs in a fixed order, with ``-`` for an
-unknown value. Values contain no blanks, equals signs or quotation marks, whatever a peer calls itself. Only the reason,
-last and in quotation marks, may contain blanks. So a peer cannot forge a pair or a line.
+"""The output and warnings of sessions and workers.
 
 Output goes through a pipe to the node server, which logs each line with its origin in front. The descriptors themselves
 are replaced, so that output of C libraries is caught. Warnings, and log records of that level and above, also go to the
@@ -20,12 +15,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, TextIO
+from dataclasses import dataclass
+from typing import Any, TextIO
 
 from rpcdataloader.wire.handshake import Identity
-
-logger = logging.getLogger("rpcdataloader.connections")
 
 # Longest line of output, so that a worker without line feeds cannot grow the node server.
 MAX_LINE = 8192
@@ -182,19 +175,9 @@ def _show_warning(
         handler.handle(logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, text, (), None))
 
 
-Event = Literal["accepted", "refused", "closed"]
-Kind = Literal["control", "worker", "status"]
-
-_KEYS = ("event", "kind", "peer", "client", "rank", "job", "worker", "seconds", "received", "sent")
-
-# Host names have at most 253 characters.
-MAX_VALUE_CHARS = 255
-MAX_REASON_CHARS = 600
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The owner of a connection, as it has said and proved."""
+    """A client, in its own words."""
 
     client: str  # host and process id, ``"gpu01:2304"``
     rank: int | None  # rank in a distributed job; None outside of one
@@ -204,54 +187,3 @@ class Origin:
     def of(cls, identity: Identity) -> Origin:
         """The origin of an authenticated peer."""
         return cls(f"{identity.host}:{identity.pid}", identity.rank, identity.job)
-
-
-class AcceptedConnection:
-    """An accepted connection; logs its beginning when created, and its end.
-
-    Args:
-        traffic: Bytes received and sent, in shared memory: they outlive a killed process.
-
-    Attributes:
-        row: Place of a worker among the counters.
-    """
-
-    def __init__(self, peer: str, origin: Origin, traffic: memoryview, worker: int | None = None, row: int = 0) -> None:
-        self.row = row
-        self._traffic = traffic
-        self._who: tuple[Kind, str, Origin] = ("worker" if worker else "control", peer, origin)
-        self._worker = worker
-        self._start = time.monotonic()
-        # One line per client: a rank of a large job opens hundreds of connections.
-        level = logging.DEBUG if worker else logging.INFO
-        logger.log(level, "%s", describe("accepted", *self._who, worker=worker))
-
-    def closed(self, reason: str) -> None:
-        received, sent = self._traffic
-        values: dict[str, Any] = {"worker": self._worker, "received": received, "sent": sent}
-        seconds = f"{time.monotonic() - self._start:.3f}"
-        logger.debug("%s", describe("closed", *self._who, reason=reason, seconds=seconds, **values))
-
-
-def describe(
-    event: Event, kind: Kind | None, peer: str, origin: Origin | None = None, *, reason: str = "", **more: object
-) -> str:
-    """Return the line, without time and line feed; ``more`` are further values by key."""
-    who = {} if origin is None else asdict(origin)
-    values = {**dict.fromkeys(_KEYS), "event": event, "kind": kind, "peer": peer, **who, **more}
-    pairs = [f"{key}={_escape(value, MAX_VALUE_CHARS).replace(' ', _code(' '))}" for key, value in values.items()]
-    return " ".join([*pairs, f'reason="{_escape(reason, MAX_REASON_CHARS)}"'])
-
-
-def _escape(value: object, max_chars: int) -> str:
-    if value is None or value == "":
-        return "-"
-    text = str(value)
-    escaped = "".join(char if " " <= char <= "~" and char not in '"=\\' else _code(char) for char in text[:max_chars])
-    return escaped if len(text) <= max_chars else f"{escaped}..."
-
-
-def _code(char: str) -> str:
-    """Escape a character, as in ``\\x3d``."""
-    number = ord(char)
-    return f"\\x{number:02x}" if number < 256 else f"\\u{{{number:x}}}"

@@ -197,8 +197,9 @@ class NodeServer:
         if youth > 0:
             self._accept_after(youth)
             return False
-        self._context.log_refusal(connection.peer, "too many unauthenticated connections")
-        victim.end("too many unauthenticated connections")
+        reason = "too many unauthenticated connections"
+        self._context.log_within_limits(logging.INFO, "closed a connection from %s: %s", connection.peer, reason)
+        victim.end(reason)
         return True
 
     def _forget_in_child(self) -> None:
@@ -242,6 +243,7 @@ class NodeServer:
                     self._hand_over(child, child.connection, event)
                 case events.Refused():
                     child.connection.is_refused = True
+                    self._context.log_refusal(event)
                 case events.TellsStatus():
                     child.connection.deadline = math.inf
                 case events.WantsStacks():
@@ -334,7 +336,8 @@ class NodeServer:
         for gate, connection in self._gates():
             if now > connection.deadline:
                 if not connection.is_refused:
-                    self._context.log_refusal(connection.peer, f"no handshake within {GATE_TIMEOUT:g} s")
+                    reason = f"no handshake within {GATE_TIMEOUT:g} s"
+                    self._context.log_refusal(events.Refused(connection.peer, reason, logging.INFO))
                 gate.end("no handshake in time")
             if connection.wanted is not None:
                 self._hand_over(gate, connection, connection.wanted)

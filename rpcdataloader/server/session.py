@@ -262,7 +262,7 @@ class Session:
         waiting = [worker for worker in self._workers.values() if worker.life is Life.STARTING]
         if len(waiting) >= MAX_UNAUTHENTICATED:
             reason = "too many unauthenticated connections"
-            self._context.log_refusal(waiting[0].peer, reason, "worker")
+            self._node.send(events.Refused(waiting[0].peer, reason, logging.INFO))
             waiting[0].life = Life.ENDED
             waiting[0].process.kill(reason)
         self._last_number += 1

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from rpcdataloader.server import events
 from rpcdataloader.server.counters import SESSION, WORKER
 from rpcdataloader.server.events import Event, Link
-from rpcdataloader.server.logs import AcceptedConnection, OutputReader
+from rpcdataloader.server.logs import OutputReader
 from rpcdataloader.server.processes import Loop, Process
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire import transport
-from rpcdataloader.wire.messages import MAX_CHARS, LineLimit
+from rpcdataloader.wire.messages import MAX_CHARS, LineLimit, escaped
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -39,7 +39,7 @@ class Connection:
     peer: str
     row: int
     deadline: float  # time by which its gate must have become something else; infinite once it has, or is being ended
-    is_refused: bool = False  # True once its gate has refused it and waits for the peer to close
+    is_refused: bool = False  # True once it was refused, and its gate waits for the peer to close
     wanted: events.IsForWorker | None = None  # the session that it is for, while that session has no room for it
 
 
@@ -52,11 +52,11 @@ class ClientSession:
     connection: Connection
     id: str
     client: str
-    accepted: AcceptedConnection
     folder: str
+    started: float
     # Limit on the printed lines that are sent to its client; None if the client wants no output.
     output: LineLimit | None = None
-    workers: dict[int, AcceptedConnection] = field(default_factory=dict)
+    workers: dict[int, int] = field(default_factory=dict)  # number of each, and its row of counters
     is_client_gone: bool = False
     is_asked: bool = False  # True while a request for stacks is unread
 
@@ -117,10 +117,12 @@ class Sessions:
             link=gate.link,
             connection=connection,
             id=begun.id,
-            client=begun.name,
-            accepted=AcceptedConnection(connection.peer, origin, self._counters.row(connection.row).control),
+            client=escaped(begun.name),
             folder=self._folders.name(),
+            started=time.monotonic(),
         )
+        job = f" of job {escaped(origin.job)}" if origin.job else ""
+        logger.info("%s%s has come from %s", session.client, job, connection.peer)
         self._by_id[session.id] = session
         connection.deadline = math.inf
         self._add_output(session, output, "session")
@@ -142,6 +144,8 @@ class Sessions:
                 self._worker_ended(session, event)
             case events.StacksBegun():
                 session.is_asked = False
+            case events.Refused():
+                self._context.log_refusal(event)
 
     def _add_output(self, session: ClientSession, descriptor: int, name: str) -> None:
         """Log what a pipe of a session brings, and tell its client."""
@@ -182,23 +186,25 @@ class Sessions:
                 self._admission.release(session.id)
                 reason = str(exc.strerror)
         if reason is None:
-            traffic = self._counters.row(row).traffic
-            session.workers[event.worker] = AcceptedConnection(event.peer, event.origin, traffic, event.worker, row)
+            session.workers[event.worker] = row
+            logger.debug("worker %d of %s has come from %s", event.worker, session.client, event.peer)
         else:
-            self._context.log_refusal(event.peer, f"busy: {reason}", "worker", event.origin)
+            self._context.log_within_limits(logging.INFO, "%s gets no further worker: %s", session.client, reason)
         session.link.post(events.Decided(event.worker, reason, row))
 
     def _worker_ended(self, session: ClientSession, event: events.WorkerEnded) -> None:
-        worker = session.workers.pop(event.worker, None)
-        if worker is None:  # it was not admitted
+        row = session.workers.pop(event.worker, None)
+        if row is None:  # it was not admitted
             return
-        worker.closed(event.reason)
-        self._counters.close(worker.row)
+        received, sent = self._counters.row(row).traffic  # also of a worker that was killed
+        self._counters.close(row)
         self._admission.release(session.id)
-        if event.reason != "exited with status 0":
-            # The log of an embedded pool is the trainer's terminal, and the trainer reports this itself.
-            level = logging.INFO if self._context.embedded else logging.WARNING
-            logger.log(level, "worker %d of %s %s", event.worker, session.client, event.reason)
+        # The log of an embedded pool is the trainer's terminal, and the trainer reports this itself.
+        level = logging.INFO if self._context.embedded else logging.WARNING
+        if event.reason == "exited with status 0":
+            level = logging.DEBUG
+        text = "worker %d of %s %s; it received %d bytes and sent %d"
+        logger.log(level, text, event.worker, session.client, event.reason, received, sent)
 
     def hand_over(self, gate: Link, connection: Connection, wanted: events.IsForWorker) -> bool:
         """Pass the connection of a gate to its session; later, while the session has no room.
@@ -209,6 +215,8 @@ class Sessions:
         connection.wanted = None
         session = self._by_id.get(wanted.session)
         if session is None:
+            logger.debug("there is no session for a connection from %s", connection.peer)
+            connection.is_refused = True
             gate.post(events.UnknownSession())
         elif session.link.offer(events.WorkerConnection(connection.peer, wanted.preamble), [connection.sock.fileno()]):
             return True
@@ -268,13 +276,15 @@ class Sessions:
         session.output = None  # the last lines of its workers go to the log only
         if session.workers:
             self._admission.release(session.id, len(session.workers))
+        level = logging.WARNING
         if session.is_client_gone or reason == "exited with status 0":
-            reason = "the node server is draining" if self._is_draining else "the client has gone"
-        else:
-            logger.warning("session of %s %s", session.client, reason)
-        for worker in session.workers.values():
-            worker.closed(f"its session has ended: {reason}")
-        session.accepted.closed(reason)
+            level = logging.INFO
+            reason = "ended: " + ("the node server is draining" if self._is_draining else "the client has gone")
+        for row in session.workers.values():
+            self._counters.close(row)
+        received, sent = self._counters.row(session.connection.row).traffic
+        text = "session of %s %s after %.1f s; its workers received %d bytes and sent %d"
+        logger.log(level, text, session.client, reason, time.monotonic() - session.started, received, sent)
 
 
 class Admission:

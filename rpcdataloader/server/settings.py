@@ -13,10 +13,11 @@ from typing import Any
 from rpcdataloader.errors import AuthenticationError, RPCError
 from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.server.counters import CounterTable
-from rpcdataloader.server.logs import Kind, Origin, SharedLimit, describe
-from rpcdataloader.server.logs import logger as connection_logger
+from rpcdataloader.server.events import Refused
+from rpcdataloader.server.logs import SharedLimit
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.handshake import TlsError
+from rpcdataloader.wire.messages import escaped
 from rpcdataloader.wire.tls import TlsFiles, name_files
 
 logger = logging.getLogger("rpcdataloader.server")
@@ -155,10 +156,10 @@ class ServerSettings:
         return socket.gethostname() if self.host in WILDCARDS else self.host
 
 
-# Strangers who reach the port can be refused at any rate. All processes together log this many refusals per period (in
-# seconds).
+# Strangers who reach the port can be refused at any rate: limit on the log lines about them per period, in seconds.
 MAX_REFUSALS = 20
 REFUSALS_PERIOD = 10.0
+MAX_REASON_CHARS = 600
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ class ServerContext:
     # Files for TLS, with absolute paths: sessions change the working directory, and workers the environment.
     tls: TlsFiles | None = None
     node: str = field(default_factory=socket.gethostname)
-    # Limit on the lines of :meth:`log_refusal`.
+    # Limit on the lines of :meth:`log_within_limits`.
     refusals: SharedLimit = field(default_factory=lambda: SharedLimit(MAX_REFUSALS, REFUSALS_PERIOD))
     counters: CounterTable = field(default_factory=CounterTable)
 
@@ -183,21 +184,24 @@ class ServerContext:
         """Cap on the workers of all clients together; None for no cap."""
         return None if self.embedded else self.settings.max_connections or 4 * self.num_workers
 
-    def log_refusal(
-        self, peer: str, reason: RPCError | str, kind: Kind | None = None, origin: Origin | None = None
-    ) -> None:
-        """Count a refused connection and log it, within limits; a wrong secret is logged as a warning."""
+    def refusal(self, peer: str, error: RPCError) -> Refused:
+        """The refusal of a peer that failed authentication, TLS or the protocol, for the node server's log."""
+        text = str(error)
+        if isinstance(error, AuthenticationError) and not isinstance(error, TlsError):
+            text += f" (this server's secret: {self.credentials.source}, fingerprint {self.credentials.fingerprint})"
+        level = logging.WARNING if isinstance(error, AuthenticationError) else logging.INFO
+        return Refused(peer, text[:MAX_REASON_CHARS], level)
+
+    def log_refusal(self, refused: Refused) -> None:
+        """Count a refused connection and log it; in the node server."""
         self.counters.refused()
+        self.log_within_limits(refused.level, "refused %s: %s", refused.peer, escaped(refused.reason))
+
+    def log_within_limits(self, level: int, text: str, *values: object) -> None:
+        """Log a line that strangers, or a client that tries again and again, could cause at any rate."""
         num_left_out = self.refusals.take()
         if num_left_out is None:
             return
         if num_left_out:
-            logger.info("left %d more refusals out of this log", num_left_out)
-        level, text = logging.INFO, str(reason)
-        if isinstance(reason, AuthenticationError):
-            level = logging.WARNING
-            if not isinstance(reason, TlsError):
-                text += (
-                    f" (this server's secret: {self.credentials.source}, fingerprint {self.credentials.fingerprint})"
-                )
-        connection_logger.log(level, "%s", describe("refused", kind, peer, origin, reason=text))
+            logger.info("left %d lines about connections out of this log", num_left_out)
+        logger.log(level, text, *values)

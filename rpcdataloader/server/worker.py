@@ -26,7 +26,7 @@ from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
 from rpcdataloader.fetch.samples import keep_whereabouts
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable
-from rpcdataloader.server.events import Decided, Drain, Event, GaveUp, Link, WantsRoom
+from rpcdataloader.server.events import Decided, Drain, Event, GaveUp, Link, Refused, WantsRoom
 from rpcdataloader.server.logs import Origin, redirect_output, tell_client
 from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
 from rpcdataloader.server.requests import HandleTable, Meter, Outbox, Requests
@@ -65,13 +65,16 @@ def run_worker_process(
     keep_freed_memory()
     peer = stream.name
     # Here and not in the session, which may be busy.
-    timer = threading.Timer(HANDSHAKE_TIMEOUT, _end_late_handshake, (peer, context))
+    timer = threading.Timer(HANDSHAKE_TIMEOUT, _end_late_handshake, (node, peer))
     timer.daemon = True
     timer.start()
     try:
         channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
+    except ConnectionLostError:
+        # The pass was over before its last worker had started.
+        return
     except RPCError as exc:
-        context.log_refusal(peer, exc, "worker")
+        node.send(context.refusal(peer, exc))
         stream.linger()
         return
     timer.cancel()
@@ -92,7 +95,6 @@ def run_worker_process(
             return
         channel.send(MessageType.WELCOME, payload=welcome.encode())
     except ConnectionLostError:
-        # The pass was over before its last worker had started.
         return
     row = context.counters.row(decided.row)
     keep_whereabouts(row.batch, row.sample)
@@ -101,8 +103,8 @@ def run_worker_process(
     Worker(channel, session, datasets, number, context, row).run()
 
 
-def _end_late_handshake(peer: str, context: ServerContext) -> None:
-    context.log_refusal(peer, f"no handshake within {HANDSHAKE_TIMEOUT:g} s", "worker")
+def _end_late_handshake(node: Link, peer: str) -> None:
+    node.send(Refused(peer, f"no handshake within {HANDSHAKE_TIMEOUT:g} s", logging.INFO))
     os._exit(0)
 
 

@@ -158,7 +158,7 @@ class NodeStatus(Work):
     memory_total_bytes: int  # of the machine
     memory_available_bytes: int  # of the machine
     ended_workers: int  # for whatever reason
-    refused_connections: int  # for a wrong secret, for lack of room, and so on
+    refused_connections: int  # whose peers failed authentication, TLS or the protocol
     clients: list[ClientStatus]  # in the order in which they came
 
     @property

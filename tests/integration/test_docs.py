@@ -77,7 +77,6 @@ NOT_RUN = {
         "def train(workers, rank, world_size):",
     ],
     "how-many-workers.md": ["$ python -m tests.benchmark.link"],
-    "shared-clusters.md": ["$ grep event=refused log"],
     "storage-formats.md": [
         "$ pip install '.[formats]'",
         "$ python -m examples.storage_formats --ranks 1 4 --loaders torch:8 rpc:32 --formats objects tfrecord-8",
@@ -98,7 +97,7 @@ NOT_RUN = {
         "$ openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650 \\",
         '$ openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj "/CN=rpcdataloader" \\',
     ],
-    "connection-log.md": ["$ grep event=refused log"],
+    "security.md": ["$ grep '\\] refused ' log"],
     "recommender.md": [
         '$ pip install ".[recommender]"',
         "$ python -m rpcdataloader.launch --host 0.0.0.0 --port 6543",

@@ -113,7 +113,7 @@ def test_log_of_the_server_is_not_output(server, shown):
     session_id = get_client().node(address).session().welcome.session
     with socket.create_connection((address.host, address.port)) as sock:
         sock.sendall(Preamble(bytes.fromhex(session_id)).encode() + b"nonsense" * 10)
-        wait_until(lambda: "event=refused kind=worker" in server.log)
+        wait_until(lambda: "] refused " in server.log)
     RPCDataset(server.address, Talks)
     wait_until(lambda: shown.lines)
     assert shown.lines == [f"({server.address} session) built"]

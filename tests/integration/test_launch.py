@@ -89,7 +89,6 @@ def test_help_explains_every_option_with_unit_and_default(capsys):
         "--insecure": "(default: off)",
         "--insecure-tcp": "(default: off)",
         "--log-level LEVEL": "(default: info)",
-        "--log-file FILE": "(default: standard error)",
     }
     starts = [text.rindex(option) for option in options]
     ends = [min([start for start in starts if start > mine], default=len(text)) for mine in starts]
@@ -300,23 +299,6 @@ threading.Thread(target=signal_itself, daemon=True).start()
     # The kernel gives a signal to any thread that does not block it.
     fifo.write_text("")
     assert server.wait() == 0
-
-
-def test_log_file_takes_log_and_output_and_is_appended_to(serve, tmp_path):
-    log = tmp_path / "server.log"
-    log.write_text("before\n")
-    server = serve("--log-file", str(log))
-    call(server, lambda: print("from a worker"))  # noqa: T201
-    wait_until(lambda: "from a worker" in log.read_text())
-    assert log.read_text().startswith("before\n")
-    assert server.log == ""
-
-
-def test_log_file_that_cannot_be_written(fails, tmp_path):
-    assert fails("--log-file", str(tmp_path / "missing" / "log")) == (
-        1,
-        f"error: [Errno 2] No such file or directory: '{tmp_path}/missing/log'\n",
-    )
 
 
 # --- secrets

@@ -124,7 +124,7 @@ def test_place_that_somebody_else_has_taken_is_waited_for(serve, shared_server, 
     server = serve("--num-workers", "2", "--max-tasks-per-worker", "4", before=ONE_RETIRES_AND_ITS_PLACE_IS_TAKEN)
     undisturbed = [batch[0].tolist() for batch in loader_of(FieldStream(18, 3), shared_server.address)]
     assert [batch[0].tolist() for batch in loader_of(FieldStream(18, 3), server.address)] == undisturbed
-    assert 'reason="busy: taken by somebody else"' in server.log
+    assert "gets no further worker: taken by somebody else" in server.log
     busy = f"waiting for {server.address}, which is busy: taken by somebody else"
     assert set(caplog.messages) == {busy}
 

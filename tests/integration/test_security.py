@@ -535,8 +535,7 @@ def test_peers_that_stop_in_the_middle_are_put_out(server):
         for sock, complete in socks:
             assert [frame.type for frame in read_frames(sock)] == [MessageType.HELLO] * complete
             assert time.monotonic() - start > 0.9
-    assert re.search('event=refused kind=- peer=127.0.0.1:.* reason="no handshake within 1 s"', server.log)
-    wait_until(lambda: re.search('event=refused kind=worker .* reason="no handshake within 1 s"', server.log))
+    assert len(re.findall(r"refused 127\.0\.0\.1:\d+: no handshake within 1 s", server.log)) > 1
     assert rpc_async(server.address, os.getpid).wait() > 0  # in that session
 
 

@@ -519,7 +519,7 @@ def test_wrong_token(serve, look, tmp_path, monkeypatch):
     assert "do not hold the same secret" in node["error"]
     assert str(token) in node["error"]
     assert set(node) == {"address", "state", "error", "interval_seconds"}
-    wait_until(lambda: "event=refused kind=status" in server.log)
+    wait_until(lambda: "] refused " in server.log)
     _status, document = look(server.address)
     assert document["nodes"][0]["refused_connections"] == 1
 

@@ -179,7 +179,7 @@ def test_client_without_tls_is_told_what_the_server_wants(server, trace):
     said = refusal_of(server.address, trace)
     assert f"the client does not speak it; set {CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE} for the client" in said
     assert "secret" not in said
-    logged(server, 'event=refused .*reason="this node server requires TLS')
+    logged(server, "refused 127.*: this node server requires TLS")
 
 
 def test_server_without_tls_tells_the_client_what_to_do(plain_server, certificates, monkeypatch, trace):
@@ -187,7 +187,7 @@ def test_server_without_tls_tells_the_client_what_to_do(plain_server, certificat
     said = refusal_of(plain_server.address, trace)
     assert "start the server with --tls-cert, --tls-key and --tls-ca, or unset RPCDATALOADER_TLS_CERT" in said
     assert "secret" not in said
-    logged(plain_server, 'event=refused .*reason="the client speaks TLS and this node server does not')
+    logged(plain_server, "refused 127.*: the client speaks TLS and this node server does not")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_certificate_that_is_not_accepted(zygote, certificates, monkeypatch, tra
     with quick_server(zygote, *options(certificates, server)) as node:
         use(monkeypatch, certificates, client)
         assert re.search(said, refusal_of(node.address, trace))
-        logged(node, f"WARNING .* event=refused .*{heard}")
+        logged(node, f"WARNING .* refused .*{heard}")
         assert "fingerprint" not in node.log  # the secret is not what is wrong
         assert "Traceback" not in node.log
 
@@ -230,7 +230,7 @@ def test_client_that_shows_no_certificate(server, certificates):
         pytest.raises(ssl.SSLError, match="certificate required"),
     ):
         secure.recv(1)
-    logged(server, r"event=refused .*127.0.0.1:\d+ has shown no certificate; it needs one that .*/ca.pem has signed")
+    logged(server, r"refused .*127.0.0.1:\d+ has shown no certificate; it needs one that .*/ca.pem has signed")
 
 
 def test_pickle_after_a_preamble_without_tls_is_not_loaded(server, trace):
@@ -243,7 +243,7 @@ def test_pickle_after_a_preamble_without_tls_is_not_loaded(server, trace):
                 assert recv_frame(sock).type == MessageType.REFUSED
             while sock.recv(65536):
                 pass
-    logged(server, r"event=refused .*127.0.0.1:\d+ and this side cannot agree on TLS")
+    logged(server, r"refused .*127.0.0.1:\d+ and this side cannot agree on TLS")
     assert num_loaded(trace) == 0
 
 
@@ -284,7 +284,7 @@ def test_renewed_certificates_serve_new_connections(zygote, certificates, monkey
         assert "has expired" in refusal_of(server.address, trace)
         shutil.copy(certificates / "node.pem", tmp_path / "mine.pem")
         assert "this node server can no longer use its own certificate; its log" in refusal_of(server.address, trace)
-        logged(server, "event=refused .*the TLS key .*/mine.key does not belong to the certificate .*/mine.pem")
+        logged(server, "refused .*the TLS key .*/mine.key does not belong to the certificate .*/mine.pem")
         shutil.copy(certificates / "node.key", tmp_path / "mine.key")
         session = pool.get_client().node(Address.parse(server.address)).session()
         assert session.wait().pid in server.processes()

@@ -167,7 +167,7 @@ def test_pool_of_its_own_grows_shrinks_and_refuses_others_while_training_goes_on
 
     address = re.search(r"ready (\S+)", second.output)[1]
     assert "AuthenticationError" in ask_as_another_user(bed, address)
-    assert "event=refused" in second.output
+    assert "] refused " in second.output
 
     for pid in trainers:
         os.kill(pid, signal.SIGCONT)

@@ -12,12 +12,12 @@ def test_host_file_has_a_host_per_line_with_options_of_its_own():
     text = """
     # machines of the second floor
     node01
-    me@node02   --num-workers 8 --log-file 'my log'  # the small one
+    me@node02   --num-workers 8 --register 'my pool'  # the small one
 
     """
     assert parse_hosts(text) == [
         Host("node01"),
-        Host("me@node02", ("--num-workers", "8", "--log-file", "my log")),
+        Host("me@node02", ("--num-workers", "8", "--register", "my pool")),
     ]
 
 
@@ -66,9 +66,9 @@ def test_command_runs_in_the_same_folder_if_there_is_one_whatever_the_words_are(
         folder.mkdir()
     python.write_text('#!/bin/sh\npwd\nprintf "<%s>" "$@"\n')
     python.chmod(0o700)
-    command = remote_command(str(python), str(folder), ["--log-file", "a b'c$d"])
+    command = remote_command(str(python), str(folder), ["--register", "a b'c$d"])
     done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=True)
     where, _, words = done.stdout.partition("\n")
     assert where == str(folder if exists else tmp_path)
-    assert words.endswith("<--log-file><a b'c$d>")
+    assert words.endswith("<--register><a b'c$d>")
     assert done.stderr == ""

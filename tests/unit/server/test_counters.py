@@ -71,10 +71,9 @@ def test_session_and_worker_are_seen_with_what_they_do():
     row.since[0], row.running[0], row.unanswered[0], row.socket[0] = 4 * SECOND, 1, 3, 77
     row.traffic[0] += 10
     row.traffic[1] += 20
-    table.row(session).control[1] += 30
     _node, seen, _worker = table.look()
     assert (seen.pid, seen.client, seen.rank, seen.job, seen.started) == (200, "gpu01:2304", 3, "4711", 2 * SECOND)
-    assert (seen.control, counts(seen)) == ([0, 30], (0, 0, 0, 0, 0))
+    assert counts(seen) == (0, 0, 0, 0, 0)
     (seen,) = rows_of(table, WORKER)
     assert (seen.pid, seen.number, seen.session, seen.started) == (300, 7, session, 3 * SECOND)
     assert (seen.running, seen.unanswered, seen.since, seen.draining, seen.socket) == (1, 3, 4 * SECOND, 0, 77)
@@ -125,7 +124,6 @@ def test_work_of_ended_workers_stays_with_their_session_and_then_with_the_node()
 def test_gate_that_ends_leaves_nothing():
     table = make_table()
     gate = table.open(GATE, 5, 0)
-    table.row(gate).control[0] += 99
     table.close(gate)
     (node,) = table.look()
     assert (counts(node), node.ended_workers) == ((0, 0, 0, 0, 0), 0)

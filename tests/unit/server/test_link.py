@@ -12,7 +12,7 @@ import sys
 
 import pytest
 
-from rpcdataloader.server.events import Drain, GaveUp, Link, Refused, WantsStacks, WorkerEnded
+from rpcdataloader.server.events import Drain, GaveUp, Link, TellsStatus, WantsStacks, WorkerEnded
 
 
 @pytest.fixture
@@ -177,10 +177,10 @@ def test_several_processes_may_write_to_one_end(pair):
     """Gates write sockets to the node server's end of a session's link."""
     ours, theirs = pair
     other = Link(socket.socket(fileno=os.dup(ours.fileno())))
-    other.send(Refused())
+    other.send(TellsStatus())
     other.close()
     ours.send(Drain())
-    assert [theirs.recv()[0] for _ in range(2)] == [Refused(), Drain()]
+    assert [theirs.recv()[0] for _ in range(2)] == [TellsStatus(), Drain()]
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ def test_worker_for_which_the_counters_have_no_row_is_refused():
     decisions = []
     row = counters.open(GATE, os.getpid(), 0)
     connection, link = SimpleNamespace(row=row), SimpleNamespace(post=decisions.append)
-    session = SimpleNamespace(id="00", connection=connection, workers={}, link=link)
+    session = SimpleNamespace(id="00", client="client gpu01:2304", connection=connection, workers={}, link=link)
     wanted = WantsRoom(1, 300, "10.0.0.7:5", Origin("gpu01:2304", None, ""))
     sessions = Sessions(context, None, None)
     sessions._decide(session, wanted)
     assert decisions == [Decided(1, "at most 1 processes can serve connections", 0)]
-    assert (session.workers, sessions._admission.held["00"], counters.look()[0].refused) == ({}, 0, 1)
+    assert (session.workers, sessions._admission.held["00"], counters.look()[0].refused) == ({}, 0, 0)

@@ -58,7 +58,6 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     row = table.row(places[1])
     row.traffic[1] = 50
     row.since[0], row.running[0], row.unanswered[0], row.socket[0] = 4 * SECOND, 1, 3, 77
-    table.row(session).control[1] = 1000
     uses = {302: ProcessUse("R", 1.5, 4096)}
     monkeypatch.setattr(gate, "process_use", lambda pid: uses.get(pid, ProcessUse()))
     monkeypatch.setattr(gate, "unread_bytes", lambda: {77: 9})

@@ -1,0 +1,108 @@
+"""What a node server logs of connections: who, from where, how long, how much, why no longer; and who is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+
+import pytest
+
+from rpcdataloader import RPCDataset, rpc_async
+from rpcdataloader.client import client as pool
+from rpcdataloader.errors import AuthenticationError, ConnectError
+from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.handshake import Preamble
+from tests.conftest import wait_until
+
+CLIENT = f"client {socket.gethostname()}:{os.getpid()} rank 3"
+MEGABYTE = 2**20
+
+
+@pytest.fixture(autouse=True)
+def in_a_job(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+
+
+def logged(server, pattern):
+    """Wait for a line; gives what its groups match."""
+    wait_until(lambda: re.search(pattern, server.log), what=lambda: f"{pattern!r} in {server.log}")
+    return re.search(pattern, server.log).groups()
+
+
+@pytest.mark.parametrize("level", ["debug", "info", "warning"])
+def test_log_has_the_lines_of_clients_and_on_request_those_of_workers(serve, level):
+    server = serve("--log-level", level)
+    assert len(rpc_async(server.address, bytes, (bytes(MEGABYTE),)).wait()) == MEGABYTE
+    pool.close_client()
+    wait_until(lambda: not server.processes())
+    if level != "warning":
+        logged(server, rf" INFO rpcdataloader.server\[\d+\] {CLIENT} of job 4711 has come from 127\.0\.0\.1:\d+\n")
+        line = (
+            rf"INFO .* session of {CLIENT} ended: the client has gone after \d+\.\d s; its workers received (\d+) .* "
+        )
+        received, sent = logged(server, line + r"sent (\d+)\n")
+        assert MEGABYTE < int(received) < MEGABYTE + 10_000
+        assert MEGABYTE < int(sent) < MEGABYTE + 10_000
+    assert ("listening on" in server.log, CLIENT in server.log) == (level != "warning",) * 2
+    assert bool(re.search(rf"DEBUG .* worker 1 of {CLIENT} has come from", server.log)) == (level == "debug")
+
+
+def test_bytes_of_a_worker_that_was_killed_are_known(serve):
+    server = serve()
+    pid = rpc_async(server.address, os.getpid).wait()
+    assert rpc_async(server.address, len, (bytes(MEGABYTE),)).wait() == MEGABYTE
+    os.kill(pid, signal.SIGKILL)
+    why = r"was killed by SIGKILL \(perhaps out of memory\)"
+    (received,) = logged(server, rf"WARNING .* worker 1 of {CLIENT} {why}; it received (\d+) bytes and sent \d+\n")
+    assert int(received) > MEGABYTE
+
+
+def test_connection_waits_while_the_table_of_processes_has_no_room(serve, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "1")
+    before = """
+from rpcdataloader.server.counters import CounterTable
+CounterTable.__init__.__defaults__ = (2, *CounterTable.__init__.__defaults__[1:])
+"""
+    server = serve(before=before)
+    with pytest.raises(ConnectError):  # it has a session, and no worker
+        rpc_async(server.address, os.getpid).wait()
+    assert "cannot accept a connection now: at most 1 processes can serve connections" in server.log
+    assert f"{CLIENT} of job 4711 has come from" in server.log
+
+
+def test_clients_that_leave_early_or_find_no_worker_are_not_refused(serve, monkeypatch):
+    monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "0.5")
+    server = serve("--max-connections", "1", "--log-level", "debug")
+    assert rpc_async(server.address, os.getpid).wait() > 0
+    address = Address.parse(server.address)
+    known = bytes.fromhex(pool.get_client().node(address).session().welcome.session)
+    for session_id in bytes(16), known, b"\1" * 16:  # a new session, a worker, and one of a session that has ended
+        with socket.create_connection((address.host, address.port)) as sock:
+            sock.sendall(Preamble(session_id).encode())
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(4096):
+                pass
+    dataset = RPCDataset(server.address, range, 3)
+    with pytest.raises(ConnectError):
+        assert dataset[1]
+    logged(server, rf"INFO .* {CLIENT} gets no further worker: all 1 connections are in use \(--max-connections\)\n")
+    assert "refused" not in server.log
+
+
+def test_stranger_is_refused(serve, monkeypatch):
+    server = serve()
+    monkeypatch.setenv("RPCDATALOADER_TOKEN", "not the secret of the test suite")
+    monkeypatch.delenv("RPCDATALOADER_TOKEN_FILE")
+    with pytest.raises(AuthenticationError):
+        rpc_async(server.address, os.getpid).wait()
+    logged(server, r"WARNING rpcdataloader.server\[\d+\] refused 127\.0\.0\.1:\d+: .* the same secret;.* fingerprint")
+
+
+def test_peers_on_a_unix_socket_are_users(serve, tmp_path):
+    server = serve("--host", f"unix:{tmp_path}/socket")
+    rpc_async(server.address, os.getpid).wait()
+    logged(server, rf"{CLIENT} of job 4711 has come from uid:{os.geteuid()}\n")
