@@ -31,6 +31,7 @@ from rpcdataloader.loader.seat import Answer
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import check_one_stream
 from rpcdataloader.loader.tasks import Progress, Task
+from rpcdataloader.plan.table import Entry
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 from rpcdataloader.wire.status import MAX_NUMBER, MAX_WORKERS, LoopStatus, Value
 
@@ -142,6 +143,7 @@ class RemoteIterator(PassIterator):
     ) -> None:
         super().__init__(settings, dataset.name, reported_length)
         self._drawn: Task | None = None  # from the sampler, not yet in the engine
+        self._delivery: Entry | None = None  # out of the engine, not yet returned: an exception came in between
         self._ready = 0.0  # seconds asleep while a later batch was here
         self._timed: tuple[Probe, Copies] | None = None  # the last probe
         with undone_afterwards(saved):
@@ -170,9 +172,9 @@ class RemoteIterator(PassIterator):
         blocked = 0.0
         while True:
             with driver.condition:
-                delivery = None
-                if engine.failure is None:  # the failure has caused errors that say less
-                    delivery = engine.deliver() if driver.ahead is None else driver.ahead.take()
+                if self._delivery is None and engine.failure is None:  # the failure has caused errors that say less
+                    self._delivery = engine.deliver() if driver.ahead is None else driver.ahead.take()
+                delivery = self._delivery
                 if delivery is None:
                     if engine.failure is None and engine.table.finished:
                         break
@@ -189,7 +191,6 @@ class RemoteIterator(PassIterator):
         task, answer = delivery.payload, delivery.answer
         if delivery.condemned is not None:
             answer = Answer(error=ConnectionLostError(delivery.condemned))
-        driver.begun.progress.delivered(task, delivery.stream, answer.stream)
         decided = self._advance(wants_input, began)
         if answer.probe is not None or blocked >= self._noted:
             self._note(answer, decided, decided - began, blocked)
@@ -202,6 +203,9 @@ class RemoteIterator(PassIterator):
                 recorder.blocked += blocked
         if answer.copies is not None:
             _shown("copy", answer.copies.wait) if self._is_shown else answer.copies.wait()
+        # A batch counts when it is returned. From here on no signal handler can raise, as those run at calls.
+        driver.begun.progress.delivered(task, delivery.stream, answer.stream)
+        self._delivery = None
         if answer.error is not None:
             try:
                 raise self._explained(answer.error, task)
@@ -342,7 +346,7 @@ class RemoteIterator(PassIterator):
         if not self.driver.is_usable:
             return False
         self._reported_length = reported_length
-        self._drawn = None
+        self._drawn = self._delivery = None
         self._ready = 0.0
         self.driver.begin_epoch()
         self._advance(wants_input=True, began=time.monotonic())
@@ -372,26 +376,32 @@ class InlineIterator(PassIterator):
         kind = StreamLoader if settings.iterable else BatchLoader
         stream = self.progress.streams[0] if settings.iterable else None
         self._loader = kind(dataset, loader_spec(settings, self._pass, 0, 1, stream), None, inline=True)
+        self._task: Task | None = None  # from the sampler, not yet loaded
 
     def _next(self) -> Any:
-        task, stream = next(self._pass.source, None), None
+        if self._task is None:
+            self._task = next(self._pass.source, None)
+        task, stream = self._task, None
         if task is not None:
+            number = 0 if self._settings.iterable else None
             try:
                 _seconds, batch = self._loader.load(task.indices, task.position, task.number, last_try=True)
                 if self._settings.iterable:
                     batch, stream = batch
+                if type(batch) is not Reduced:
+                    batch = self._put(batch)
+                elif not batch.is_empty:
+                    batch.batch = self._put(batch.batch)
             except Exception:
                 # The exception takes the place of the batch; an interrupt does not.
-                self.progress.delivered(task, 0 if self._settings.iterable else None)
+                self.progress.delivered(task, number)
+                self._task = None
                 raise
         if task is None or (self._settings.iterable and stream is None):
             self.progress.finished = True
             raise StopIteration
-        self.progress.delivered(task, 0 if self._settings.iterable else None, stream)
-        if type(batch) is not Reduced:
-            return self._put(batch)
-        if not batch.is_empty:
-            batch.batch = self._put(batch.batch)
+        self.progress.delivered(task, number, stream)
+        self._task = None
         return batch
 
     def _put(self, batch: Any) -> Any:
@@ -406,7 +416,7 @@ class InlineIterator(PassIterator):
 
     def reset(self, reported_length: int | None) -> bool:
         self._reported_length = reported_length
-        self._pass = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch))
+        self._pass, self._task = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch)), None
         self._loader.start_epoch(self.progress.epoch, self._pass.first, self._pass.pipe_seed)
         return True
 

@@ -75,17 +75,22 @@ class TaskSource:
                 # Other types become an error where the batch is loaded.
                 num_samples = len(indices) if isinstance(indices, (list, tuple)) else 1
             task = Task(indices, self.number, self.position, num_samples)
+            is_wanted = task.number not in self.leave_out
+            if is_wanted:
+                self._complete(task)
+            # Now, without a call in between: what has raised leaves no gap.
             self.position += num_samples
             self.number += 1
-            if task.number not in self.leave_out:
-                break
+            if is_wanted:
+                return task
+
+    def _complete(self, task: Task) -> None:
         if self.get_state is not None:
             task.sampler_state = self.get_state()
         if self.makes_requests:
             task.request = task.last_request = load_request(task)
             if self.marks_last_try:
                 task.last_request = load_request(task, last_try=True)
-        return task
 
 
 def _pickle_part(value: Any) -> bytes:
@@ -176,21 +181,29 @@ class Progress:
             stream: Stream of the batch; None for a map-style dataset.
             state: Progress of the stream; None for an exception.
         """
-        self.num_yielded += 1
         if stream is not None:
-            self.num_batches += 1
             self.streams[stream] = state or self.streams[stream]
+            self.num_yielded += 1
+            self.num_batches += 1
             self.turn = stream + 1
             return
-        self.ahead[task.number] = task.num_samples, task.sampler_state
-        while self.num_batches in self.ahead:
-            num_samples, sampler_state = self.ahead.pop(self.num_batches)
-            self.num_samples += num_samples
-            self.num_batches += 1
-            if sampler_state is not None:
-                self.sampler = {
-                    "state": sampler_state, "num_batches": self.num_batches, "num_samples": self.num_samples
-                }  # fmt: skip
+        num_batches, total, sampler, ahead = self.num_batches, self.num_samples, self.sampler, self.ahead
+        number, num_samples, sampler_state = task.number, task.num_samples, task.sampler_state
+        if number != num_batches:
+            ahead = {**ahead, number: (num_samples, sampler_state)}
+        else:
+            while True:
+                num_batches += 1
+                total += num_samples
+                if sampler_state is not None:
+                    sampler = {"state": sampler_state, "num_batches": num_batches, "num_samples": total}
+                if num_batches not in ahead:
+                    break
+                ahead = ahead.copy()
+                num_samples, sampler_state = ahead.pop(num_batches)
+        # Together, and without a call, at which a signal handler may raise: all or nothing.
+        self.num_yielded += 1
+        self.num_batches, self.num_samples, self.sampler, self.ahead = num_batches, total, sampler, ahead
 
     def account_reduced(self, reduced: Reduced, max_skipped: int) -> None:
         """Count and report the missing samples of the last delivered batch.

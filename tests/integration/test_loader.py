@@ -94,6 +94,41 @@ def test_indices_may_come_in_anything_that_can_be_iterated_over(workers, batch_s
     assert_same(list(RPCDataloader(dataset, batch_sampler=batch_sampler, workers=workers)), expected)
 
 
+class Failing(Tensors):
+    """Raises once, before its last batch."""
+
+    has_raised = False
+
+    def __iter__(self):
+        self.left = list(super().__iter__())
+        return self
+
+    def __next__(self):
+        if len(self.left) == 1 and not self.has_raised:
+            self.has_raised = True
+            raise InterruptedError
+        if not self.left:
+            raise StopIteration
+        return self.left.pop(0)
+
+
+@pytest.mark.parametrize("where", ["local:1", "inline"])
+def test_no_batch_is_lost_where_a_sampler_raises(where):
+    loader = RPCDataloader(range(12), batch_sampler=Failing(), workers=where, prefetch_factor=1)
+    batches, received = iter(loader), []
+    while True:
+        try:
+            received += flat([next(batches)])
+        except InterruptedError:
+            state = loader.state_dict()
+            assert state["num_samples"] == len(received)
+        except StopIteration:
+            break
+    assert received == list(range(12))[::-1]
+    loader.load_state_dict(state)
+    assert flat(loader) == received[state["num_samples"] :]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_num_workers_alone_means_what_it_means_to_torch(num_workers):
     def run(make_loader):
