@@ -51,11 +51,11 @@ class Client:
     """
 
     def __init__(self) -> None:
-        self.allocator = PageablePool()
+        self._batches: Callable[[], PageablePool | None] = lambda: None  # a weak reference
         self.alarm = Alarm()
         partition = current_partition()
         rank = partition.rank if partition.world_size > 1 else None
-        self._settings = ClientSettings(connect_timeout(), rank, self.allocator, self.alarm, client_tls())
+        self._settings = ClientSettings(connect_timeout(), rank, PageablePool(), self.alarm, client_tls())
         self.additions = self._settings.additions
         # The embedded pool is not asked for a status.
         self.reporter = Reporter(self.alarm, lambda: [node for node in list(self._nodes.values()) if not node.local])
@@ -67,6 +67,15 @@ class Client:
         self._local: LocalServer | None = None
         self._threads: dict[threading.Thread, threading.Event] = {}
         self.is_closed = False
+
+    @property
+    def allocator(self) -> PageablePool:
+        """Memory for batches, which all loaders share while one of them holds it; freed after the last one."""
+        with self._lock:
+            if (pool := self._batches()) is None:
+                pool = PageablePool()
+                self._batches = weakref.ref(pool)
+            return pool
 
     @property
     def janitor(self) -> Janitor:

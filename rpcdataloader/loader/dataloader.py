@@ -158,6 +158,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         self._progress: tuple[PassSettings, Progress] | None = None  # of the last iterator
         self._saved: Mapping[str, Any] | None = None  # for the next iterator
         self._shipped: RemoteDataset | None = None
+        self._memory: PageablePool | None = None  # for batches, kept from pass to pass
         # Public attributes have the names of arguments: frameworks recreate the loader from them.
         for name in (RPCDataloader.__init__.__kwdefaults__ or {}).keys() - torchs.keys():
             setattr(self, name, arguments[name])
@@ -279,7 +280,8 @@ class RPCDataloader(LoaderTools[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         # State of this process alone; a copy begins without it.
-        return {**self.__dict__, **dict.fromkeys(("_pass", "_shipped", "_progress", "_last", "_recorder", "_trace"))}
+        here = "_pass", "_shipped", "_memory", "_progress", "_last", "_recorder", "_trace"
+        return {**self.__dict__, **dict.fromkeys(here)}
 
     def _begin(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> PassIterator:
         if self.pin_memory and self.pin_memory_device:
@@ -313,7 +315,7 @@ class RPCDataloader(LoaderTools[_T_co]):
                 f"{len(placement.homes)}: start them with more --num-workers"
             )
         prepare(dataset, placement.homes, wait=False)
-        recorder = self._new_recorder()
+        recorder, self._memory = self._new_recorder(), get_client().allocator
         iterator = RemoteIterator(settings, dataset, placement, recorder, saved, self._reported_length)
         self._last, self._recorder = weakref.ref(iterator), recorder
         return iterator

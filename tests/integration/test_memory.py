@@ -267,6 +267,26 @@ def usage(pid):
     return len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
 
 
+class Large(Samples):
+    def __getitem__(self, index):
+        return torch.full((32 * MIB,), index, dtype=torch.uint8)
+
+
+def test_memory_goes_back_with_the_last_loader(server):
+    loaders = [RPCDataloader(Large(), batch_size=1, workers=server.address) for _ in range(2)]
+    before = private_bytes(os.getpid())
+    for loader in loaders:
+        assert len(list(loader)) == 6  # all at the same time
+    held = private_bytes(os.getpid())
+    assert held - before > 100 * MIB
+    loaders.pop()
+    gc.collect()
+    assert private_bytes(os.getpid()) > held - 10 * MIB  # for the other one
+    del loader
+    loaders.pop()
+    wait_until(lambda: gc.collect() is not None and private_bytes(os.getpid()) < before + 40 * MIB)
+
+
 @pytest.mark.parametrize("num_rounds", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_many_epochs_leave_nothing_behind(serve, num_rounds):
     # Gates that wait have descriptors, too.
