@@ -6,6 +6,7 @@ Names are imported on first use: the node server sets up its environment before 
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -43,6 +44,18 @@ _MODULES = {
     "run_worker": "rpcdataloader.server.run",
     "set_random_seeds": "rpcdataloader.fetch.seeding",
 }
+
+
+def _name_package(record: logging.LogRecord) -> bool:
+    """Name the package in messages of a script without logging, where Python prints warnings bare."""
+    if not logging.getLogger(record.name).hasHandlers():
+        record.msg = f"rpcdataloader: {record.msg}"
+    return True
+
+
+# A logger's filters see no records of the loggers below it.
+for _name in ("client", "loader", "pools", "server", "worker"):
+    logging.getLogger(f"rpcdataloader.{_name}").addFilter(_name_package)
 
 
 def __getattr__(name: str) -> Any:

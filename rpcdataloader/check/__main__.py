@@ -194,8 +194,8 @@ def _build(nodes: Sequence[str], target: str, report: Report) -> tuple[list[RPCD
             if facts.text != built[nodes[0]].facts.text:
                 raise Failure("builds", "it differs between nodes: is the data complete, and its order fixed?")
     if reason := built[nodes[0]].facts.not_shared:
-        remedy = 'RPCDataset(..., build="worker") says so on purpose, or do that on first use'
-        report("note", "inherits", f"each worker builds its own: {reason}; {remedy}")
+        advice = "open files and start threads on first use"
+        report("note", "inherits", f"each worker builds its own: {reason}; {advice}")
     return [built[node] for node in nodes], built.get("inline")
 
 

@@ -135,7 +135,7 @@ class LocalServer:
             raise ConnectError("an embedded pool needs fork; name remote workers, or use workers='inline'")
         self.credentials = Credentials(secrets.token_urlsafe(32).encode(), "the embedded pool")
         self._folder = tempfile.mkdtemp(prefix="rpcdataloader-")
-        self.address = Address(path=os.path.join(self._folder, "socket"))
+        self.address = Address(path=os.path.join(self._folder, "socket"), name="local")
         remember_credentials(self.address, self.credentials)
         self._lock = threading.Lock()
         # Guarded by the lock:
@@ -180,14 +180,12 @@ class LocalServer:
             raise
 
     def _wait(self) -> None:
-        try:
-            self._is_ready = bool(self._process.stdout.readline())
-            if not self._is_ready:
-                status = self._process.wait()
-                raise ConnectError(f"the embedded pool did not start (exit status {status}); see its messages above")
-        except BaseException:  # also Ctrl-C, while it imports torch
+        # After Ctrl-C, while it imports torch, it goes on: for another pass, or until this process ends.
+        self._is_ready = bool(self._process.stdout.readline())
+        if not self._is_ready:
+            status = self._process.wait()
             self._end()
-            raise
+            raise ConnectError(f"the embedded pool did not start (exit status {status}); see its messages above")
 
     def stop(self) -> None:
         """End it with all of its processes; idempotent."""
@@ -200,12 +198,11 @@ class LocalServer:
         if self._process is not None:
             self._close_pipes()
             process, self._process = self._process, None
-            try:
-                # While it imports, it notices nothing, and has nothing to end.
+            # While it imports, it notices nothing, and has nothing to end.
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_TIMEOUT if self._is_ready else 0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.kill()
+            process.wait()
         self._is_ready = False
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -284,4 +284,4 @@ class RemoteSession:
             self._condition.notify_all()
         # The node has ended these already, or will when it notices; a vanished host sends nothing.
         for worker in list(self.workers):
-            worker.close(error if self.welcome is None else ConnectionLostError(f"{self.name} is gone: {error}"))
+            worker.close(error if self.welcome is None else ConnectionLostError(str(error)))

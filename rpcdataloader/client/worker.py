@@ -326,11 +326,10 @@ class RemoteWorker:
         if not isinstance(error, ConnectionLostError) or not self.number:
             return error
         exited = self.exited = self.session.fate(self.number)
-        if exited is None:
-            # Chance decides which connection of a lost node breaks first; the message is the same.
-            what = f"{self.name} is lost" if self.session.is_ready else f"{self.session.name} is gone"
-            return ConnectionLostError(f"{what}: {error}")
-        return ConnectionLostError(f"{self.name} {exited.reason}")
+        if exited is not None:
+            return ConnectionLostError(f"{self.name} {exited.reason}")
+        # Chance decides which connection of a lost node breaks first; the message is the same.
+        return ConnectionLostError(str(self.session.connection.error or f"{self.name} is lost: {error}"))
 
     def lost(self, error: RPCError) -> None:
         # First of all: until the session has forgotten this worker, its thread is joined at the end.

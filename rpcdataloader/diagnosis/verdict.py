@@ -81,6 +81,9 @@ class Diagnosis:
     capacities: dict[str, float] = field(default_factory=dict)
     demand: float = 0.0
 
+    def __str__(self) -> str:
+        return self.text
+
 
 def diagnose(records: Records) -> Diagnosis:
     """Return the reason why the loop of a pass waits."""

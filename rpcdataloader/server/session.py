@@ -198,7 +198,8 @@ class Session:
         dataset, reason = self._datasets.add(build, message.blocks)
         if reason is not None:
             logger.warning(
-                "dataset %s is built in every worker instead of once on %s: %s; set build='worker' if that is intended",
+                "dataset %s is built in every worker instead of once on %s: %s; open files and start threads "
+                "on first use",
                 build.name,
                 self._context.node,
                 reason,

@@ -129,8 +129,13 @@ def _total(parts: list[Tree], key: str) -> Any:
     return sum(part[key] for part in parts)
 
 
+def _of_machines(nodes: list[Tree], key: str) -> Any:
+    """Sum over the machines; several node servers of one tell the same."""
+    return sum({node["host"]: node[key] for node in sorted(nodes, key=lambda node: node[key])}.values())
+
+
 def _memory_percent(nodes: list[Tree]) -> str:
-    memory, available = (_total(nodes, f"memory_{name}_bytes") for name in ("total", "available"))
+    memory, available = (_of_machines(nodes, f"memory_{name}_bytes") for name in ("total", "available"))
     return f"{100 * (memory - available) / max(1, memory):.0f}"
 
 
@@ -148,8 +153,8 @@ _NODE_COLUMNS: list[tuple[str, str, Callable[[list[Tree]], Any]]] = [
     (">7", "clients", lambda nodes: len({(client["host"], client["pid"]) for client in _clients_at_work(nodes)})),
     (">7", "workers", lambda nodes: len(_workers(nodes))),
     (">6", "CPU", lambda nodes: in_digits(_total(nodes, "cpu_percent") / 100)),
-    (">6", "load", lambda nodes: in_digits(_total(nodes, "load_average"))),
-    (">5", "CPUs", lambda nodes: _total(nodes, "cpus")),
+    (">6", "load", lambda nodes: in_digits(_of_machines(nodes, "load_average"))),
+    (">5", "CPUs", lambda nodes: _of_machines(nodes, "cpus")),
     (">5", "mem %", _memory_percent),
     (">7", "batch/s", lambda nodes: in_digits(_total(nodes, "tasks_per_second"))),
     (">7", "MB/s", lambda nodes: in_digits(_total(nodes, "sent_bytes_per_second") / 1e6)),

@@ -7,7 +7,7 @@ names and reaching addresses is the transport's business.
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _FORMS = "write host:port, [IPv6 address]:port or unix:/path"
 _UNIX_PREFIX = "unix:"
@@ -21,6 +21,7 @@ class Address:
     host: str = ""  # name or IP address, IPv6 without its brackets
     port: int = 0  # a listening server's 0 means "any free one"; :meth:`parse` never returns 0
     path: str = ""  # of a Unix socket; empty for TCP
+    name: str = field(default="", compare=False)  # in messages, instead of an address that tells users nothing
 
     def __post_init__(self) -> None:
         if self.path and (self.host or self.port):
@@ -81,6 +82,8 @@ class Address:
         return bool(self.path)
 
     def __str__(self) -> str:
+        if self.name:
+            return self.name
         if self.path:
             return _UNIX_PREFIX + self.path
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

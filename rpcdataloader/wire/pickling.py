@@ -47,10 +47,8 @@ NO_TENSORS = _LENGTHS.pack(0, 0)
 # A slab up to this size travels inside the payload: a block would cost more than its bytes.
 _MAX_INLINE_BYTES = 1 << 11
 
-_REQUEST_ADVICE = (
-    "build it where it is used: pass a callable and its arguments, RPCDataset(workers, MyDataset, *args), so that "
-    "each node calls it; or open it on first use instead of in the constructor"
-)
+_REQUEST_ADVICE = "open it on first use instead of in the constructor"
+_DATASET_ADVICE = f"{_REQUEST_ADVICE}, or let each node build the dataset: RPCDataset(workers, MyDataset, *args)"
 _REPLY_ADVICE = "what a worker sends back must consist of tensors, arrays and objects that pickle accepts"
 
 
@@ -102,7 +100,8 @@ def dumps(obj: Any, *, persistent_id: PersistentId | None = None, name: str = "o
         SerializationError: A part of the object cannot be pickled.
         RPCError: ``persistent_id`` raised it.
     """
-    return _dumps(obj, functools.partial(RequestPickler, persistent_id=persistent_id), name, _REQUEST_ADVICE)
+    advice = _DATASET_ADVICE if name == "dataset" else _REQUEST_ADVICE
+    return _dumps(obj, functools.partial(RequestPickler, persistent_id=persistent_id), name, advice)
 
 
 def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:

@@ -118,6 +118,31 @@ assert len(pools()) == 1 and pools() != early
     assert script(loader, begin=FORK_POOLS + BEGIN) == ["{'early'}", "{'early'}"]
 
 
+IMPATIENT = """
+import signal
+loader = RPCDataloader(Variables(), num_workers=1)
+os.kill(*pools(), signal.SIGSTOP)  # as if it still imported
+
+def press(_signal, frame):
+    while frame is not None:
+        if frame.f_globals["__name__"].startswith("rpcdataloader."):
+            raise KeyboardInterrupt
+        frame = frame.f_back
+
+signal.signal(signal.SIGALRM, press)
+signal.setitimer(signal.ITIMER_REAL, 0.1, 0.0005)
+try:
+    next(iter(loader))
+except KeyboardInterrupt as error:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert error.__context__ is None, repr(error.__context__)
+"""
+
+
+def test_repeated_ctrl_c_while_the_pool_starts_gives_one_traceback(script):
+    assert script(IMPATIENT, begin=FORK_POOLS + BEGIN) == []
+
+
 UNGUARDED = """
 import multiprocessing, os
 from pathlib import Path

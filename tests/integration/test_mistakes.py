@@ -284,7 +284,7 @@ MISTAKES = [
     Mistake("dataset with a lock deep inside", lambda p: p.load(Nested()), SerializationError,
             r"dataset\.readers\['train'\]\.lock is a _thread\.lock"),
     Mistake("collate function with a lock", lambda p: p.load(collate_fn=WithLock().__getitem__), SerializationError,
-            r"collate_fn\S* is a _thread\.lock"),
+            r"collate_fn\S* is a _thread\.lock, .*: open it on first use instead of in the constructor"),
     Mistake("module missing on the node", lambda p: p.load(only_here.Images()), SerializationError,
             "No module named 'only_here' on .*; it must be importable there too: send it with py_modules="),
     Mistake("module missing for the dataset", lambda p: p.dataset(only_here.Images), SerializationError,

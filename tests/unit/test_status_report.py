@@ -163,7 +163,7 @@ def details(*answers):
 
 
 def test_text():
-    busy = dataclasses.replace(NODE, load_average=2.5)
+    busy = dataclasses.replace(NODE, host="node02", load_average=2.5)
     assert as_text(look(READY, Answer("node02:6543", busy), GONE), "2026-11-21 12:00:00") == (
         """2026-11-21 12:00:00, rates: averages since each began
 node                       state    clients workers    CPU   load  CPUs mem % batch/s    MB/s errors
@@ -175,6 +175,12 @@ client gpu01:2304: no loop is under way, or none has been reported
 client gpu01:2304: 4 errors, the last one 3.0 s ago: LookupError: a damaged file
 """
     )
+
+
+def test_machine_of_several_node_servers_counts_once():
+    lines = as_text(look(READY, Answer("node01:6544", dataclasses.replace(NODE, pid=101))), "now").splitlines()
+    # clients, workers, CPU, load, CPUs, mem %
+    assert lines[2].removeprefix("all: 2 of 2 ready").split()[:6] == ["1", "2", "0.8", "1.5", "2", "25"]
 
 
 def test_text_with_workers():
