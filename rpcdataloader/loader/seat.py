@@ -148,14 +148,16 @@ class Seat(WorkerOwner):
             self.worker.submit(starting.payload, starting.buffers, self.started)
 
     def started(self, reply: Message | RPCError) -> None:
-        """Handle the answer to an epoch's first request; an exception of user code there ends the pass."""
+        """Handle the answer to an epoch's first request, perhaps an exception of user code."""
         if not isinstance(reply, Message):
             return
         try:
             result_of(reply, self._allocator)
         except BaseException as exc:
-            self._driver.fail(exc)
-        self._driver.feed(lambda engine, _now: engine.worker_at_work(self.number))
+            error = exc.with_traceback(None)
+            self._driver.feed(lambda engine, now: engine.worker_failed(self.number, error, now))
+        else:
+            self._driver.feed(lambda engine, _now: engine.worker_at_work(self.number))
 
     def _replied(self, sent: Sent, reply: Message | RPCError) -> None:
         if isinstance(reply, Message):

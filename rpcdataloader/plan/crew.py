@@ -8,6 +8,7 @@ late news of a lost worker cannot be taken for another's.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -17,6 +18,10 @@ from rpcdataloader.plan.actions import Action, Open, PlanOptions, Say, Seek
 from rpcdataloader.plan.roster import FIRST_PAUSE, Roster
 
 N = TypeVar("N", bound=Hashable)
+
+# Workers in a row that cannot begin, by an exception of user code, after which their node is no longer used. A node
+# whose storage is away for a moment stays.
+MAX_FAILED_STARTS = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +86,8 @@ class Crew(Generic[N]):
         self._sought: dict[N, float] = {}  # time at which the present attempt to reach each node is late
         self.late_at = math.inf
         self._reasons: dict[N, BaseException] = {}  # why each node is unusable
+        self._num_failed: Counter[N] = Counter()  # exceptions of first requests on each node, in a row
+        self._has_begun = False  # True once a worker has answered its first request
         self._num_offered = options.num_offered
         # The end
         self.stuck_since: float | None = None  # time since which too few workers are left, and none can be opened
@@ -119,6 +126,26 @@ class Crew(Generic[N]):
             if other.place == place and other.node != worker.node and not self.roster.is_at_home(place, other.node)
         ]
 
+    def has_begun(self, worker: Member[N]) -> None:
+        """Note that a worker has answered its first request."""
+        self._has_begun = True
+        self._num_failed.pop(worker.node, None)
+
+    def start_failed(self, worker: Member[N], error: BaseException) -> bool:
+        """Note that a worker's first request raised an exception; returns False if no worker has ever answered."""
+        if not self._has_begun:
+            return False
+        node, reason = worker.node, f"{type(error).__name__}: {error}"
+        self._num_failed[node] += 1
+        self.is_changed = True
+        if self._num_failed[node] < MAX_FAILED_STARTS:
+            self.say(f"a worker on {node} cannot begin, and is replaced: {reason}")
+        elif not self.roster.is_hopeless(node):
+            self.say(f"{node} is no longer used: {reason}")
+            self._reasons[node] = error
+            self.roster.node_hopeless(node)
+        return True
+
     def open_failed(self, number: int, error: BaseException) -> None:
         """Note that a node was gone before it could be asked for a worker."""
         worker = self.remove(number)
@@ -147,7 +174,9 @@ class Crew(Generic[N]):
         elif loss.has_retired and loss.node_is_up:
             self._promised.add(place)
         else:
-            self._reasons[node] = self._last_error = loss.error
+            self._last_error = loss.error
+            if not self.roster.is_hopeless(node):  # why it is says more
+                self._reasons[node] = loss.error
             if not is_blamed and (died or (not loss.came and loss.node_is_up and not loss.was_refused)):
                 self.num_deaths += 1
                 if self.num_deaths > self._max_deaths:

@@ -221,6 +221,22 @@ class Engine(Generic[N]):
         worker = self.crew.members.get(number)
         if worker is not None:
             worker.is_at_work = True
+            self.crew.has_begun(worker)
+
+    def worker_failed(self, number: int, error: BaseException, now: float) -> None:
+        """Note that user code raised an exception in a worker's first request of this epoch.
+
+        It ends the pass if no worker has ever answered; otherwise the worker is replaced.
+        """
+        worker = self.crew.members.get(number)
+        if worker is None or worker.is_sent_away:
+            return
+        if worker.has_joined:  # nothing else that it answers is a batch
+            worker.has_joined = False
+            self._leave(number, now)
+        self._send_away(worker, now)
+        if not self.crew.start_failed(worker, error):
+            self.failure = self.failure or error
 
     def worker_draining(self, number: int) -> None:
         """Note that a worker answers its requests, and takes no more."""

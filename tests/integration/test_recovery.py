@@ -164,6 +164,37 @@ def test_workers_that_die_before_they_answer_end_the_pass(workers):
         list(RPCDataloader(datasets.Numbers(), workers=workers, worker_init_fn=die))
 
 
+def build_later(marker):
+    """Fail while there is a marker, and take it away if it holds nothing."""
+    if os.path.exists(marker):
+        if not os.path.getsize(marker):
+            os.unlink(marker)
+        raise OSError("the storage is away")
+    return Fields(60)
+
+
+def test_exception_of_a_replacement_ends_no_pass_that_has_another_worker(workers, tmp_path, caplog):
+    marker = tmp_path / "marker"
+    dataset = RPCDataset(workers, build_later, str(marker), build="worker")
+    iterator = iter(RPCDataloader(dataset, batch_size=3))
+    wait_for_crew(iterator, 2)
+    first = next(iterator)
+    marker.touch()
+    os.kill(int(first[1][0]), signal.SIGKILL)
+    wait_until(lambda: not marker.exists(), what="a constructor that fails")
+    wait_for_crew(iterator, 2)
+    second = next(iterator)
+    marker.write_text("for good")
+    os.kill(workers_of(iterator)[-1].pid, signal.SIGKILL)
+    wait_until(lambda: any("is no longer used: OSError: the storage is away" in line for line in caplog.messages))
+    wait_for_crew(iterator, 1)
+    assert [index for batch in (first, second) for index, *_drawn in samples_of(batch)] == [*range(6)]
+    assert "cannot begin, and is replaced: OSError: the storage is away" in caplog.text
+    os.kill(workers_of(iterator)[0].pid, signal.SIGKILL)
+    with pytest.raises(OSError, match="the storage is away"):
+        list(iterator)
+
+
 def test_nothing_is_left_of_workers_that_were_replaced(serve):
     server = serve("--num-workers", "2")
     victims = set()
