@@ -80,6 +80,11 @@ class DatasetTable:
         gc.freeze()
         self._kept_bytes = memory_of_its_own()
 
+    def clear(self) -> None:
+        """Forget all datasets, at the end of the process; those in cycles stay, as a collection would take longer."""
+        self._recipes.clear()
+        self._built.clear()
+
 
 def build(recipe: Build, blocks: Sequence[Block]) -> Any:
     """Build a dataset; raises the constructor's error, or ``SerializationError`` if a module is missing here."""

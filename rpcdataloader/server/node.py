@@ -309,7 +309,8 @@ class NodeServer:
         logger.info("the owner of this server has gone")
         self._drain()
         if self._grace == 0:
-            self._end_all("the owner of the node server has gone")
+            self._drain_deadline = math.inf
+            self._sessions.disconnect()
 
     def _drain(self) -> None:
         if self._drain_deadline is not None:
@@ -360,5 +361,7 @@ class NodeServer:
 def _tick(children: Collection[Child], num_spares: int) -> float:
     """Seconds until the next look at what is due."""
     connections = [child.connection for child in children]
-    is_idle = connections.count(None) >= num_spares and not any(child.link.unsent for child in children)
+    is_ending = any(child.session is not None and child.session.is_client_gone for child in children)
+    is_unsent = any(child.link.unsent for child in children)
+    is_idle = connections.count(None) >= num_spares and not is_unsent and not is_ending
     return IDLE_TICK if is_idle and all(one is None or one.deadline == math.inf for one in connections) else TICK

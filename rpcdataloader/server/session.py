@@ -7,8 +7,11 @@ server, which watches the connection even while user code runs here.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import multiprocessing.process
+import multiprocessing.util
 import os
 import select
 import socket
@@ -67,14 +70,29 @@ def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) 
         return
     become_session(received[0].folder, lambda: node.send(events.WantsOutput()))
     welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers)
+    forget_inherited_exits()
+    session = Session(channel, node, context, row)
     try:
         channel.send(MessageType.WELCOME, payload=welcome.encode())
-        Session(channel, node, context, row).serve()
+        session.serve()
     except ConnectionLostError as exc:
         logger.info("the session ends: %s", exc)
     except RPCError as exc:
         # For example, the client's data was altered on the way. The client gets this warning, too.
         logger.warning("the session ends: %s", exc)
+    # The node server has set a time limit.
+    session.close()
+    atexit._run_exitfuncs()
+
+
+def forget_inherited_exits() -> None:
+    """Forget the exit functions of the node server and of the caller of ``run_worker``, which run at their own ends."""
+    atexit._clear()
+    # A temporary directory of theirs would be removed, and a child process of theirs ended.
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+    atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
 
 
 def _has_hung_up(sock: socket.socket) -> bool:
@@ -127,6 +145,13 @@ class Session:
             for worker in self._workers.values():
                 worker.stack.finish()
             self._flush_logs()
+
+    def close(self) -> None:
+        """End the workers, then let the datasets go, whose finalizers may remove what workers use."""
+        for worker in self._workers.values():
+            worker.process.kill("its session ends")
+            worker.process.reap(wait=True)
+        self._datasets.clear()
 
     # --- the control connection
 

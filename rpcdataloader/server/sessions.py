@@ -27,6 +27,9 @@ from rpcdataloader.wire.messages import MAX_CHARS, LineLimit, escaped
 
 logger = logging.getLogger("rpcdataloader.server")
 
+# Seconds in which a session whose client has gone cleans up after its datasets. One that runs user code ends at once.
+END_TIMEOUT = 2.0
+
 _CLIENT_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
@@ -58,7 +61,13 @@ class ClientSession:
     output: LineLimit | None = None
     workers: dict[int, int] = field(default_factory=dict)  # number of each, and its row of counters
     is_client_gone: bool = False
+    end_by: float = math.inf  # time at which it is killed
     is_asked: bool = False  # True while a request for stacks is unread
+
+    def disconnect(self) -> None:
+        """End its control connection, as its client does when it goes."""
+        with contextlib.suppress(OSError):
+            self.connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(slots=True, eq=False)
@@ -238,7 +247,13 @@ class Sessions:
     def _on_client_gone(self, session: ClientSession) -> None:
         self._loop.unwatch(session.connection.sock.fileno())
         session.is_client_gone = True
-        session.process.kill("its client has gone")
+        is_busy = self._counters.row(session.connection.row).running[0]
+        session.end_by = time.monotonic() + (0.0 if is_busy else END_TIMEOUT)
+        self._kill_late(session)
+
+    def _kill_late(self, session: ClientSession) -> None:
+        if time.monotonic() >= session.end_by:
+            session.process.kill("its client has gone")
 
     def do_what_is_due(self, now: float) -> None:
         """Tell clients how much of their output was left out, and end the sessions of clients whose host vanished."""
@@ -250,7 +265,13 @@ class Sessions:
                 session.output.tell(now)
             # While data was under way to the host; otherwise keep-alive notices.
             if is_looking and not session.is_client_gone and transport.is_cut_off(session.connection.sock):
-                self._on_client_gone(session)
+                session.disconnect()
+            self._kill_late(session)
+
+    def disconnect(self) -> None:
+        """End all sessions, as if their clients had gone."""
+        for session in self:
+            session.disconnect()
 
     def drain(self) -> None:
         """Refuse further clients and workers, and let sessions drain."""
