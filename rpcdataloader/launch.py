@@ -25,6 +25,7 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
 from rpcdataloader.errors import RPCError  # noqa: E402
+from rpcdataloader.host.output import Output  # noqa: E402
 from rpcdataloader.server.run import run_server  # noqa: E402
 from rpcdataloader.server.settings import ServerSettings  # noqa: E402
 from rpcdataloader.wire.credentials import INSECURE, Credentials, load_credentials, receive_credentials  # noqa: E402
@@ -106,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as exc:
         parser.error(str(exc))
     try:
-        with _logging(options.log_level):
+        with _logging(options.log_level) as log:
             if insecure:
                 credentials = INSECURE
             elif token_file == "-":
@@ -116,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_server(
                 settings,
                 credentials,
+                log=log,
                 ready=functools.partial(print, flush=True),
                 lifeline=os.dup(sys.stdin.fileno()) if options.exit_with_stdin else None,
             )
@@ -127,7 +129,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_embedded() -> None:
     """Run a trainer's own node server, with settings from standard input, until that ends: the trainer has gone."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    log = Output(2)
+    handler = logging.StreamHandler(log)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
     line = sys.stdin.readline()
     if not line:
         return
@@ -137,7 +141,7 @@ def run_embedded() -> None:
     credentials = Credentials(fields["token"].encode(), "the embedded pool")
     lifeline = os.dup(sys.stdin.fileno())  # sessions and workers get an empty standard input
     try:
-        run_server(settings, credentials, embedded=True, ready=_tell_trainer, lifeline=lifeline)
+        run_server(settings, credentials, log=log, embedded=True, ready=_tell_trainer, lifeline=lifeline)
     finally:
         # The trainer removes it too, unless it was killed.
         with contextlib.suppress(OSError):
@@ -153,15 +157,16 @@ def _tell_trainer(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _logging(level: str) -> Iterator[None]:
-    handler = logging.StreamHandler()
+def _logging(level: str) -> Iterator[Output]:
+    log = Output(2)
+    handler = logging.StreamHandler(log)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s[%(process)d] %(message)s"))
     root, package = logging.getLogger(), logging.getLogger("rpcdataloader")
     before = package.level
     package.setLevel(level.upper())
     root.addHandler(handler)
     try:
-        yield
+        yield log
     finally:
         root.removeHandler(handler)
         package.setLevel(before)

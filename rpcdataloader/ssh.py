@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rpcdataloader.errors import RPCError
+from rpcdataloader.host.output import Output
 from rpcdataloader.wire.credentials import load_credentials
 
 # ssh never prompts, and notices a vanished machine within 45 s.
@@ -34,6 +35,9 @@ SSH = ("ssh", "-T", *(f"-o{option}" for option in ("BatchMode=yes", "ServerAlive
 
 # Seconds between two signs of life. Servers wait 60 s for one.
 HEARTBEAT = 10.0
+
+# Seconds between two attempts to print on a terminal that has stopped.
+PRINT_INTERVAL = 0.1
 
 # Seconds for the rest of each output once its ssh process has ended.
 LAST_OUTPUT_TIMEOUT = 0.5
@@ -161,6 +165,7 @@ class _Pool:
     def __init__(self) -> None:
         self._servers: list[_Server] = []
         self._events: _Events = queue.SimpleQueue()
+        self._output, self._errors = Output(1), Output(2)
         self._is_ending = False
         self._status = 0
 
@@ -174,12 +179,22 @@ class _Pool:
         beat_at = time.monotonic() + HEARTBEAT
         while self._servers:
             with contextlib.suppress(queue.Empty):
-                self._handle(*self._events.get(timeout=max(0.0, beat_at - time.monotonic())))
+                is_waiting = self._output.is_waiting or self._errors.is_waiting
+                pause = max(0.0, beat_at - time.monotonic())
+                self._handle(*self._events.get(timeout=min(pause, PRINT_INTERVAL) if is_waiting else pause))
+            self._output.flush()
+            self._errors.flush()
             if time.monotonic() > beat_at:
                 beat_at = time.monotonic() + HEARTBEAT
                 for server in self._servers:
                     server.beat()
+        self._output.finish()
+        self._errors.finish()
         return self._status
+
+    def _say(self, text: str) -> None:
+        # A stopped terminal must not keep servers from the next sign of life.
+        self._errors.write(f"{text}\n")
 
     def _handle(self, server: _Server | None, line: bytes | None) -> None:
         if server is None:
@@ -189,15 +204,15 @@ class _Pool:
         elif match := _READY.fullmatch(line):
             self._on_ready(server, match[1].decode(), match[2].decode())
         else:
-            _say(f"[{server.host}] {line.decode(errors='replace')}")
+            self._say(f"[{server.host}] {line.decode(errors='replace')}")
 
     def _on_signal(self) -> None:
         if self._is_ending:
-            _say("not waiting any longer: each node server drains and ends within its --grace")
+            self._say("not waiting any longer: each node server drains and ends within its --grace")
             for server in self._servers:
                 server.process.kill()
         else:
-            _say(f"ending {len(self._servers)} node servers; interrupt again to stop waiting for them")
+            self._say(f"ending {len(self._servers)} node servers; interrupt again to stop waiting for them")
             self._end()
 
     def _end(self) -> None:
@@ -207,12 +222,10 @@ class _Pool:
 
     def _on_ready(self, server: _Server, address: str, num_workers: str) -> None:
         server.address = address
-        _say(f"[{server.host}] ready: {address}, {num_workers} workers")
+        self._say(f"[{server.host}] ready: {address}, {num_workers} workers")
         addresses = [server.address for server in self._servers if server.address is not None]
         if len(addresses) == len(self._servers) and not self._is_ending:
-            with contextlib.suppress(OSError):
-                sys.stdout.write(f"RPCDATALOADER_WORKERS={','.join(addresses)}\n")
-                sys.stdout.flush()
+            self._output.write(f"RPCDATALOADER_WORKERS={','.join(addresses)}\n")
 
     def _on_end(self, server: _Server) -> None:
         self._servers.remove(server)
@@ -221,22 +234,17 @@ class _Pool:
         status = server.process.returncode
         if server.address is None:
             self._status = 1
-            _say(f"error: the node server on {server.host} did not start (exit status {status} of ssh)")
+            self._say(f"error: the node server on {server.host} did not start (exit status {status} of ssh)")
             self._end()
         else:
-            _say(f"[{server.host}] the node server or its connection has ended (exit status {status} of ssh)")
+            self._say(f"[{server.host}] the node server or its connection has ended (exit status {status} of ssh)")
             if not self._servers:
                 self._status = 1
-                _say("error: no node server is left")
+                self._say("error: no node server is left")
 
 
 # A server with a line of its output, or with None once it has ended; no server for a signal to end.
 _Events = queue.SimpleQueue[tuple[_Server | None, bytes | None]]
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that was closed
-        print(text, file=sys.stderr, flush=True)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -281,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             orders.append((host.name, remote_command(args.python, os.getcwd(), options), secret))
         return _Pool().run(orders)
     except (RPCError, OSError) as exc:
-        _say(f"error: {exc}")
+        print(f"error: {exc}", file=sys.stderr)
         return 1
 
 

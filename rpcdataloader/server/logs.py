@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from rpcdataloader.host.output import Output
 from rpcdataloader.wire.handshake import Identity
 
 # Longest line of output, so that a worker without line feeds cannot grow the node server.
@@ -33,7 +34,7 @@ MAX_REMEMBERED = 1000
 
 
 def redirect_output() -> int:
-    """Send this process's standard output and error into a new pipe; returns its read end, which the caller owns."""
+    """Send this process's output, and its log, into a new pipe; returns the read end, which the caller owns."""
     read_end, write_end = os.pipe()
     os.dup2(write_end, 1)
     os.dup2(write_end, 2)
@@ -41,6 +42,9 @@ def redirect_output() -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # not if user code replaced it
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and isinstance(handler.stream, Output):
+            handler.setStream(sys.stderr)
     return read_end
 
 

@@ -9,12 +9,14 @@ import contextlib
 import logging
 import math
 import os
+import select
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from rpcdataloader.errors import ConnectError
+from rpcdataloader.host.output import Output
 from rpcdataloader.server import events
 from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.counters import GATE
@@ -57,7 +59,7 @@ class NodeServer:
 
     Args:
         listener: Listening socket; closed when the server ends or drains.
-        write_output: Function that takes the lines that sessions and workers print.
+        log: Log, which gets the lines that sessions and workers print.
         lifeline: Descriptor that the server's owner holds open; None without an owner. End of file means that the owner
             has gone; so does silence for ``LIFELINE_SILENCE`` seconds after a first byte.
 
@@ -71,7 +73,7 @@ class NodeServer:
         listener: socket.socket,
         context: ServerContext,
         *,
-        write_output: Callable[[str], object],
+        log: Output,
         lifeline: int | None = None,
     ) -> None:
         self._context = context
@@ -81,7 +83,8 @@ class NodeServer:
         listener.setblocking(False)
         self._listener = listener
         self._accept_at = 0.0  # time from which connections are accepted; infinite while they are, and in a drain
-        self._sessions = Sessions(context, self._loop, write_output)
+        self._log = log
+        self._sessions = Sessions(context, self._loop, log)
         self._lifeline = lifeline
         self._owner_gone_at = math.inf
         self.announcement: Announcement | None = None
@@ -113,6 +116,7 @@ class NodeServer:
             child.close()
         self._sessions.close()
         self._listener.close()
+        self._log.finish()
 
     def _gates(self) -> list[tuple[Child, Connection]]:
         """The gates whose connections are still undecided."""
@@ -204,6 +208,7 @@ class NodeServer:
 
     def _forget_in_child(self) -> None:
         """Close the node server's descriptors in a fork."""
+        self._log.forget()
         self._listener.close()
         self.signals.close()
         if self._lifeline is not None:
@@ -348,6 +353,10 @@ class NodeServer:
         if self.announcement is not None and now > self.announcement.due:
             self.announcement.renew()
         self._sessions.do_what_is_due(now)
+        if self._log.is_waiting:
+            self._loop.watch(self._log.fileno(), self._log.flush, select.POLLOUT)
+        else:
+            self._loop.unwatch(self._log.fileno())
         if self._lifeline is not None and now > self._owner_gone_at:
             self._on_owner_gone(self._lifeline)
         if now > self._accept_at:

@@ -10,10 +10,10 @@ import os
 import resource
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
+from rpcdataloader.host.output import Output
 from rpcdataloader.host.resources import collapse_pages, machine_id
 from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.node import NodeServer
@@ -54,18 +54,11 @@ def run_worker(host: str, port: int, timeout: float = 120, parallel: int = 1) ->
     in_main_thread = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS if in_main_thread}
     try:
-        run_server(settings, load_credentials())
+        run_server(settings, load_credentials(), log=Output(2))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         gc.unfreeze()  # the caller may want these objects collected
-
-
-def write_to_stderr(line: str) -> None:
-    """Write to standard error, if there is one."""
-    if sys.stderr is not None:
-        sys.stderr.write(line)
-        sys.stderr.flush()
 
 
 def run_server(
@@ -74,7 +67,7 @@ def run_server(
     *,
     embedded: bool = False,
     ready: Callable[[str], None] = lambda _line: None,
-    write_output: Callable[[str], object] = write_to_stderr,
+    log: Output,
     lifeline: int | None = None,
 ) -> None:
     """Serve until told to stop, by SIGTERM or SIGINT; both are ignored from then on.
@@ -82,7 +75,7 @@ def run_server(
     Args:
         embedded: See :class:`ServerContext`.
         ready: Function that takes the ready line once clients can connect.
-        write_output: Function that takes the lines that workers print.
+        log: Log of the node server, which also gets the lines that workers print.
         lifeline: See :class:`NodeServer`.
 
     Raises:
@@ -109,7 +102,7 @@ def run_server(
     try:
         context = ServerContext(settings, credentials, settings.workers, embedded, tls)
         with contextlib.ExitStack() as stack:
-            server = NodeServer(listener, context, write_output=write_output, lifeline=lifeline)
+            server = NodeServer(listener, context, log=log, lifeline=lifeline)
             stack.enter_context(server.signals.heard())
             if settings.register:
                 registration = Registration(address, context.num_workers, context.node, os.getpid(), machine_id())

@@ -13,9 +13,10 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
+from rpcdataloader.host.output import Output
 from rpcdataloader.server import events
 from rpcdataloader.server.counters import SESSION, WORKER
 from rpcdataloader.server.events import Event, Link
@@ -98,12 +99,12 @@ class Child:
 class Sessions:
     """The sessions of a node server."""
 
-    def __init__(self, context: ServerContext, loop: Loop, write_output: Callable[[str], object]) -> None:
+    def __init__(self, context: ServerContext, loop: Loop, log: Output) -> None:
         self._context = context
         self._counters = context.counters
         self._admission = Admission(context.max_connections, context.settings.max_connections_per_client or None)
         self._loop = loop
-        self._write_output = write_output
+        self._log = log
         self._readers: set[OutputReader] = set()
         self._folders = Folders()
         self._by_id: dict[str, ClientSession] = {}
@@ -171,9 +172,7 @@ class Sessions:
                 # The log of an embedded pool is its client's terminal, which would show the line twice.
                 if self._context.embedded:
                     return
-            # A full disk, or a closed terminal, must not cost all clients their datasets.
-            with contextlib.suppress(OSError, ValueError):
-                self._write_output(f"{prefix} {line}\n")
+            self._log.write(f"{prefix} {line}\n")
 
         reader = OutputReader(descriptor, take)
         self._readers.add(reader)

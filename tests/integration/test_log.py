@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -100,6 +101,36 @@ def test_stranger_is_refused(serve, monkeypatch):
     with pytest.raises(AuthenticationError):
         rpc_async(server.address, os.getpid).wait()
     logged(server, r"WARNING rpcdataloader.server\[\d+\] refused 127\.0\.0\.1:\d+: .* the same secret;.* fingerprint")
+
+
+def test_log_that_is_not_read_stops_nothing_and_counts_what_is_lost(serve, fifo):
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    with open(reader, "rb", buffering=0) as log, open(fifo, "wb", buffering=0) as filler:
+        os.set_blocking(filler.fileno(), False)
+        while filler.write(b"x" * 4095 + b"\n"):
+            pass
+        server = serve("--log-level", "debug", before=f"os.dup2(os.open({fifo!r}, os.O_WRONLY), 2)")
+        lines = [f"{number:04d} {'y' * 1000}" for number in range(2000)]
+        rpc_async(server.address, print, ("\n".join(lines),)).wait()
+        pool.close_client()
+        assert rpc_async(server.address, os.getpid).wait() > 0  # another client
+        text = b""
+
+        def left_out():
+            nonlocal text
+            text += log.read(65536) or b""
+            return re.search(rb"\nrpcdataloader: left (\d+) lines out here, as they were not read in time\n", text)
+
+        wait_until(left_out)
+        written = re.findall(rb"worker 1\] (\d{4}) y{1000}\n", text)
+        assert [int(number) for number in written] == list(range(len(written)))
+        assert len(written) + int(left_out()[1]) >= len(lines)
+        with contextlib.suppress(BlockingIOError):
+            while filler.write(b"x" * 4096):
+                pass
+        server.signal(signal.SIGTERM)
+        pool.close_client()
+        assert server.wait() == 0
 
 
 def test_peers_on_a_unix_socket_are_users(serve, tmp_path):

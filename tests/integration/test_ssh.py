@@ -65,11 +65,13 @@ case "$*" in *slow*) cat {folder}/fifo;; esac
 class Starter:
     """``python -m rpcdataloader.ssh`` at a terminal."""
 
-    def __init__(self, folder: Path, *options: str, before: str = "pass") -> None:
+    def __init__(self, folder: Path, *options: str, before: str = "pass", is_stopped: bool = False) -> None:
         self._folder = folder
         self._output = folder / "output"
         self._errors = folder / "errors"
         self.terminal, terminal = pty.openpty()
+        if is_stopped:
+            os.write(self.terminal, b"\x13")  # Ctrl-S
         take_terminal = "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)"
         # Whoever runs the tests may have left the terminal behind.
         heed = "signal.signal(signal.SIGHUP, signal.SIG_DFL)"
@@ -79,7 +81,7 @@ class Starter:
                 [sys.executable, "-c", run, str(folder / "hosts"), *options],
                 stdin=terminal,
                 stdout=output,
-                stderr=errors,
+                stderr=terminal if is_stopped else errors,
                 env={**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
                 cwd=folder,
                 start_new_session=True,
@@ -137,9 +139,9 @@ def start(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     with contextlib.ExitStack() as stack:
 
-        def start(*hosts, python=str(tmp_path / "bin" / "python"), options=(), before="pass"):
+        def start(*hosts, python=str(tmp_path / "bin" / "python"), options=(), **more):
             (tmp_path / "hosts").write_text("\n".join(hosts))
-            starter = Starter(tmp_path, "--python", python, *options, before=before)
+            starter = Starter(tmp_path, "--python", python, *options, **more)
             stack.callback(starter.process.wait)
             stack.callback(starter.process.kill)
             stack.callback(starter.close_terminal)
@@ -212,6 +214,21 @@ def test_servers_are_told_that_the_starter_is_there_from_the_beginning_and_again
     starter.workers()
     for server in starter.servers():
         wait_until(lambda path=tmp_path / f"beats-{server}": path.exists() and len(path.read_bytes()) > 3)
+
+
+def test_servers_hear_from_a_starter_whose_terminal_has_stopped(start, tmp_path):
+    starter = start("node1", before="ssh.HEARTBEAT = 0.05", is_stopped=True)
+    starter.workers()
+    (server,) = starter.servers()
+    wait_until(lambda path=tmp_path / f"beats-{server}": path.exists() and len(path.read_bytes()) > 3)
+    os.write(starter.terminal, b"\x11")  # Ctrl-Q
+    shown = b""
+    while b"2 workers" not in shown:
+        shown += os.read(starter.terminal, 4096)
+    assert b"[node1] a message of the day" in shown
+    os.write(starter.terminal, b"\x13")
+    starter.process.send_signal(signal.SIGTERM)
+    assert starter.wait() == 0
 
 
 def test_secret_in_a_file_of_the_hosts_is_not_sent(start):

@@ -10,6 +10,7 @@ import socket
 
 import pytest
 
+from rpcdataloader.host.output import Output
 from rpcdataloader.server import node
 from rpcdataloader.server.node import MAX_SPARES, QUIET_SECONDS, NodeServer
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE
@@ -28,7 +29,7 @@ def make_server(monkeypatch):
         def make(num_workers=1):
             listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             context = ServerContext(ServerSettings(), INSECURE, num_workers)
-            server = NodeServer(listener, context, write_output=print)
+            server = NodeServer(listener, context, log=Output(2))
             stack.callback(server.signals.close)
             stack.callback(server._close)
             return server
