@@ -66,7 +66,6 @@ def make_parser() -> argparse.ArgumentParser:
         "--watch says (default of HOST: 127.0.0.1; others need RPCDATALOADER_STATUS_TOKEN_FILE)",
     )
     parser.add_argument("--workers", action="store_true", help="show every client and worker")
-    parser.add_argument("--why", action="store_true", help="show the numbers behind what training loops wait for")
     parser.add_argument("--json", action="store_true", help="print one JSON document per refresh (default: text)")
     parser.add_argument("--stacks", action="store_true", help="show the Python stack of each worker; implies --workers")
     parser.add_argument(
@@ -98,8 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.closing(nodes):
         if options.serve is None:
             return _show(options, nodes)
-        if options.workers or options.json or options.why or options.stacks:
-            parser.error("--serve shows all but stacks: leave --workers, --json, --why and --stacks out")
+        if options.workers or options.json or options.stacks:
+            parser.error("--serve shows all but stacks: leave --workers, --json and --stacks out")
         _serve(parser, options, nodes)
         return 0
 
@@ -116,7 +115,7 @@ def _show(options: argparse.Namespace, nodes: Nodes) -> int:
                 else:
                     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(document["time_unix_seconds"]))
                     workers = options.workers or options.stacks
-                    text = as_text(document, when, nowhere=nodes.nowhere, workers=workers, why=options.why)
+                    text = as_text(document, when, nowhere=nodes.nowhere, workers=workers)
                     text = _fit(text) if redraw else separator + text
                     separator = "\n"
                 sys.stdout.write(text)

@@ -10,14 +10,13 @@ from rpcdataloader.status.report import Tree
 from rpcdataloader.wire.messages import printable
 
 
-def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: bool = False, why: bool = False) -> str:
+def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: bool = False) -> str:
     """Return a line of totals, and one per node server, per training loop, and per client with errors.
 
     Args:
         when: Time of the look, in words.
         nowhere: Places of node servers, if no node server is found and no other one is named.
         workers: True for a block per node server, with a line for each client and worker.
-        why: True for the numbers behind what a loop waits for.
     """
     nodes = document["nodes"]
     answered = [node for node in nodes if "pid" in node]
@@ -38,7 +37,7 @@ def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: 
     lines += [f"ignored {printable(file['path'])}: {printable(file['reason'])}" for file in document["ignored_files"]]
     for client in document["clients"]:
         for loop in client["loops"]:
-            lines += _describe_loop(_name(client), loop, why)
+            lines.append(f"{_name(client)}: {printable(loop['text'])}")
         if client["num_workers"] and not client["loops"]:
             lines.append(f"{_name(client)}: no loop is under way, or none has been reported")
     lines += _describe_errors([client for node in answered for client in node["clients"]])
@@ -46,20 +45,6 @@ def as_text(document: Tree, when: str, *, nowhere: Sequence[str] = (), workers: 
         for node in answered:
             lines += ["", *_describe_node(node)]
     return "\n".join(lines) + "\n"
-
-
-def _describe_loop(name: str, loop: Tree, why: bool) -> list[str]:
-    lines = [f"{name}: {printable(loop['text'])}"]
-    if why:
-        parts = {f"loop over {loop['dataset']}": loop["evidence"], "seconds per batch": loop["stages"]}
-        for title, values in parts.items():
-            numbers = ", ".join(f"{value['name']} {_number(value['value'])}" for value in values)
-            lines += textwrap.wrap(printable(f"{title}: {numbers}"), 98, initial_indent="  ", subsequent_indent="    ")
-    return lines
-
-
-def _number(number: float) -> str:
-    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
 
 
 def _describe_errors(clients: list[Tree]) -> list[str]:

@@ -177,8 +177,8 @@ def test_prometheus_scrapes_a_real_pool(serve, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--serve", "0", "--json"], "leave --workers, --json, --why and --stacks out"),
-        (["--serve", "0", "--stacks"], "leave --workers, --json, --why and --stacks out"),
+        (["--serve", "0", "--json"], "leave --workers, --json and --stacks out"),
+        (["--serve", "0", "--stacks"], "leave --workers, --json and --stacks out"),
         (["--serve", "here"], "--serve: cannot read the address 'here': write PORT, HOST:PORT or "),
         (["--serve", "0.0.0.0:0"], "--serve: 0.0.0.0 can be reached from other machines: set RPCDATALOADER_STATUS"),
         (["--serve", "no-such-host.invalid:1"], "--serve: cannot serve at no-such-host.invalid:1: "),

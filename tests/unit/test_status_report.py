@@ -9,7 +9,6 @@ import pytest
 
 from rpcdataloader.status.report import Answer, make_document
 from rpcdataloader.status.text import as_text, in_bytes, in_digits, in_time
-from rpcdataloader.wire.status import Value
 from tests.unit.wire.test_status import CLIENT, LOOP, NODE, WORKER
 
 # Columns of the text; stacks, errors and reasons apart.
@@ -256,11 +255,6 @@ def test_text_says_what_loops_wait_for():
     line = "client gpu01:2304 rank 3: The loop waits 31 % of its time for workers."
     assert as_text(document, "now").count(line) == 1
     assert as_text(document, "now").splitlines()[5].startswith(line)
-    assert as_text(document, "now", why=True).splitlines()[5:8] == [
-        line,
-        "  loop over Images: demand_rate 120, batch_bytes 1,500,000",
-        "  seconds per batch: fetch 0.02, receive 4e-05",
-    ]
 
 
 def test_text_names_clients_whose_workers_serve_no_known_loop():
@@ -274,11 +268,9 @@ def test_text_names_clients_whose_workers_serve_no_known_loop():
 
 
 def test_text_of_a_loop_cannot_do_anything_to_a_terminal():
-    loop = dataclasses.replace(LOOP, text="\x1b[2J\nwell", dataset="\x1b[1m", evidence=[Value("ünits", 1.0)] * 40)
-    text = as_text(look(Answer("a:1", with_clients(dataclasses.replace(WAITING, loops=[loop])))), "now", why=True)
+    loop = dataclasses.replace(LOOP, text="\x1b[2J\nwell")
+    text = as_text(look(Answer("a:1", with_clients(dataclasses.replace(WAITING, loops=[loop])))), "now")
     assert "rank 3: ?[2J?well\n" in text
-    assert "  loop over ?[1m: ünits 1, " in text
-    assert max(map(len, text.splitlines())) <= WIDTH
 
 
 def test_text_of_a_second_look_tells_the_interval():
