@@ -174,8 +174,6 @@ def _fit(text: str) -> str:
 class Nodes:
     """Node servers that are looked at repeatedly, over connections that stay open.
 
-    So a draining node server, which refuses new connections, can be watched until it ends.
-
     Args:
         places: Places as in ``workers=``; empty for those of the environment.
         timeout: Seconds that each answer may take.
@@ -225,11 +223,10 @@ class Nodes:
         return self.document
 
     def ask(self, addresses: Sequence[Address], *, stacks: bool) -> list[Answer]:
-        """Ask all node servers, and wait for the slowest.
-
-        A node server that is draining has left its register: it is asked until it stops answering.
-        """
-        leaving = [address for address in list(self._channels) if address not in addresses]
+        """Ask all node servers, and wait for the slowest."""
+        for address in set(self._channels) - set(addresses):  # they have left their register
+            if (channel := self._channels.pop(address, None)) is not None:
+                channel.stream.close()
         answers: dict[Address, Answer] = {}
 
         def ask(address: Address) -> None:
@@ -238,15 +235,14 @@ class Nodes:
         # Not joined at the end: a thread may be resolving a name, which cannot be ended.
         threads = [
             threading.Thread(target=ask, args=[address], name=f"rpcdl-status {address}", daemon=True)
-            for address in [*addresses, *leaving]
+            for address in addresses
         ]
         deadline = Deadline(self._timeout + 1)
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(deadline.remaining())
-        found = [answers.get(address) or self._late(address) for address in addresses]
-        return found + [answer for address in leaving if (answer := answers.get(address)) and answer.status]
+        return [answers.get(address) or self._late(address) for address in addresses]
 
     def _ask(self, address: Address, stacks: bool) -> Answer:
         deadline = Deadline(self._timeout)

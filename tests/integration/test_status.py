@@ -630,7 +630,7 @@ def test_open_status_connections_take_nobody_elses_place(serve, asker):
     assert "refused" not in server.log
 
 
-def test_draining_server_is_watched_to_its_end_and_not_kept_from_it(serve, asker, fifo, look):
+def test_open_status_connection_shows_a_drain_and_does_not_delay_it(serve, asker, fifo, look):
     server = serve()
     assert ask(asker, server).status.draining is False
     running = rpc_async(server.address, read_text, (fifo,))
@@ -650,18 +650,12 @@ def test_draining_server_is_watched_to_its_end_and_not_kept_from_it(serve, asker
     assert "connection refused" in ask(asker, server).error
 
 
-def test_server_that_has_left_its_register_is_watched_to_its_end(serve, asker, fifo):
+def test_server_that_has_left_its_register_is_not_asked(serve, asker):
     server = serve()
     assert ask(asker, server).status
-    running = rpc_async(server.address, read_text, (fifo,))
-    with open(fifo, "w"):
-        server.signal(signal.SIGTERM)
-        wait_until(lambda: "draining" in server.log)
-        (answer,) = asker.ask([], stacks=False)
-        assert (answer.address, answer.status.draining) == (server.address, True)
-    running.wait()
-    server.wait()
+    (gate,) = [channel.peer.pid for channel in asker._channels.values()]
     assert asker.ask([], stacks=False) == []
+    wait_until(lambda: not is_running(gate), what="the end of its connection")
 
 
 def test_another_server_at_the_same_address_is_asked_anew(serve, asker):
