@@ -133,31 +133,18 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 #: with ``_total`` are counters, the others gauges.
 METRICS = {
     "rpcdataloader_node_state": ("1 for the state of a node server, 0 for others.", ""),
-    "rpcdataloader_uptime_seconds": ("Time since a node server began to listen.", "uptime_seconds"),
     "rpcdataloader_batches_total": ("Batches that workers have loaded.", "tasks"),
-    "rpcdataloader_calls_total": ("Other requests that workers have answered.", "calls"),
     "rpcdataloader_errors_total": ("Requests that workers have answered with an exception.", "errors"),
     "rpcdataloader_sent_bytes_total": ("Bytes that workers have sent.", "sent_bytes"),
-    "rpcdataloader_received_bytes_total": ("Bytes that workers have received.", "received_bytes"),
     "rpcdataloader_ended_workers_total": ("Workers that have ended, for any reason.", "ended_workers"),
     "rpcdataloader_refused_connections_total": ("Connections that were refused.", "refused_connections"),
     "rpcdataloader_clients": ("Training processes that have a session.", ""),
     "rpcdataloader_workers": ("Workers of all clients, by state.", ""),
     "rpcdataloader_offered_workers": ("Workers that a node server offers.", "num_workers"),
-    "rpcdataloader_queued_requests": ("Requests in the queues of workers.", ""),
-    "rpcdataloader_used_cpus": ("CPUs that workers use.", ""),
-    "rpcdataloader_cpus": ("CPUs that a node server may use.", "cpus"),
-    "rpcdataloader_load_average": ("Load average of the machine over the last minute.", "load_average"),
-    "rpcdataloader_worker_memory_bytes": ("Resident memory of workers; shared memory counts once per worker.", ""),
-    "rpcdataloader_memory_bytes": ("Memory of the machine.", "memory_total_bytes"),
-    "rpcdataloader_available_memory_bytes": ("Available memory of the machine.", "memory_available_bytes"),
     "rpcdataloader_client_workers": ("Workers of a client.", ""),
-    "rpcdataloader_client_more_workers": ("Further workers that would end the waiting, or 0.", ""),
     "rpcdataloader_client_wait_ratio": ("Share of its time that a loop waits, from 0 to 1.", ""),
     "rpcdataloader_client_bound": ("1 for what a loop waits for.", ""),
-    "rpcdataloader_client_delivered_batches_per_second": ("Batches of a loop.", ""),
     "rpcdataloader_client_demand_batches_per_second": ("Batches that a loop would take if it never waited.", ""),
-    "rpcdataloader_client_stage_seconds": ("Mean time that a batch spends in a stage.", ""),
     "rpcdataloader_wanted_workers": ("Workers that clients have, and more that they want.", ""),
     "rpcdataloader_exporter_failures_total": ("Failed attempts of the exporter to query the node servers.", ""),
 }
@@ -207,9 +194,6 @@ def _of_nodes(document: Tree) -> Iterator[_Sample]:
         for state in _WORKER_STATES:
             yield "workers", {**labels, "state": state}, states.count(state)
         yield "clients", labels, len(node["clients"])
-        yield "used_cpus", labels, node["cpu_percent"] / 100
-        yield "queued_requests", labels, sum(worker["queued"] for worker in workers)
-        yield "worker_memory_bytes", labels, sum(worker["memory_bytes"] for worker in workers)
 
 
 def _of_clients(document: Tree) -> Iterator[_Sample]:
@@ -225,13 +209,9 @@ def _of_clients(document: Tree) -> Iterator[_Sample]:
         more = sum(loop["more_workers"] or 0 for client in clients for loop in client["loops"][:1])
         wanted += present + more
         yield "client_workers", labels, present
-        yield "client_more_workers", labels, more
         for loop in clients[0]["loops"][:1]:
             yield "client_wait_ratio", labels, loop["wait_share"]
             yield "client_bound", {**labels, "bound": loop["bound"]}, 1
-            yield "client_delivered_batches_per_second", labels, loop["delivered_per_second"]
             if loop["demand_per_second"] is not None:
                 yield "client_demand_batches_per_second", labels, loop["demand_per_second"]
-            for stage in loop["stages"]:
-                yield "client_stage_seconds", {**labels, "stage": stage["name"]}, stage["value"]
     yield "wanted_workers", {}, wanted
