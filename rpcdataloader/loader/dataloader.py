@@ -32,6 +32,9 @@ from rpcdataloader.wire.slabs import PageablePool
 
 _T_co = TypeVar("_T_co", covariant=True)
 
+# Asked once: frameworks wrap the constructors of loaders while their hooks run.
+_ARGUMENTS_OF_TORCH = tuple(inspect.signature(DataLoader).parameters)
+
 
 class RPCDataloader(LoaderTools[_T_co]):
     """A ``torch.utils.data.DataLoader`` that loads and collates its batches in workers on any machine.
@@ -131,7 +134,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         min_workers: int = 0,
         snapshot_every_n_steps: int = 1,
     ) -> None:
-        arguments = locals()
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         if isinstance(dataset, type):
             raise TypeError(f"dataset is a class: give an object, or RPCDataset(workers, {dataset.__qualname__}, ...)")
         check_numbers(num_workers=num_workers, min_workers=min_workers)
@@ -148,7 +151,7 @@ class RPCDataloader(LoaderTools[_T_co]):
                 "not an IterableDataset"
             )
         own = where is not None
-        torchs = {name: arguments[name] for name in inspect.signature(DataLoader).parameters} | {"num_workers": 0}
+        torchs = {name: arguments[name] for name in _ARGUMENTS_OF_TORCH} | {"num_workers": 0}
         if own:
             # torch refuses these three without workers of its own; it does not know ours.
             torchs |= {"multiprocessing_context": None, "prefetch_factor": None, "persistent_workers": False}
@@ -160,7 +163,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         self._shipped: RemoteDataset | None = None
         self._memory: PageablePool | None = None  # for batches, kept from pass to pass
         # Public attributes have the names of arguments: frameworks recreate the loader from them.
-        for name in (RPCDataloader.__init__.__kwdefaults__ or {}).keys() - torchs.keys():
+        for name in arguments.keys() - torchs.keys():
             setattr(self, name, arguments[name])
         if own:
             self.num_workers = num_workers or 1  # torch refuses a context without workers

@@ -28,6 +28,7 @@ logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
 
 
 Module: Any = lightning.LightningModule
+DataModule: Any = lightning.LightningDataModule
 
 
 class Model(Module):  # type: ignore[misc]  # it is Any
@@ -94,6 +95,46 @@ def test_fit_validate_and_predict_load_with_workers(make_loader, shared_server):
     # To predict, Lightning makes the loader again, to know indices.
     trainer.predict(model, make_loader(drop_last=True))
     assert model.predicted.indices == ORDERED
+
+
+class Own(RPCDataloader):
+    """A loader with arguments of its own."""
+
+    def __init__(self, size, **options):
+        super().__init__(Points(size), collate_fn=collate, **options)
+        self.size = size
+
+
+class WithLoader(Model):
+    """A module that makes its loader itself; Lightning wraps the constructors of loaders meanwhile."""
+
+    def __init__(self, server, make_loader):
+        super().__init__(server)
+        self.train_dataloader = make_loader
+
+
+class Data(DataModule):  # type: ignore[misc]  # it is Any
+    """Makes the loader in place of the module."""
+
+    def __init__(self, make_loader):
+        super().__init__()
+        self.train_dataloader = make_loader
+
+
+@pytest.mark.parametrize("owner", ["module", "data module"])
+def test_loader_may_be_made_in_a_hook(make_loader, shared_server, owner):
+    def make():
+        return make_loader(num_workers=2)
+
+    model = Model(shared_server.pid) if owner == "data module" else WithLoader(shared_server.pid, make)
+    make_trainer().fit(model, datamodule=Data(make) if owner == "data module" else None)
+    assert model.trained.indices == 2 * ORDERED
+
+
+def test_loader_of_another_class_may_be_made_in_a_hook(shared_server):
+    model = WithLoader(shared_server.pid, lambda: Own(10, batch_size=3, workers=shared_server.address))
+    make_trainer().fit(model)
+    assert model.trained.indices == 2 * ORDERED
 
 
 def test_fit_with_iterable_dataset(shared_server):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.integrations import TrainerMixin
+from rpcdataloader.integrations import TrainerMixin, prepare
 from tests.integration.training import Points, PointStream, Seen, Texts, collate, flat
 
 transformers = pytest.importorskip("transformers")
@@ -92,6 +92,23 @@ def test_train_evaluate_and_predict_load_with_workers(make_trainer, model, kind)
     predicted = trainer.predict(trainer.eval_dataset)
     assert predicted.predictions[-1].tolist() == list(range(7))
     assert model.num_columns == {3 if removes else 4}
+
+
+class OwnLoader(Trainer):  # type: ignore[misc]  # it is Any
+    """Makes its loader itself."""
+
+    def get_train_dataloader(self):
+        loader = RPCDataloader(self.train_dataset, 5, num_workers=2, collate_fn=self.data_collator)
+        return prepare(self.accelerator, loader)
+
+
+def test_loader_may_be_made_by_the_trainer(shared_server, model, tmp_path):
+    dataset = RPCDataset(shared_server.address, Points, 10)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), report_to=[], disable_tqdm=True, save_strategy="no", use_cpu=True, num_train_epochs=2
+    )
+    OwnLoader(model, arguments, data_collator=collate, train_dataset=dataset).train()
+    assert model.trained.indices == 2 * [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
 def test_arguments_of_the_loader_are_honoured(make_trainer, model):
