@@ -196,6 +196,8 @@ def _build(nodes: Sequence[str], target: str, report: Report) -> tuple[list[RPCD
     if reason := built[nodes[0]].facts.not_shared:
         advice = "open files and start threads on first use"
         report("note", "inherits", f"each worker builds its own: {reason}; {advice}")
+    elif peers := built[nodes[0]].facts.connections:
+        report("note", "inherits", f"workers share its connections to {peers}: connect on first use")
     return [built[node] for node in nodes], built.get("inline")
 
 

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.fetch import seeding
-from rpcdataloader.server.datasets import why_not_shared
-from rpcdataloader.server.processes import num_threads, open_files
+from rpcdataloader.server.datasets import name_shared_connections, why_not_shared
+from rpcdataloader.server.processes import num_threads, open_connections, open_files
 from rpcdataloader.wire.picklers import USER_ERRORS
 from rpcdataloader.wire.pickling import dumps_reply, kind_of
 
@@ -27,6 +27,7 @@ class Facts(NamedTuple):
     text: str  # its kind and length: ``photos.Photos of 1,000 samples``
     length: int | None  # number of samples; None without ``__len__``
     not_shared: str | None  # reason why workers cannot inherit it by a fork; None if they can
+    connections: str  # peers of connections that workers would share
 
 
 class Timed(int):
@@ -47,7 +48,7 @@ class Probe:
 
     def __init__(self, target: str) -> None:
         # Importing may start threads, too.
-        threads, files = num_threads(), open_files()
+        threads, files, connections = num_threads(), open_files(), open_connections()
         module, _colon, name = target.partition(":")
         made = attrgetter(name)(importlib.import_module(module))
         if callable(made) and (isinstance(made, type) or not hasattr(made, "__getitem__")):
@@ -63,7 +64,7 @@ class Probe:
         what = "is iterable" if is_iterable else "has no length (RPCDataloader needs a sampler)"
         text = f"{kind}, which {what}," if length is None else f"{kind} of {length:,} samples"
         self.dataset = made
-        self.facts = Facts(text, length, why_not_shared(threads, files))
+        self.facts = Facts(text, length, why_not_shared(threads, files), name_shared_connections(connections))
         self._is_iterable = is_iterable
         self._stream: Iterator[Any] = iter(())
         self._place = -2

@@ -1,23 +1,27 @@
 """The datasets of one client on one node: built once and shared where that is safe.
 
 A session builds a dataset; its workers inherit it by the fork. A dataset that started threads, or holds files open
-whose offset all workers would share, stays a recipe from which each worker builds its own.
+whose offset all workers would share, stays a recipe from which each worker builds its own. Connections only cause a
+warning: they may be unused, and a copy of the dataset in each worker may not fit into memory.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.generators import set_states
-from rpcdataloader.server.processes import memory_of_its_own, num_threads, open_files
+from rpcdataloader.server.processes import memory_of_its_own, num_threads, open_connections, open_files
 from rpcdataloader.wire.pickling import Build, loads
 from rpcdataloader.wire.slabs import Block
+
+logger = logging.getLogger("rpcdataloader.server")
 
 # Seconds in which a joined thread, such as that of a pool, disappears: some instructions, on a busy machine.
 THREAD_END_TIMEOUT = 0.5
@@ -41,20 +45,26 @@ class DatasetTable:
         Returns:
             The dataset, or None where workers build their own; and why they do although it should be shared.
         """
-        key = recipe.key
+        key, reason = recipe.key, None
+        if recipe.shared:
+            threads, files, connections = num_threads(), open_files(), open_connections()
+            dataset = build(recipe, blocks)
+            reason = why_not_shared(threads, files)
+            if reason is None:
+                self._built[key] = dataset
+                # No fork's collector visits what lives now, so its pages stay shared.
+                gc.collect()
+                gc.freeze()
+                if peers := name_shared_connections(connections):
+                    logger.warning(
+                        "the workers of this node share the connections of dataset %s to %s, so that one may get the "
+                        "answer to another; connect on first use, or set build='worker'",
+                        recipe.name,
+                        peers,
+                    )
+                return dataset, None
         self._recipes[key] = recipe, blocks
-        if not recipe.shared:
-            return None, None
-        threads, files = num_threads(), open_files()
-        dataset = build(recipe, blocks)
-        reason = why_not_shared(threads, files)
-        if reason is not None:
-            return None, reason
-        self._built[key] = dataset
-        # No fork's collector visits what lives now, so its pages stay shared.
-        gc.collect()
-        gc.freeze()
-        return dataset, None
+        return None, reason
 
     def get(self, key: int) -> Any:
         """Return the dataset, built now if this process has not yet done so."""
@@ -123,3 +133,8 @@ def why_not_shared(threads: int, files: set[tuple[int, int]]) -> str | None:
     if open_files() - files:
         return "it holds files open, whose position forked workers would share"
     return None
+
+
+def name_shared_connections(connections: Mapping[int, str]) -> str:
+    """Peers of the connections that a dataset has opened since ``open_connections`` was called."""
+    return ", ".join(sorted({peer for inode, peer in open_connections().items() if inode not in connections}))

@@ -10,10 +10,12 @@ import contextlib
 import ctypes
 import enum
 import logging
+import multiprocessing.util
 import os
 import random
 import select
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator
@@ -265,6 +267,8 @@ def _be_child(run: Callable[[], None], parent: int) -> None:
         _empty_stdin()
         torch.set_num_threads(1)
         _seed_afresh()
+        # Proxies of a Manager, for example, open a connection of their own.
+        multiprocessing.util._run_after_forkers()  # type: ignore[attr-defined]
         run()
         status = 0
     except BaseException:
@@ -350,6 +354,13 @@ def num_threads() -> int:
     return len(os.listdir("/proc/self/task")) - len(missed_by_nobody)
 
 
+def name_threads() -> str:
+    """Names of the threads of this process, in words."""
+    names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    num_others = len(os.listdir("/proc/self/task")) - 1 - len(names)
+    return ", ".join([*names, f"{num_others} of C libraries"] if num_others > 0 else names)
+
+
 def memory_of_its_own() -> int:
     """Bytes of anonymous memory, including pages shared with the parent process."""
     _size, resident, of_files, *_rest = map(int, read("/proc/self/statm").split())
@@ -368,4 +379,21 @@ def open_files() -> set[tuple[int, int]]:
         # torch's shared memory is mapped, and has no position.
         if status.st_mode & 0o170000 == 0o100000 and not target.startswith("/dev/shm/torch_"):
             found.add((status.st_dev, status.st_ino))
+    return found
+
+
+def open_connections() -> dict[int, str]:
+    """Peers of this process's connected sockets, by inode: forked workers would share them."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            status = os.stat(f"/proc/self/fd/{name}")
+            if status.st_mode & 0o170000 != 0o140000:
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as sock:
+                peer = sock.getpeername()
+            text = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else os.fsdecode(peer)
+            # Socket pairs have no name. Proxies of a multiprocessing.Manager connect anew in each worker.
+            if text and "/pymp-" not in text:
+                found[status.st_ino] = text
     return found

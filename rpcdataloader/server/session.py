@@ -29,7 +29,7 @@ from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable, kind_of, length_of
 from rpcdataloader.server.events import Link, fork_linked
 from rpcdataloader.server.logs import Origin, redirect_output, tell_client, tell_nobody
-from rpcdataloader.server.processes import Life, Loop, Process, name_process
+from rpcdataloader.server.processes import Life, Loop, Process, name_process, name_threads, num_threads
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackFile, StackPipe, dump_stacks_on_signal
 from rpcdataloader.server.worker import run_worker_process
@@ -128,6 +128,7 @@ class Session:
         channel.allocate_with(lambda _id, sizes: [pool.allocate(size) for size in sizes])
         self._workers: dict[int, ForkedWorker] = {}
         self._last_number = 0  # of the youngest worker
+        self._has_warned = False  # of threads
         self._life = Life.SERVING
         self._loop = Loop()
         self._logs: deque[Log] = deque()
@@ -291,6 +292,13 @@ class Session:
             self._node.send(events.Refused(waiting[0].peer, reason, logging.INFO))
             waiting[0].life = Life.ENDED
             waiting[0].process.kill(reason)
+        if not self._has_warned and num_threads() > 1:
+            self._has_warned = True
+            logger.warning(
+                "workers are forked from a session that has threads of its own (%s): they lack these threads, and locks "
+                "that these hold stay locked in them; start threads on first use, or set build='worker'",
+                name_threads(),
+            )
         self._last_number += 1
         number = self._last_number
         with socket.socket(fileno=descriptor) as sock, contextlib.ExitStack() as failed:

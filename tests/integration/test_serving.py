@@ -37,7 +37,8 @@ pytestmark = pytest.mark.usefixtures("clean_client", "often")
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
 PROMPTLY = 20 * TIMEOUT_SCALE
-READY = re.compile(r"rpcdataloader status (http://127\.0\.0\.1:\d+/) pid=(\d+)\n")
+READY = re.compile(r"rpcdataloader status (http://127\.0\.0\.1:\d+/)(#\S+)? pid=(\d+)\n")
+TOKEN = "a-token-of-the-test-suite"
 EVIL = "<img src=x onerror=document.title='owned'>"
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
@@ -59,9 +60,10 @@ def often(monkeypatch):
 
 
 @contextlib.contextmanager
-def serving(*arguments, **variables):
-    """Start the exporter at a port of the kernel's choice; gives its URL."""
+def serving(*arguments, token=TOKEN):
+    """Start the exporter at a port of the kernel's choice; gives its URL, with the token if it makes one."""
     command = [sys.executable, "-m", "rpcdataloader.status", *arguments, "--serve", "0", "--watch", "0.2"]
+    variables = {"RPCDATALOADER_STATUS_TOKEN": token} if token else {}
     with subprocess.Popen(
         command, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -69,8 +71,8 @@ def serving(*arguments, **variables):
             line = process.stdout.readline()
             match = READY.fullmatch(line)
             assert match, line + process.stderr.read()
-            assert int(match[2]) == process.pid
-            yield match[1]
+            assert int(match[3]) == process.pid
+            yield match[1] + (match[2] or "")
         finally:
             process.send_signal(signal.SIGTERM)
             rest, errors = process.communicate(timeout=PROMPTLY)
@@ -97,8 +99,9 @@ def training(server, kind=Stalled):
         thread.join()
 
 
-def get(url, **headers):
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=PROMPTLY) as reply:
+def get(url, token=TOKEN):
+    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=PROMPTLY) as reply:
         return reply.read().decode()
 
 
@@ -128,6 +131,25 @@ def test_metrics_of_a_real_pool(serve):
         wait_until(lambda: metrics_of(url)[f'rpcdataloader_ended_workers_total{{node="{server.address}"}}'] == 1)
 
 
+def test_token_is_made_and_printed_with_the_address():
+    tokens = set()
+    for _ in range(2):
+        with serving("127.0.0.1:1", token=None) as address:
+            url, _, token = address.partition("#")
+            wait_until(lambda url=url, token=token: answers(f"{url}metrics", token), PROMPTLY)
+            for other in "", TOKEN:
+                with pytest.raises(urllib.error.HTTPError, match="401"):
+                    get(f"{url}metrics", other)
+            tokens.add(token)
+    assert len(tokens) == 2
+
+
+def answers(url, token):
+    with contextlib.suppress(urllib.error.HTTPError):  # 503 before the first look
+        return bool(get(url, token))
+    return False
+
+
 @contextlib.contextmanager
 def prometheus(folder, target):
     """A server of Prometheus with the configuration of the examples; gives a function that asks it."""
@@ -135,6 +157,7 @@ def prometheus(folder, target):
     config = folder / "prometheus.yml"
     text = config.read_text().replace("localhost:9100", target).replace("10s", "1s")
     config.write_text(text)
+    (folder / "token").write_text(TOKEN)
     command = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data", "--web.listen-address"]
     log = folder / "log"
     with open(log, "w") as file, subprocess.Popen([*command, "127.0.0.1:0"], cwd=folder, stderr=file) as process:
@@ -180,7 +203,6 @@ def test_prometheus_scrapes_a_real_pool(serve, tmp_path):
         (["--serve", "0", "--json"], "leave --workers, --json and --stacks out"),
         (["--serve", "0", "--stacks"], "leave --workers, --json and --stacks out"),
         (["--serve", "here"], "--serve: cannot read the address 'here': write PORT, HOST:PORT or "),
-        (["--serve", "0.0.0.0:0"], "--serve: 0.0.0.0 can be reached from other machines: set RPCDATALOADER_STATUS"),
         (["--serve", "no-such-host.invalid:1"], "--serve: cannot serve at no-such-host.invalid:1: "),
         (["--serve", "9100", "--watch", "0"], "expected a number of seconds above 0 and below 9.22e+09, got 0"),
     ],
@@ -208,7 +230,7 @@ def test_second_exporter_at_the_same_port_is_refused(capsys):
 def test_page_shows_what_happens(serve, tmp_path):
     server = serve("--num-workers", "2")
     with serving(server.address) as url, open_tab(tmp_path / "profile") as tab:
-        tab.open(url)
+        tab.open(f"{url}#{TOKEN}")
         tab.wait_for("document.querySelector('#clients').textContent.includes('No training process')")
         with training(server):
             tab.wait_for("document.querySelector('.client .badge')?.textContent === 'storage'")
@@ -251,7 +273,7 @@ def test_nothing_that_is_sent_becomes_html(serve, tmp_path, monkeypatch):
     server = serve("--num-workers", "2")
     evil = Report.of([dataclasses.replace(LOOP, text=EVIL, dataset=EVIL, bound="script")])
     with serving(server.address) as url, open_tab(tmp_path / "profile") as tab:
-        tab.open(url)
+        tab.open(f"{url}#{TOKEN}")
         with training(server, kind):
             tab.wait_for(f"document.querySelector('.client')?.textContent.includes({json.dumps(EVIL)})")
             assert "onerror" in tab.text(".client h3")  # the job
@@ -275,11 +297,8 @@ def fail(text):
 
 @needs_chromium
 def test_page_asks_for_its_token_and_takes_it_from_the_fragment(tmp_path):
-    token = "a-token-of-the-test-suite"
-    with (
-        serving("127.0.0.1:1", RPCDATALOADER_STATUS_TOKEN=token) as url,
-        open_tab(tmp_path / "profile") as tab,
-    ):
+    token = TOKEN
+    with serving("127.0.0.1:1") as url, open_tab(tmp_path / "profile") as tab:
         for wrong in url, f"{url}#wrong", f"{url}#100%":
             tab.open(wrong)
             tab.wait_for("!document.querySelector('#login').hidden")

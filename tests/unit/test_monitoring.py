@@ -219,7 +219,11 @@ def test_mistake_in_a_dashboard_is_found(path, value):
 @needs_promtool
 @pytest.mark.parametrize(
     "arguments",
-    [["check", "config", "prometheus.yml"], ["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]],
+    [
+        ["check", "config", "--syntax-only", "prometheus.yml"],
+        ["check", "rules", "alerts.yml"],
+        ["test", "rules", "alerts_test.yml"],
+    ],
     ids=" ".join,
 )
 def test_prometheus_accepts_its_files(arguments):

@@ -23,6 +23,7 @@ from tests.conftest import wait_until
 from tests.unit.wire.test_status import NODE
 
 TOKEN = b"a-token-for-the-page-of-the-test"
+RIGHT = {"Authorization": f"Bearer {TOKEN.decode()}"}
 ANYWHERE = parse_place("0")
 
 
@@ -44,8 +45,8 @@ class Looks:
 
 
 @contextlib.contextmanager
-def running(place=ANYWHERE, token=None):
-    looks, server = Looks(), StatusServer(place, token)
+def running(place=ANYWHERE):
+    looks, server = Looks(), StatusServer(place, TOKEN)
 
     def serve():
         with contextlib.suppress(KeyboardInterrupt):
@@ -67,7 +68,7 @@ def get(server, path, host=None, method="GET", **headers):
     address, port = server.server_address[:2]
     with contextlib.closing(http.client.HTTPConnection(address, port, timeout=10)) as connection:
         connection.putrequest(method, path, skip_host=True)
-        for name, value in {"Host": host or f"localhost:{port}", **headers}.items():
+        for name, value in {"Host": host or f"localhost:{port}", **RIGHT, **headers}.items():
             connection.putheader(name, value)
         connection.endheaders()
         reply = connection.getresponse()
@@ -108,33 +109,16 @@ def test_page_has_all_that_it_needs_and_may_do_nothing_else():
     assert headers["X-Content-Type-Options"] == "nosniff"
 
 
-@pytest.mark.parametrize(
-    "host", ["evil.example", "evil.example:80", "localhost.evil.example", "10.0.0.1", "", "[", "[::1"]
-)
-def test_name_that_was_made_to_point_here_gets_nothing(host):
-    with running() as (server, _looks):
-        for path in PATHS:
-            status, _headers, body = get(server, path, host=host or " ")
-            assert (status, b"node01" in body, b"<script" in body) == (403, False, False)
-
-
-@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9", "[::1]:9100", "127.1.2.3"])
-def test_loopback_by_any_of_its_names_is_answered(host):
-    with running() as (server, _looks):
-        assert get(server, "/json", host=host)[0] == 200
-
-
 def test_token_opens_all_but_the_page_which_tells_nothing():
-    with running(token=TOKEN) as (server, _looks):
-        assert get(server, "/", host="gpu01.cluster")[0] == 200
+    with running() as (server, _looks):
+        assert get(server, "/", host="gpu01.cluster", Authorization="")[0] == 200
         for path in PATHS[1:]:
-            for shown in {}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN.decode()}, {"Cookie": "token"}:
-                status, headers, body = get(server, path, **shown)
+            for shown in "", "Bearer wrong", TOKEN.decode():
+                status, headers, body = get(server, path, host="evil.example", Authorization=shown)
                 assert (status, headers["WWW-Authenticate"], b"node01" in body) == (401, "Bearer", False)
             assert get(server, path, Authorization="Bearer \xff")[0] == 401
-            right = {"Authorization": f"Bearer {TOKEN.decode()}"}
-            assert get(server, path, host="gpu01.cluster", **right)[0] == 200
-        assert get(server, f"/json?token={TOKEN.decode()}")[0] == 401
+            assert get(server, path, host="gpu01.cluster")[0] == 200
+        assert get(server, f"/json?token={TOKEN.decode()}", Authorization="")[0] == 401
 
 
 def test_look_that_fails_is_said_once_and_counted_and_its_answers_are_not_the_old_ones(capsys):
@@ -167,18 +151,12 @@ def test_port_in_use_is_said():
     with running() as (server, _looks):
         port = server.server_address[1]
         with pytest.raises(ValueError, match=f"cannot serve at 127.0.0.1:{port}: .* perhaps a second --serve"):
-            StatusServer(parse_place(str(port)), None)
+            StatusServer(parse_place(str(port)), TOKEN)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "[::]"])
-def test_address_that_others_reach_needs_a_token(host):
-    with pytest.raises(ValueError, match="can be reached from other machines: set RPCDATALOADER_STATUS_TOKEN_FILE"):
-        StatusServer(parse_place(f"{host}:0"), None)
-
-
-def test_address_that_others_reach_with_a_token():
-    with running(parse_place("0.0.0.0:0"), TOKEN) as (server, _looks):
-        assert get(server, "/metrics")[0] == 401
+def test_address_that_others_reach_needs_the_token_too():
+    with running(parse_place("0.0.0.0:0")) as (server, _looks):
+        assert get(server, "/metrics", Authorization="")[0] == 401
 
 
 def test_place():
