@@ -31,6 +31,7 @@ from rpcdataloader.diagnosis.trace import Tracks
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.diagnosis.words import NO_PASS, NO_WORKERS
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.iterator import RemoteIterator
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import VERSION, end_pass, state_of_rank, to_state
@@ -127,9 +128,10 @@ class LoaderTools(DataLoader[_T_co]):
         """Take a few batches, then repeat them without end, to measure the training loop without a loader.
 
         The batches are taken here, in a pass of their own that :meth:`state_dict` and :meth:`diagnosis` do not count.
-        It has workers of its own, so a pass under way goes on, also with ``persistent_workers``. The batches stay in
-        memory, with ``device`` on the device. A loop that changes a batch in place gets the changed batch again: clone
-        what it changes.
+        It has workers of its own, so a pass under way goes on, also with ``persistent_workers``. It draws from copies
+        of generators and samplers, so later epochs keep their order; a sampler that :mod:`copy` cannot copy goes on.
+        The batches stay in memory, with ``device`` on the device. A loop that changes a batch in place gets the changed
+        batch again: clone what it changes.
 
         Args:
             num_batches: Number of batches to take; all of a loader that has fewer.
@@ -141,10 +143,13 @@ class LoaderTools(DataLoader[_T_co]):
         if num_batches < 1:
             raise ValueError(f"num_batches must be at least 1, not {num_batches}")
         # A copy has no pass, state or trace of its own yet.
-        collecting = iter(copy.copy(self))
-        if isinstance(collecting, RemoteIterator):
-            collecting.driver.is_told = True  # its waits say nothing about the loop
-        batches = list(itertools.islice(collecting, num_batches))
+        loader = copy.copy(self)
+        loader.__dict__.update(_copies_of_samplers(self))  # torch forbids to set samplers
+        with generators_restored():
+            collecting = iter(loader)
+            if isinstance(collecting, RemoteIterator):
+                collecting.driver.is_told = True  # its waits say nothing about the loop
+            batches = list(itertools.islice(collecting, num_batches))
         if not batches:
             raise ValueError("there is nothing to replay: the loader has no batches")
         return itertools.cycle(batches)
@@ -201,6 +206,19 @@ class LoaderTools(DataLoader[_T_co]):
                 "this loader has no workers, so it is torch's own, which cannot resume: give num_workers=1 or more, or "
                 "workers='inline' to load in this process"
             )
+
+
+def _copies_of_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Return copies of the samplers of a loader and their generators, without copies of what they draw from."""
+    samplers = {name: getattr(loader, name) for name in ("batch_sampler", "sampler", "generator")}
+    kept = [loader.dataset]
+    for sampler in samplers.values():
+        kept += [getattr(sampler, name) for name in ("data_source", "indices", "weights") if hasattr(sampler, name)]
+    try:
+        return copy.deepcopy(samplers, {id(value): value for value in kept})
+    except Exception as error:
+        logger.debug("replay() draws from the sampler itself, which cannot be copied: %r", error)
+        return samplers
 
 
 class Trace:

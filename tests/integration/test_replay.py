@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 
 import pytest
 import torch
+from torch.utils.data import Sampler
 
 from rpcdataloader import RPCDataloader
 from tests.integration.causes import Causes
@@ -84,6 +86,40 @@ def test_pass_under_way_goes_on(options, persistent):
     assert numbers(loader.replay(3), 4) == [0, 1, 2, 0]
     assert numbers(batches, 20) == list(range(4, 20))
     assert numbers(loader, 20) == list(range(20))
+
+
+class Shuffled(Sampler):
+    """Draws an order from a generator of its own."""
+
+    def __init__(self):
+        self.random = random.Random(1)
+
+    def __len__(self):
+        return 20
+
+    def __iter__(self):
+        return iter(self.random.sample(range(20), 20))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: {"shuffle": True},
+        lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(1)},
+        lambda: {"sampler": Shuffled()},
+        lambda: {"sampler": iter(range(20))},
+    ],
+    ids=["global generators", "generator", "sampler", "iterator"],
+)
+def test_later_epochs_keep_their_order(options, make):
+    def epochs(replays):
+        torch.manual_seed(3)
+        loader = RPCDataloader(Numbers(), batch_size=5, **make(), **options)
+        if replays:
+            loader.replay(2)
+        return [numbers(loader, 4) for _ in range(2)]
+
+    assert epochs(replays=True) == epochs(replays=False)
 
 
 def test_its_pass_is_neither_told_nor_diagnosed(shared_server, caplog):
