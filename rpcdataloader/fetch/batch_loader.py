@@ -41,6 +41,8 @@ class StreamState(NamedTuple):
     owner: str = ""  # owner of the ``state_dict()``: ``"iterator"`` or ``"dataset"``; empty without one
     state: Any = None  # result of that ``state_dict()``
     ended: bool = False  # True if the last batch met the end: it was incomplete
+    # Digest of some of the samples taken; None if they cannot be compared, or need not, as ``state`` has the place.
+    digest: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class LoaderSpec:
     first_place: int = 0  # place in the epoch, over all ranks, of the first sample, where the sampler began later
     pipe_seed: int | None = None  # seed of an IterDataPipe in this pass, the same on all workers
     stream: StreamState | None = None  # state from which an iterable-style dataset continues; None for its beginning
+    resumes: bool = False  # True if that state was saved; False if it is that of a worker that was lost
     skips: bool = False  # True to leave out samples whose dataset raises an exception
     # Exceptions after which a batch is retried instead, except in the last attempt.
     retry_on: tuple[type[BaseException], ...] = ()
@@ -69,7 +72,7 @@ class LoaderSpec:
 
     def at_epoch(self, epoch: int, first_place: int, pipe_seed: int | None) -> LoaderSpec:
         """The same loader in another pass, from the beginning."""
-        return replace(self, epoch=epoch, first_place=first_place, pipe_seed=pipe_seed, stream=None)
+        return replace(self, epoch=epoch, first_place=first_place, pipe_seed=pipe_seed, stream=None, resumes=False)
 
 
 # Work of a worker on a batch: seconds to fetch, and to collate. A plain tuple: a class costs a microsecond on either

@@ -17,10 +17,14 @@ from torch.utils.data import IterDataPipe
 
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec, StreamState
+from rpcdataloader.fetch.digests import digest
 from rpcdataloader.fetch.samples import here, stopped
 from rpcdataloader.fetch.seeding import BATCH, SAMPLE
 
 logger = logging.getLogger("rpcdataloader.loader")
+
+# Samples of a stream that its digest has: the first ones, as a pass may be saved early, and then one of so many.
+_NUM_FIRST, _EVERY = 16, 64
 
 
 class StreamLoader(BatchLoader):
@@ -35,6 +39,7 @@ class StreamLoader(BatchLoader):
         self._num_samples = 0
         self._num_batches = 0
         self._failed_at = -1  # number of samples after the last skipped one
+        self._digest: int | None = None  # as in StreamState
 
     def _load(
         self, indices: Any, position: int, batch_number: int, left_out: Mapping[int, str] | None
@@ -90,10 +95,23 @@ class StreamLoader(BatchLoader):
         self._begin_sample(self._num_samples)
         self._num_samples += 1  # failed samples count: skipping repeats them
         try:
-            samples.append(next(self._iterator))
+            samples.append(self._next(self._iterator, self._num_samples - 1))
         except StopIteration:
             self._num_samples -= 1
             self._ended = True
+
+    def _next(self, iterator: Iterator[Any], number: int) -> Any:
+        """Take sample ``number`` of the stream."""
+        try:
+            sample = next(iterator)
+        except StopIteration:
+            raise
+        except Exception:
+            self._digest = None  # the failure may pass
+            raise
+        if self._digest is not None and (number < _NUM_FIRST or not number % _EVERY):
+            self._digest = digest(sample, self._digest)
+        return sample
 
     def _collate_samples(self, samples: list[Any], batch_number: int) -> Any:  # noqa: ARG002
         if self._ended and not samples and self._reduced is None:
@@ -115,10 +133,11 @@ class StreamLoader(BatchLoader):
         _load_state("dataset", self._dataset, saved)
         iterator: Iterator[Any] = iter(self._dataset)
         _load_state("iterator", iterator, saved)
+        self._digest = 0 if self._owner_of_state(iterator) is None else None
         for number in range(0 if saved.owner else saved.num_samples):
             self._begin_sample(number)
             try:
-                next(iterator)
+                self._next(iterator, number)
             except StopIteration:
                 raise ValueError(
                     "the saved pass had delivered more samples than this iterable-style dataset has now"
@@ -127,17 +146,37 @@ class StreamLoader(BatchLoader):
                 logger.debug("a skipped sample has failed again", exc_info=True)
                 if self._spec.skips:
                     self._failed_at = number + 1
+        if None not in (saved.digest, self._digest) and saved.digest != self._digest:
+            self._differs()
         self._num_samples, self._num_batches = saved.num_samples, saved.num_batches
         return iterator
 
-    def _state(self) -> StreamState:
-        owners: dict[str, Any] = {"iterator": self._iterator, "dataset": self._dataset}
-        for name, owner in owners.items():
+    def _differs(self) -> None:
+        """Refuse to resume in other samples; a stream whose worker was lost goes on with them."""
+        text = (
+            f"stream {self._spec.worker_id} of {type(self._dataset).__name__} gives other samples now than those that "
+            "were delivered: seed what its order and its random numbers are drawn from, or give the dataset "
+            "state_dict() and load_state_dict()"
+        )
+        if self._spec.resumes:
+            raise ValueError(text)
+        logger.warning("after the loss of its worker, %s; until then, samples are lost or come twice", text)
+
+    def _owner_of_state(self, iterator: Any) -> str | None:
+        """The name of what has a state from which the stream continues; None if samples are taken again."""
+        for name, owner in (("iterator", iterator), ("dataset", self._dataset)):
             if hasattr(owner, "state_dict") and hasattr(owner, "load_state_dict"):
-                # A worker pickles it now; here the dataset may go on changing the same object.
-                state = copy.deepcopy(owner.state_dict()) if self._inline else owner.state_dict()
-                return StreamState(self._num_samples, self._num_batches, name, state, self._ended)
-        return StreamState(self._num_samples, self._num_batches, ended=self._ended)
+                return name
+        return None
+
+    def _state(self) -> StreamState:
+        num_samples, num_batches = self._num_samples, self._num_batches
+        if (name := self._owner_of_state(self._iterator)) is None:
+            return StreamState(num_samples, num_batches, ended=self._ended, digest=self._digest)
+        owner: Any = self._iterator if name == "iterator" else self._dataset
+        # A worker pickles it now; here the dataset may go on changing the same object.
+        state = copy.deepcopy(owner.state_dict()) if self._inline else owner.state_dict()
+        return StreamState(num_samples, num_batches, name, state, self._ended)
 
     def _begin_sample(self, number: int, purpose: bytes = SAMPLE) -> None:
         # -1 stands for the time before the first sample.

@@ -230,6 +230,7 @@ def deal(
         **own,
         "streams": streams[mine],
         "identities": [list(identity) for identity in identities[mine]],
+        "digest": None,
         "turn": 0,
         "num_batches": sum(stream[1] for stream in streams[mine]),
         # Each rank has a limit of its own.

@@ -32,6 +32,7 @@ class Pass:
     progress: Progress
     first: int  # place at which all ranks together begin; above 0 where a sampler resumes in the middle
     ranks: tuple[int, int]  # rank and world size
+    resumed: tuple[StreamState, ...]  # saved states from which streams continue
     pipe_seed: int | None  # seed of an IterDataPipe: all workers shuffle alike, and then take their parts
 
 
@@ -86,18 +87,19 @@ def begin_pass(
         progress = Progress(before[0], before[1] + 1, start=start, streams=streams)
     else:
         progress = progress_of(saved, start)
-        samples, progress.num_samples = skip_delivered(settings, saved, samples)
+        samples, progress.num_samples, progress.digest = skip_delivered(settings, saved, samples)
     source = TaskSource(
         samples,
         auto_collation=settings.auto_collation,
         number=progress.num_batches,
         position=progress.num_samples,
-        leave_out=frozenset(progress.ahead),
+        leave_out={number: digest for number, (_num_samples, digest, _state) in progress.ahead.items()},
         get_state=get_state,
         makes_requests=makes_requests,
         marks_last_try=settings.marks_last_try,
     )
-    return Pass(source, progress, first, ranks, pipe_seed)
+    resumed = () if saved is None else tuple(progress.streams)
+    return Pass(source, progress, first, ranks, resumed, pipe_seed)
 
 
 def loader_spec(
@@ -123,6 +125,7 @@ def loader_spec(
         first_place=begun.first,
         pipe_seed=begun.pipe_seed,
         stream=stream,
+        resumes=any(stream is saved for saved in begun.resumed),
         skips=settings.skips,
         retry_on=settings.retry_on if settings.skips else (),
         job=own.job,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from rpcdataloader.host.generators import get_states, set_states, states_from_pl
 from rpcdataloader.loader.origin import Origin, check_order, check_rank, deal, describe_sampler, identities_of
 from rpcdataloader.loader.sampler import ResumableDistributedSampler, order_of
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.tasks import Progress, skip
+from rpcdataloader.loader.tasks import OTHER_ORDER, Progress, skip
 
 # Version 1 had neither ranks nor samplers.
 VERSION = 2
@@ -48,8 +49,9 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
     return {
         "version": VERSION,
         **{name: getattr(progress, name) for name in _PLAIN},
-        "ahead": {str(number): num_samples for number, (num_samples, _state) in progress.ahead.items()},
-        "streams": [list(stream) for stream in progress.streams],
+        "ahead": {str(number): [*batch[:2]] for number, batch in progress.ahead.items()},
+        "streams": [list(stream[:-1]) for stream in progress.streams],
+        "digest": [stream.digest for stream in progress.streams] if settings.iterable else progress.digest,
         **({"identities": [list(identity) for identity in progress.identities]} if progress.identities else {}),
         "in_step": progress.in_step and settings.in_order,
         # Nothing is left on any rank, though the consumer has not reached the end.
@@ -76,8 +78,8 @@ def check_state(settings: PassSettings, state: Any, *, is_of_any_rank: bool = Fa
         )
     if "_iterator_finished" in state:
         raise ValueError(
-            "this is a state of torchdata's StatefulDataLoader, which an RPCDataloader cannot continue: begin the epoch "
-            "anew without it, or end the epoch with the StatefulDataLoader"
+            "this is a state of torchdata's StatefulDataLoader, which an RPCDataloader cannot continue: begin the "
+            "epoch anew without it, or end the epoch with the StatefulDataLoader"
         )
     if state.get("version") != VERSION:
         raise ValueError(
@@ -87,7 +89,7 @@ def check_state(settings: PassSettings, state: Any, *, is_of_any_rank: bool = Fa
     if state.keys() <= {"version"}:
         return
     new = to_state(settings, Progress(0, 0, start=capture_start(settings)))
-    if missing := new.keys() - state.keys():
+    if missing := new.keys() - state.keys() - {"digest"}:
         raise ValueError(f"this state of an RPCDataloader is incomplete: {', '.join(sorted(missing))} is missing")
     kinds = ("a map-style dataset", "an iterable-style dataset")
     _check_same("dataset", kinds[bool(state["streams"])], kinds[settings.iterable])
@@ -226,33 +228,42 @@ def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str,
 
 def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
     """The progress of a saved pass."""
+    digests = iter(saved.get("digest") or itertools.repeat(None)) if saved["streams"] else iter(())
     return Progress(
         **{name: saved[name] for name in _PLAIN},
-        ahead={int(number): (num_samples, None) for number, num_samples in saved["ahead"].items()},
-        streams=[StreamState(*stream) for stream in saved["streams"]],
+        ahead={int(number): _ahead(batch) for number, batch in saved["ahead"].items()},
+        digest=None if saved["streams"] else saved.get("digest"),
+        streams=[StreamState(*stream)._replace(digest=next(digests)) for stream in saved["streams"]],
         identities=identities_of(saved) if saved.get("identities") else [],
         in_step=saved["in_step"],
         start=start,
     )
 
 
+def _ahead(batch: Any) -> tuple[int, int | None, None]:
+    # States of earlier versions have the number of samples alone.
+    num_samples, digest = batch if isinstance(batch, (list, tuple)) else (batch, None)
+    return num_samples, digest, None
+
+
 def skip_delivered(
     settings: PassSettings, saved: Mapping[str, Any], samples: Iterator[Any]
-) -> tuple[Iterator[Any], int]:
-    """Return the rest of a sampler that has just begun, and the number of delivered samples.
+) -> tuple[Iterator[Any], int, int | None]:
+    """Return the rest of a sampler that has just begun, and the number and digest of delivered samples.
 
     Raises:
-        ValueError: The sampler is too short, or its batches have another size.
+        ValueError: The sampler is too short, or gives other samples.
     """
+    delivered = saved["num_samples"], saved.get("digest")
     if saved["whole"]:
         try:
             _check_samplers(saved, _capture_samplers(settings))
         except ValueError:
             # Nothing is left for other samplers and ranks, either.
             _restore_generators(settings, saved["generators"])
-            return iter(()), saved["num_samples"]
+            return iter(()), *delivered
     if saved["streams"]:
-        return samples, 0
+        return samples, 0, None
     # The place at which the sampler begins: where it was saved itself, or else at its beginning.
     anchor = saved["sampler"] or {"state": {}, "num_batches": 0, "num_samples": 0}
     if "iterator" in anchor["state"]:
@@ -261,13 +272,21 @@ def skip_delivered(
         samples.load_state_dict(copy.deepcopy(anchor["state"]["iterator"]))  # type: ignore[attr-defined]
     # A ResumableDistributedSampler knows its place. It is reset now, so that its length is that of a whole epoch.
     num_batches = 0 if settings.resumable is not None else saved["num_batches"] - anchor["num_batches"]
-    samples, num_samples = skip(samples, settings.sampler, num_batches, auto_collation=settings.auto_collation)
-    if settings.resumable is None and saved["sampler"] is None and num_samples != saved["num_samples"]:
+    samples, num_samples, digest = skip(samples, num_batches, auto_collation=settings.auto_collation)
+    if settings.resumable is not None or saved["sampler"] is not None:
+        return samples, anchor["num_samples"] + num_samples, delivered[1]
+    if num_samples != saved["num_samples"]:
         raise ValueError(
             f"the saved pass had delivered {saved['num_samples']} samples in {saved['num_batches']} batches, but the "
             f"sampler gives {num_samples} in as many now: have dataset, batch size or sampler changed?"
         )
-    return samples, anchor["num_samples"] + num_samples
+    if delivered[1] is None:
+        return samples, num_samples, None
+    # The state may be that of another rank, which has taken its own part of the same order.
+    ranks, ranks_here = _origin(saved["start"]).ranks, _origin({**saved["start"], **_capture_samplers(settings)}).ranks
+    if digest != delivered[1] and ranks == ranks_here and not saved["whole"]:
+        raise ValueError(OTHER_ORDER)
+    return samples, num_samples, digest
 
 
 def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:
@@ -276,7 +295,7 @@ def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:
     if anchor is not None:
         with generators_restored():
             restore_start(settings, saved)
-            samples, _num_samples = skip_delivered(settings, saved, iter(settings.sampler))
+            samples, *_delivered = skip_delivered(settings, saved, iter(settings.sampler))
             collections.deque(samples, maxlen=0)
     _restore_generators(settings, saved["generators"])
 

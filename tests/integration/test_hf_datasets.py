@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from tests.integration.origins import JOBS, numbers_of, run_job, run_ranks, trace
+from tests.integration.origins import JOBS, Process, numbers_of, run_job, run_ranks, trace
 from tests.integration.quick import quick_server
 
 hf = pytest.importorskip("datasets")
@@ -30,11 +30,11 @@ def server(zygote):
 
 
 def add_pid(row):
-    return {**row, "pid": os.getpid()}
+    return {**row, "pid": Process(os.getpid())}
 
 
 def add_pids(columns):
-    return {**columns, "pid": [os.getpid()] * len(columns["number"])}
+    return {**columns, "pid": [Process(os.getpid())] * len(columns["number"])}
 
 
 def rows():

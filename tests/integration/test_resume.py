@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import json
+import os
 import pickle
 import random
 from typing import Protocol, runtime_checkable
@@ -25,6 +26,7 @@ from torch.utils.data import (
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
 from rpcdataloader.errors import LocalProtocolError
+from rpcdataloader.fetch.digests import digest
 from tests.integration.comparison import assert_same
 from tests.integration.datasets import Augmented, Failing, Numbers, Recorded, augment_batch, notes
 from tests.integration.streams import Buffered, Drawn, Parts, Seekable
@@ -571,6 +573,54 @@ def test_state_stays_as_it_was_when_the_loader_goes_on():
 
 
 # What does not fit
+
+
+class Unseeded(Given):
+    """Draws another order in each process."""
+
+    def __iter__(self):
+        return iter(random.Random(os.urandom(8)).sample(self.gives, len(self.gives)))
+
+
+class UnseededStream(Parts):
+    def __iter__(self):
+        return iter(random.Random(os.urandom(8)).sample(range(self.sizes[0]), self.sizes[0]))
+
+
+@pytest.mark.parametrize("where", ["inline", 1])
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_order_that_is_drawn_anew_is_refused(address, where, is_stream, in_order):
+    def make():
+        places = {"workers": where} if where == "inline" else {"workers": address, "num_workers": where}
+        if is_stream:
+            return RPCDataloader(UnseededStream([90]), 4, in_order=in_order, **places)
+        return RPCDataloader(Numbers(90), 4, sampler=Unseeded(range(90)), in_order=in_order, **places)
+
+    loader = make()
+    list(itertools.islice(loader, 3))
+    state = through_json(loader.state_dict())
+    rest = make()
+    rest.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"gives other (indices|samples) now than those that were delivered: .*seed"):
+        next(iter(rest))
+    # A user may want to go on, and states of earlier versions have no digest.
+    rest = make()
+    rest.load_state_dict(without(state, "digest"))
+    assert sum(map(len, rest)) == 90 - 3 * 4
+
+
+def test_other_batch_is_refused_where_one_was_delivered_ahead():
+    state = saved_by(Numbers(SIZE), batch_sampler=Given([[0], [1], [2], [3]]), in_order=False, stop=1)
+    state["ahead"] = {"2": [1, digest([2])]}
+    for batches, rest in ([[0], [1], [2], [3]], [1, 3]), ([[0], [1], [3], [2]], None):
+        loader = RPCDataloader(Numbers(SIZE), batch_sampler=Given(batches), in_order=False, workers="inline")
+        loader.load_state_dict(through_json(state))
+        if rest is not None:
+            assert [int(number) for number in loader] == rest
+            continue
+        with pytest.raises(ValueError, match="gives other indices now"):
+            list(loader)
 
 
 def without(state, *keys):

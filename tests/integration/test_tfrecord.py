@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from tests.integration.origins import JOBS, numbers_of, run_job, run_ranks, trace
+from tests.integration.origins import JOBS, Process, numbers_of, run_job, run_ranks, trace
 
 tfrecord = pytest.importorskip("tfrecord")
 tfrecord_tools = pytest.importorskip("tfrecord.tools")
@@ -40,7 +40,7 @@ def write(path, numbers):
 
 
 def stamp(record):
-    return {"number": record["number"][0], "pid": os.getpid()}
+    return {"number": record["number"][0], "pid": Process(os.getpid())}
 
 
 class Shards(IterableDataset):

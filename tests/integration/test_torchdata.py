@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from tests.integration.origins import numbers_of, run_ranks, trace
+from tests.integration.origins import Process, numbers_of, run_ranks, trace
 
 nodes = pytest.importorskip("torchdata.nodes")
 samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("clean_client")
 
 
 def stamp(number):
-    return {"number": number, "pid": os.getpid()}
+    return {"number": number, "pid": Process(os.getpid())}
 
 
 class Rows(Dataset):

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from tests.integration.origins import JOBS, numbers_of, run_job, run_ranks, trace
+from tests.integration.origins import JOBS, Process, numbers_of, run_job, run_ranks, trace
 
 wds = pytest.importorskip("webdataset")
 
@@ -29,7 +29,7 @@ def shards(tmp_path_factory):
 
 
 def stamp(sample):
-    return {"number": sample["json"]["number"], "pid": os.getpid()}
+    return {"number": sample["json"]["number"], "pid": Process(os.getpid())}
 
 
 def pipeline(shards, **options):
@@ -91,6 +91,18 @@ def test_saved_pass_goes_on_where_it_was(shards, server):
     resumed = load(shuffled(shards), server)
     resumed.load_state_dict(loader.state_dict())
     assert begun + numbers_of(resumed, [server.pid], 2) == whole
+
+
+def test_pipeline_without_a_seed_is_refused_in_the_middle_of_a_pass(shards, server):
+    def begin():
+        return load(pipeline(shards, shardshuffle=8).shuffle(10), server)
+
+    loader = begin()
+    numbers_of(itertools.islice(loader, 4), [server.pid])
+    resumed = begin()
+    resumed.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match=r"gives other samples now than those that were delivered: seed what"):
+        list(resumed)
 
 
 def test_saved_pass_goes_on_on_as_many_ranks_or_with_the_states_of_all(shards, server, monkeypatch):

@@ -127,3 +127,15 @@ def test_collating_counts_batches_whether_or_not_samples_are_missing():
     assert drawn == seeds(BadStream(9))[0]
     assert [state.num_batches for state in states] == [1, 2, 3]
     assert seeds(BadStream(9, 1, 4), states[0])[0] == drawn[1:]
+
+
+def test_other_samples_are_refused_when_resuming_and_reported_after_the_loss_of_a_worker(caplog):
+    dataset = BadStream(200)
+    _batches, states = stream(dataset, 50)
+    dataset.make = lambda number: number // 2
+    with pytest.raises(ValueError, match=r"stream 1 of BadStream gives other samples now .*: seed what"):
+        stream(dataset, 50, states[1], resumes=True)
+    assert not caplog.records
+    batches, _states = stream(dataset, 50, states[1])
+    assert sum(map(len, batches)) == 100
+    assert "after the loss of its worker, stream 1 of BadStream gives other samples now" in caplog.text

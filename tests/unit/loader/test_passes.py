@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 
 import hypothesis.strategies as st
 import numpy as np
@@ -133,45 +132,3 @@ def test_later_epochs_keep_the_seed_and_draw_none():
     assert (begun.progress.base_seed, begun.progress.epoch) == (5, 2)
     draw_base_seed(None)
     assert not torch.equal(torch.get_rng_state(), before)
-
-
-# Skipping
-
-
-def go_on(sampler, num_batches, batch_size):
-    """Begin behind so many batches; returns the next one."""
-    pass_settings = PassSettings(
-        dataset=None,
-        sampler=BatchSampler(sampler, batch_size, False),
-        auto_collation=True,
-        iterable=False,
-        collate_fn=list,
-    )
-    delivered = {"num_batches": num_batches, "num_samples": num_batches * batch_size}
-    saved = to_state(pass_settings, begin_pass(pass_settings).progress) | delivered
-    task = next(begin_pass(pass_settings, saved).source)
-    assert (task.position, task.number) == (num_batches * batch_size, num_batches)
-    return task.indices
-
-
-def test_samples_in_order_are_skipped_without_counting_them():
-    # Asking for each of them would take hours.
-    assert go_on(SequentialSampler(range(10**12)), 10**11, 5) == [5 * 10**11 + k for k in range(5)]
-
-
-class Timed(RandomSampler):
-    """Knows when it has chosen its order."""
-
-    def __iter__(self):
-        indices = super().__iter__()
-        first = next(indices)
-        self.begun = time.process_time()
-        yield first
-        yield from indices
-
-
-@pytest.mark.parametrize("batch_size", [1, pytest.param(64, marks=pytest.mark.slow)])
-def test_half_an_epoch_of_a_million_shuffled_batches_is_skipped_in_a_second(batch_size):
-    sampler = Timed(range(10**6 * batch_size))
-    assert len(go_on(sampler, 10**6 // 2, batch_size)) == batch_size
-    assert time.process_time() - sampler.begun < 1

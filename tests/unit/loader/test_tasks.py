@@ -25,5 +25,5 @@ def test_batches_of_any_iterable_become_lists():
 
 
 def test_batches_that_are_left_out_still_count():
-    source = TaskSource(iter([[1], [2, 3], [4], [5]]), auto_collation=True, leave_out=[1, 3])
+    source = TaskSource(iter([[1], [2, 3], [4], [5]]), auto_collation=True, leave_out={1: None, 3: None})
     assert numbered(source) == [([1], 0, 0), ([4], 3, 2)]
