@@ -1,6 +1,7 @@
 """A dataset on the nodes of this client: built once on each, changed on all, released with its last reference.
 
-The client owns the recipe and the list of changes, so it can bring a new session or worker to the same state.
+The client owns the recipe and the list of changes, so it can bring a new session or worker to the same state. A change
+is made at once in the worker that answers questions, and in all other processes when the next pass begins.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -22,6 +23,7 @@ from rpcdataloader.client.client import get_client
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, WorkerOwner, dumps_named
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
+from rpcdataloader.host.changes import Change, catch_up, without_overwritten
 from rpcdataloader.host.generators import get_states
 from rpcdataloader.wire.frames import MessageType, pieces_of
 from rpcdataloader.wire.messages import Call
@@ -37,8 +39,6 @@ _keys = itertools.count(1)
 # Instances on nodes, by the digest of their pickle: loaders of equal datasets share them.
 _shipped: weakref.WeakValueDictionary[bytes, RemoteDataset] = weakref.WeakValueDictionary()
 _shipped_lock = threading.Lock()
-
-_Change = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class RemoteDataset(DatasetRef):
@@ -57,25 +57,30 @@ class RemoteDataset(DatasetRef):
         self._shared = shared
         self._generators = get_states()
         self._pid = os.getpid()
-        self._lock = threading.RLock()
-        # Guarded by the lock: the sessions that have it, and whether each has built it itself.
-        self._sessions: dict[RemoteSession, bool] = {}
+        # Held for a change, or to make the worker for questions: one change is made after the other.
+        self._changing = threading.RLock()
+        self._query_worker: RemoteWorker | None = None
+        # Never held while this process waits, pickles, or runs user code.
+        self._lock = threading.Lock()
+        # Guarded by the lock. For each session that has the dataset, the number of its last change; None if it leaves
+        # the construction to its workers.
+        self._sessions: dict[RemoteSession, int | None] = {}
         self._building: weakref.WeakKeyDictionary[RemoteSession, threading.Lock] = weakref.WeakKeyDictionary()
         self._length: int | None = None
         self._is_iterable = is_iterable
-        self._changes: list[_Change] = []
-        self._workers: weakref.WeakSet[RemoteWorker] = weakref.WeakSet()
-        self._query_worker: RemoteWorker | None = None
+        self._last_change = 0  # number
+        self._settled: tuple[Change, ...] = ()  # changes made everywhere
+        self._pending: tuple[Change, ...] = ()  # those since the last pass began
         weakref.finalize(self, _release, self.key, self._sessions).atexit = False
 
     def build_on(self, sessions: Iterable[RemoteSession]) -> None:
-        """Build it on all ``sessions`` that lack it, at the same time.
+        """Build it on all ``sessions`` that lack it, and make the settled changes there, at the same time.
 
         Changes and questions in the meantime do not wait for that.
 
         Raises:
             ConnectionLostError: A session has ended meanwhile. All others have the dataset nevertheless.
-            Exception: The constructor failed; the remote traceback names the node.
+            Exception: The constructor or a change failed; the remote traceback names the node.
             TypeError: The object built is no dataset.
         """
         self._check_process()
@@ -88,6 +93,7 @@ class RemoteDataset(DatasetRef):
                 stack.enter_context(lock)
             if missing := [session for session in wanted if session not in self._sessions]:
                 self._build_missing(missing)
+            self._catch_up([session for session in wanted if session not in missing])
 
     def is_on(self, session: RemoteSession) -> bool:
         """Whether workers of this session can use the dataset."""
@@ -134,7 +140,7 @@ class RemoteDataset(DatasetRef):
             if reply["shared"] and not reply["kind"]:
                 raise TypeError(f"{self.name} made no dataset: it has no __getitem__, and is no IterableDataset")
         lengths = {session.name: reply["length"] for session, reply in replies.items() if reply["shared"]}
-        if lengths and self._length is not None and not self._changes:
+        if lengths and self._length is not None and not self._last_change:
             lengths["the nodes before"] = self._length
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{length} on {name}" for name, length in lengths.items())
@@ -142,50 +148,57 @@ class RemoteDataset(DatasetRef):
                 f"dataset {self.name} is not the same on all nodes: its length is {found}. Is the data complete "
                 "everywhere? Does it depend on the order of a folder (sort it) or on the time?"
             )
-        for session, reply in replies.items():
-            try:
-                self._catch_up(session, reply)
-            except ConnectionLostError as exc:
-                lost = exc
+        with self._lock:
+            for session, reply in replies.items():
+                for before in [other for other in self._sessions if other.address == session.address]:
+                    if not before.is_usable:
+                        del self._sessions[before]
+                self._sessions[session] = 0 if reply["shared"] else None
+                if reply["shared"]:
+                    self._is_iterable = reply["kind"] == "iterable"
+                    if self._length is None and not self._last_change:
+                        self._length = reply["length"]
+        self._catch_up(list(replies))
         if lost is not None:
             raise lost
 
-    def _catch_up(self, session: RemoteSession, reply: Mapping[str, Any]) -> None:
-        """Apply the changes in a session that has just built it, and count the session among those that have it."""
-        made: list[_Change] = []
-        while True:
-            with self._lock:
-                to_make = [change for change in self._changes if not any(change is other for other in made)]
-                if not to_make or not reply["shared"]:
-                    for before in [other for other in self._sessions if other.address == session.address]:
-                        if not before.is_usable:
-                            del self._sessions[before]
-                    self._sessions[session] = reply["shared"]
-                    if reply["shared"]:
-                        self._is_iterable = reply["kind"] == "iterable"
-                        if self._length is None and not self._changes:
-                            self._length = reply["length"]
-                    return
-            for func, args in to_make:
-                session.call(func, self, *args)()
-            made += to_make
-
-    def open_worker(
-        self, session: RemoteSession, owner: WorkerOwner, keep_waiting: Callable[[], bool] = lambda: True
-    ) -> RemoteWorker:
-        """Ask a session that has the dataset for a worker, which starts up to date and is told of later changes.
-
-        The lock keeps changes out meanwhile: the worker is forked after a change, or is told.
-        """
-        self._check_process()
+    def _catch_up(self, sessions: Sequence[RemoteSession]) -> None:
+        """Make the settled changes in sessions that lack them."""
         with self._lock:
-            worker = session.open_worker(owner, keep_waiting)
-            if not self._inherits(worker):
-                for func, args in self._changes:
-                    # It has succeeded in a session before, and the request that follows shows a failure.
-                    worker.call(Call(func, (self, *args), {}, ordered=True), lambda _reply: None)
-            self._workers.add(worker)
-            return worker
+            changes = self._settled
+            behind = {session: made for session in sessions if (made := self._sessions.get(session)) is not None}
+        answers = {
+            session: session.call(catch_up, self, self.key, late)
+            for session, made in behind.items()
+            if (late := _after(made, changes))
+        }
+        lost: ConnectionLostError | None = None
+        for session, answer in answers.items():
+            try:
+                answer()
+            except ConnectionLostError as exc:
+                lost = exc
+            else:
+                with self._lock:
+                    self._sessions[session] = changes[-1].number
+        if lost is not None:
+            raise lost
+
+    def settle(self) -> None:
+        """Let the changes made so far take effect in the pass that begins: sessions get them with :meth:`build_on`."""
+        with self._lock:
+            self._settled = without_overwritten(self._settled + self._pending)
+            self._pending = ()
+
+    def changes_after(self, number: int) -> tuple[Change, ...]:
+        """The settled changes that a worker lacks which has those up to ``number``."""
+        return _after(number, self._settled)
+
+    def changes_of_workers(self) -> tuple[Change, ...]:
+        """The settled changes that a new worker may lack, as it is forked without them or constructs the dataset."""
+        with self._lock:
+            made = [number or 0 for session, number in self._sessions.items() if session.is_usable]
+            return _after(min(made, default=0), self._settled)
 
     def length(self) -> int:
         """Its ``len``.
@@ -193,17 +206,19 @@ class RemoteDataset(DatasetRef):
         Raises:
             TypeError: It has no length.
         """
-        with self._lock:
-            if self._length is None:
-                self._length = self.query(len)
-            return self._length
+        if (length := self._length) is None:
+            last_change = self._last_change
+            length = self.query(len)
+            with self._lock:
+                if self._last_change == last_change:
+                    self._length = length
+        return length
 
     def is_iterable(self) -> bool:
         """Whether it is iterable-style; otherwise map-style."""
-        with self._lock:
-            if self._is_iterable is None:
-                self._is_iterable = self.query(isinstance, IterableDataset)
-            return self._is_iterable
+        if self._is_iterable is None:
+            self._is_iterable = self.query(isinstance, IterableDataset)
+        return self._is_iterable
 
     def query(self, func: Callable[..., Any], *args: Any) -> Any:
         """Run ``func(dataset, *args)`` in a worker kept for such questions; returns the result.
@@ -213,68 +228,51 @@ class RemoteDataset(DatasetRef):
             Exception: ``func`` failed.
         """
         self._check_process()
-        while True:
-            with self._lock:
-                if (worker := self._idle_worker()) is not None:
-                    wait = self._ask(worker, func, args)
-                    break
-            self._revive()
-        return wait()
+        return self._ask(self._worker(), func, self, *args)()
 
-    def change(self, func: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run ``func(dataset, *args)`` wherever the dataset is now, and wherever it will be later.
+    def change(self, func: Callable[..., Any], *args: Any) -> Any:
+        """Run ``func(dataset, *args)`` in the worker for questions, and from the next pass on in all other processes.
 
         Returns:
-            The results, one for every process that ran it: sessions first.
+            The result.
 
         Raises:
-            ConnectionLostError: No node with the dataset is left, or a process died of the change.
-            Exception: ``func`` failed in a process; the change is not applied later.
+            ConnectionLostError: No node with the dataset is left, or the worker died of the change.
+            Exception: ``func`` failed; the change is not made elsewhere.
         """
         self._check_process()
-        change = (func, args)
+        with self._changing:
+            worker = self._worker()
+            change = Change(self._last_change + 1, func, args)
+            self._last_change = change.number  # never again: a change that failed may have been made in part
+            try:
+                result = self._ask(worker, catch_up, self, self.key, (change,))()
+            finally:
+                with self._lock:
+                    self._length = None
+            with self._lock:
+                self._pending = without_overwritten((*self._pending, change))
+            return result
+
+    def _worker(self) -> RemoteWorker:
+        """The worker for questions, in which all changes are made."""
         while True:
-            with self._lock:
-                workers = [worker for worker in self._workers if worker.is_usable]
-                built = [session for session, shared in self._sessions.items() if shared and session.is_usable]
-                if not built and not workers and (worker := self._idle_worker()) is not None:
-                    workers = [worker]
-                connecting = [worker for worker in workers if self._inherits(worker) and not worker.connection.is_open]
-                if (built or workers) and not connecting:
-                    waits = [session.call(func, self, *args) for session in built]
-                    waits += [self._ask(worker, func, args) for worker in workers]
-                    self._changes.append(change)
-                    break
-            if not built and not workers:
-                self._revive()
-            # Connecting workers may be forked before or after their session changes.
-            for worker in connecting:
-                with contextlib.suppress(Exception):
-                    self._ask(worker, callable, ())()
-        try:
-            results = _gather(waits)
-        except BaseException:
-            with self._lock:
-                self._changes = [other for other in self._changes if other is not change]
-            raise
-        with self._lock:
-            self._length = None
-            self._changes = _without_overwritten(self._changes, change)
-        return results
-
-    def _inherits(self, worker: RemoteWorker) -> bool:
-        """Whether the worker is forked with the dataset; otherwise it makes its own."""
-        return self._sessions.get(worker.session, False)
-
-    def _idle_worker(self) -> RemoteWorker | None:
-        """A worker for questions; None if no session has the dataset. Holds the lock."""
-        if self._query_worker is None or not self._query_worker.is_usable:
-            usable = next((session for session in self._sessions if session.is_usable), None)
+            if (worker := self._query_worker) is not None and worker.is_usable:
+                return worker
+            with self._changing:
+                usable = next((session for session in list(self._sessions) if session.is_usable), None)
+                if self._query_worker is worker and usable is not None:
+                    worker = usable.open_worker(WorkerOwner())  # each question fails with its worker
+                    weakref.finalize(self, get_client().janitor.leave, worker.close).atexit = False
+                    with self._lock:
+                        changes = self._settled + self._pending
+                    if changes:
+                        # They have succeeded before, and a question that follows shows a failure.
+                        self._ask(worker, catch_up, self, self.key, changes)
+                    self._query_worker = worker
+                    return worker
             if usable is None:
-                return None
-            self._query_worker = self.open_worker(usable, WorkerOwner())  # each question fails with its worker
-            weakref.finalize(self, get_client().janitor.leave, self._query_worker.close).atexit = False
-        return self._query_worker
+                self._revive()
 
     def _revive(self) -> None:
         """Build it again on one of the nodes that had it.
@@ -299,10 +297,10 @@ class RemoteDataset(DatasetRef):
                 f"dataset {self.name} belongs to process {self._pid}, of which this one is a fork: make one here"
             )
 
-    def _ask(self, worker: RemoteWorker, func: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[], Any]:
+    def _ask(self, worker: RemoteWorker, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         answer = PendingReply(get_client().allocator)
         try:
-            worker.call(Call(func, (self, *args), {}, ordered=True), answer.complete)
+            worker.call(Call(func, args, {}, ordered=True), answer.complete)
         except ConnectionLostError as exc:
             answer.complete(exc)
         return answer.wait
@@ -326,33 +324,11 @@ def ship(instance: object) -> RemoteDataset:
         return remote
 
 
-def _gather(waits: Iterable[Callable[[], Any]]) -> list[Any]:
-    """The results of a change. Processes that have ended do not count, unless all have."""
-    results, lost = [], None
-    for wait in waits:
-        try:
-            results.append(wait())
-        except ConnectionLostError as exc:
-            lost = exc
-    if lost is not None and not results:
-        raise lost
-    return results
+def _after(number: int, changes: tuple[Change, ...]) -> tuple[Change, ...]:
+    return tuple(change for change in changes if change.number > number)
 
 
-def _without_overwritten(changes: Sequence[_Change], latest: _Change) -> list[_Change]:
-    """Drop changes that ``latest`` overwrites, so that ``dataset.epoch = n`` does not make the list grow without limit.
-
-    Only if no other change came in between, which may have read the value.
-    """
-    end = next(position for position, change in enumerate(changes) if change is latest)
-    start = end
-    while start > 0 and latest[0] is setattr and changes[start - 1][0] is setattr:
-        start -= 1
-    between = [change for change in changes[start:end] if change[1][0] != latest[1][0]]
-    return [*changes[:start], *between, *changes[end:]]
-
-
-def _release(key: int, sessions: dict[RemoteSession, bool]) -> None:
+def _release(key: int, sessions: dict[RemoteSession, int | None]) -> None:
     for session in list(sessions):
         session.connection.release(key)
 

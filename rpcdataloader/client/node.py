@@ -74,6 +74,11 @@ class Node:
             return self.sessions[-1]
 
     @property
+    def current(self) -> RemoteSession | None:
+        """The current session, if it takes requests; never waits."""
+        return next((session for session in self.sessions[-1:] if session.is_ready), None)
+
+    @property
     def offered(self) -> int | None:
         """The number of workers that the node server offers, or last offered; None if it was never there."""
         for session in reversed(self.sessions):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec
 from rpcdataloader.fetch.samples import here
 from rpcdataloader.fetch.stream_loader import StreamLoader
+from rpcdataloader.host.changes import Change, catch_up
 from rpcdataloader.wire.slabs import PageablePool
 
 
@@ -28,13 +30,14 @@ class _Failed:
 _loader: BatchLoader | _Failed | None = None
 
 
-def open_loader(dataset: Any, spec: LoaderSpec) -> None:
-    """Make this process a worker of a loader.
+def open_loader(dataset: Any, spec: LoaderSpec, key: int = 0, changes: Sequence[Change] = ()) -> None:
+    """Make this process a worker of a loader, after changes to the dataset ``key`` that are new to it.
 
     Exceptions of ``worker_init_fn`` are raised by :func:`load`, for every batch, so that a loop that goes on comes to
     its end, as with torch.
     """
     global _loader
+    catch_up(dataset, key, changes)
     kind = StreamLoader if spec.iterable else BatchLoader
     _loader = None
     try:
@@ -50,9 +53,10 @@ def load(*args: Any) -> tuple[BatchMetrics, Any]:
     return _loader.load(*args)
 
 
-def start_epoch(*args: Any) -> None:
-    """Begin another pass over the open loader; see :meth:`BatchLoader.start_epoch`."""
+def start_epoch(dataset: Any, key: int, changes: Sequence[Change], *args: Any) -> None:
+    """Begin another pass over the open loader, after changes to its dataset; see :meth:`BatchLoader.start_epoch`."""
     here.batch[0] = 0  # numbers restart
+    catch_up(dataset, key, changes)
     if _loader is None:
         raise LocalProtocolError("no loader is open in this worker")
     _loader.start_epoch(*args)

@@ -32,8 +32,8 @@ class RPCDataset(Dataset[Any]):
     """Build ``dataset(*args, **kwargs)`` on the nodes of the workers.
 
     The nodes answer ``len``, indexing and attributes, one request at a time: for training, give this object to an
-    :class:`~rpcdataloader.RPCDataloader`. Setting an attribute sets it on every node and in every worker; a method runs
-    in all of them, and returns the result of the first. For an ``IterableDataset``, this is one too.
+    :class:`~rpcdataloader.RPCDataloader`. An attribute that is set, and a method that is called, change the answers at
+    once, and all workers from the next pass on. For an ``IterableDataset``, this is one too.
 
     Args:
         workers: Places of the workers: a list of ``host:port``, ``[v6]:port`` or ``unix:/path``; a string of them
@@ -127,22 +127,22 @@ class RPCDataset(Dataset[Any]):
         value = self._access.query(_get_attribute, name)
         if not isinstance(value, _Method):
             return value
-        # Everywhere, as it may change the dataset: a change of a copy here would be lost unnoticed.
-        return lambda *args, **kwargs: self._access.change(operator.methodcaller(name, *args, **kwargs))[0]
+        # On the nodes, as it may change the dataset: a change of a copy here would be lost unnoticed.
+        return lambda *args, **kwargs: self._access.change(operator.methodcaller(name, *args, **kwargs))
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._access.change(setattr, name, value)
 
     def call_all(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Run ``function(dataset)`` in all processes that have the dataset, or get it later.
+        """Run ``function(dataset)`` in the process that answers questions, and from the next pass on in all others.
 
         Returns:
-            The results, one for every process that ran it.
+            A list of one: the result of the first.
 
         Raises:
-            Exception: An exception of ``function`` in one of them.
+            Exception: An exception of ``function``, which then runs nowhere else.
         """
-        return self._access.change(function)
+        return [self._access.change(function)]
 
     def __repr__(self) -> str:
         return f"RPCDataset({self._access.name}, workers='{self._where}')"
@@ -214,8 +214,8 @@ class _Inline:
     def query(self, func: Callable[..., Any], *args: Any) -> Any:
         return func(self.dataset, *args)
 
-    def change(self, func: Callable[..., Any], *args: Any) -> list[Any]:
-        return [func(self.dataset, *args)]
+    def change(self, func: Callable[..., Any], *args: Any) -> Any:
+        return func(self.dataset, *args)
 
 
 def _check_kind(dataset: Any) -> Any:

@@ -8,6 +8,7 @@ carries out the engine's actions without it, so that no thread waits for another
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -27,6 +28,7 @@ from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import Recorder, Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
 from rpcdataloader.errors import ConnectionLostError
+from rpcdataloader.host.changes import Change
 from rpcdataloader.loader.copying import Carrier, find_busy_gpu, make_carrier
 from rpcdataloader.loader.executor import Executor
 from rpcdataloader.loader.passes import Pass, begin_pass
@@ -66,6 +68,7 @@ class Driver:
         condition: Lock for ``closed`` and the attributes that follow.
         ahead: The batch that is on its way to a device; None without a device.
         num_streams: Number of workers at the beginning of the pass.
+        changes: Changes to the dataset that workers of the previous epoch lack.
         streams: State of each stream after its last answer.
         allocator: Memory for the blocks of batches.
         decode: Function that turns a reply into an answer.
@@ -110,6 +113,8 @@ class Driver:
         self.condition = threading.Condition()
         self._executor = Executor(self, dataset)
         self.begun = begin_pass(settings, saved, self.num_streams, makes_requests=True)
+        self.changes: Sequence[Change] = ()
+        self._last_change = 0
         self.streams = list(self.progress.streams)
         self.engine: Engine[Node] = Engine(
             plan_options(settings, placement),
@@ -145,8 +150,8 @@ class Driver:
         """
         with self.condition:
             for node in dict.fromkeys(placement.homes):
-                session = node.session()
-                if session.is_ready and self._dataset.is_on(session):
+                session = node.current
+                if session is not None and self._dataset.is_on(session):
                     self.engine.crew.node_up(node, session)
                 else:
                     self.engine.crew.node_missing(node, ConnectionLostError("it is not reachable"))
@@ -177,6 +182,7 @@ class Driver:
         self.tell()
         before = self.progress.base_seed, self.progress.epoch
         begun = begin_pass(self.settings, None, self.num_streams, before=before, makes_requests=True)
+        self._settle()
         with self.condition:
             if self.ahead is not None:
                 self.ahead.delivery = None
@@ -189,6 +195,15 @@ class Driver:
             todo = self.act(now)
         if todo is not None:
             self.carry_out(todo)
+
+    def _settle(self) -> None:
+        """Make the changes to the dataset in the sessions of the workers, and find those that the workers lack."""
+        self._dataset.settle()
+        self.changes = self._dataset.changes_after(self._last_change)
+        if self.changes:
+            self._last_change = self.changes[-1].number
+            with contextlib.suppress(ConnectionLostError):  # noticed later
+                self._dataset.build_on({worker.session for worker in self.workers if worker.session.is_ready})
 
     def close(self) -> None:
         """End the workers, and tell why the loop has waited; idempotent."""

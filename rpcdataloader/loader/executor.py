@@ -126,9 +126,10 @@ class Executor:
         seat = self.seats.get(number)
         if seat is None:
             return
-        args = begun.progress.epoch, begun.first, begun.pipe_seed
+        changed = self._dataset, self._dataset.key, self._driver.changes
+        args = *changed, begun.progress.epoch, begun.first, begun.pipe_seed
         # The consumer draws for this epoch when all workers know of it.
-        seat.restart(dumps(tuple(Call(remote.start_epoch, args, {}, ordered=True))))
+        seat.restart(dumps(tuple(Call(remote.start_epoch, args, {}, ordered=True)), persistent_id=reference_of))
 
     def _open(self, action: Open[Node]) -> None:
         """Request a worker, if its node is still up."""
@@ -154,17 +155,14 @@ class Executor:
 
         With the condition, so that the worker is ready only after its first request was sent.
         """
-        try:
-            session = action.node.session()
-        except RPCError as exc:  # an embedded pool that cannot restart
-            return exc
-        if action.worker in self._unwanted or not session.is_ready or not self._dataset.is_on(session):
+        session = action.node.current
+        if action.worker in self._unwanted or session is None or not self._dataset.is_on(session):
             self._unwanted.discard(action.worker)
             return ConnectionLostError("it is gone")
         session.import_early(opening.request.modules)
         seat = Seat(self._driver, action.worker)
         keep_waiting = self._driver.is_open if action.is_promised else self._driver.is_alone
-        seat.worker = self._dataset.open_worker(session, seat, keep_waiting)
+        seat.worker = session.open_worker(seat, keep_waiting)
         self.seats[action.worker] = seat
         # Fails if the worker is lost already, which is about to be reported.
         with contextlib.suppress(RPCError):
@@ -180,7 +178,8 @@ class Executor:
         # Workers that join later may have a higher number.
         num_workers = max(driver.num_streams, place + 1)
         spec = loader_spec(settings, begun, place, num_workers, driver.streams[place] if driver.streams else None)
-        call = Call(remote.open_loader, (self._dataset, spec), {}, ordered=True)
+        changes = self._dataset.changes_of_workers()
+        call = Call(remote.open_loader, (self._dataset, spec, self._dataset.key, changes), {}, ordered=True)
         parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
         return _Opening(dumps_named(tuple(call), parts, persistent_id=self._reference_of), begun, spec.job)
 

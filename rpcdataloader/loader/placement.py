@@ -151,6 +151,7 @@ def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = Tru
     ready = [session for session in sessions if session.is_ready]
     if wait and not ready:
         ready = [_wait_for_one(sessions)]
+    dataset.settle()
     try:
         dataset.build_on(ready)
     except ConnectionLostError:

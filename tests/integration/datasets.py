@@ -339,6 +339,14 @@ def build_first_only(marker: str, fifo: str) -> Holder:
     return Holder(fifo)
 
 
+def build_slowly_again(marker: str, fifo: str) -> State:
+    """Wait, at every construction but the first, until the other end of the pipe was opened."""
+    note(marker, "building")
+    if len(notes(marker)) > 1:
+        wait_for(fifo)
+    return State()
+
+
 def build_slowly_once(marker: str, fifo: str) -> Numbers:
     """One of the nodes that are asked waits for the FIFO."""
     try:

@@ -14,6 +14,7 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -269,33 +270,44 @@ def test_setting_an_attribute_reaches_sessions_and_workers_of_today_and_tomorrow
 
 
 @pytest.mark.parametrize("build", ["node", "worker"])
-def test_change_is_applied_exactly_once_to_workers_that_are_just_starting(two_nodes, build):
+def test_change_in_mid_pass_is_for_the_next_one_and_for_each_process_once(two_nodes, build):
     dataset = RPCDataset(two_nodes, State, 60, build=build)
-    loader = RPCDataloader(dataset, batch_size=1, persistent_workers=True)
-    for change in range(1, 5):
-        iterator = iter(RPCDataloader(dataset, batch_size=1))
-        assert set(dataset.call_all(datasets.increment)) == {change}
-        # Batches that were loaded before it may still come.
-        assert {sample[2] for sample in items(iterator)} <= {change - 1, change}
+    persistent = iter(loader := RPCDataloader(dataset, batch_size=1, num_workers=2, persistent_workers=True))
+    for change in range(1, 4):
+        iterator = iter(RPCDataloader(dataset, batch_size=1, num_workers=1))
+        samples = [tuple(map(int, next(iterator)))]
+        assert dataset.call_all(datasets.increment) == [change]
         assert dataset.changes == change
-        assert {sample[2] for sample in items(loader)} == {change}
+        os.kill(samples[0][3], signal.SIGKILL)
+        samples += items(iterator)
+        assert len({pid for *_fields, pid in samples}) == 2
+        assert {made for _index, _epoch, made, _pid in samples} == {change - 1}
+        assert {made for _index, _epoch, made, _pid in items(persistent)} == {change - 1}
+        persistent = iter(loader)
 
 
-def test_call_all_gives_the_result_of_every_process(two_nodes):
-    dataset = RPCDataset(two_nodes, State)
-    assert len(dataset) == 20
-    sessions = dataset.call_all(datasets.resize)
-    assert len(set(sessions)) == len(sessions) == 2
-    assert len(dataset) == 7
-    assert dataset.session in sessions  # the worker that answers questions is there now
-    loader = RPCDataloader(dataset, persistent_workers=True)
-    assert len(items(loader)) == 7
-    processes = dataset.call_all(datasets.resize)
-    assert len(set(processes)) == len(processes) == 2 + 1 + 4
-    assert processes[:2] == sessions
+def test_length_is_asked_while_a_pass_builds_the_dataset_again(serve, fifo, tmp_path):
+    marker = tmp_path / "marker"
+    server = serve("--num-workers", "1")
+    dataset = RPCDataset(server.address, datasets.build_slowly_again, str(marker), fifo)
+    dataset.epoch = 1  # so the length is asked for again
+    iterator = iter(RPCDataloader(dataset, sampler=range(20)))
+    next(iterator)
+    server.signal(signal.SIGKILL)
+    server.wait()
+    serve("--num-workers", "1", "--port", server.address.rpartition(":")[2])
+    with futures.ThreadPoolExecutor(2) as pool:
+        rest = pool.submit(items, iterator)
+        wait_until(lambda: len(notes(str(marker))) == 2, what="the dataset built again for the pass")
+        length = pool.submit(len, dataset)
+        with pytest.raises(futures.TimeoutError):
+            length.result(0.2)  # it waits for the same construction
+        Path(fifo).write_text("")
+        assert length.result(20 * TIMEOUT_SCALE) == 20
+        assert {epoch for _index, epoch, *_rest in rest.result(20 * TIMEOUT_SCALE)} == {1}
 
 
-def test_method_runs_wherever_the_dataset_is(two_nodes):
+def test_method_runs_where_the_dataset_is(two_nodes):
     for workers in ("inline", two_nodes):
         dataset = RPCDataset(workers, State, 9)
         loader = RPCDataloader(dataset, persistent_workers=True)
@@ -308,7 +320,7 @@ def test_method_runs_wherever_the_dataset_is(two_nodes):
 def test_call_all_takes_lambdas_and_works_inline(shared_server):
     for workers in ("inline", shared_server.address):
         dataset = RPCDataset(workers, State, 9)
-        assert set(dataset.call_all(lambda state: state.size + 1)) == {10}
+        assert dataset.call_all(lambda state: state.size + 1) == [10]
 
 
 @pytest.mark.parametrize("build", ["node", "worker"])
@@ -318,9 +330,7 @@ def test_change_that_fails_raises_and_is_not_applied_later(two_nodes, build):
     with pytest.raises(ValueError, match="this change is refused") as caught:
         dataset.call_all(datasets.refuse)
     assert "in refuse" in str(caught.value.__cause__)
-    if build == "worker":
-        # New workers build for themselves, and repeat what has succeeded.
-        assert {sample[1:3] for sample in items(RPCDataloader(dataset))} == {(4, 0)}
+    assert {sample[1:3] for sample in items(RPCDataloader(dataset))} == {(4, 0)}
 
 
 def test_nodes_that_join_later_get_earlier_changes(two_nodes):
@@ -344,17 +354,13 @@ def test_setting_an_attribute_for_ever_costs_no_memory(shared_server):
     for epoch in range(50):
         dataset.epoch = epoch
         dataset.size = 20 + epoch
-    assert dataset.epoch == 49
-    assert len(dataset.__dict__["_access"]._changes) == 2
-
-
-def test_change_right_after_an_iterator_was_dropped(shared_server):
-    dataset = RPCDataset(shared_server.address, State)
-    loader = RPCDataloader(dataset)
-    for epoch in range(6):
-        for _batch in loader:
-            break
-        dataset.epoch = epoch
+        assert dataset.epoch == epoch
+    assert len(items(RPCDataloader(dataset))) == 69
+    dataset.size = 2
+    dataset.epoch = 50
+    assert len(items(RPCDataloader(dataset))) == 2
+    access = dataset.__dict__["_access"]
+    assert [change.args for change in access.changes_after(0)] == [("size", 2), ("epoch", 50)]
 
 
 # Errors of the constructor
@@ -537,15 +543,11 @@ def test_every_way_to_name_workers(two_nodes, monkeypatch):
         samples = items(RPCDataloader(dataset, persistent_workers=True))
         assert [sample[0] for sample in samples] == list(range(20))
         assert os.getpid() not in {pid for _, pid, _ in samples}
-        assert len(dataset.call_all(_process)) >= num_sessions
+        assert len({session for _, _, session in samples}) == num_sessions
         monkeypatch.setenv("RPCDATALOADER_WORKERS", server)
     assert RPCDataset(None, State).session == RPCDataset([server], State).session
     samples = items(RPCDataloader(datasets.Processes()))  # num_workers=0: the environment decides
     assert os.getpid() not in {pid for _, pid, _ in samples}
-
-
-def _process(_dataset):
-    return os.getpid()
 
 
 def test_inline_runs_in_this_process(monkeypatch):
@@ -570,14 +572,15 @@ def test_embedded_pool_is_shared_by_all_loaders(monkeypatch):
     assert all([index for index, _, _ in one] == list(range(12)) for one in samples)
     assert len({session for one in samples for _, _, session in one}) == 1
     assert os.getpid() not in {pid for one in samples for _, pid, _ in one}
-    assert len(set(dataset.call_all(_process))) == 1 + 2  # the session and two workers
+    assert len({pid for _, pid, _ in samples[0]}) == 2
     # Every rank has a pool of its own.
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     of_a_rank = RPCDataset("local:2", datasets.Processes, 12)
     loader = RPCDataloader(of_a_rank, persistent_workers=True)
-    assert [index for index, _, _ in items(loader)] == list(range(12))
-    assert len(set(of_a_rank.call_all(_process))) == 1 + 2
+    samples = items(loader)
+    assert [index for index, _, _ in samples] == list(range(12))
+    assert len({pid for _, pid, _ in samples}) == 2
 
 
 # Nobody there

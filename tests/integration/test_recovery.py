@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client import worker as client_worker
 from rpcdataloader.client.client import close_client, get_client
-from rpcdataloader.client.datasets import RemoteDataset
+from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.loader.driver import Driver
 from rpcdataloader.loader.executor import Executor
@@ -492,7 +492,7 @@ def test_other_exceptions_are_raised_at_once(workers, tmp_path):
 
 
 def test_worker_that_is_lost_before_its_first_request_is_done_without(shared_server, monkeypatch):
-    open_worker = RemoteDataset.open_worker
+    open_worker = RemoteSession.open_worker
 
     def lose_the_first(*args):
         monkeypatch.undo()
@@ -501,7 +501,7 @@ def test_worker_that_is_lost_before_its_first_request_is_done_without(shared_ser
         return worker
 
     loader = RPCDataloader(datasets.Numbers(), workers=shared_server.address)
-    monkeypatch.setattr(RemoteDataset, "open_worker", lose_the_first)
+    monkeypatch.setattr(RemoteSession, "open_worker", lose_the_first)
     assert [int(number) for number in loader] == list(range(20))
 
 

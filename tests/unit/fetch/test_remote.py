@@ -21,7 +21,7 @@ def test_worker_opens_one_loader_and_loads():
     metrics, batch = remote.load([1, 2], 4, 1)
     assert len(metrics) == 2
     assert_same(batch, load(Augmented(), [1, 2], 4, 1, world_size=2, rank=1))
-    remote.start_epoch(3, 0)
+    remote.start_epoch(None, 0, (), 3, 0)
     assert_same(remote.load([1], 4, 1)[1], load(Augmented(), [1], 4, 1, world_size=2, rank=1, epoch=3))
 
 
@@ -39,7 +39,7 @@ def test_large_batches_of_a_worker_can_be_kept():
     assert [batch.unique().tolist() for batch in batches] == [[i] for i in range(8)]
 
 
-@pytest.mark.parametrize("call", [lambda: remote.load([1], 0, 0), lambda: remote.start_epoch(1, 0)])
+@pytest.mark.parametrize("call", [lambda: remote.load([1], 0, 0), lambda: remote.start_epoch(None, 0, (), 1, 0)])
 def test_loading_before_opening_is_refused(call):
     with pytest.raises(LocalProtocolError, match="no loader is open in this worker"):
         call()
