@@ -222,7 +222,8 @@ class Executor:
             where, stack = f"which is at {seat.worker.name}", "\n" + seat.worker.session.stack_of(seat.worker.number)
         label = self._settings.partition.label
         task = describe(action.payload)
-        logger.warning("%sthe loop has waited %.0f s for %s, %s%s", label, action.seconds, task, where, stack)
+        waited = f"{label}the loop has waited {action.seconds:.0f} s for {task}, {where} ({action.summary}){stack}"
+        logger.warning("%s", waited)
 
     def _seek(self, node: Node, delay: float) -> None:
         """Connect to a node, and build the dataset there; in a new thread."""

@@ -337,10 +337,12 @@ class RemoteIterator(PassIterator):
         if self.progress.finished or not self.driver.is_open():
             return None
         diagnosis, now = self.driver.diagnosis(), time.monotonic()
+        with self.driver.condition:
+            wait = self.driver.engine.long_wait(now)
         news = float(self.progress.num_yielded), diagnosis.wait_share
         if news != self._news[0]:
             self._news = news, now
-        return to_status(diagnosis, self._name, self._rank) if now - self._news[1] < _PAUSE else None
+        return to_status(diagnosis, self._name, self._rank, wait) if now - self._news[1] < _PAUSE else None
 
     def reset(self, reported_length: int | None) -> bool:
         if not self.driver.is_usable:
@@ -425,8 +427,8 @@ class InlineIterator(PassIterator):
 _LIMIT = MAX_NUMBER / 2
 
 
-def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None) -> LoopStatus:
-    """Turn a diagnosis into a report; ``dataset`` is the name of a class."""
+def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None, wait: str = "") -> LoopStatus:
+    """Turn a diagnosis into a report; ``dataset`` is the name of a class, ``wait`` says what a long wait is for."""
     evidence = {name: value for name, value in diagnosis.evidence.items() if isinstance(value, float)}
     more = diagnosis.more_workers
     return LoopStatus(
@@ -434,7 +436,7 @@ def to_status(diagnosis: Diagnosis, dataset: str, rank: int | None) -> LoopStatu
         rank=rank,
         wait_share=_round(diagnosis.wait_share),
         bound=diagnosis.bound,
-        text=diagnosis.text[:500],
+        text=f"{wait}{diagnosis.text}"[:500],
         demand_per_second=_round(diagnosis.demand) if diagnosis.demand < _LIMIT else None,
         delivered_per_second=_round(evidence.get("delivered_rate", 0.0)),
         more_workers=None if more is None else min(more[1], MAX_WORKERS),

@@ -75,6 +75,7 @@ class ReportWait(NamedTuple):
     worker: int | None
     payload: Any
     seconds: float
+    summary: str  # state of the pass
 
 
 class Say(NamedTuple):

@@ -23,6 +23,14 @@ N = TypeVar("N", bound=Hashable)
 # whose storage is away for a moment stays.
 MAX_FAILED_STARTS = 3
 
+# Missing workers and nodes that a summary names.
+MAX_NAMED = 4
+
+
+def listed(counts: Counter[str]) -> str:
+    """Numbers of things by their state, in words."""
+    return ", ".join(f"{number} {state}" for state, number in counts.items()) or "none"
+
 
 @dataclass(slots=True, eq=False)
 class Member(Generic[N]):
@@ -32,6 +40,7 @@ class Member(Generic[N]):
     place: int  # place that it fills; the stream of an iterable-style dataset
     node: N
     incarnation: Hashable
+    asked_at: float
     late_at: float  # time at which it is late if it has not come; infinite once it has
     is_late: bool = False  # True if it has not come in time, for which other nodes are asked as well
     has_joined: bool = False  # True once it takes tasks
@@ -39,6 +48,15 @@ class Member(Generic[N]):
     is_draining: bool = False
     is_sent_away: bool = False  # True if it ends as soon as it has answered its requests
     is_closed: bool = False  # True once its end was requested
+
+    @property
+    def state(self) -> str:
+        """What it does, in words."""
+        if self.is_sent_away or self.is_draining:
+            return "leaving"
+        if self.has_joined:
+            return "at work" if self.is_at_work else "beginning"
+        return "late" if self.is_late else "requested"
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +321,7 @@ class Crew(Generic[N]):
         for place, node in self.roster.to_open():
             number = self._num_opened = self._num_opened + 1
             is_late = node in self.roster.mute  # asked as there is no other
-            worker = Member(number, place, node, self._incarnations.get(node), now + limit, is_late)
+            worker = Member(number, place, node, self._incarnations.get(node), now, now + limit, is_late)
             self.members[number] = worker
             wanted.append(worker)
             self._out.append(Open(number, place, node, place in self._promised))
@@ -333,6 +351,27 @@ class Crew(Generic[N]):
     def say(self, text: str, *, is_warning: bool = True) -> None:
         """Queue a message for the user."""
         self._out.append(Say(self._options.label + text, is_warning))
+
+    def summary(self, now: float) -> str:
+        """The state of workers and nodes in a line; workers that are missing, and nodes that do not answer, by name."""
+        workers, nodes = Counter(worker.state for worker in self), Counter(map(self._state_of, self.roster.nodes))
+        missing = [
+            f"worker {worker.number} requested on {worker.node} {now - worker.asked_at:.0f} s ago"
+            for worker in self
+            if not worker.has_joined and not worker.is_sent_away
+        ]
+        missing += [f"{node} {state}" for node in self.roster.nodes if (state := self._state_of(node)) != "up"]
+        named = f" ({', '.join([*missing[:MAX_NAMED], *['...'][: len(missing) - MAX_NAMED]])})" if missing else ""
+        return f"workers: {listed(workers)}; nodes: {listed(nodes)}{named}"
+
+    def _state_of(self, node: N) -> str:
+        """What a node does, in words."""
+        roster = self.roster
+        if roster.is_hopeless(node):
+            return "not used"
+        if node in roster.mute:
+            return "mute"
+        return "tried" if node in roster.pauses else "down" if node in self._gone else "up"
 
     # The end
 

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, PlanOptions, ReportWait, Restart
 from rpcdataloader.plan.batches import BatchTable
-from rpcdataloader.plan.crew import Crew, Loss, Member
+from rpcdataloader.plan.crew import Crew, Loss, Member, listed
 from rpcdataloader.plan.streams import StreamTable
 from rpcdataloader.plan.table import Entry, Table
 
@@ -31,6 +31,9 @@ N = TypeVar("N", bound=Hashable)
 # storage is slow; a silent hang looks like a running training.
 REPORT_AFTER = 60.0
 REPORT_AGAIN = 300.0
+
+# Seconds of waiting for one batch after which the report to the node servers says so.
+SHOW_AFTER = 10.0
 
 # Seconds until a batch is retried after an exception: first and longest back-off.
 RETRY_PAUSE = 0.5
@@ -334,8 +337,23 @@ class Engine(Generic[N]):
             self.failure = error
         if self._waiting_since is not None and self._report_at <= now and (task := self.table.awaited()) is not None:
             worker = task.holders[0].id if task.holders else None
-            self._out.append(ReportWait(worker, task.payload, now - self._waiting_since))
+            self._out.append(ReportWait(worker, task.payload, now - self._waiting_since, self.summary(now)))
             self._report_at = now + REPORT_AGAIN
+
+    def summary(self, now: float) -> str:
+        """The state of the pass in a line: tasks, workers, nodes, and the next deadline."""
+        tasks = Counter(
+            "answered" if task.size_bytes is not None else "at workers" if task.holders else "waiting"
+            for task in self.table.tasks.values()
+        )
+        due = self.due(now)
+        then = "nothing is due" if due is None else f"next decision in {max(0.0, due - now):.1f} s"
+        return f"tasks: {listed(tasks)}; {self.crew.summary(now)}; {then}"
+
+    def long_wait(self, now: float) -> str:
+        """A line about the consumer's present wait, if that is long; otherwise empty."""
+        seconds = 0.0 if self._waiting_since is None else now - self._waiting_since
+        return "" if seconds < SHOW_AFTER else f"Waiting for {seconds:.0f} s. {self.summary(now)}. "
 
     def due(self, now: float) -> float | None:
         """Time for the next :meth:`tick` and :meth:`act` without further events; None for never."""

@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from tests.chaos import network
+from tests.chaos import driver, network
 from tests.chaos.datasets import Traps
 from tests.chaos.driver import ChaosError, Scenario, run
 from tests.chaos.plan import Event, Kind, plan
@@ -115,6 +115,19 @@ def test_failure_tells_how_to_repeat_it(zygote):
     text = str(caught.value)
     assert "max_retries must be at least 1" in text
     assert "Scenario(seed=77," in text
+
+
+@pytest.mark.chaos
+def test_hang_shows_the_engines_and_the_stacks(zygote, monkeypatch):
+    monkeypatch.setattr(driver, "HANG_TIMEOUT", 2.0)
+    stop = Event(Kind.STOP_WORKER, 0)
+    job = {"task_timeout": None, "records": 0}
+    with pytest.raises(ChaosError, match=r"no batch for 2 s") as caught:
+        run(Scenario(seed=78, num_places=1, num_workers=1, every=5, events=(stop,) * 9, job=job), zygote)
+    text = str(caught.value)
+    assert re.search(r"engine of images at [\d.]+: tasks: 2 at workers; workers: 1 at work; nodes: 1 up; ", text)
+    assert re.search(r"  worker 1 of place 0 on 127.0.0.1:\d+ is at work, was requested at [\d.]+, ", text)
+    assert "in _wait" in text
 
 
 def test_plan_belongs_to_its_seed():

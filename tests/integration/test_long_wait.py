@@ -43,4 +43,5 @@ def test_a_long_wait_is_told_with_the_stack_of_the_worker_and_nothing_ends(share
         caplog.handler.removeFilter(let_go)
     (told,) = [message for message in caplog.messages if "has waited" in message]
     assert re.match(r"the loop has waited 1 s for batch 3 \(indices 3\), which is at worker \d+ \(pid \d+\) on ", told)
+    assert re.search(r" \(tasks: \d at workers.*; workers: 2 at work; nodes: 1 up; next decision in [\d.]+ s\)\n", told)
     assert re.search(r'datasets\.py", line \d+ in wait_for\n', told)

@@ -199,14 +199,16 @@ def test_a_long_wait_is_reported_and_reported_again():
     fill(engine)
     assert engine.due(1.0) == REPORT_AFTER
     engine.tick(REPORT_AFTER)
-    assert of(ReportWait, engine.act(REPORT_AFTER)) == [ReportWait(None, "task", REPORT_AFTER)]
+    (told,) = of(ReportWait, engine.act(REPORT_AFTER))
+    assert told[:3] == (None, "task", REPORT_AFTER)
     begin(engine, 1)
     engine.act(70.0)
     engine.consumer_waits(70.0)
     later = REPORT_AFTER + REPORT_AGAIN
     assert engine.due(later - 1) == later
     engine.tick(later)
-    assert of(ReportWait, engine.act(later)) == [ReportWait(1, "task", later)]
+    (told,) = of(ReportWait, engine.act(later))
+    assert told[:3] == (1, "task", later)
     engine.answered(1, 0, size_bytes=1, task_seconds=1.0, now=later)
     assert engine.deliver() is not None
     assert (engine.due(later) or math.inf) > later + REPORT_AGAIN  # a second copy, perhaps
@@ -225,3 +227,21 @@ def test_a_worker_that_does_not_come_is_asked_for_elsewhere_and_the_first_that_c
     actions = engine.act(12.0)
     assert of(Close, actions) == [Close(1)]
     assert [load.worker for load in of(Load, actions)] == [2, 2]
+
+
+def test_the_summary_tells_tasks_workers_nodes_and_the_next_deadline():
+    engine = start(["a", "b"], is_iterable=True, connect_timeout=10.0)
+    fill(engine)
+    engine.act(0.0)
+    begin(engine, 1)
+    engine.act(1.0)
+    engine.answered(1, 0, size_bytes=1, task_seconds=1.0, now=1.0)
+    engine.tick(10.0)
+    engine.act(10.0)
+    assert engine.summary(12.0) == (
+        "tasks: 1 answered, 2 waiting, 1 at workers; workers: 1 at work, 1 late, 1 requested; nodes: 1 up, 1 mute "
+        "(worker 2 requested on b 12 s ago, worker 3 requested on a 2 s ago, b mute); next decision in 8.0 s"
+    )
+    engine.consumer_waits(12.0)
+    assert engine.long_wait(20.0) == ""
+    assert engine.long_wait(30.0) == f"Waiting for 18 s. {engine.summary(30.0)}. "
