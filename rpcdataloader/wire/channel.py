@@ -48,7 +48,7 @@ from rpcdataloader.wire.handshake import (
     Preamble,
     TlsError,
 )
-from rpcdataloader.wire.tls import VARIABLES, AnsweredInClearError, TlsCredentials, TlsFiles, TlsStream
+from rpcdataloader.wire.tls import VARIABLES, TlsCredentials, TlsFiles, TlsStream
 from rpcdataloader.wire.transport import Deadline, Stream, without_start
 
 MAX_SENT_NOW_BYTES = 4096
@@ -202,7 +202,10 @@ def open_channel(
             stream.require_same_user()
         handshake = Handshake(credentials.secret, identity, Preamble(session_id, tls=tls is not None))
         if tls is not None:
-            stream = _start_tls(stream, handshake, tls, address.host, deadline)
+            stream.limit(deadline)
+            stream.send([handshake.preamble_to_send()])
+            stream = secure = TlsStream(stream, tls, address.host)
+            secure.shake_hands(deadline)
         established = _shake_hands(stream, handshake, deadline)
         stream.limit(Deadline(None))
         return Channel(stream, established, str(address))
@@ -225,23 +228,6 @@ def open_channel(
                 guess = "in the handshake: perhaps it is no node server, or one that ends"
                 raise ConnectionLostError(f"{exc} ({guess})") from exc
         raise
-
-
-def _start_tls(
-    stream: Stream, handshake: Handshake, credentials: TlsCredentials, host: str, deadline: Deadline
-) -> TlsStream:
-    stream.limit(deadline)
-    stream.send([handshake.preamble_to_send()])
-    secure = TlsStream(stream, credentials, host)
-    try:
-        secure.shake_hands(deadline)
-    except AnsweredInClearError:
-        # Only a refusal may come in clear.
-        message = _recv(stream, Decoder(heap_blocks, None, HANDSHAKE_LIMITS), deadline)
-        if message is not None and message.type == MessageType.REFUSED:
-            handshake.receive(message)
-        raise TlsError("the server does not speak TLS, which this client requires (is it a node server?)") from None
-    return secure
 
 
 def recv_preamble(stream: Stream) -> Preamble | None:

@@ -1,7 +1,7 @@
 """TLS: the files of both sides, and a stream with the seam of :class:`~rpcdataloader.wire.transport.Stream`.
 
 Each side shows a certificate, and checks the other's against a CA. Unusable files are refused before a socket exists,
-and named: a missing or damaged file, a key of another certificate, a key that other users can read.
+and so is a key that other users can read. Errors have OpenSSL's words, and name the files.
 
 Unlike ``ssl.SSLSocket``, which refuses receive flags and ``sendmsg``, and whose waiting ``recv`` blocks a sending
 thread, OpenSSL works on buffers in memory here. Its lock is held for a piece of at most ``CHUNK_BYTES`` and never
@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import ssl
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host import safe_files
-from rpcdataloader.host.safe_files import Flaw, UnsafeFileError
+from rpcdataloader.host.safe_files import UnsafeFileError
 from rpcdataloader.wire.handshake import TlsError
 from rpcdataloader.wire.transport import Deadline, Stream
 
@@ -32,36 +31,10 @@ CHUNK_BYTES = 128 * 1024
 # A record holds at most 2^14 bytes, plus at most 256 more and a header of 5 on the wire.
 _MAX_RECORD_BYTES = 2**14 + 256 + 5
 
-# Types of record that an answer may begin with: an alert, or the handshake.
-_FIRST_BYTES = (b"\x15", b"\x16")
-
-# What is wrong with the other side's certificate, by OpenSSL's code (X509_V_ERR_...).
-_OTHER_NAME = "is not for {host}; connect to a name that it was made for, or make one with subjectAltName="
-_FAULTS = {
-    9: "is not valid yet; is the clock of one of the machines wrong?",
-    10: "has expired; renew it (or is the clock of this machine wrong?)",
-    26: "was made for another purpose; make one with extendedKeyUsage={purpose}, or without any",
-    62: _OTHER_NAME + "DNS:{host}",
-    64: _OTHER_NAME + "IP:{host}",
-}
-_UNKNOWN_SIGNER = "is not signed by a CA in {ca} ({problem}); give both sides certificates of the same CA"
-
-# What the other side has against this one, by a part of OpenSSL's reason.
-_REFUSALS = {
-    "CERTIFICATE_EXPIRED": "refused {mine}: it has expired, or is not valid yet; renew it",
-    "UNKNOWN_CA": "refused {mine}: it is not signed by a CA that the other side knows; "
-    "give both sides certificates of the same CA",
-    "CERTIFICATE_REQUIRED": "asks for a certificate, and this side has shown none",
-    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "has shown no certificate; it needs one that {ca} has signed",
-}
-
 CERT_VARIABLE = "RPCDATALOADER_TLS_CERT"
 KEY_VARIABLE = "RPCDATALOADER_TLS_KEY"
 CA_VARIABLE = "RPCDATALOADER_TLS_CA"
 VARIABLES = f"{CERT_VARIABLE}, {KEY_VARIABLE} and {CA_VARIABLE}"
-
-# A certificate has about a thousand bytes, and so has each of a bundle's.
-_MAX_FILE_BYTES = 2**22
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +51,6 @@ class TlsFiles:
         Raises:
             TlsError: A file cannot be used; the message says which, and what to do.
         """
-        for what, path in (("certificate", self.cert), ("key", self.key), ("CA", self.ca)):
-            _check_file(what, path)
         if role == "server":
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.verify_mode = ssl.CERT_REQUIRED
@@ -92,31 +63,16 @@ class TlsFiles:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.options |= ssl.OP_NO_RENEGOTIATION
-        try:
+        _check_key(self.key)
+        # OpenSSL names no files.
+        with _named(f"certificate {self.cert} and the key {self.key}"):
             context.load_cert_chain(self.cert, self.key, self._refuse_passphrase)
-        except ssl.SSLError as exc:
-            if exc.reason == "KEY_VALUES_MISMATCH":
-                raise TlsError(
-                    f"the TLS key {self.key} does not belong to the certificate {self.cert}; name two that were made "
-                    "together"
-                ) from exc
-            raise TlsError(
-                f"the TLS certificate {self.cert} and the key {self.key} cannot be used ({reason_of(exc)}); "
-                "both must be in PEM format"
-            ) from exc
-        try:
+        with _named(f"CA file {self.ca}"):
             context.load_verify_locations(self.ca)
-        except ssl.SSLError as exc:
-            raise TlsError(
-                f"the TLS CA file {self.ca} cannot be used ({reason_of(exc)}); it must hold certificates in PEM format"
-            ) from exc
         return TlsCredentials(context, self)
 
     def _refuse_passphrase(self) -> str:
-        raise TlsError(
-            f"the TLS key {self.key} is protected by a passphrase, which this process cannot ask for; "
-            f"store it without: openssl pkey -in {self.key} -out NEW_FILE"
-        )
+        raise TlsError(f"the TLS key {self.key} is protected by a passphrase, which this process cannot ask for")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,30 +118,29 @@ def client_tls(environ: Mapping[str, str] = os.environ) -> TlsCredentials | None
     return None if files is None else files.load("client")
 
 
-def _check_file(what: str, path: str) -> None:
-    # ssl's error for a missing file does not name it.
+def _check_key(path: str) -> None:
     try:
-        data = safe_files.read(path, _MAX_FILE_BYTES, stat.S_IRWXO if what == "key" else 0, any_owner=True)
-        is_pem = len(data) <= _MAX_FILE_BYTES
+        safe_files.read(path, 0, stat.S_IRWXO, any_owner=True)
     except OSError as exc:
-        raise TlsError(f"the TLS {what} file {path} cannot be read: {exc.strerror}") from exc
+        raise TlsError(f"the TLS key {path} cannot be used: {exc.strerror}") from exc
     except UnsafeFileError as exc:
-        if exc.flaw is Flaw.MODE:
-            raise TlsError(
-                f"the TLS key file {path} {exc}; if no other user has read it, run: chmod 600 {path}"
-            ) from None
-        is_pem = False
-    if not is_pem:
-        raise TlsError(f"the TLS {what} file {path} is not a PEM file; name one")
+        raise TlsError(f"the TLS key {path} {exc}") from None
 
 
-def reason_of(exc: ssl.SSLError) -> str:
-    """OpenSSL's reason, in words."""
-    return (exc.reason or exc.strerror or str(exc)).lower().replace("_", " ")
+@contextlib.contextmanager
+def _named(files: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:  # ssl.SSLError among them
+        raise TlsError(f"the TLS {files} cannot be used: {reason_of(exc)}") from exc
 
 
-class AnsweredInClearError(Exception):
-    """The peer sent something that is not TLS, which stays unread."""
+def reason_of(exc: OSError) -> str:
+    """OpenSSL's own words."""
+    if isinstance(exc, ssl.SSLCertVerificationError):
+        return f"the other side's certificate: {exc.verify_message}"
+    reason = getattr(exc, "reason", None)
+    return reason.lower().replace("_", " ") if reason else exc.strerror or str(exc)
 
 
 class TlsStream(Stream):
@@ -232,11 +187,9 @@ class TlsStream(Stream):
 
         Raises:
             TlsError: One side does not accept the other.
-            AnsweredInClearError: The server does not speak TLS; the plain stream has its answer.
             ConnectionLostError: The peer is gone.
             RPCTimeoutError: The deadline has passed.
         """
-        answered = self._host is None
         while True:
             self.limit(deadline)
             try:
@@ -251,11 +204,6 @@ class TlsStream(Stream):
             self._flush()
             if self._agreed:
                 return
-            if not answered:
-                first = bytearray(1)
-                if self._recv([memoryview(first)], socket.MSG_PEEK) and bytes(first) not in _FIRST_BYTES:
-                    raise AnsweredInClearError
-                answered = True
             if not self._receive(0):
                 raise ConnectionLostError(f"{self.name} closed the connection during the handshake of TLS")
 
@@ -346,24 +294,12 @@ class TlsStream(Stream):
         """Does nothing: whole records are received in any case."""
 
     def _translate(self, exc: ssl.SSLError) -> RPCError:
-        reason, ca = exc.reason or "", self._files.ca
-        if isinstance(exc, ssl.SSLCertVerificationError):
-            purpose = "clientAuth" if self._host is None else "serverAuth"
-            fault = _FAULTS.get(exc.verify_code, _UNKNOWN_SIGNER)
-            fault = fault.format(host=self._host, purpose=purpose, ca=ca, problem=exc.verify_message)
-            return TlsError(f"the certificate of {self.name} {fault}")
-        mine = f"this side's certificate ({self._files.cert})"
-        for part, refusal in _REFUSALS.items():
-            if part in reason:
-                return TlsError(f"{self.name} {refusal.format(mine=mine, ca=ca)}")
-        if "BAD_CERTIFICATE" in reason and self._host is None:
-            return TlsError(f"{self.name} refused {mine}: it is not for the name or address that the client used")
-        if "ALERT" in reason and "RECORD_MAC" not in reason:
-            return TlsError(f"{self.name} refused TLS with this side ({reason_of(exc)})")
-        if not self._agreed:
-            return TlsError(
-                f"{self.name} and this side cannot agree on TLS ({reason_of(exc)}); 1.2 is the oldest allowed"
-            )
+        reason = reason_of(exc)
+        # In TLS 1.3, the server refuses a certificate after the client's part of the handshake is over.
+        is_refusal = "ALERT" in (exc.reason or "") and "RECORD_MAC" not in exc.reason
+        if is_refusal or not self._agreed:
+            files = f"here: certificate {self._files.cert}, CA {self._files.ca}"
+            return TlsError(f"TLS failed: {reason} ({files})")
         return RemoteProtocolError(
-            f"something from {self.name} was altered on its way, and nothing of it was used ({reason_of(exc)})"
+            f"something from {self.name} was altered on its way, and nothing of it was used ({reason})"
         )

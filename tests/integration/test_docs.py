@@ -83,7 +83,10 @@ NOT_RUN = {
         "$ export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=...",
     ],
     "storage-formats-measured.md": ["$ python -m examples.storage_formats --cost"],
-    "monitoring.md": ["$ python -m rpcdataloader.status --serve 9100 @pool", "$ cd examples/monitoring"],
+    "monitoring.md": [
+        "$ RPCDATALOADER_STATUS_TOKEN_FILE=token python -m rpcdataloader.status --serve 9100 @pool",
+        "$ cd examples/monitoring",
+    ],
     "testing.md": ["$ python -m tests.benchmark --record"],
     "gpu.md": ["$ python -m tests.benchmark.gpu"],
     "waiting-measured.md": ["$ python -m tests.benchmark.notes"],

@@ -15,7 +15,7 @@ import pytest
 
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError, RPCTimeoutError
 from rpcdataloader.wire.handshake import TlsError
-from rpcdataloader.wire.tls import CHUNK_BYTES, AnsweredInClearError, TlsFiles, TlsStream
+from rpcdataloader.wire.tls import CHUNK_BYTES, TlsFiles, TlsStream
 from rpcdataloader.wire.transport import Deadline, Stream
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
@@ -362,62 +362,14 @@ def outcome_of(stream, outcome):
 @pytest.mark.parametrize(
     ("client", "server", "host", "client_says", "server_says"),
     [
-        (
-            "node",
-            "stranger",
-            "localhost",
-            "the certificate of node07:6543 is not signed by a CA in .*/ca.pem .* give both sides",
-            "client refused this side's certificate .*stranger.pem.: it is not signed by a CA that the other side",
-        ),
-        (
-            "stranger",
-            "node",
-            "localhost",
-            "node07:6543 refused this side's certificate .*stranger.pem.: it is not signed by a CA that the other",
-            "the certificate of client is not signed by a CA in .*/ca.pem",
-        ),
-        (
-            "node",
-            "expired",
-            "localhost",
-            "the certificate of node07:6543 has expired; renew it",
-            "client refused this side's certificate .*expired.pem.: it has expired",
-        ),
-        (
-            "expired",
-            "node",
-            "localhost",
-            "node07:6543 refused this side's certificate .*expired.pem.: it has expired",
-            "the certificate of client has expired; renew it",
-        ),
-        (
-            "node",
-            "early",
-            "localhost",
-            "the certificate of node07:6543 is not valid yet; is the clock",
-            "client refused this side's certificate .*early.pem",
-        ),
-        (
-            "node",
-            "elsewhere",
-            "localhost",
-            "the certificate of node07:6543 is not for localhost; .*subjectAltName=DNS:localhost",
-            "client refused this side's certificate .*elsewhere.pem.: it is not for the name",
-        ),
-        (
-            "node",
-            "elsewhere",
-            "127.0.0.1",
-            "the certificate of node07:6543 is not for 127.0.0.1; .*subjectAltName=IP:127.0.0.1",
-            "client refused this side's certificate .*elsewhere.pem.: it is not for the name",
-        ),
-        (
-            "servers-only",
-            "node",
-            "localhost",
-            "node07:6543 refused TLS with this side",
-            "the certificate of client was made for another purpose; make one with extendedKeyUsage=clientAuth",
-        ),
+        ("node", "stranger", "localhost", "unable to get local issuer certificate", "unknown ca"),
+        ("stranger", "node", "localhost", "unknown ca", "unable to get local issuer certificate"),
+        ("node", "expired", "localhost", "certificate has expired", "certificate expired"),
+        ("expired", "node", "localhost", "certificate expired", "certificate has expired"),
+        ("node", "early", "localhost", "certificate is not yet valid", "bad certificate|certificate expired"),
+        ("node", "elsewhere", "localhost", "not valid for 'localhost'", "bad certificate"),
+        ("node", "elsewhere", "127.0.0.1", "not valid for '127.0.0.1'", "bad certificate"),
+        ("servers-only", "node", "localhost", "unsupported certificate", "unsuitable certificate purpose"),
     ],
 )
 def test_refusal_is_clear_on_both_sides(join, certificates, client, server, host, client_says, server_says):
@@ -428,9 +380,10 @@ def test_refusal_is_clear_on_both_sides(join, certificates, client, server, host
     heard = outcome_of(theirs, outcomes[1])
     assert isinstance(said, TlsError)
     assert isinstance(heard, TlsError)
-    with pytest.raises(TlsError, match=client_says):
+    # OpenSSL's words, the other side, and the files of this one.
+    with pytest.raises(TlsError, match=f"TLS failed: .*({client_says}).*/{client}.pem, CA .*/ca.pem"):
         raise said
-    with pytest.raises(TlsError, match=server_says):
+    with pytest.raises(TlsError, match=f"TLS failed: .*({server_says}).*/{server}.pem, CA .*/ca.pem"):
         raise heard
 
 
@@ -440,24 +393,23 @@ def test_client_without_a_certificate_is_refused(plain, certificates, threads):
     theirs = TlsStream(plain[1], files(certificates).load("server"))
     shaking = threads.submit(theirs.shake_hands, Deadline(FOREVER))
     with context.wrap_socket(plain[0]._sock.dup(), server_hostname="localhost") as sock:
-        with pytest.raises(TlsError, match=r"client has shown no certificate; it needs one that .*/ca.pem has signed"):
+        with pytest.raises(TlsError, match="TLS failed: peer did not return a certificate"):
             shaking.result(FOREVER)
         with pytest.raises(ssl.SSLError, match="certificate required"):
             sock.recv(1)
 
 
-def test_server_that_answers_in_clear_can_be_read_in_clear(plain, certificates):
+def test_server_that_answers_in_clear_is_refused(plain, certificates):
     ours = TlsStream(plain[0], files(certificates).load("client"), "localhost")
     plain[1].send([b"RPDL and more"])
-    with pytest.raises(AnsweredInClearError):
+    with pytest.raises(TlsError, match="TLS failed: wrong version number"):
         ours.shake_hands(Deadline(FOREVER))
-    assert read(plain[0], 13) == b"RPDL and more"
 
 
 def test_client_that_sends_something_else_is_refused(plain, certificates):
     theirs = TlsStream(plain[1], files(certificates).load("server"))
     plain[0].send([b"GET / HTTP/1.1\r\n\r\n"])
-    with pytest.raises(TlsError, match="client and this side cannot agree on TLS"):
+    with pytest.raises(TlsError, match="TLS failed: http request"):
         theirs.shake_hands(Deadline(FOREVER))
 
 
