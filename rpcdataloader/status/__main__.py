@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -63,7 +64,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--serve",
         metavar="[HOST:]PORT",
         help="serve a live page, and metrics for Prometheus at /metrics, until Ctrl-C; refreshed every 2 s, or as "
-        "--watch says (default of HOST: 127.0.0.1; others need RPCDATALOADER_STATUS_TOKEN_FILE)",
+        "--watch says (default of HOST: 127.0.0.1); prints its address with a new token, unless "
+        "RPCDATALOADER_STATUS_TOKEN_FILE names one",
     )
     parser.add_argument("--workers", action="store_true", help="show every client and worker")
     parser.add_argument("--json", action="store_true", help="print one JSON document per refresh (default: text)")
@@ -140,12 +142,15 @@ def _serve(parser: argparse.ArgumentParser, options: argparse.Namespace, nodes: 
     from rpcdataloader.status import serving
 
     try:
-        server = serving.StatusServer(serving.parse_place(options.serve), serving.find_token())
+        found = serving.find_token()
+        token = found or secrets.token_urlsafe().encode()
+        server = serving.StatusServer(serving.parse_place(options.serve), token)
     except (ValueError, AuthenticationError) as exc:
         parser.error(f"--serve: {exc}")
     with contextlib.suppress(KeyboardInterrupt):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        sys.stdout.write(f"rpcdataloader status {server.url} pid={os.getpid()}\n")
+        shown = "" if found else f"#{token.decode()}"
+        sys.stdout.write(f"rpcdataloader status {server.url}{shown} pid={os.getpid()}\n")
         sys.stdout.flush()
         server.serve(nodes.look, options.watch or 2.0)
 

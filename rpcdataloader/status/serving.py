@@ -1,8 +1,8 @@
 """``status --serve``: a live page, JSON, and metrics for Prometheus.
 
 One thread looks and stores finished answers; requests only read these. So browsers and scrapers never reach a node
-server. Without a token, only loopback addresses are served, and only to requests that name one: a web page whose name
-was pointed there (DNS rebinding) gets nothing.
+server. All but the page, which has no data, is for requests that show the token: other users of the machine, and web
+pages whose name was pointed there (DNS rebinding), get nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import errno
 import hashlib
 import hmac
 import http.server
-import ipaddress
 import json
 import math
 import os
@@ -29,7 +28,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from rpcdataloader.errors import AuthenticationError
 from rpcdataloader.status.report import METRICS_TYPE, Tree, as_metrics
@@ -62,7 +60,7 @@ def parse_place(text: str) -> Address:
 
 
 def find_token(environ: Mapping[str, str] = os.environ) -> bytes | None:
-    """Return the token that requests must show; None if none is set.
+    """Return the user's token for requests; None if none is set.
 
     Raises:
         AuthenticationError: The token cannot be trusted, does not fit into a header, or equals the secret of the node
@@ -104,13 +102,13 @@ class StatusServer(socketserver.ThreadingTCPServer):
     """Answers requests from the results of the last look.
 
     Args:
-        token: Token that requests must show; None for no token.
+        token: Token that requests must show.
 
     Attributes:
         answers: Body and content type by path; empty before the first look and after a failed one.
 
     Raises:
-        ValueError: The address is not loopback and no token is set; or the address cannot be listened on.
+        ValueError: The address cannot be listened on.
     """
 
     allow_reuse_address = True
@@ -119,7 +117,7 @@ class StatusServer(socketserver.ThreadingTCPServer):
     block_on_close = False
     request_queue_size = 64
 
-    def __init__(self, place: Address, token: bytes | None) -> None:
+    def __init__(self, place: Address, token: bytes) -> None:
         self.token = token
         page, self.policy = make_page()
         self.answers = {"/": (page, "text/html; charset=utf-8")}
@@ -128,11 +126,6 @@ class StatusServer(socketserver.ThreadingTCPServer):
         try:
             found = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
             self.address_family, *_, listen = found[0]
-            if token is None and not _is_loopback(str(Address(str(listen[0])))):
-                raise ValueError(
-                    f"{place.host} can be reached from other machines: set {TOKEN_FILE_VARIABLE} to a file with a "
-                    "token that requests must show, or serve at 127.0.0.1"
-                )
             super().__init__((str(listen[0]), place.port), _Handler)
         except OSError as exc:
             in_use = exc.errno == errno.EADDRINUSE
@@ -202,9 +195,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if self.server.token is None and not _is_loopback(self.headers.get("Host", "")):
-            self._send(403, "without a token, only http://localhost and http://127.0.0.1 are served\n")
-        elif path != "/" and not self._shows_token():  # the page itself has no data
+        if path != "/" and not self._shows_token():  # the page itself has no data
             self._send(401, "send the token: Authorization: Bearer TOKEN\n")
         elif path not in PATHS:
             self._send(404, f"unknown path; this server has {', '.join(PATHS)}\n")
@@ -216,8 +207,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _shows_token(self) -> bool:
-        token, shown = self.server.token, self.headers.get("Authorization", "").encode(errors="replace")
-        return token is None or hmac.compare_digest(shown, b"Bearer " + token)
+        shown = self.headers.get("Authorization", "").encode(errors="replace")
+        return hmac.compare_digest(shown, b"Bearer " + self.server.token)
 
     def _send(self, status: int, body: bytes | str, kind: str = "text/plain; charset=utf-8") -> None:
         content = body if isinstance(body, bytes) else body.encode()
@@ -246,15 +237,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 def _cut_off(request: socket.socket) -> None:
     with contextlib.suppress(OSError):
         request.shutdown(socket.SHUT_RDWR)
-
-
-def _is_loopback(place: str) -> bool:
-    """Whether a host, with or without a port, is this machine regardless of name servers."""
-    try:
-        host = urlsplit(f"//{place}").hostname or ""
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 SECONDS = 900.0
