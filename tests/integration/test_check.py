@@ -23,7 +23,7 @@ NUMBERS = itertools.count()
 pytestmark = pytest.mark.usefixtures("clean_client")
 
 HEAD = """
-import collections, ctypes, dataclasses, os, threading, time
+import collections, ctypes, dataclasses, os, socket, threading, time
 import h5py, numpy as np, torch
 import PIL.Image
 from torch.utils.data import Dataset, IterableDataset, DataLoader
@@ -203,6 +203,19 @@ def test_threads_leave_building_to_workers(check):
     status, output = check(source)
     assert status == 0
     assert "each worker builds its own: its constructor started threads" in line_of(output, "inherits")
+
+
+def test_connections_that_workers_would_share_are_named(check):
+    source = """
+        class Data(Base):
+            def __init__(self):
+                listener = socket.create_server(("127.0.0.1", 0))
+                self.connection = socket.create_connection(listener.getsockname())
+                self.answers, _peer = listener.accept()
+    """
+    status, output = check(source)
+    assert status == 0
+    assert "workers share its connections to 127.0.0.1:" in line_of(output, "inherits")
 
 
 def test_dataset_that_only_nodes_can_build(module, serve, capsys):
