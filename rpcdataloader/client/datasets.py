@@ -7,7 +7,6 @@ is made at once in the worker that answers questions, and in all other processes
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import logging
 import os
@@ -20,6 +19,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.client.client import get_client
+from rpcdataloader.client.digest import digest
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, WorkerOwner, dumps_named
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
@@ -313,14 +313,13 @@ def ship(instance: object) -> RemoteDataset:
         SerializationError: The dataset cannot be pickled; the message names the attribute path.
     """
     pickled = dumps_named((instance,), {"dataset": instance})
-    digest = hashlib.sha256(pickled.payload)
-    for piece in itertools.chain.from_iterable(map(pieces_of, pickled.buffers)):
-        digest.update(piece)
+    pieces = itertools.chain.from_iterable(map(pieces_of, pickled.buffers))
+    found = digest(itertools.chain((memoryview(pickled.payload),), pieces))
     with _shipped_lock:
-        remote = _shipped.get(digest.digest())
+        remote = _shipped.get(found)
         if remote is None:
             remote = RemoteDataset(type(instance).__name__, pickled, shared=True)
-            _shipped[digest.digest()] = remote
+            _shipped[found] = remote
         return remote
 
 
