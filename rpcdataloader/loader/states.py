@@ -76,7 +76,7 @@ def check_state(settings: PassSettings, state: Any, *, is_of_any_rank: bool = Fa
             f"state_dict must be what state_dict() returned, or a list of what it returned on all ranks, but is a "
             f"{type(state).__name__}"
         )
-    if "_iterator_finished" in state:
+    if "_iterator_finished" in state and "version" not in state:  # Accelerate adds it to states of this loader
         raise ValueError(
             "this is a state of torchdata's StatefulDataLoader, which an RPCDataloader cannot continue: begin the "
             "epoch anew without it, or end the epoch with the StatefulDataLoader"
