@@ -295,8 +295,8 @@ class Session:
         if not self._has_warned and num_threads() > 1:
             self._has_warned = True
             logger.warning(
-                "workers are forked from a session that has threads of its own (%s): they lack these threads, and "
-                "locks that these hold stay locked in them; start threads on first use, or set build='worker'",
+                "workers are forked from a session that has threads of its own (%s): they lack these, and locks that "
+                "these hold stay locked in them; start threads on first use",
                 name_threads(),
             )
         self._last_number += 1
