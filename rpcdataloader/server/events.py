@@ -12,7 +12,7 @@ import os
 import socket
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 from rpcdataloader.server.logs import Origin
@@ -238,9 +238,10 @@ class Link:
     def recv(self, *, wait: bool = True) -> tuple[Event, list[int]] | None:
         """Return the next event and its descriptors, which the caller owns; None when the other end is closed.
 
+        Without room in this process, an event comes without its descriptors.
+
         Raises:
             BlockingIOError: No event has come yet.
-            OSError: This process has no room for the descriptors; the event is lost.
             ValueError: The message is not an event; its descriptors are closed.
         """
         # Closed on exec: programs that user code starts must not hold the sockets of clients.
@@ -254,16 +255,22 @@ class Link:
         for _level, _type, content in ancillary:
             descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
         try:
-            if flags & socket.MSG_CTRUNC:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return (decode(data), list(descriptors)) if data else None
-        except (OSError, ValueError):
-            for descriptor in descriptors:
-                os.close(descriptor)
+            event = decode(data) if data else None
+        except ValueError:
+            _close_all(descriptors)
             raise
+        if flags & socket.MSG_CTRUNC:
+            _close_all(descriptors)
+            del descriptors[:]
+        return None if event is None else (event, list(descriptors))
 
     def close(self) -> None:
         self._sock.close()
+
+
+def _close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def fork_linked(run: Callable[[Link], None]) -> tuple[Process, Link]:

@@ -14,6 +14,7 @@ too busy costs its own stacks, and two seconds.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -220,6 +221,8 @@ def ask_for_stacks(node: Link) -> dict[int, str]:
     They come in a file in memory, so that no session waits for its reader.
     """
     told = os.memfd_create("rpcdl-stacks")
+    # Or sessions that write at the same time would overwrite each other: the kernel does not lock the offset.
+    fcntl.fcntl(told, fcntl.F_SETFL, os.O_APPEND)
     ended, open_while_told = os.pipe()
     try:
         try:

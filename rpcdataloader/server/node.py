@@ -49,6 +49,9 @@ MAX_SPARES = 4
 # Seconds without connections after which spare gates are forked: otherwise they would compete with starting workers.
 QUIET_SECONDS = 0.2
 
+# Seconds for the kernel to end all children. One that waits for a file server may take longer.
+END_TIMEOUT = 5.0
+
 # Seconds of silence after which an owner that writes to the lifeline counts as gone: a machine that vanished does not
 # close it.
 LIFELINE_SILENCE = 60.0
@@ -112,7 +115,10 @@ class NodeServer:
     def _close(self) -> None:
         for child in self._children.values():
             child.end("the node server has ended")
-            child.process.reap(wait=True)
+        deadline = time.monotonic() + END_TIMEOUT
+        for child in self._children.values():
+            if child.process.reap(wait=deadline - time.monotonic()) is None:
+                logger.warning("process %d does not end: it waits in the kernel", child.process.pid)
             child.close()
         self._sessions.close()
         self._listener.close()
@@ -229,8 +235,9 @@ class NodeServer:
                 return True
         except BlockingIOError:
             return False
-        except (OSError, ValueError, LookupError) as exc:
-            # No room for a descriptor, or user code wrote to a descriptor of ours.
+        except Exception as exc:
+            # User code may write anything to a descriptor of ours. No room for the descriptors of an event is another
+            # case: a gate, or a client that had just begun, tries again.
             whose = "a gate" if child.session is None else f"the session of {child.session.client}"
             logger.error("%s has lost its link: %s", whose, exc)
             child.end(f"its link to the node server broke ({exc})")

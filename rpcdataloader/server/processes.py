@@ -151,11 +151,15 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def reap(self, *, wait: bool = False) -> str | None:
-        """Collect the exit status, if there is one; returns how the process ended, in words."""
+    def reap(self, *, wait: float = 0.0) -> str | None:
+        """Collect the exit status, within ``wait`` seconds; returns how the process ended, in words, if it has."""
         if self.ended is None:
+            if wait > 0:
+                poll = select.poll()
+                poll.register(self._descriptor, select.POLLIN)
+                poll.poll(wait * 1000)
             try:
-                pid, status = os.waitpid(self.pid, 0 if wait else os.WNOHANG)
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:
                 # Another waitpid(-1) took it: run_worker shares its process with a caller.
                 self.ended = "ended"
@@ -263,7 +267,7 @@ def _be_child(run: Callable[[], None], parent: int) -> None:
                 signal.signal(number, _do_nothing)
                 signal.siginterrupt(number, False)
         signal.set_wakeup_fd(-1)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _QUIET_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         _empty_stdin()
         torch.set_num_threads(1)
         _seed_afresh()

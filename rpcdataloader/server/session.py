@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import logging
 import multiprocessing.process
 import multiprocessing.util
@@ -31,7 +32,7 @@ from rpcdataloader.server.events import Link, fork_linked
 from rpcdataloader.server.logs import Origin, redirect_output, tell_client, tell_nobody
 from rpcdataloader.server.processes import Life, Loop, Process, name_process, name_threads, num_threads
 from rpcdataloader.server.settings import ServerContext
-from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackFile, StackPipe, dump_stacks_on_signal
+from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackFile, StackPipe
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
@@ -62,8 +63,6 @@ def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) 
     output = redirect_output()
     node.send(events.SessionBegun(session_id.hex(), channel.name, Origin.of(channel.peer)), [output])
     os.close(output)
-    # The stacks go to the log: a constructor of a dataset may hang as well.
-    dump_stacks_on_signal(2)
     # The node server knows the session before the client does, so that no worker connection comes too early.
     received = node.recv()
     if received is None or not isinstance(received[0], events.SessionKnown):
@@ -151,7 +150,7 @@ class Session:
         """End the workers, then let the datasets go, whose finalizers may remove what workers use."""
         for worker in self._workers.values():
             worker.process.kill("its session ends")
-            worker.process.reap(wait=True)
+            worker.process.reap(wait=1.0)
         self._datasets.clear()
 
     # --- the control connection
@@ -249,16 +248,15 @@ class Session:
             received = self._node.recv(wait=False)
         except BlockingIOError:
             return
-        except OSError as exc:
-            # No descriptor is left for a connection: its client sees it closed.
-            logger.warning("cannot accept a connection: %s", exc)
-            return
         if received is None:
             # The node server was killed; its children end with it.
             self._life = Life.ENDED
             return
         event, descriptors = received
         match event:
+            case events.WorkerConnection() if not descriptors:
+                # Its client sees the connection closed.
+                logger.warning("cannot accept a connection: %s", os.strerror(errno.EMFILE))
             case events.WorkerConnection():
                 self._fork_worker(descriptors[0], event.peer, bytes.fromhex(event.preamble))
             case events.Decided():
@@ -270,7 +268,8 @@ class Session:
                 self._logs.append(Log(0, "", event.text, event.printed_by))  # sent in the loop's next round
             case events.WantsStacks():
                 self._node.send(events.StacksBegun())
-                self._stack_files.add(StackFile([worker.stack for worker in self._workers.values()], *descriptors))
+                if descriptors:
+                    self._stack_files.add(StackFile([worker.stack for worker in self._workers.values()], *descriptors))
             case events.Drain():
                 self._life = Life.DRAINING
                 self._channel.send(MessageType.GOAWAY)

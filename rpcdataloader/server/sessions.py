@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -148,8 +149,9 @@ class Sessions:
             case events.WantsOutput():
                 session.output = LineLimit(lambda note: session.link.offer(events.Printed(note, "")))
             case events.WantsRoom():
-                self._add_output(session, descriptors[0], f"worker {event.worker}")
-                self._decide(session, event)
+                if descriptors:
+                    self._add_output(session, descriptors[0], f"worker {event.worker}")
+                self._decide(session, event, None if descriptors else os.strerror(errno.EMFILE))
             case events.WorkerEnded():
                 self._worker_ended(session, event)
             case events.StacksBegun():
@@ -183,9 +185,10 @@ class Sessions:
             self._loop.unwatch(reader.fileno())
             self._readers.discard(reader)
 
-    def _decide(self, session: ClientSession, event: events.WantsRoom) -> None:
+    def _decide(self, session: ClientSession, event: events.WantsRoom, reason: str | None = None) -> None:
         row = 0
-        reason = "the node server is draining" if self._is_draining else self._admission.admit(session.id)
+        if reason is None:
+            reason = "the node server is draining" if self._is_draining else self._admission.admit(session.id)
         if reason is None:
             try:
                 now = time.monotonic_ns()
@@ -236,8 +239,8 @@ class Sessions:
         """Let every session write the stacks of its workers to one descriptor."""
         try:
             for session in self:
-                # A busy session would accumulate requests.
-                if not session.is_asked:
+                # A busy session would accumulate requests. Without descriptors, there is no room for them here.
+                if descriptors and not session.is_asked:
                     session.is_asked = session.link.offer(events.WantsStacks(), descriptors)
         finally:
             for descriptor in descriptors:

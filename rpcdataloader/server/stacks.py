@@ -16,7 +16,6 @@ import ctypes
 import faulthandler
 import functools
 import json
-import operator
 import os
 import re
 import signal
@@ -25,10 +24,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from rpcdataloader.host.resources import process_use, read
-
-# For users: the stacks go into the log. Java and Go programs use the same signal so, and neither torch nor
-# multiprocessing uses it.
-STACK_SIGNAL = signal.SIGQUIT
 
 # Sent by the session where C code keeps the interpreter lock. The last real-time signal: libraries that need one start
 # from the first.
@@ -54,16 +49,6 @@ _BEGIN, _END = b"\xfe", b"\xff"
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _libc = ctypes.CDLL(None)
-
-
-def dump_stacks_on_signal(descriptor: int) -> None:
-    """Let this process, a session, write its stacks to ``descriptor`` on the signal.
-
-    A session has no second thread. So this covers Python code, and system calls that Python makes.
-    """
-    signal.signal(STACK_SIGNAL, lambda *_: faulthandler.dump_traceback(descriptor))
-    # A parent process may have blocked it.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL])
 
 
 class StackPipe:
@@ -96,12 +81,6 @@ class StackPipe:
         """Write to the pipe from now on, in the fork."""
         os.close(self._read_end)
         faulthandler.register(LOCKED_SIGNAL, self._write_end, all_threads=True)
-        # The handler does nothing, but the signal's number goes into the pipe, without the lock; then the session asks.
-        # The handler is in C, as a Python function would show up in the stack.
-        signal.signal(STACK_SIGNAL, operator.is_)
-        signal.siginterrupt(STACK_SIGNAL, False)
-        signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [STACK_SIGNAL, LOCKED_SIGNAL])
         threading.Thread(target=self._answer, name="rpcdl-stacks", daemon=True).start()
 
     def _answer(self) -> None:
@@ -130,10 +109,9 @@ class StackPipe:
         """Whether a dump is pending."""
         return self._deadline is not None
 
-    def ask(self, tell: Callable[[str], None] | None = None) -> None:
-        """Request the worker's stacks, for ``tell`` or the node's log; a pending request serves this one, too."""
-        if tell is not None:
-            self._tellers.append(tell)
+    def ask(self, tell: Callable[[str], None]) -> None:
+        """Request the worker's stacks for ``tell``; a pending request serves this one, too."""
+        self._tellers.append(tell)
         if self.is_asked:
             return
         self._deadline = time.monotonic() + STACK_TIMEOUT
@@ -145,15 +123,13 @@ class StackPipe:
         os.eventfd_write(self._request, 1)
 
     def read(self) -> bool:
-        """Read the pipe, perhaps a user's request; False when it is closed at the other end."""
+        """Read the pipe; False when it is closed at the other end."""
         try:
             data = os.read(self._read_end, MAX_DUMP)
         except BlockingIOError:
             return True
         self._dump += data[: MAX_DUMP - len(self._dump)]
         self._is_closed = not data
-        if STACK_SIGNAL in data:
-            self.ask()
         return bool(data)
 
     def finish(self) -> None:
@@ -171,11 +147,7 @@ class StackPipe:
         dump = written or self._dump
         # A fork inherits the main thread's identifier from its parent.
         stacks = arrange(dump.decode("ascii", "replace"), threading.get_ident(), _PACKAGE)
-        text = f"{self._name}: state: {self._state}\n{stacks or 'no Python stack: ' + self._explain(letter)}"
-        if not self._tellers:
-            # Requested on this node by a signal: for its log.
-            os.write(1, f"{text}\n".encode())
-        self.tell(text)
+        self.tell(f"{self._name}: state: {self._state}\n{stacks or 'no Python stack: ' + self._explain(letter)}")
 
     def tell(self, text: str) -> None:
         """Answer all requests."""

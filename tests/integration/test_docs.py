@@ -93,7 +93,6 @@ NOT_RUN = {
     "waiting-verdicts.md": ["$ python -m tests.benchmark.causes --runs 4"],
     "debugging.md": [
         "$ python -m rpcdataloader.status node01:6543 --stacks",
-        "$ kill -QUIT 4712",
         "$ py-spy dump --pid 4712",
     ],
     "tls.md": [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
+import json
 import os
 import re
 import signal
@@ -16,6 +18,7 @@ from torch.utils.data import Dataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.client.client import get_client
+from rpcdataloader.status.__main__ import main as status
 from rpcdataloader.wire.slabs import PageablePool, PinnedAllocator, _round_up
 from tests.conftest import leased_bytes, wait_until
 from tests.integration.crew import workers_of
@@ -37,8 +40,11 @@ def private_bytes(pid):
 
 def is_waiting(server, worker):
     """Whether a worker waits for room."""
-    os.kill(worker, signal.SIGQUIT)  # its stacks go to the log
-    return re.search(r"requests\.py\", line \d+ in wait", server.log)
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        status([server.address, "--stacks", "--json"])
+    (client,) = json.loads(told.getvalue())["nodes"][0]["clients"]
+    (stack,) = [each["stack"] for each in client["workers"] if each["pid"] == worker]
+    return re.search(r"requests\.py\", line \d+ in wait", stack)
 
 
 # --- a consumer that stops

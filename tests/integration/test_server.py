@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import logging
 import os
 import re
 import signal
 import socket
 import sys
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -17,11 +19,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from torch.utils.data import Dataset
 
-from rpcdataloader import RPCDataset, rpc_async
+from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.client import client as pool
 from rpcdataloader.client import node as local
-from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Preamble
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, stat_of, wait_until
@@ -678,7 +681,102 @@ def test_refusal_is_logged_once_even_if_the_other_end_stays(serve):
     assert server.log.count("] refused ") == 1
 
 
+def test_client_is_kept_by_a_server_without_descriptors_for_its_worker(serve):
+    """The message of a worker comes with a descriptor, for which there is no room; the next attempt has room."""
+    server = serve(
+        before="""
+import resource
+from rpcdataloader.server import sessions
+hand_over, decide = node.NodeServer._hand_over, sessions.Sessions._decide
+_soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+held = []
+def hand_over_and_fill_up(self, *args):
+    hand_over(self, *args)
+    node.NodeServer._hand_over = hand_over
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    try:
+        while True:
+            held.append(os.dup(0))
+    except OSError:
+        pass
+def decide_and_empty(self, *args):
+    while held:
+        os.close(held.pop())
+    decide(self, *args)
+node.NodeServer._hand_over, sessions.Sessions._decide = hand_over_and_fill_up, decide_and_empty
+"""
+    )
+    _session_id, session = session_of(server)
+    assert call(server, os.getppid) == session
+    assert "gets no further worker: Too many open files" in server.log
+
+
+class Forger:
+    """Writes what no process of the server would to the session's links."""
+
+    def __init__(self):
+        origin = {"client": "x", "rank": None, "job": ""}
+        event = {"event": "WantsRoom", "worker": 1, "pid": 10**30, "peer": "", "origin": origin}
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as sock:
+                if sock.type == socket.SOCK_SEQPACKET:
+                    socket.send_fds(sock, [json.dumps(event).encode()], [0])
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.usefixtures("impatient")
+def test_server_survives_forged_events(serve):
+    server = serve()
+    with contextlib.suppress(RPCError):  # the reply may be faster than the end of the session
+        len(RPCDataset(server.address, Forger))
+    wait_until(lambda: "has lost its link" in server.log)
+    assert call(server, os.getpid) > 0
+
+
+def test_server_ends_although_a_child_does_not(serve):
+    server = serve(
+        before="""
+from rpcdataloader.server import processes
+processes.Process.kill = lambda self, reason: None  # as while it waits for a file server
+node.END_TIMEOUT = 0.2
+"""
+    )
+    call(server, os.getpid)
+    server.stop()
+    assert "does not end: it waits in the kernel" in server.log
+
+
 # --- the embedded pool
+
+
+class SignalMasks(Dataset):
+    """Which signals a worker, its session and its node server block."""
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        server = int(stat_of(os.getppid())[1])
+        pids = os.getpid(), os.getppid(), server
+        return [re.search(r"SigBlk:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())[1] for pid in pids]
+
+
+def test_embedded_pool_hears_signals_whoever_starts_it(clean_client):  # noqa: ARG001
+    found = []
+
+    def start():
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        found.extend(RPCDataloader(SignalMasks(), batch_size=None, num_workers=1))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert found == [["0" * 16] * 3]
 
 
 EMBEDDED = """

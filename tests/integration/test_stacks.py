@@ -20,7 +20,7 @@ from rpcdataloader.client import session as client_session
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.worker import PendingReply
 from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.server.stacks import LOCKED_SIGNAL, STACK_SIGNAL
+from rpcdataloader.server.stacks import LOCKED_SIGNAL
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.messages import Call
 from tests.conftest import AT_ONCE, is_running, wait_until
@@ -82,16 +82,8 @@ def start_threads_in_threads():
     start_threads()
 
 
-def take_the_signal():
-    signal.signal(STACK_SIGNAL, lambda *_: None)
-
-
-def take_the_handler_away():
-    signal.signal(STACK_SIGNAL, signal.SIG_DFL)
-
-
-def block_the_signals():
-    signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL, LOCKED_SIGNAL])
+def block_the_signal():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [LOCKED_SIGNAL])
 
 
 def close_the_pipe():
@@ -252,9 +244,8 @@ def test_stopped_worker_says_so_at_once(side):
     wait_for_stack(side, "in _wait")
 
 
-@pytest.mark.parametrize("func", [take_the_signal, take_the_handler_away, block_the_signals])
-def test_code_that_wants_the_signal_costs_no_stack(side, func):
-    side.call(func)
+def test_code_that_blocks_the_signal_costs_no_stack(side):
+    side.call(block_the_signal)
     wait_for_stack(side, "in _wait")
     assert side.call(os.getpid) == side.pid
 
@@ -368,21 +359,3 @@ Process.kill = lambda self, reason: None if reason == "took longer than 5 s" els
     assert is_running(side.pid)
     assert side.call(os.getppid) == side.session.wait().pid
     assert "in hold_gil" in side.stack()
-
-
-# --- by hand
-
-
-@pytest.mark.parametrize(("func", "text"), [(sleep_in_python, "sleep(600)"), (hold_gil, "re.match")])
-def test_signal_by_hand_prints_into_the_log(serve, func, text):
-    server = serve()
-    side = Side(server.address)
-    side.start(func)
-    wait_for_stack(side, line_of(func, text))
-    os.kill(side.pid, STACK_SIGNAL)
-    wait_until(lambda: line_of(func, text) in server.log)
-    assert f"worker {side.number} (pid {side.pid}): state: " in server.log
-    session = side.session.wait().pid
-    os.kill(session, STACK_SIGNAL)
-    wait_until(lambda: "in serve" in server.log)
-    assert is_running(session)

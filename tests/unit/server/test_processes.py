@@ -126,7 +126,7 @@ def test_killed_child_that_had_ended_already_keeps_its_own_reason():
 
 def test_reap_can_wait():
     process = fork(lambda: None)
-    assert process.reap(wait=True) == "exited with status 0"
+    assert process.reap(wait=30.0) == "exited with status 0"
 
 
 def test_exit_status_that_somebody_else_took_is_no_error():
@@ -219,8 +219,8 @@ def test_standard_input_of_a_child_is_empty_and_inherited_by_programs(pipe):
         read_end, write_end = os.pipe()
         os.write(write_end, b"typed")
         os.dup2(read_end, 0)
-        fork(lambda: tell(pipe[1], repr(os.read(0, 10)))).reap(wait=True)
-        fork(lambda: tell(pipe[1], subprocess.run(["cat"], capture_output=True, check=True).stdout)).reap(wait=True)
+        fork(lambda: tell(pipe[1], repr(os.read(0, 10)))).reap(wait=30.0)
+        fork(lambda: tell(pipe[1], subprocess.run(["cat"], capture_output=True, check=True).stdout)).reap(wait=30.0)
         return repr(os.read(0, 10))
 
     assert answer(run, pipe) == "b''b''b'typed'"
@@ -241,8 +241,8 @@ def test_what_the_parent_has_printed_is_not_printed_again(pipe, tmp_path):
     def run():
         with (tmp_path / "out").open("w") as sys.stdout:
             print("parent")  # noqa: T201
-            fork(lambda: print("child")).reap(wait=True)  # noqa: T201
-            fork(lambda: None).reap(wait=True)
+            fork(lambda: print("child")).reap(wait=30.0)  # noqa: T201
+            fork(lambda: None).reap(wait=30.0)
         return (tmp_path / "out").read_text()
 
     assert answer(run, pipe) == "parent\nchild\n"
@@ -295,7 +295,7 @@ def test_orphans_are_collected_and_nobody_else(pipe):
         reap_orphans(())  # no child at all
         known = fork(lambda: os._exit(5))
         parent = fork(lambda: os.spawnlp(os.P_NOWAIT, "true", "true"))
-        parent.reap(wait=True)
+        parent.reap(wait=30.0)
         # The grandchild is ours now, and will end.
         wait_until(lambda: num_zombies() == 2)
         reap_orphans({known.pid})

@@ -87,5 +87,5 @@ def test_there_are_not_as_many_as_workers_of_a_large_node_and_none_during_a_drai
     gates = refill(server, 101.0)
     assert len(gates) == MAX_SPARES
     server._drain()
-    assert all(gate.process.reap(wait=True) for gate in gates)
+    assert all(gate.process.reap(wait=30.0) for gate in gates)
     assert refill(server, 1e9) == gates

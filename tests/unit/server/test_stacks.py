@@ -80,13 +80,6 @@ def test_all_who_ask_get_the_same_stacks(stacks):
         assert texts == [first()[stacks[0].pid]]
 
 
-def test_stack_that_a_signal_asked_for_goes_to_the_log(stacks, capfd):
-    stacks[0].ask()
-    stacks[0].finish()
-    stacks[0].finish()
-    assert capfd.readouterr().out == text_of(stacks[0], 1) + "\n"
-
-
 def test_session_without_workers_answers_at_once():
     with looking([]) as (told, is_open, _file):
         assert (told(), is_open()) == ({}, False)
