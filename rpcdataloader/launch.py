@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -94,9 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the server; returns the exit status: 0 after a drain, 1 for a failed start, 2 for wrong arguments."""
     parser = make_parser()
     options = parser.parse_args(arguments)
+    _hear_signals()
     insecure, token_file = options.insecure or options.insecure_tcp, options.token_file
     try:
         settings = ServerSettings(**{field.name: getattr(options, field.name) for field in fields(ServerSettings)})
+        if sys.stdin is None and (options.exit_with_stdin or token_file == "-"):
+            raise ValueError("--exit-with-stdin and --token-file - need a standard input, and it is closed")
         if insecure and token_file:
             raise ValueError("--token-file and --insecure contradict each other")
         if options.insecure and not options.insecure_tcp and not settings.is_unix:
@@ -129,6 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_embedded() -> None:
     """Run a trainer's own node server, with settings from standard input, until that ends: the trainer has gone."""
+    _hear_signals()
     log = Output(2)
     handler = logging.StreamHandler(log)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[handler])
@@ -148,6 +153,11 @@ def run_embedded() -> None:
             os.rmdir(os.path.dirname(settings.unix_path))
     # The trainer waits for this process at its own end, and tearing torch down takes a third of a second.
     os._exit(0)
+
+
+def _hear_signals() -> None:
+    # A thread that starts this process passes on its mask, and the client's threads block all signals.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _tell_trainer(line: str) -> None:

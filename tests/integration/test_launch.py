@@ -304,6 +304,13 @@ threading.Thread(target=signal_itself, daemon=True).start()
 # --- secrets
 
 
+@pytest.mark.parametrize("options", [["--exit-with-stdin"], ["--token-file", "-"]])
+def test_closed_standard_input_is_refused(fails, monkeypatch, options):
+    monkeypatch.setattr(sys, "stdin", None)  # as after <&-
+    status, message = fails("--port", "0", *options)
+    assert (status, "need a standard input, and it is closed" in message) == (2, True)
+
+
 def test_token_file(serve, tmp_path, monkeypatch):
     token = tmp_path / "token"
     token.touch(0o600)
