@@ -57,6 +57,7 @@ class Client:
         rank = partition.rank if partition.world_size > 1 else None
         self._settings = ClientSettings(connect_timeout(), rank, PageablePool(), self.alarm, client_tls())
         self.additions = self._settings.additions
+        self.idle = self._settings.idle
         # The embedded pool is not asked for a status.
         self.reporter = Reporter(self.alarm, lambda: [node for node in list(self._nodes.values()) if not node.local])
         self._lock = threading.Lock()

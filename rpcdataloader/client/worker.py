@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rpcdataloader.client.background import Alarm, Printer
 from rpcdataloader.client.connection import Connection, Request
+from rpcdataloader.client.idle import ROOM_TIMEOUT, IdleWorkers, describe_holders
 from rpcdataloader.errors import (
     ConnectError,
     ConnectionLostError,
@@ -56,6 +57,7 @@ class ClientSettings:
     waits_for_servers: bool = True  # True if a server that refuses connections may be about to start
     additions: SharedAdditions = field(default_factory=SharedAdditions)
     printer: Printer = field(default_factory=Printer)
+    idle: IdleWorkers = field(default_factory=IdleWorkers)
     # Guards what sessions have been told; notified when a session is ready or lost, or its worker ends.
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -191,7 +193,13 @@ def log_from_server(name: str, message: Message, printer: Printer) -> None:
 
 
 class WorkerOwner:
-    """A worker's owner; the worker's receiver thread calls every method. Methods do nothing here."""
+    """A worker's owner; the worker's receiver thread calls every method. Methods do nothing here.
+
+    Attributes:
+        holder: What it uses the worker for, in words.
+    """
+
+    holder = "calls and questions to datasets"
 
     def worker_ready(self, worker: RemoteWorker) -> None:
         """The worker takes requests; earlier ones have waited for this moment."""
@@ -223,6 +231,7 @@ class RemoteWorker:
         self.retired = False
         self.exited: Exited | None = None
         self.draining = False
+        self.holder = owner.holder
         self._owner = owner
         self._keep_waiting = keep_waiting
         self._settings = settings
@@ -281,6 +290,7 @@ class RemoteWorker:
     def _open(self) -> Channel:
         welcome = self.session.wait()
         room: Deadline | None = None
+        coming = Deadline(0)  # until a place is free that was given up
         pause = 0.05
         while True:
             limit = self._wait = Deadline(self._settings.connect_timeout)
@@ -289,13 +299,22 @@ class RemoteWorker:
             try:
                 channel, answer = self._settings.open(self.session.address, bytes.fromhex(welcome.session), limit)
             except BusyError as exc:
-                is_first = room is None
-                self._wait = room = room or Deadline(self._settings.connect_timeout)
-                if self.connection.has_ended or not self._keep_waiting() or not room.pause(pause):
+                if not coming.remaining() and self._settings.idle.give_up(self.session):
+                    coming = Deadline(ROOM_TIMEOUT)
+                if is_coming := bool(coming.remaining()):
+                    self._wait, is_first = coming, False
+                else:
+                    is_first = room is None
+                    self._wait = room = room or Deadline(self._settings.connect_timeout)
+                reason = str(exc)
+                if holders := describe_holders(list(self.session.workers)):
+                    reason += f"; this process holds {holders}"
+                is_wanted = not self.connection.has_ended and (is_coming or self._keep_waiting())
+                if not is_wanted or not (self._wait.pause(pause) or is_coming):
                     self.was_refused = True
-                    raise ConnectError(f"{self.session.name} is busy: {exc}") from None
+                    raise ConnectError(f"{self.session.name} is busy: {reason}") from None
                 if is_first:
-                    logger.warning("waiting for %s, which is busy: %s", self.session.name, exc)
+                    logger.warning("waiting for %s, which is busy: %s", self.session.name, reason)
                 pause = min(2 * pause, 1.0)
             except ConnectError:
                 # The session answers when its build ends. If it is idle, its node is unreachable.

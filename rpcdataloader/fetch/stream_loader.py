@@ -160,7 +160,7 @@ class StreamLoader(BatchLoader):
         )
         if self._spec.resumes:
             raise ValueError(text)
-        logger.warning("after the loss of its worker, %s; until then, samples are lost or come twice", text)
+        logger.warning("on its new worker, %s; until then, samples are lost or come twice", text)
 
     def _owner_of_state(self, iterator: Any) -> str | None:
         """The name of what has a state from which the stream continues; None if samples are taken again."""

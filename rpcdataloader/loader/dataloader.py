@@ -26,6 +26,7 @@ from rpcdataloader.loader.dataset import RPCDataset, access_of
 from rpcdataloader.loader.iterator import InlineIterator, PassIterator, RemoteIterator
 from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_once
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
+from rpcdataloader.loader.states import to_state
 from rpcdataloader.loader.tasks import Progress
 from rpcdataloader.loader.tools import LoaderTools
 from rpcdataloader.wire.slabs import PageablePool
@@ -199,6 +200,8 @@ class RPCDataloader(LoaderTools[_T_co]):
         if iterator is None or saved is not None or not iterator.reset(self._reported_length):
             if saved is not None and saved["finished"] and not self.persistent_workers:
                 saved = None
+            if saved is None and iterator is not None and iterator.is_given_up:
+                saved = to_state(settings, iterator.progress)  # the seed and the count of passes stay
             iterator = self._pass = None  # ends its workers, whose places are needed
             with errors_of_rank(settings.partition):
                 iterator = self._begin(settings, saved)

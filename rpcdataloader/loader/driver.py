@@ -76,6 +76,8 @@ class Driver:
         sleeps_until: Time at which the waiting consumer looks again on its own; before all times while it is awake.
         sleeps_since: Time at which it fell asleep.
         later_since: Time since which a later batch is here while it sleeps.
+        name: Name of the dataset.
+        is_given_up: True if its idle workers ended for another loader.
         has_changed: True if the workers are others than those in the records.
         is_told: True once the reason for this pass's wait is logged; set before, nothing is logged.
     """
@@ -92,6 +94,8 @@ class Driver:
         self.num_streams = len(placement.homes)
         self.recorder = recorder
         self._dataset = dataset
+        self.name = dataset.name
+        self.is_given_up = False
         self._client = get_client()
         self.pid = os.getpid()
         pinned = pinned_allocator() if settings.pin_memory else None
@@ -133,10 +137,14 @@ class Driver:
         """The progress of the pass; changes with it."""
         return self.begun.progress
 
-    @property
+    def rest(self) -> None:
+        """The pass is over, and its workers wait for the next one."""
+        self.tell()
+        self._client.idle.put(self)
+
     def is_usable(self) -> bool:
-        """Whether another epoch can begin."""
-        if os.getpid() != self.pid:
+        """Whether another epoch can begin; from now on, its workers are not idle."""
+        if os.getpid() != self.pid or not self._client.idle.take(self):
             return False
         with self.condition:
             # The workers of streams from other ranks have taken on the ranks of these.

@@ -117,6 +117,11 @@ class PassIterator(ABC):
     def progress(self) -> Progress:
         """The progress of this pass; changes with it."""
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether its persistent workers ended between two passes, for another loader."""
+        return False
+
     @abstractmethod
     def reset(self, reported_length: int | None) -> bool:
         """Begin another epoch with the same workers and the same seed; returns False if that is impossible."""
@@ -186,7 +191,7 @@ class RemoteIterator(PassIterator):
         if delivery is None:
             self.progress.finished = True
             # Without the condition: why the loop has waited goes to handlers of the user.
-            driver.tell() if self._settings.persistent_workers else driver.close()
+            driver.rest() if self._settings.persistent_workers else driver.close()
             raise StopIteration
         task, answer = delivery.payload, delivery.answer
         if delivery.condemned is not None:
@@ -332,6 +337,10 @@ class RemoteIterator(PassIterator):
     def progress(self) -> Progress:
         return self.driver.progress
 
+    @property
+    def is_given_up(self) -> bool:
+        return self.driver.is_given_up
+
     def report(self) -> LoopStatus | None:
         """The diagnosis for node servers; None if the pass is over, or the loop has been elsewhere for a while."""
         if self.progress.finished or not self.driver.is_open():
@@ -345,7 +354,7 @@ class RemoteIterator(PassIterator):
         return to_status(diagnosis, self._name, self._rank, wait) if now - self._news[1] < _PAUSE else None
 
     def reset(self, reported_length: int | None) -> bool:
-        if not self.driver.is_usable:
+        if not self.driver.is_usable():
             return False
         self._reported_length = reported_length
         self._drawn = self._delivery = None

@@ -332,7 +332,9 @@ class Admission:
         if self._max_workers is not None:
             total = self.held.total()
             if total >= self._max_workers:
-                return f"all {self._max_workers} connections are in use (--max-connections)"
+                text = f"all {self._max_workers} connections are in use (--max-connections)"
+                others = total - self.held[client]
+                return f"{text}, {others} of them by other clients" if others else text
             others = sum(1 for other in self.held if other != client)
             share = max(1, self._max_workers // (others + 1))
             if self.held[client] >= share:

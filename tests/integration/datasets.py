@@ -283,11 +283,15 @@ def draw() -> list[float]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
+class Process(int):
+    """The number of a process, which does not make a sample another one: digests know its class alone."""
+
+
 class Fields(Numbers):
     """What a sample is, and which process made it."""
 
     def __getitem__(self, index: int) -> Any:
-        return torch.tensor([index, *draw()], dtype=torch.float64), os.getpid()
+        return torch.tensor([index, *draw()], dtype=torch.float64), Process(os.getpid())
 
 
 class FieldStream(IterableDataset[Any]):
@@ -305,7 +309,7 @@ class FieldStream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         part, length = self.part()
         for number in range(length):
-            yield torch.tensor([number, part, *draw()], dtype=torch.float64), os.getpid()
+            yield torch.tensor([number, part, *draw()], dtype=torch.float64), Process(os.getpid())
 
 
 class StatefulFieldStream(FieldStream):

@@ -12,12 +12,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.integration.datasets import Process as Process
 from tests.integration.datasets import node_server
 from tests.integration.zygote import Zygote
-
-
-class Process(int):
-    """The number of a process, which does not make a sample another one: digests know its class alone."""
 
 
 class Traced(NamedTuple):

@@ -138,4 +138,4 @@ def test_other_samples_are_refused_when_resuming_and_reported_after_the_loss_of_
     assert not caplog.records
     batches, _states = stream(dataset, 50, states[1])
     assert sum(map(len, batches)) == 100
-    assert "after the loss of its worker, stream 1 of BadStream gives other samples now" in caplog.text
+    assert "on its new worker, stream 1 of BadStream gives other samples now" in caplog.text

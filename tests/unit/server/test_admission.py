@@ -25,7 +25,8 @@ def test_without_a_cap_everybody_gets_everything():
 def test_full_server_says_so():
     admission = Admission(1)
     assert admission.admit("a") is None
-    assert admission.admit("b") == "all 1 connections are in use (--max-connections)"
+    assert admission.admit("a") == "all 1 connections are in use (--max-connections)"
+    assert admission.admit("b") == "all 1 connections are in use (--max-connections), 1 of them by other clients"
 
 
 def test_client_beyond_its_share_is_told_the_share():

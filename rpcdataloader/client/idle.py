@@ -1,0 +1,96 @@
+"""Persistent workers between two passes.
+
+Where a node has no room for another loader of this client, their places go to that loader.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rpcdataloader.client.session import RemoteSession
+    from rpcdataloader.client.worker import RemoteWorker
+
+logger = logging.getLogger("rpcdataloader.client")
+
+# Seconds for the processes of workers that were given up to end.
+ROOM_TIMEOUT = 5.0
+
+
+class Idler(Protocol):
+    """A loader's persistent workers.
+
+    Attributes:
+        is_given_up: True if they end, or have ended, for others; guarded by the lock of :class:`IdleWorkers`.
+    """
+
+    is_given_up: bool
+
+    @property
+    def workers(self) -> list[RemoteWorker]:
+        """The workers that are not lost."""
+
+    def close(self) -> None:
+        """End the workers."""
+
+
+class IdleWorkers:
+    """The loaders of this client whose persistent workers are idle, by the time since when. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Guarded by the lock:
+        self._idlers: dict[weakref.ref[Idler], None] = {}  # oldest first
+        self._freed: dict[str, tuple[int, float]] = {}  # places that nobody has asked for yet, and until when, by node
+
+    def put(self, idler: Idler) -> None:
+        """The workers have nothing to do from now on."""
+        with self._lock:
+            self._idlers = {other: None for other in self._idlers if other() not in (None, idler)}
+            self._idlers[weakref.ref(idler)] = None
+
+    def take(self, idler: Idler) -> bool:
+        """The workers are used again; returns False if they were given up."""
+        with self._lock:
+            self._idlers.pop(weakref.ref(idler), None)
+            return not idler.is_given_up
+
+    def give_up(self, session: RemoteSession) -> bool:
+        """Give up one place on the node of ``session``, which has none left; returns False if no worker there is idle.
+
+        All workers of a loader go together, the oldest first. The place is free within :data:`ROOM_TIMEOUT`.
+        """
+        now, found = time.monotonic(), None
+        with self._lock:
+            count, until = self._freed.pop(session.name, (0, now))
+            if not count or until <= now:
+                count, until, found = 0, now + ROOM_TIMEOUT, self._pop(session)
+                if found is not None:
+                    count = sum(worker.session is session for worker in found.workers)
+                    found.is_given_up = True
+            if count > 1:
+                self._freed[session.name] = count - 1, until
+        if found is not None:
+            logger.info("%s is busy: %d idle persistent workers are given up for another loader", session.name, count)
+            found.close()
+        return count > 0
+
+    def _pop(self, session: RemoteSession) -> Idler | None:
+        for reference in self._idlers:
+            idler = reference()
+            if idler is not None and any(worker.session is session for worker in idler.workers):
+                del self._idlers[reference]
+                return idler
+        return None
+
+
+def describe_holders(workers: Sequence[RemoteWorker]) -> str:
+    """Say which workers of a session this process holds; empty without any."""
+    holders = Counter(worker.holder for worker in workers if worker.number)
+    return ", ".join(f"{count} for {holder}" for holder, count in holders.most_common())
