@@ -160,7 +160,7 @@ class Recorder:
     :data:`PROBE_INTERVAL`, or with a long wait.
 
     Args:
-        lock: Lock that is held while lists change or are copied.
+        lock: Lock that is held while lists change or are copied; reentrant, as signal handlers may ask for a diagnosis.
         now: Time at which the first pass begins.
         before: Records of the previous pass.
         trace: Function called for each delivered probe, with the workers and the number of the worker that has

@@ -157,7 +157,7 @@ class LoaderTools(DataLoader[_T_co]):
     def _new_recorder(self) -> Recorder:
         """Return the recorder of the next pass."""
         before = None if self._recorder is None else self._recorder.snapshot()
-        return Recorder(threading.Lock(), time.monotonic(), before, self._trace or trace_of_process())
+        return Recorder(threading.RLock(), time.monotonic(), before, self._trace or trace_of_process())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this loader's last iterator for :meth:`load_state_dict`, as torchdata's loaders do.

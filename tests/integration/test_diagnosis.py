@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -223,6 +224,30 @@ def test_the_pass_before_is_told_of_until_the_next_has_delivered_enough(wide_ser
     batches = iter(loader)
     next(batches)
     assert loader.diagnosis() == first
+
+
+def test_diagnosis_may_be_asked_for_by_a_signal_handler_at_any_time(wide_servers):
+    loader = make_waiting_loader(wide_servers)
+    asked = set()
+
+    def ask(frame, _event, _argument):
+        # Handlers run between lines, as this function does.
+        if frame.f_globals["__name__"] == "rpcdataloader.diagnosis.records":
+            if frame.f_lineno not in asked:
+                asked.add(frame.f_lineno)
+                loader.diagnosis()
+            return ask
+        return None
+
+    batches, before = iter(loader), sys.gettrace()
+    next(batches)
+    sys.settrace(ask)
+    try:
+        for _batch in itertools.islice(batches, 50):
+            pass
+    finally:
+        sys.settrace(before)
+    assert asked
 
 
 def test_diagnosis_may_be_asked_for_by_another_thread_at_any_time(wide_servers):
