@@ -1,4 +1,4 @@
-"""The node server's view of its sessions: their events, admission of workers, counting, logging and clean-up."""
+"""The node server's view of its sessions: their events, a cap on workers, counting, logging and clean-up."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rpcdataloader.host.output import Output
@@ -103,7 +102,6 @@ class Sessions:
     def __init__(self, context: ServerContext, loop: Loop, log: Output) -> None:
         self._context = context
         self._counters = context.counters
-        self._admission = Admission(context.max_connections, context.settings.max_connections_per_client or None)
         self._loop = loop
         self._log = log
         self._readers: set[OutputReader] = set()
@@ -188,13 +186,12 @@ class Sessions:
     def _decide(self, session: ClientSession, event: events.WantsRoom, reason: str | None = None) -> None:
         row = 0
         if reason is None:
-            reason = "the node server is draining" if self._is_draining else self._admission.admit(session.id)
+            reason = "the node server is draining" if self._is_draining else self._busy(session)
         if reason is None:
             try:
                 now = time.monotonic_ns()
                 row = self._counters.open(WORKER, event.pid, now, session=session.connection.row, number=event.worker)
             except OSError as exc:
-                self._admission.release(session.id)
                 reason = str(exc.strerror)
         if reason is None:
             session.workers[event.worker] = row
@@ -203,13 +200,21 @@ class Sessions:
             self._context.log_within_limits(logging.INFO, "%s gets no further worker: %s", session.client, reason)
         session.link.post(events.Decided(event.worker, reason, row))
 
+    def _busy(self, session: ClientSession) -> str | None:
+        """The reason for which the session gets no further worker; None if it gets one."""
+        limit, total = self._context.max_connections, sum(len(each.workers) for each in self)
+        if limit is None or total < limit:
+            return None
+        others = total - len(session.workers)
+        text = f"all {limit} connections are in use (--max-connections)"
+        return f"{text}, {others} of them by other clients" if others else text
+
     def _worker_ended(self, session: ClientSession, event: events.WorkerEnded) -> None:
         row = session.workers.pop(event.worker, None)
         if row is None:  # it was not admitted
             return
         received, sent = self._counters.row(row).traffic  # also of a worker that was killed
         self._counters.close(row)
-        self._admission.release(session.id)
         # The log of an embedded pool is the trainer's terminal, and the trainer reports this itself.
         level = logging.INFO if self._context.embedded else logging.WARNING
         if event.reason == "exited with status 0":
@@ -297,8 +302,6 @@ class Sessions:
         del self._by_id[session.id]
         self._folders.remove(session.folder)
         session.output = None  # the last lines of its workers go to the log only
-        if session.workers:
-            self._admission.release(session.id, len(session.workers))
         level = logging.WARNING
         if session.is_client_gone or reason == "exited with status 0":
             level = logging.INFO
@@ -308,45 +311,6 @@ class Sessions:
         received, sent = self._counters.row(session.connection.row).traffic
         text = "session of %s %s after %.1f s; its workers received %d bytes and sent %d"
         logger.log(level, text, session.client, reason, time.monotonic() - session.started, received, sent)
-
-
-class Admission:
-    """Admission of workers: a cap on all of them with a fair share for every client, and a cap per client.
-
-    Clients are any hashable. A client at its share waits. A late client gets its share as soon as workers end; running
-    workers are never taken away.
-
-    Attributes:
-        held: Workers of each client.
-    """
-
-    def __init__(self, max_workers: int | None, max_per_client: int | None = None) -> None:
-        self._max_workers = max_workers
-        self._max_per_client = max_per_client
-        self.held: Counter[Hashable] = Counter()
-
-    def admit(self, client: Hashable) -> str | None:
-        """Give ``client`` one more worker; returns None, or the reason for a refusal."""
-        if self._max_per_client is not None and self.held[client] >= self._max_per_client:
-            return f"this client has its {self._max_per_client} connections (--max-connections-per-client)"
-        if self._max_workers is not None:
-            total = self.held.total()
-            if total >= self._max_workers:
-                text = f"all {self._max_workers} connections are in use (--max-connections)"
-                others = total - self.held[client]
-                return f"{text}, {others} of them by other clients" if others else text
-            others = sum(1 for other in self.held if other != client)
-            share = max(1, self._max_workers // (others + 1))
-            if self.held[client] >= share:
-                return f"this client has its share of {share} of {self._max_workers} connections (--max-connections)"
-        self.held[client] += 1
-        return None
-
-    def release(self, client: Hashable, count: int = 1) -> None:
-        """Count ended workers of ``client``."""
-        self.held[client] -= count
-        if self.held[client] <= 0:
-            del self.held[client]
 
 
 class Folders:

@@ -62,13 +62,7 @@ class ServerSettings:
     timeout: float = _option(
         120.0, "seconds that an rpc_async call may take when its caller set no limit; 0 for no limit"
     )
-    max_connections: int = _option(
-        0, "cap on the workers of all clients together, shared fairly; 0 for 4 times --num-workers"
-    )
-    max_connections_per_client: int = _option(
-        0,
-        "cap on workers per client, which is one training process; 0 for its fair share of --max-connections",
-    )
+    max_connections: int = _option(0, "cap on the workers of all clients together; 0 for 4 times --num-workers")
     max_tasks_per_worker: int = _option(
         0,
         "batches after which a loader's worker is replaced, so that memory "
@@ -97,7 +91,7 @@ class ServerSettings:
     )
 
     def __post_init__(self) -> None:
-        for name in ("num_workers", "max_connections", "max_connections_per_client", "max_tasks_per_worker"):
+        for name in ("num_workers", "max_connections", "max_tasks_per_worker"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
         for name in ("timeout", "grace"):

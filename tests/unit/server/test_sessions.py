@@ -24,4 +24,4 @@ def test_worker_for_which_the_counters_have_no_row_is_refused():
     sessions = Sessions(context, None, None)
     sessions._decide(session, wanted)
     assert decisions == [Decided(1, "at most 1 processes can serve connections", 0)]
-    assert (session.workers, sessions._admission.held["00"], counters.look()[0].refused) == ({}, 0, 0)
+    assert (session.workers, counters.look()[0].refused) == ({}, 0)
