@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 
-from rpcdataloader.client.background import Alarm, Janitor
+from rpcdataloader.client.background import Alarm, Callers, Janitor
 from rpcdataloader.client.discovery import Local, Remote
 from rpcdataloader.client.node import LocalServer, Node
 from rpcdataloader.client.register import Elastic, RegisterWatcher
@@ -38,6 +38,9 @@ TIMEOUT_VARIABLE = "RPCDATALOADER_CONNECT_TIMEOUT"
 # A node server imports torch before it listens, and jobs start trainers and workers at the same time.
 CONNECT_TIMEOUT = 60.0
 
+# Seconds for callbacks of the user at the end, when all calls have failed.
+CALLBACK_TIMEOUT = 2.0
+
 # A thread that still resolves a name or waits for a first answer cannot be woken; it does not use torch.
 CONNECTING_JOIN_TIMEOUT = 0.2
 
@@ -53,6 +56,7 @@ class Client:
     def __init__(self) -> None:
         self._batches: Callable[[], PageablePool | None] = lambda: None  # a weak reference
         self.alarm = Alarm()
+        self.callers = Callers()
         partition = current_partition()
         rank = partition.rank if partition.world_size > 1 else None
         self._settings = ClientSettings(connect_timeout(), rank, PageablePool(), self.alarm, client_tls())
@@ -174,6 +178,7 @@ class Client:
             thread.join()
         for node in nodes:
             node.close()
+        self.callers.close(CALLBACK_TIMEOUT)
         if self._local is not None:
             self._local.stop()
         self._settings.printer.close()

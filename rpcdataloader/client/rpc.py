@@ -47,7 +47,8 @@ def rpc_async(
         :class:`~rpcdataloader.errors.RPCTimeoutError`; with :class:`~rpcdataloader.errors.ConnectionLostError` if the
         worker dies, or has died with the object of an RRef among the arguments; with
         :class:`~rpcdataloader.errors.SerializationError` if the result cannot be sent; or with
-        :class:`~rpcdataloader.errors.ConnectError` if there is no server.
+        :class:`~rpcdataloader.errors.ConnectError` if there is no server. Its callbacks (``then``) run in threads of
+        their own, so they may wait for further calls; those of :func:`torch.futures.collect_all` may not.
 
     Raises:
         ValueError: The address is malformed, or the timeout is not positive.
@@ -67,7 +68,7 @@ def rpc_async(
     allocator = (pinned_allocator() if pin_memory else None) or client.allocator
     call = Call(func, tuple(args or ()), dict(kwargs or {}), keep=rref, limited=timeout is None)
     worker = client.node(address).rpc_worker()
-    future: Future[Any] = Future()
+    future = _CallFuture()
     answer = _PendingResult(future)
 
     def complete(reply: Message | RPCError) -> None:
@@ -90,8 +91,36 @@ def rpc_async(
         name = getattr(func, "__qualname__", None) or repr(func)
         remaining = start + timeout - time.monotonic()
         timer = client.alarm.call_after(remaining, lambda: _expire(worker, number, answer, name, timeout))
-        future.add_done_callback(lambda _future: timer.cancel())
+        Future.add_done_callback(future, lambda _future: timer.cancel())
     return future
+
+
+class _CallFuture(Future[Any]):
+    """Runs callbacks where they may wait: the thread that completes a call receives the answers of all others."""
+
+    def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
+        following = _CallFuture()
+
+        def run() -> None:
+            try:
+                result = callback(self)
+            except BaseException as exc:
+                following.set_exception(exc if isinstance(exc, Exception) else RuntimeError(repr(exc)))
+            else:
+                following.set_result(result)
+
+        self._once_done(run)
+        return following
+
+    def add_done_callback(self, callback: Callable[[Future[Any]], None]) -> None:
+        self._once_done(lambda: callback(self))
+
+    def _once_done(self, run: Callable[[], None]) -> None:
+        if self.done():
+            run()  # at once, as torch does
+        else:
+            callers = get_client().callers
+            super().add_done_callback(lambda _future: callers.call(run))
 
 
 class _PendingResult:

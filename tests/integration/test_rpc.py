@@ -67,7 +67,7 @@ def test_signature_is_that_of_the_documentation():
 
 def test_call_returns_a_torch_future_at_once(shared_server, fifo):
     future = rpc_async(shared_server.address, tasks.read_all, (fifo,))
-    assert type(future) is Future
+    assert isinstance(future, Future)
     assert not future.done()
     chained = future.then(lambda done: done.wait() * 2)
     Path(fifo).write_bytes(b"ab")
@@ -151,6 +151,25 @@ def test_callbacks_may_call(shared_server):
 
     future = rpc_async(shared_server.address, tasks.add, (1,)).then(call_again)
     assert future.wait().wait() == 2
+
+
+def test_callbacks_may_wait_for_calls_and_for_other_callbacks(shared_server, fifo):
+    def add_one(done):
+        return rpc_async(shared_server.address, tasks.add, (done.wait(), 1), timeout=10 * TIMEOUT_SCALE).wait()
+
+    def add_three(done):
+        return add_one(rpc_async(shared_server.address, tasks.add, (done.wait(), 1)).then(add_one))
+
+    future = rpc_async(shared_server.address, tasks.read_all, (fifo,)).then(lambda _done: 1).then(add_three)
+    open_gate(fifo)
+    assert future.wait() == 4
+
+
+def test_callback_that_fails_fails_its_future(shared_server, fifo):
+    future = rpc_async(shared_server.address, tasks.read_all, (fifo,)).then(lambda done: done.wait().missing)
+    open_gate(fifo)
+    with pytest.raises(AttributeError, match="missing"):
+        future.wait()
 
 
 def test_large_tensors_travel_both_ways(call):
