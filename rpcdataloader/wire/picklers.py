@@ -94,7 +94,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif kind is np.ndarray:
             if obj.dtype.hasobject:
                 return NotImplemented
-            if obj.nbytes >= MIN_BLOCK_BYTES:
+            # numpy before 2.3 loses the strides of permuted arrays.
+            if obj.nbytes >= MIN_BLOCK_BYTES or not obj.flags.forc:
                 return _reduce_array(obj)
             if not obj.flags.writeable:
                 return obj.copy(order="A").__reduce_ex__(5)
@@ -181,6 +182,8 @@ class Unpickler(pickle.Unpickler):
             raise SerializationError(f"module {module!r} has no {name!r} here: {error}") from error
         if found is torch._utils._rebuild_nested_tensor:
             found = _rebuild_nested_tensor
+        elif found is torch.storage._load_from_bytes:
+            found = _load_storage
         if self.fix is not None:
             if found is make_packed_sequence:
                 # The CPU reads the sizes; torch refuses others.
@@ -235,6 +238,11 @@ def _rebuild_nested_tensor(buffer: torch.Tensor, *layout: torch.Tensor) -> Any:
     """In place of torch's function, which takes the beginning of the storage for the buffer's."""
     whole: Any = buffer.clone() if buffer.storage_offset() else buffer
     return torch._utils._rebuild_nested_tensor(whole, *layout)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def _load_storage(content: bytes) -> Any:
+    """In place of torch's function, in which torch 2.4 and 2.5 warn that their own default will change."""
+    return torch.load(io.BytesIO(content), weights_only=False)
 
 
 def _reduce_lru_cache(cached: Any) -> tuple[Any, ...]:

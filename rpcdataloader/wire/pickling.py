@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from rpcdataloader.errors import RPCError, SerializationError
@@ -223,6 +224,11 @@ def loads(
     except UnresolvedError as unresolved:
         raise unresolved.error from unresolved.error.__cause__
     except ImportError as error:
+        if (error.name or "").startswith("numpy."):
+            raise SerializationError(
+                f"{error} on {os.uname().nodename}, which has numpy {np.__version__}: install the same version of "
+                "numpy on both sides"
+            ) from error
         raise SerializationError(
             f"{error} on {os.uname().nodename}; it must be importable there too: send it with py_modules=, put it "
             "on a file system that both sides see and into PYTHONPATH, or preload it with launch --preload"

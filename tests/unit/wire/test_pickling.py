@@ -6,10 +6,12 @@ import dataclasses
 import datetime
 import fractions
 import gc
+import io
 import pickle
 import sys
 import threading
 import types
+import warnings
 import weakref
 from typing import Any
 
@@ -128,6 +130,35 @@ class TestTensors:
         received = transfer(torch.nested.nested_tensor([torch.rand(2), torch.ones(3)]), encode)
         assert received.is_nested
         assert received.unbind()[1].tolist() == [1, 1, 1]
+
+    @pytest.mark.parametrize("width", [2, 2000])
+    def test_permuted_arrays_keep_their_strides(self, encode, width):
+        sent = np.arange(12.0 * width).reshape(3, 4, width).transpose(2, 0, 1)
+        received = transfer(sent, encode)
+        assert np.array_equal(received, sent)
+        assert received.strides == sent.strides
+        received[0] = 1  # writable
+
+    def test_module_that_this_numpy_lacks_is_an_error_that_names_numpy(self, encode, monkeypatch):
+        module = types.ModuleType("numpy.elsewhere")
+        exec("class Found: pass\nfound = Found()", vars(module))
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module.__name__, module)
+            encoded = encode(module.found)
+        with pytest.raises(SerializationError, match=f"numpy {np.__version__}: install the same version of numpy"):
+            loads(encoded.payload, [])
+
+    def test_storages_arrive_without_the_warning_of_earlier_versions_of_torch(self, encode, monkeypatch):
+        def _load_from_bytes(content):
+            warnings.warn("as torch 2.4 and 2.5 do", FutureWarning, stacklevel=1)
+            return torch.load(io.BytesIO(content), weights_only=False)
+
+        _load_from_bytes.__module__, _load_from_bytes.__qualname__ = "torch.storage", "_load_from_bytes"
+        monkeypatch.setattr(torch.storage, "_load_from_bytes", _load_from_bytes)
+        sent = torch.arange(5.0).as_subclass(Subclass)
+        received = transfer(sent, encode)
+        assert type(received) is Subclass
+        assert received.tolist() == sent.tolist()
 
     @pytest.mark.filterwarnings("ignore")
     def test_quantized_tensors_arrive_right(self, encode):
