@@ -63,6 +63,10 @@ class Address:
         # Slurm writes it (node[01-04]:6543), two addresses at once, or user@host.
         if not host.translate(_HOST_PUNCTUATION).isalnum():
             raise _error(text, f"{host!r} is not the name of one host")
+        try:
+            host.encode("idna")  # as a look-up does
+        except UnicodeError:
+            raise _error(text, f"each part of {host!r} between dots must have 1 to 63 characters") from None
         return cls(host, _parse_port(text, port))
 
     @classmethod

@@ -46,6 +46,8 @@ def test_address_is_read_and_written_back(text, address):
         ("node01:6543\n", "blanks or control characters", "write host:port"),
         ("node\x0001:6543", "blanks or control characters", "write host:port"),
         ("node 01:6543", "'node 01' is not the name of one host", "write host:port"),
+        ("node..local:6543", "'node..local' between dots must have 1 to 63", "write host:port"),
+        ("n" * 64 + ":6543", "between dots must have 1 to 63", "write host:port"),
         ("node01,node02:6543", "'node01,node02' is not the name of one host", "write host:port"),
         ("node[01-04]:6543", "'node[01-04]' is not the name of one host", "write host:port"),
         ("me@node01:6543", "'me@node01' is not the name of one host", "write host:port"),
