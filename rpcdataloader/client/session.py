@@ -206,6 +206,10 @@ class RemoteSession:
         Args:
             keep_waiting: Function called while the node is busy; False gives up.
         """
+        with self._condition:
+            numbers = {worker.number for worker in list(self.workers)}
+            if 0 not in numbers:  # a worker that connects has no number yet, and may have ended
+                self._exited = {number: each for number, each in self._exited.items() if number in numbers}
         worker = RemoteWorker(self, owner, keep_waiting, self._settings)
         self.workers.add(worker)
         worker.connection.start()
@@ -260,9 +264,6 @@ class RemoteSession:
         if message.type == MessageType.EXITED:
             exited = Exited.decode(message.payload)
             with self._condition:
-                numbers = {worker.number for worker in list(self.workers)}
-                if 0 not in numbers:  # a worker that connects has no number yet, and may have ended
-                    self._exited = {number: each for number, each in self._exited.items() if number in numbers}
                 self._exited[exited.worker] = exited
                 self._condition.notify_all()
         elif message.type == MessageType.GOAWAY:
