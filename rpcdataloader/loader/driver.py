@@ -1,47 +1,42 @@
-"""One pass over a loader: the engine, its condition, and the execution of its decisions.
+"""One pass over a loader: what reaches the engine, and in which order its decisions are carried out.
 
 Three sides feed the engine: the consumer (:mod:`~rpcdataloader.loader.iterator`) adds tasks from the sampler, and
-delivers; the receiver threads of workers (:mod:`~rpcdataloader.loader.seat`) report answers and losses; threads that
-look for a node (:mod:`~rpcdataloader.loader.executor`) report the result. Each holds the condition for that, and
-carries out the engine's actions without it, so that no thread waits for another one's send.
+delivers; the receiver threads of workers (:mod:`~rpcdataloader.loader.seat`) report answers and losses; the
+:mod:`~rpcdataloader.loader.executor` reports nodes. Each holds the condition for that, and carries out the engine's
+actions without it, so that no thread waits for another one's send.
+
+Nothing here waits: threads, sockets and the clock are the executor's. ``tests/simulation`` has another executor, and
+runs this module in a time of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import math
 import os
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from rpcdataloader.client.client import get_client
-from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Joined
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.register import RegisterWatcher
+from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import RemoteWorker
 from rpcdataloader.diagnosis.records import Recorder, Setup
 from rpcdataloader.diagnosis.verdict import Diagnosis, diagnose
-from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.host.changes import Change
-from rpcdataloader.loader.copying import Carrier, find_busy_gpu, make_carrier
-from rpcdataloader.loader.executor import Executor
-from rpcdataloader.loader.passes import Pass, begin_pass
-from rpcdataloader.loader.placement import Placement, plan_options
-from rpcdataloader.loader.seat import Seat, decode
+from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.loader.copying import Carrier
+from rpcdataloader.loader.executor import Executor, Opening
+from rpcdataloader.loader.intake import Intake
+from rpcdataloader.loader.passes import Pass
+from rpcdataloader.loader.seat import Seat
 from rpcdataloader.loader.settings import PassSettings
-from rpcdataloader.loader.tasks import Progress, describe
-from rpcdataloader.plan.actions import Action, Load
+from rpcdataloader.loader.tasks import Progress, Task
+from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, ReportWait, Restart, Say, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry
-from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.slabs import Allocator, pinned_allocator
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -60,19 +55,14 @@ class ToDo(NamedTuple):
 class Driver:
     """The state behind an iterator. Workers refer to it and not to the iterator, which can so be collected.
 
-    Args:
-        placement: Nodes of the workers; for an iterable-style dataset, of the streams.
-
     Attributes:
         pid: Process that began the pass; its forks must not continue it.
-        condition: Lock for ``closed`` and the attributes that follow.
+        condition: Lock for the attributes that follow.
+        is_closed: True once the pass is over.
+        begun: The present epoch.
+        seats: Requested workers that are not lost, by number.
         ahead: The batch that is on its way to a device; None without a device.
-        num_streams: Number of workers at the beginning of the pass.
-        changes: Changes to the dataset that workers of the previous epoch lack.
         streams: State of each stream after its last answer.
-        allocator: Memory for the blocks of batches.
-        decode: Function that turns a reply into an answer.
-        is_device_busy: Function that tells whether the device has work that hides a wait; None without a device.
         sleeps_until: Time at which the waiting consumer looks again on its own; before all times while it is awake.
         sleeps_since: Time at which it fell asleep.
         later_since: Time since which a later batch is here while it sleeps.
@@ -85,50 +75,32 @@ class Driver:
     def __init__(
         self,
         settings: PassSettings,
-        dataset: RemoteDataset,
-        placement: Placement,
-        saved: Mapping[str, Any] | None,
+        engine: Engine[Node],
+        executor: Executor,
+        begun: Pass,
+        intake: Intake,
         recorder: Recorder,
     ) -> None:
         self.settings = settings
-        self.num_streams = len(placement.homes)
+        self.engine = engine
+        self.executor = executor
+        self.intake = intake
         self.recorder = recorder
-        self._dataset = dataset
-        self.name = dataset.name
+        self.name = executor.name
         self.is_given_up = False
-        self._client = get_client()
+        self.now = executor.now
         self.pid = os.getpid()
-        pinned = pinned_allocator() if settings.pin_memory else None
-        self.allocator: Allocator = pinned or self._client.allocator
-        carrier = None if settings.device is None else make_carrier(settings.device, self.allocator)
-        if carrier is not None:
-            self.allocator = carrier.allocator
-        self.is_device_busy = find_busy_gpu() if carrier is None else carrier.is_device_busy
-        self.decode = functools.partial(
-            decode,
-            allocator=self.allocator,
-            iterable=settings.iterable,
-            pins=pinned is not None,
-            moves=carrier is not None,
-        )
-        self.closed = threading.Event()
-        self._watcher: RegisterWatcher | None = None
-        self._named = [node.address for node in (*placement.homes, *placement.others, *placement.missing)]
-        self.condition = threading.Condition()
-        self._executor = Executor(self, dataset)
-        self.begun = begin_pass(settings, saved, self.num_streams, makes_requests=True)
-        self.changes: Sequence[Change] = ()
-        self._last_change = 0
-        self.streams = list(self.progress.streams)
-        self.engine: Engine[Node] = Engine(
-            plan_options(settings, placement),
-            placement.homes,
-            placement.others,
-            describe=describe,
-            turn=self.progress.turn,
-        )
-        self.ahead = None if carrier is None else Ahead(self.engine, carrier)
+        self.condition = executor.condition
+        self.is_closed = False
+        self.begun = begun
+        self.streams = list(begun.progress.streams)
+        self.seats: dict[int, Seat] = {}
+        self._openings: dict[int, Opening] = {}  # ready first requests, by place
+        self._unwanted: set[int] = set()  # workers to close before they are requested
+        self.ahead = None if intake.carrier is None else Ahead(engine, intake.carrier)
         self.sleeps_until, self.sleeps_since, self.later_since = -math.inf, 0.0, math.inf
+        self._due = math.inf  # time of the engine's next action, as the consumer fell asleep
+        self._drawn: Task | None = None  # from the sampler, not yet in the engine
         self.has_changed = True
         self.is_told = False
 
@@ -140,62 +112,61 @@ class Driver:
     def rest(self) -> None:
         """The pass is over, and its workers wait for the next one."""
         self.tell()
-        self._client.idle.put(self)
+        self.executor.idle.put(self)
 
     def is_usable(self) -> bool:
         """Whether another epoch can begin; from now on, its workers are not idle."""
-        if os.getpid() != self.pid or not self._client.idle.take(self):
+        if os.getpid() != self.pid or not self.executor.idle.take(self):
             return False
         with self.condition:
             # The workers of streams from other ranks have taken on the ranks of these.
-            return self.engine.failure is None and not self.closed.is_set() and not self.progress.identities
+            return self.engine.failure is None and not self.is_closed and not self.progress.identities
 
-    def start(self, placement: Placement) -> None:
-        """Open the first workers.
+    def start(self, homes: Iterable[Node], missing: Sequence[Node], *, expects_more: bool) -> None:
+        """Open the first workers; before anything else, as no node counts as up until then.
+
+        Args:
+            homes: Nodes of the workers, each once.
+            missing: Nodes that are looked for, and join when they come.
+            expects_more: True if other nodes may come, too.
 
         Raises:
             SerializationError: Objects of the loader cannot be pickled.
         """
         with self.condition:
-            for node in dict.fromkeys(placement.homes):
-                session = node.current
-                if session is not None and self._dataset.is_on(session):
-                    self.engine.crew.node_up(node, session)
+            crew = self.engine.crew
+            for node in homes:
+                if (session := self.executor.session(node)) is None:
+                    crew.node_missing(node, ConnectionLostError("it is not reachable"))
                 else:
-                    self.engine.crew.node_missing(node, ConnectionLostError("it is not reachable"))
-            if placement.register is not None:
-                self.engine.crew.roster.expects_more = True
-            todo = self.act(time.monotonic())
+                    crew.node_up(node, session)
+            crew.roster.expects_more = expects_more
+            crew.add_nodes(missing)
+            todo = self.act(self.now())
         if todo is not None:
-            self._executor.prepare(todo.actions)
+            # Before any is sent, so that pickling errors come early.
+            places = [action.place for action in todo.actions if isinstance(action, Open)]
+            self._openings = {place: self._opening(place) for place in places}
             self.carry_out(todo)
-        if placement.register is not None:
-            self._watcher = self._client.watcher(placement.register)
-            self._watcher.watch(self._named, self._register_changed)
-        self.feed(lambda engine, _now: engine.crew.add_nodes(placement.missing))
 
     def follow(self, where: Joined) -> None:
         """Follow the node servers from now on, as they come and go; returns at once."""
         with self.condition:
-            if self.closed.is_set():
+            if self.is_closed:
                 return
             if where.places:
                 self.engine.crew.roster.expects_more = True
-        known = self._named if self._watcher is None else self._watcher.end(self._register_changed)
-        self._watcher = self._client.watcher(where)
-        self._watcher.watch(known, self._register_changed)
+        self.executor.watch(where, self.nodes_changed)
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, begun: Pass) -> None:
         """Begin another epoch with the same workers."""
-        self.tell()
-        before = self.progress.base_seed, self.progress.epoch
-        begun = begin_pass(self.settings, None, self.num_streams, before=before, makes_requests=True)
-        self._settle()
+        self.executor.settle(self.workers)
         with self.condition:
             if self.ahead is not None:
                 self.ahead.delivery = None
             self.begun = begun
-            now = time.monotonic()
+            self._drawn = None
+            now = self.now()
             self.recorder.begin(now)
             self.is_told = False
             self.streams = list(self.progress.streams)
@@ -204,27 +175,17 @@ class Driver:
         if todo is not None:
             self.carry_out(todo)
 
-    def _settle(self) -> None:
-        """Make the changes to the dataset in the sessions of the workers, and find those that the workers lack."""
-        self._dataset.settle()
-        self.changes = self._dataset.changes_after(self._last_change)
-        if self.changes:
-            self._last_change = self.changes[-1].number
-            with contextlib.suppress(ConnectionLostError):  # noticed later
-                self._dataset.build_on({worker.session for worker in self.workers if worker.session.is_ready})
-
     def close(self) -> None:
         """End the workers, and tell why the loop has waited; idempotent."""
         with self.condition:
             self.note_setup()
-            self.closed.set()
+            self.is_closed = True
             self.engine.table.forget()
             if self.ahead is not None:
                 self.ahead.delivery = None
+            workers = self.workers
             self.condition.notify_all()
-        if self._watcher is not None:
-            self._watcher.end(self._register_changed)
-        self._executor.close()
+        self.executor.close(workers)
         self.tell()
 
     # Events
@@ -232,9 +193,9 @@ class Driver:
     def feed(self, event: Callable[[Engine[Node], float], None]) -> None:
         """Report an event to the engine, and carry out its decisions."""
         with self.condition:
-            if self.closed.is_set():
+            if self.is_closed:
                 return
-            now = time.monotonic()
+            now = self.now()
             event(self.engine, now)
             todo = self.act(now)
             self.has_changed = True
@@ -245,48 +206,90 @@ class Driver:
     def fail(self, error: BaseException) -> None:
         """End the pass with an error."""
         with self.condition:
-            if self.engine.failure is None and not self.closed.is_set():
+            if self.engine.failure is None and not self.is_closed:
                 self.engine.failure = error
             self.condition.notify_all()
 
     def lost(self, number: int, loss: Loss) -> None:
         """Report that a worker has ended, or could not be started."""
         with self.condition:
-            self._executor.seats.pop(number, None)
-        if self._client.is_closed:
+            self.seats.pop(number, None)
+        if self.executor.is_over:
             self.fail(loss.error)
         else:
             self.feed(lambda engine, now: engine.worker_lost(number, loss, now))
 
-    def _register_changed(self, added: Sequence[Address], removed: Sequence[Address]) -> None:
-        # A restarted server is in both.
-        gone = [self._client.node(address, is_registered=True) for address in removed if address not in added]
-        self.feed(lambda engine, now: engine.remove_nodes(gone, now))
-        come = [self._client.node(address, is_registered=True) for address in added]
-        self.feed(lambda engine, _now: engine.crew.add_nodes(come))
+    def nodes_changed(self, come: Sequence[Node], gone: Sequence[Node]) -> None:
+        """Report that nodes were added, or removed; a restarted one is only added."""
+        if gone:
+            self.feed(lambda engine, now: engine.remove_nodes(gone, now))
+        if come:
+            self.feed(lambda engine, _now: engine.crew.add_nodes(come))
 
-    # Actions
+    # The consumer
 
-    def act(self, now: float) -> ToDo | None:
-        """Take the engine's decisions, if any; with the condition, so that tasks are queued in their order."""
-        actions = self.engine.act(now)
-        if not actions or self.closed.is_set():
-            return None
-        todo = ToDo([], [], self.begun)
-        for action in actions:
-            if type(action) is not Load:
-                todo.actions.append(action)
-            elif (seat := self._executor.seats.get(action.worker)) is not None:  # else it was lost in between
-                seat.enqueue(action, self.begun)
-                todo.seats.append(seat)
-        return todo
+    def advance(
+        self,
+        wants_input: bool,
+        began: float,
+        draw: Callable[[float], Task | None],
+        carry_out: Callable[[ToDo], None],
+    ) -> float:
+        """Fill the window from the sampler, outside of the lock as it is user code, and carry out what follows.
 
-    def carry_out(self, todo: ToDo) -> None:
-        """Carry out decisions; without the condition."""
-        if todo.actions:
-            self._executor.carry_out(todo.actions, todo.begun)
-        for seat in todo.seats:
-            seat.send()
+        Args:
+            began: Time of the call of ``next``; the argument of ``draw``.
+            draw: Function that returns the next task; None at the end of the sampler.
+            carry_out: :meth:`carry_out`, or a function that shows it.
+
+        Returns:
+            Time of the last decision.
+        """
+        table = self.engine.table
+        while True:
+            if wants_input and self._drawn is None:
+                self._drawn = draw(began)
+            with self.condition:
+                if wants_input:
+                    if self._drawn is None:
+                        table.end_of_input()
+                    elif table.add_task(self._drawn) is not None:
+                        self._drawn = None
+                    # Otherwise a stream that has ended meanwhile has left less room.
+                    wants_input = table.wants_input
+                now = self.now()
+                todo = self.act(now)
+            if todo is not None:
+                carry_out(todo)
+            if not wants_input:
+                return now
+
+    def take(self) -> Entry | None:
+        """Return the next delivery, if it is here; with the condition."""
+        if self.engine.failure is not None:
+            return None  # the failure has caused errors that say less
+        return self.engine.deliver() if self.ahead is None else self.ahead.take()
+
+    def falls_asleep(self, now: float, deadline: float | None) -> float:
+        """Note that the consumer waits for :attr:`condition`; with it. Returns the time of the end of its wait."""
+        engine = self.engine
+        engine.consumer_waits(now)
+        self._due = math.inf if (due := engine.due(now)) is None else due
+        self.sleeps_until = self._due if deadline is None else min(self._due, deadline)
+        self.sleeps_since = now
+        self.later_since = now if engine.table.answered_bytes else math.inf
+        return self.sleeps_until
+
+    def wakes_up(self, now: float) -> float:
+        """Note the end of that wait; with the condition.
+
+        Returns:
+            Seconds asleep while a later batch was here.
+        """
+        self.sleeps_until = -math.inf
+        if self._due <= now:
+            self.engine.tick(now)
+        return max(0.0, now - self.later_since)
 
     def wake(self) -> None:
         """Wake the sleeping consumer if an answer gives it something to do; with the condition.
@@ -300,33 +303,148 @@ class Driver:
             or table.wants_input
             or (self.ahead is not None and self.ahead.delivery is not None)
             # The engine's next action may be due before the end of the sleep.
-            or ((due := self.engine.due(time.monotonic())) is not None and due < self.sleeps_until)
+            or ((due := self.engine.due(self.now())) is not None and due < self.sleeps_until)
         ):
             self.condition.notify()
         elif self.later_since == math.inf:
-            self.later_since = time.monotonic()
+            self.later_since = self.now()
+
+    # Actions
+
+    def act(self, now: float) -> ToDo | None:
+        """Take the engine's decisions, if any; with the condition, so that tasks are queued in their order."""
+        actions = self.engine.act(now)
+        if not actions or self.is_closed:
+            return None
+        todo = ToDo([], [], self.begun)
+        for action in actions:
+            if type(action) is not Load:
+                todo.actions.append(action)
+            elif (seat := self.seats.get(action.worker)) is not None:  # else it was lost in between
+                seat.enqueue(action, self.begun)
+                todo.seats.append(seat)
+        return todo
+
+    def carry_out(self, todo: ToDo) -> None:
+        """Carry out decisions; without the condition.
+
+        Other threads may overtake this one: only the tasks of a worker keep their order.
+        """
+        ends: list[End] = []
+        for action in todo.actions:
+            match action:
+                case Cancel():
+                    self._cancel(action, todo.begun)
+                case Open():
+                    self._open(action)
+                case Close():
+                    self._close(action.worker)
+                case Restart():
+                    self._restart(action.worker, todo.begun)
+                case End():
+                    ends.append(action)
+                case Seek():
+                    self.executor.seek(action.node, action.delay, self.feed)
+                case ReportWait():
+                    seat = None if action.worker is None else self.seats.get(action.worker)
+                    self.executor.report_wait(action, None if seat is None else seat.worker)
+                case Say():
+                    self.executor.say(action)
+        if ends:
+            self._end(ends, todo.begun)
+        for seat in todo.seats:
+            seat.send()
+
+    def _cancel(self, action: Cancel, begun: Pass) -> None:
+        seat = self.seats.get(action.worker)
+        if seat is not None and (sent := seat.sent.get(action.number)) is not None and sent.begun is begun:
+            seat.worker.connection.cancel(sent.request_id)
+
+    def _close(self, number: int) -> None:
+        with self.condition:
+            seat = self.seats.get(number)
+            if seat is None:
+                self._unwanted.add(number)
+        if seat is not None:
+            seat.worker.close()
+
+    def _restart(self, number: int, begun: Pass) -> None:
+        # The consumer draws for this epoch when all workers know of it.
+        if (seat := self.seats.get(number)) is not None:
+            seat.restart(self.executor.restarting(begun))
+
+    def _opening(self, place: int) -> Opening:
+        """Make the first request to a worker, for the present epoch."""
+        return self.executor.opening(self.begun, place, self.streams[place] if self.streams else None)
+
+    def _open(self, action: Open[Node]) -> None:
+        """Request a worker, if its node is still up."""
+        opening = self._openings.pop(action.place, None)
+        while True:
+            try:
+                opening = opening or self._opening(action.place)
+            except BaseException as exc:
+                self.fail(exc)
+                return
+            with self.condition:
+                if self.is_closed:
+                    return
+                if opening.begun is self.begun:
+                    is_wanted = action.worker not in self._unwanted
+                    self._unwanted.discard(action.worker)
+                    if is_wanted and (session := self.executor.session(action.node)) is not None:
+                        # With the condition: the worker is ready only after its first request was sent.
+                        self._request(action, session, opening)
+                        return
+                    break
+            opening = None  # another epoch has begun
+        self.feed(lambda engine, _now: engine.crew.open_failed(action.worker, ConnectionLostError("it is gone")))
+
+    def _request(self, action: Open[Node], session: RemoteSession, opening: Opening) -> None:
+        seat = Seat(self, action.worker)
+        keep_waiting = self.is_open if action.is_promised else self.is_alone
+        seat.worker = self.executor.open(session, opening, seat, keep_waiting)
+        self.seats[action.worker] = seat
+        # Fails if the worker is lost already, which is about to be reported.
+        with contextlib.suppress(RPCError):
+            if opening.job is not None:  # first, as the other request may build the dataset
+                seat.worker.submit(opening.job.payload, opening.job.buffers, lambda _reply: None)
+            seat.worker.submit(opening.request.payload, opening.request.buffers, seat.started)
+
+    def _end(self, ends: Sequence[End], begun: Pass) -> None:
+        """End workers that exceed a task's time limit, all at the same time."""
+        with self.condition:
+            late = [
+                # Not the engine's task: another worker may have answered it, and it may be delivered.
+                (seat.worker, sent.task)
+                for end in ends
+                if (seat := self.seats.get(end.worker)) is not None
+                and (sent := seat.sent.get(end.number)) is not None
+                and sent.begun is begun
+            ]
+        self.executor.end(late)
 
     # Queries
 
     @property
     def workers(self) -> list[RemoteWorker]:
         """The requested workers that are not lost."""
-        return [seat.worker for seat in list(self._executor.seats.values())]
+        return [seat.worker for seat in list(self.seats.values())]
 
     def is_open(self) -> bool:
         """Whether the pass is not over."""
-        return not self.closed.is_set()
+        return not self.is_closed
 
     def is_alone(self) -> bool:
         """Whether no worker has started yet: then a busy node is worth waiting for."""
         with self.condition:
-            return not self.engine.num_workers and not self.closed.is_set()
+            return not self.engine.num_workers and not self.is_closed
 
     def diagnosis(self) -> Diagnosis:
         """The reason why the loop waits."""
         with self.condition:
             self.note_setup()
-            waiting = time.monotonic() - self.sleeps_since if self.sleeps_until != -math.inf else 0.0
+            waiting = self.now() - self.sleeps_since if self.sleeps_until != -math.inf else 0.0
         return diagnose(self.recorder.snapshot(waiting))
 
     def tell(self) -> None:
@@ -351,9 +469,9 @@ class Driver:
         with self.condition:
             self.has_changed = False
             workers = {number: str(node) for number, node in self.engine.workers.items()}
-            if self.closed.is_set() or not workers:
+            if self.is_closed or not workers:
                 return
-            seats, settings = self._executor.seats, self.settings
+            seats, settings = self.seats, self.settings
             names = {number: seats[number].worker.name for number in workers if number in seats}
             # The window of a table of streams shrinks with each that ends, whose worker stays.
             window = len(workers) * settings.prefetch_factor if settings.iterable else self.engine.table.window

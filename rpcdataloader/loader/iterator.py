@@ -24,13 +24,15 @@ from rpcdataloader.fetch.batch_loader import BatchLoader
 from rpcdataloader.fetch.samples import Reduced
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.loader.copying import Copies, make_carrier, pin
-from rpcdataloader.loader.driver import Driver
+from rpcdataloader.loader.driver import Driver, ToDo
+from rpcdataloader.loader.executor import Executor
+from rpcdataloader.loader.intake import Answer, Intake
 from rpcdataloader.loader.passes import begin_pass, loader_spec, undone_afterwards
-from rpcdataloader.loader.placement import Placement
-from rpcdataloader.loader.seat import Answer
+from rpcdataloader.loader.placement import Placement, plan_options
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import check_one_stream
-from rpcdataloader.loader.tasks import Progress, Task
+from rpcdataloader.loader.tasks import Progress, Task, describe
+from rpcdataloader.plan.engine import Engine
 from rpcdataloader.plan.table import Entry
 from rpcdataloader.wire.slabs import PageablePool, pinned_allocator
 from rpcdataloader.wire.status import MAX_NUMBER, MAX_WORKERS, LoopStatus, Value
@@ -147,22 +149,34 @@ class RemoteIterator(PassIterator):
         reported_length: int | None = None,
     ) -> None:
         super().__init__(settings, dataset.name, reported_length)
-        self._drawn: Task | None = None  # from the sampler, not yet in the engine
         self._delivery: Entry | None = None  # out of the engine, not yet returned: an exception came in between
         self._ready = 0.0  # seconds asleep while a later batch was here
         self._timed: tuple[Probe, Copies] | None = None  # the last probe
         with undone_afterwards(saved):
-            self.driver = driver = Driver(settings, dataset, placement, saved, recorder)
+            intake = Intake(settings, get_client().allocator)
+            begun = begin_pass(settings, saved, len(placement.homes), makes_requests=True)
+            engine = Engine(
+                plan_options(settings, placement),
+                placement.homes,
+                placement.others,
+                describe=describe,
+                turn=begun.progress.turn,
+            )
+            executor = Executor(settings, dataset, placement)
+            self.driver = driver = Driver(settings, engine, executor, begun, intake, recorder)
             weakref.finalize(self, get_client().janitor.leave, driver.close).atexit = False
             try:
-                # First: until then no node counts as up, and the engine would look for others.
-                driver.start(placement)
+                driver.start(
+                    dict.fromkeys(placement.homes), placement.missing, expects_more=placement.register is not None
+                )
+                if placement.register is not None:
+                    executor.watch(placement.register, driver.nodes_changed)
                 self._advance(wants_input=True, began=time.monotonic())
             except BaseException:
                 driver.close()
                 raise
         # Seconds of a sleep from which on it is recorded at once; shorter ones are summed.
-        self._noted = NOTED_WAIT if driver.is_device_busy is None else _LEAST_HIDDEN
+        self._noted = NOTED_WAIT if intake.is_device_busy is None else _LEAST_HIDDEN
         self._rank = settings.partition.rank if settings.partition.world_size > 1 else None
         self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # last news, and their time
         get_client().reporter.add(self.report)
@@ -177,8 +191,8 @@ class RemoteIterator(PassIterator):
         blocked = 0.0
         while True:
             with driver.condition:
-                if self._delivery is None and engine.failure is None:  # the failure has caused errors that say less
-                    self._delivery = engine.deliver() if driver.ahead is None else driver.ahead.take()
+                if self._delivery is None:
+                    self._delivery = driver.take()
                 delivery = self._delivery
                 if delivery is None:
                     if engine.failure is None and engine.table.finished:
@@ -228,7 +242,7 @@ class RemoteIterator(PassIterator):
         """
         driver, recorder, now = self.driver, self.driver.recorder, time.monotonic()
         sending = now - decided
-        if blocked >= self._noted and driver.is_device_busy is not None and driver.is_device_busy():
+        if blocked >= self._noted and (is_busy := driver.intake.is_device_busy) is not None and is_busy():
             waited = blocked = sending = 0.0  # hidden by the device's work
         elif blocked:
             recorder.slept(now, blocked, self._ready, answer.worker)
@@ -266,64 +280,34 @@ class RemoteIterator(PassIterator):
             # torch's exception and text, which scripts may match.
             label = self._settings.partition.label
             raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
-        engine.consumer_waits(now)
-        due = engine.due(now)
-        until = driver.sleeps_until = min(
-            math.inf if due is None else due,
-            math.inf if deadline is None else deadline,
-        )
-        since = driver.sleeps_since = now
-        driver.later_since = now if engine.table.answered_bytes else math.inf
+        until = driver.falls_asleep(now, deadline)
         seconds = None if until == math.inf else until - now
         try:
             _shown("wait", driver.condition.wait, seconds) if self._is_shown else driver.condition.wait(seconds)
         finally:
-            driver.sleeps_until = -math.inf
-        now = time.monotonic()
-        if driver.later_since < now:
-            self._ready += now - driver.later_since
-        if due is not None and due <= now:
-            engine.tick(now)
-        return now - since
+            woken = time.monotonic()
+            self._ready += driver.wakes_up(woken)
+        return woken - now
 
     def _advance(self, wants_input: bool, began: float) -> float:
-        """Fill the window from the sampler, outside of the lock as it is user code, and carry out what follows.
+        """Fill the window; see :meth:`Driver.advance`."""
+        carry_out = self._send if self._is_shown else self.driver.carry_out
+        return self.driver.advance(wants_input, began, self._draw, carry_out)
 
-        Args:
-            began: Time of the call of ``next``.
+    def _send(self, todo: ToDo) -> None:
+        _shown("send", self.driver.carry_out, todo)
 
-        Returns:
-            Time of the last decision.
-        """
-        driver, engine = self.driver, self.driver.engine
-        while True:
-            if wants_input and self._drawn is None:
-                if began < driver.recorder.next_probe and not self._is_shown:
-                    self._drawn = next(driver.begun.source, None)
-                else:
-                    self._draw(began)
-            with driver.condition:
-                if wants_input:
-                    if self._drawn is None:
-                        engine.table.end_of_input()
-                    elif engine.table.add_task(self._drawn) is not None:
-                        self._drawn = None
-                    # Otherwise a stream that has ended meanwhile has left less room.
-                    wants_input = engine.table.wants_input
-                now = time.monotonic()
-                todo = driver.act(now)
-            if todo is not None:
-                _shown("send", driver.carry_out, todo) if self._is_shown else driver.carry_out(todo)
-            if not wants_input:
-                return now
-
-    def _draw(self, began: float) -> None:
-        """Draw a task that is a probe, or shown."""
-        source, recorder, since = self.driver.begun.source, self.driver.recorder, time.monotonic()
-        self._drawn = task = _shown("draw", next, source, None) if self._is_shown else next(source, None)
+    def _draw(self, began: float) -> Task | None:
+        """Draw a task; it may be a probe, or shown."""
+        source, recorder = self.driver.begun.source, self.driver.recorder
+        if began < recorder.next_probe and not self._is_shown:
+            return next(source, None)
+        since = time.monotonic()
+        task = _shown("draw", next, source, None) if self._is_shown else next(source, None)
         if task is not None and began >= recorder.next_probe:
             now = time.monotonic()
             task.probe = recorder.probe(now, now - since, task.number)
+        return task
 
     def _explained(self, error: BaseException, task: Task) -> BaseException:
         """Add to an error the rank and, after a timeout, the last stack of the task."""
@@ -357,9 +341,13 @@ class RemoteIterator(PassIterator):
         if not self.driver.is_usable():
             return False
         self._reported_length = reported_length
-        self._drawn = self._delivery = None
+        self._delivery = None
         self._ready = 0.0
-        self.driver.begin_epoch()
+        driver = self.driver
+        driver.tell()
+        before = self.progress.base_seed, self.progress.epoch
+        num_streams = len(driver.streams)
+        driver.begin_epoch(begin_pass(self._settings, None, num_streams, before=before, makes_requests=True))
         self._advance(wants_input=True, began=time.monotonic())
         return True
 

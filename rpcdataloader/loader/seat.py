@@ -10,75 +10,24 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rpcdataloader.client.connection import Request
 from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtocolError, RPCError
-from rpcdataloader.fetch.batch_loader import StreamState
-from rpcdataloader.fetch.samples import Reduced, stopped
-from rpcdataloader.loader.copying import Copies, pin
+from rpcdataloader.fetch.samples import Reduced
+from rpcdataloader.loader.intake import Answer
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.tasks import Task, describe_end, load_request, place_of
 from rpcdataloader.plan.actions import Load
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.wire.frames import Flag, Message, MessageType
 from rpcdataloader.wire.messages import STAGES_BYTES, Stages
-from rpcdataloader.wire.pickling import Encoded, result_of
-from rpcdataloader.wire.rebuild import Movable
-from rpcdataloader.wire.slabs import Allocator
+from rpcdataloader.wire.pickling import Encoded
 
 if TYPE_CHECKING:
     from rpcdataloader.loader.driver import Driver
-
-
-@dataclass(slots=True)
-class Answer:
-    """A worker's answer to a task."""
-
-    result: Any = None  # batch, or a ``Reduced`` in its place
-    size_bytes: int = 0
-    error: BaseException | None = None  # exception in place of a batch
-    timings: tuple[float, float] | None = None  # seconds to fetch and to collate; None for an exception
-    arrived: float = 0.0  # time of the first bytes of the reply, and
-    received: float = 0.0  # of the last, if they were waited for; otherwise 0
-    stream: StreamState | None = None  # progress of the worker's stream; None without one, or at its end
-    movable: Movable | None = None
-    copies: Copies | None = None
-    worker: int = -1
-    probe: Probe | None = None
-
-
-def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, moves: bool) -> Answer:
-    """Turn a reply into a batch.
-
-    Args:
-        iterable: True if the reply includes the state of its stream.
-        pins: True if ``allocator`` has pinned memory.
-    """
-    answer = Answer(size_bytes=len(reply.payload))
-    for block in reply.blocks:
-        answer.size_bytes += block.view.nbytes
-    if reply.arrival is not None and not reply.arrival.was_here:
-        answer.arrived, answer.received = reply.arrival.at, time.monotonic()
-    movable = Movable() if moves else None
-    try:
-        answer.timings, result = result_of(reply, allocator, movable)
-        if iterable:
-            result, answer.stream = result
-        if pins:
-            # In-band data, and batch types with a pin_memory method of their own. Pinned data stays.
-            result = pin(result)
-        answer.result, answer.movable = result, movable
-    except StopIteration as exc:
-        error = stopped("receiving a batch")
-        error.__cause__ = exc
-        return Answer(None, answer.size_bytes, error)
-    except BaseException as exc:
-        # A new exception: the traceback refers to this frame, and would keep the referents of the exception.
-        return Answer(None, answer.size_bytes, exc)
-    return answer
 
 
 @dataclass(slots=True)
@@ -110,15 +59,15 @@ class Seat(WorkerOwner):
         self._queue: deque[Sent] = deque()  # to send
         self._sending = threading.Lock()  # held while the queue is emptied
         self._driver = driver
-        self._allocator = driver.allocator
-        self._decode = driver.decode
+        self._intake = driver.intake
+        self._decode = driver.intake.decode
 
     def enqueue(self, load: Load, begun: Pass) -> None:
         """Queue a task; with the pass's condition, so that the order is that of the decisions."""
         task = load.payload
         sent = Sent(task, load.number, begun, task.last_request if load.is_last else task.request, load.left_out)
         if (drawn := task.probe) is not None:
-            sent.probe = Probe(drawn.number, drawn.draw, drawn.added, time.monotonic())
+            sent.probe = Probe(drawn.number, drawn.draw, drawn.added, self._driver.now())
         self._queue.append(sent)
 
     def send(self) -> None:
@@ -130,14 +79,14 @@ class Seat(WorkerOwner):
                 if sent.left_out:
                     last_try = sent.request is sent.task.last_request
                     sent.request = load_request(sent.task, last_try=last_try, left_out=sent.left_out)
-                request = Request(functools.partial(self._replied, sent), self._allocator, cancellable=True)
+                request = Request(functools.partial(self._replied, sent), self._intake.allocator, cancellable=True)
                 if (probe := sent.probe) is not None:
-                    request.flags, probe.sent = Flag.MEASURED, time.monotonic()
+                    request.flags, probe.sent = Flag.MEASURED, self._driver.now()
                 # Fails if the worker was just lost, which is about to be reported, and puts the task back.
                 with contextlib.suppress(RPCError):
                     sent.request_id = self.worker.connection.submit(MessageType.CALL, sent.request, (), request)
                 if probe is not None:
-                    probe.sent = time.monotonic()
+                    probe.sent = self._driver.now()
 
     def restart(self, starting: Encoded) -> None:
         """Tell the worker that another epoch begins, in place of its queued tasks of the last one."""
@@ -153,7 +102,7 @@ class Seat(WorkerOwner):
         if not isinstance(reply, Message):
             return
         try:
-            result_of(reply, self._allocator)
+            self._intake.check(reply)
         except BaseException as exc:
             error = exc.with_traceback(None)
             self._driver.feed(lambda engine, now: engine.worker_failed(self.number, error, now))
@@ -173,11 +122,11 @@ class Seat(WorkerOwner):
         if type(answer.result) is Reduced:
             answer.result.where = self.worker.name
         with driver.condition:
-            if sent.begun is not driver.begun or driver.closed.is_set():
+            if sent.begun is not driver.begun or driver.is_closed:
                 return
             # Only now: numbers restart in another epoch.
             self.sent.pop(sent.number, None)
-            now = time.monotonic()
+            now = driver.now()
             self._tell_engine(sent, answer, now)
             if driver.ahead is not None:
                 driver.ahead.send()

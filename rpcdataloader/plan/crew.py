@@ -96,7 +96,7 @@ class Crew(Generic[N]):
         self._num_opened = 0
         self.num_deaths = 0
         self._max_deaths = options.max_retries * len(homes)
-        self._promised: set[int] = set()  # places of retired workers: their nodes have room for the next
+        self._promised: dict[int, N] = {}  # places of retired workers, and the nodes that have room for the next
         # Nodes
         self._incarnations: dict[N, Hashable] = {}
         self._gone: set[N] = set()  # nodes lost with all of their workers
@@ -129,7 +129,7 @@ class Crew(Generic[N]):
     def ready(self, worker: Member[N], now: float) -> list[Member[N]]:
         """Note that a worker takes requests; returns the other workers of its place, which are no longer needed."""
         self.is_changed = True
-        self._promised.discard(worker.place)
+        self._promised.pop(worker.place, None)
         for other in self.members.values():
             if other.node == worker.node and other.late_at != math.inf:  # that node answers
                 other.late_at = now + self._options.connect_timeout
@@ -190,7 +190,7 @@ class Crew(Generic[N]):
         elif worker.is_sent_away:
             pass
         elif loss.has_retired and loss.node_is_up:
-            self._promised.add(place)
+            self._promised[place] = node
         else:
             self._last_error = loss.error
             if not self.roster.is_hopeless(node):  # why it is says more
@@ -324,7 +324,7 @@ class Crew(Generic[N]):
             worker = Member(number, place, node, self._incarnations.get(node), now, now + limit, is_late)
             self.members[number] = worker
             wanted.append(worker)
-            self._out.append(Open(number, place, node, place in self._promised))
+            self._out.append(Open(number, place, node, self._promised.get(place) == node))
         pauses = self.roster.pauses
         self._sought = {node: self._sought.get(node, now + pause + limit) for node, pause in pauses.items()}
         self.late_at = min((*self._sought.values(), *(worker.late_at for worker in wanted)), default=math.inf)

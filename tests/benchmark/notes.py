@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.loader import dataloader, driver, executor, iterator, seat
+from rpcdataloader.loader import dataloader, driver, intake, iterator, seat
 from tests.benchmark.datasets import Integers
 from tests.integration.waits import hurrying
 
@@ -37,13 +37,13 @@ _NUM_LEFT_OUT = 100
 # Text of the modules, each of which occurs once, and what it would be without a diagnosis.
 _SEAT = {
     """        if (drawn := task.probe) is not None:
-            sent.probe = Probe(drawn.number, drawn.draw, drawn.added, time.monotonic())
+            sent.probe = Probe(drawn.number, drawn.draw, drawn.added, self._driver.now())
 """: "",
     """                if (probe := sent.probe) is not None:
-                    request.flags, probe.sent = Flag.MEASURED, time.monotonic()
+                    request.flags, probe.sent = Flag.MEASURED, self._driver.now()
 """: "",
     """                if probe is not None:
-                    probe.sent = time.monotonic()
+                    probe.sent = self._driver.now()
 """: "",
     """            if reply.flags:
                 note_reply(sent.probe, reply)
@@ -56,13 +56,18 @@ _SEAT = {
                 note_answer(sent.probe, timings, answer.size_bytes, now)
                 answer.probe = sent.probe
 """: "",
+}
+_INTAKE = {
     """    if reply.arrival is not None and not reply.arrival.was_here:
         answer.arrived, answer.received = reply.arrival.at, time.monotonic()
 """: "",
 }
 _DRIVER = {
     """        elif self.later_since == math.inf:
-            self.later_since = time.monotonic()
+            self.later_since = self.now()
+""": "",
+    """        self.sleeps_since = now
+        self.later_since = now if engine.table.answered_bytes else math.inf
 """: "",
 }
 _ITERATOR = {
@@ -85,28 +90,19 @@ _ITERATOR = {
                 recorder.blocked += blocked
 """: """        self._advance(wants_input, began)
 """,
-    """        since = driver.sleeps_since = now
-        driver.later_since = now if engine.table.answered_bytes else math.inf
-""": "",
-    """        now = time.monotonic()
-        if driver.later_since < now:
-            self._ready += now - driver.later_since
-        if due is not None and due <= now:
-            engine.tick(now)
-        return now - since
-""": """        if due is not None and due <= (now := time.monotonic()):
-            engine.tick(now)
+    """            self._ready += driver.wakes_up(woken)
+        return woken - now
+""": """            driver.wakes_up(woken)
 """,
     "                    blocked += self._wait(deadline)": "                    self._wait(deadline)",
     "            return 0.0  # a stream": "            return  # a stream",
-    """                if began < driver.recorder.next_probe and not self._is_shown:
-                    self._drawn = next(driver.begun.source, None)
-                else:
-                    self._draw(began)
-""": """                self._drawn = next(driver.begun.source, None)
+    """        source, recorder = self.driver.begun.source, self.driver.recorder
+        if began < recorder.next_probe and not self._is_shown:
+            return next(source, None)
+""": """        return next(self.driver.begun.source, None)
 """,
     "self._profiled_next() if profiler._is_profiler_enabled else self._next()": "self._next()",
-    '_shown("send", driver.carry_out, todo) if self._is_shown else driver': "driver",
+    "self._send if self._is_shown else self.driver": "self.driver",
     '_shown("wait", driver.condition.wait, seconds) if self._is_shown else driver': "driver",
 }
 
@@ -141,9 +137,9 @@ def without(module: ModuleType, texts: dict[str, str], **names: Any) -> Any:
 
 def make_iterator_without_notes() -> Any:
     """The class of passes without notes."""
-    off = without(seat, _SEAT)
-    names = {name: getattr(off, name) for name in ("Answer", "Seat", "decode")}
-    names["Executor"] = without(executor, {}, **names).Executor
+    off = without(intake, _INTAKE)
+    names = {name: getattr(off, name) for name in ("Answer", "Intake", "decode")}
+    names["Seat"] = without(seat, _SEAT, **names).Seat
     names["Driver"] = without(driver, _DRIVER, **names).Driver
     return without(iterator, _ITERATOR, **names).RemoteIterator
 

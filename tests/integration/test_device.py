@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.loader import dataloader as dataloader_module
-from rpcdataloader.loader import driver as driver_module
+from rpcdataloader.loader import intake
 from rpcdataloader.loader import iterator as iterator_module
 from rpcdataloader.loader import settings as settings_module
 from rpcdataloader.loader.copying import Carrier, Copies
@@ -45,7 +45,7 @@ def device(monkeypatch):
     device = FakeDevice()
     for module in dataloader_module, settings_module:
         monkeypatch.setattr(module, "find_device", lambda name: name and torch.device(name))
-    for module in driver_module, iterator_module, dataloader_module:
+    for module in intake, iterator_module, dataloader_module:
         monkeypatch.setattr(module, "make_carrier", lambda found, _pageable: {NAME: device}[str(found)])
     return device
 
@@ -282,7 +282,7 @@ def test_an_iterator_that_is_dropped_lets_everything_go(device, workers):
     next(iterator)
     run = iterator.driver
     iterator = None
-    wait_until(lambda: run.closed.is_set(), what="the end of the iterator")
+    wait_until(lambda: run.is_closed, what="the end of the iterator")
     wait_until(lambda: run.ahead.delivery is None and not num_answered(run), what="what it had")
     assert device.copied
 
@@ -344,7 +344,7 @@ def test_diagnosis_names_copies_that_are_too_slow(monkeypatch, wide_servers, con
     monkeypatch.setattr(settings_module, "find_device", lambda name: name and torch.device(name))
     monkeypatch.setattr(dataloader_module, "find_device", lambda name: name and torch.device(name))
     carrier = SlowCarrier(torch.device("cpu"), PageablePool())
-    monkeypatch.setattr(driver_module, "make_carrier", lambda _device, _pageable: carrier)
+    monkeypatch.setattr(intake, "make_carrier", lambda _device, _pageable: carrier)
     loader = RPCDataloader(Causes(stall=0.002), None, num_workers=2, device=NAME, workers=[wide_servers[0].address])
     for _ in itertools.islice(loader, 80):
         time.sleep(consumer)

@@ -21,10 +21,9 @@ from torch.utils.data import (
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import ConnectionLostError, RemoteTraceback, SerializationError
-from rpcdataloader.loader import driver as driver_module
 from rpcdataloader.loader import iterator as iterator_module
 from rpcdataloader.loader import placement
-from rpcdataloader.loader import seat as answers
+from rpcdataloader.loader import intake as answers
 from rpcdataloader.wire.slabs import PinnedAllocator
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration import datasets, kinds
@@ -490,7 +489,7 @@ def test_every_tensor_of_a_batch_lives_in_pinned_memory(workers, monkeypatch):
         kept.append(batch)
         return batch
 
-    monkeypatch.setattr(driver_module, "pinned_allocator", lambda: PinnedAllocator(pinned.empty))
+    monkeypatch.setattr(answers, "pinned_allocator", lambda: PinnedAllocator(pinned.empty))
     monkeypatch.setattr(answers, "pin", pin)
     loader = RPCDataloader(range(8), batch_size=4, workers=workers, pin_memory=True, collate_fn=many_kinds)
     batches = list(loader)
@@ -510,7 +509,7 @@ def test_batch_type_with_a_method_for_pinning_has_it_called(workers, monkeypatch
     def collate(samples):
         return kinds.Pinnable(torch.tensor(samples))
 
-    for module in (driver_module, iterator_module):
+    for module in (answers, iterator_module):
         monkeypatch.setattr(module, "pinned_allocator", lambda: PinnedAllocator(_Pinned().empty))
     for where in (workers, "inline"):
         for pin_memory in (False, True):

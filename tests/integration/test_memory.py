@@ -73,8 +73,8 @@ def pool(request, monkeypatch):
         return
     pool = PageablePool()
     allocator = PinnedAllocator(lambda size_bytes: pool.allocate(size_bytes).tensor)
-    monkeypatch.setattr("rpcdataloader.loader.driver.pinned_allocator", lambda: allocator)
-    monkeypatch.setattr("rpcdataloader.loader.seat.pin", lambda batch: batch)
+    monkeypatch.setattr("rpcdataloader.loader.intake.pinned_allocator", lambda: allocator)
+    monkeypatch.setattr("rpcdataloader.loader.intake.pin", lambda batch: batch)
     yield pool
 
 

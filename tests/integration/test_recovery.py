@@ -19,7 +19,6 @@ from rpcdataloader.client.client import close_client, get_client
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCTimeoutError
 from rpcdataloader.loader.driver import Driver
-from rpcdataloader.loader.executor import Executor
 from rpcdataloader.plan import engine as engine_module
 from rpcdataloader.wire.address import Address
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
@@ -310,18 +309,18 @@ def test_without_a_worker_the_error_tells_what_happened_to_each_node(serve):
 
 @pytest.mark.parametrize(
     ("owner", "method", "what"),
-    [(Driver, "start", "it is not reachable"), (Executor, "_ask", "it is gone")],
+    [(Driver, "start", "it is not reachable"), (Driver, "_open", "it is gone")],
 )
 def test_error_names_a_node_that_goes_before_its_first_worker(serve, monkeypatch, owner, method, what):
     server = serve("--num-workers", "1")
     go_on = getattr(owner, method)
 
-    def lose_the_node(*args):
+    def lose_the_node(*args, **options):
         monkeypatch.undo()
         node = get_client().node(Address.parse(server.address))
         server.signal(signal.SIGKILL)
         wait_until(lambda: not node.session().is_ready)
-        return go_on(*args)
+        return go_on(*args, **options)
 
     monkeypatch.setattr(owner, method, lose_the_node)
     with pytest.raises(ConnectionLostError) as caught:
@@ -606,7 +605,7 @@ def test_worker_that_drains_when_an_epoch_begins_is_replaced_when_it_ends(worker
     left = iter(loader)
     next(left)
     wait_for_crew(left, 2)
-    draining, _other = left.driver._executor.seats.values()
+    draining, _other = left.driver.seats.values()
     draining.worker_draining(draining.worker)
     iterator = iter(loader)
     os.kill(draining.worker.pid, signal.SIGKILL)

@@ -133,7 +133,7 @@ def over_a_gigabit(zygote: Zygote) -> Iterator[list[str]]:
 def stopped_in_turns(iterator: Any) -> Iterator[None]:
     """Each worker is stopped for a while, one after the other."""
     wait_for_crew(iterator, 8)
-    seats = list(iterator.driver._executor.seats.values())
+    seats = list(iterator.driver.seats.values())
     is_over = threading.Event()
 
     def stop() -> None:

@@ -1,7 +1,7 @@
-"""``python -m tests.simulation.bugs``: plant bugs into the engine, and see that the simulation finds each.
+"""``python -m tests.simulation.bugs``: plant bugs into engine and driver, and see that the simulation finds each.
 
-A bug is a text of a module of ``rpcdataloader.plan`` and what it is replaced with, so that it survives what does not
-concern it. It is planted in memory, in a process of its own.
+A bug is a text of a module of ``rpcdataloader.plan`` or ``rpcdataloader.loader`` and what it is replaced with, so that
+it survives what does not concern it. It is planted in memory, in a process of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Bug(NamedTuple):
     """A mistake that somebody could make."""
 
     name: str
-    module: str  # of rpcdataloader.plan
+    module: str
     old: str  # occurs once
     new: str
     also_old: str = ""
@@ -317,7 +317,7 @@ BUGS = [
         "if is_current and (not loss.node_is_up or",
         "if (not loss.node_is_up or",
     ),
-    Bug("a place stays promised", "crew", "        self._promised.discard(worker.place)\n", ""),
+    Bug("a place stays promised", "crew", "        self._promised.pop(worker.place, None)\n", ""),
     Bug(
         "a node is tried again without a longer pause", "roster", "min(2 * self.pauses[node], MAX_PAUSE)", "FIRST_PAUSE"
     ),
@@ -448,6 +448,79 @@ BUGS = [
         "            self._waiting_since = None\n            if self._troubles",
         "            if self._troubles",
     ),
+    # The driver
+    Bug(
+        "the first decision comes before the nodes are up",
+        "driver",
+        "            crew = self.engine.crew\n",
+        "            crew = self.engine.crew\n            self.feed(lambda _engine, _now: None)\n",
+    ),
+    Bug(
+        "answers of an earlier epoch count",
+        "seat",
+        "if sent.begun is not driver.begun or driver.is_closed:",
+        "if driver.is_closed:",
+    ),
+    Bug("tasks of an earlier epoch are sent", "seat", "            self._queue.clear()\n", ""),
+    Bug(
+        "a worker that was closed before it was opened stays",
+        "driver",
+        "                self._unwanted.add(number)\n",
+        "                pass\n",
+    ),
+    Bug(
+        "a lost worker is kept, with its tasks",
+        "driver",
+        "            self.seats.pop(number, None)\n",
+        "            pass\n",
+    ),
+    Bug(
+        "late workers are ended while all threads wait",
+        "driver",
+        "        self.executor.end(late)\n",
+        "        with self.condition:\n            self.executor.end(late)\n",
+    ),
+    Bug("an answer wakes nobody", "seat", "if driver.sleeps_until != -math.inf:", "if False:"),
+    Bug(
+        "a lost node wakes nobody",
+        "driver",
+        "            self.has_changed = True\n            self.condition.notify_all()\n",
+        "",
+    ),
+    Bug(
+        "a worker that is sent the first requests of an earlier epoch",
+        "driver",
+        "if opening.begun is self.begun:",
+        "if True:",
+    ),
+    Bug("a task is sent to the workers in another order", "seat", "self._queue.popleft()", "self._queue.pop()"),
+    Bug(
+        "an open that fails is not reported",
+        "driver",
+        "        self.feed(lambda engine, _now: engine.crew.open_failed(",
+        "        (lambda engine, _now: engine.crew.open_failed(",
+    ),
+    Bug(
+        "workers are not told of another epoch",
+        "driver",
+        "                    self._restart(action.worker, todo.begun)\n",
+        "                    pass\n",
+    ),
+    Bug("late workers are not ended", "driver", "        if ends:\n", "        if False:\n"),
+    Bug("workers of a pass that is left stay", "driver", "        self.executor.close(workers)\n", ""),
+    Bug(
+        "the samples to leave out are not sent",
+        "seat",
+        "                if sent.left_out:\n",
+        "                if False:\n",
+    ),
+    Bug(
+        "a stream goes on elsewhere from its beginning",
+        "seat",
+        "            driver.streams[stream] = answer.stream\n",
+        "            pass\n",
+    ),
+    Bug("the consumer sleeps past what is due", "driver", "        if self._due <= now:\n", "        if False:\n"),
 ]
 
 
@@ -466,15 +539,20 @@ def replaced(bug: Bug) -> str:
 
 
 def path_of(bug: Bug) -> Path:
-    return Path(rpcdataloader.__file__).parent / "plan" / f"{bug.module}.py"
+    return Path(rpcdataloader.__file__).parent / package_of(bug) / f"{bug.module}.py"
+
+
+def package_of(bug: Bug) -> str:
+    return "loader" if bug.module in ("driver", "seat") else "plan"
 
 
 def plant(bug: Bug) -> None:
     """Put a bug into this process."""
     source = replaced(bug)
-    for name in [name for name in sys.modules if name.startswith(("rpcdataloader.plan.", "tests.simulation."))]:
+    planted = ("rpcdataloader.plan.", "rpcdataloader.loader.", "tests.simulation.")
+    for name in [name for name in sys.modules if name.startswith(planted)]:
         del sys.modules[name]
-    name = f"rpcdataloader.plan.{bug.module}"
+    name = f"rpcdataloader.{package_of(bug)}.{bug.module}"
     spec = importlib.util.spec_from_loader(name, None)
     assert spec is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -7,9 +7,9 @@ import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-from rpcdataloader.errors import RPCError
+from rpcdataloader.errors import ConnectionLostError, RPCError
 from tests.simulation.scenarios import Scenario
 
 
@@ -36,58 +36,129 @@ class Node:
         return self.is_up and not self.is_draining
 
 
+class Session:
+    """A session of a rank on a node, with the dataset."""
+
+    __slots__ = ("incarnation", "node")
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.incarnation = node.incarnation
+
+    @property
+    def is_ready(self) -> bool:
+        return self.node.answers and self.node.incarnation == self.incarnation
+
+
+class Exited(NamedTuple):
+    """What a session says of a worker that has ended."""
+
+    batch: int
+    sample: int
+
+
 class Worker:
-    """A worker process, and the connection to it."""
+    """A worker process, and the connection to it, as the driver knows both."""
 
     __slots__ = (
         "at",
         "cancelled",
+        "complete",
+        "connection",
         "crew",
         "dies_answering",
-        "epoch",
         "error",
+        "exited",
         "has_come",
         "hung_until",
-        "incarnation",
         "index",
         "is_alive",
         "is_busy",
-        "is_closed",
         "is_draining",
         "is_lost",
-        "is_retiring",
-        "is_starting",
+        "keep_waiting",
         "node",
-        "number",
+        "num_sent",
+        "owner",
         "place",
         "position",
-        "promised",
         "queue",
+        "retired",
+        "session",
         "was_refused",
+        "will_retire",
         "wire",
     )  # fmt: skip
 
-    def __init__(self, crew: Any, number: int, place: int, node: Node, promised: bool, position: int) -> None:
+    def __init__(self, crew: Any, session: Session, owner: Any, keep_waiting: Callable[[], bool]) -> None:
         self.crew = crew
-        self.number = number
-        self.place = place
-        self.node = node
-        self.incarnation = node.incarnation
-        self.promised = promised
-        self.position = position  # of its stream
-        self.epoch = crew.epoch
-        self.queue: deque[tuple[int, Any, int, frozenset[int]]] = deque()
-        self.at: tuple[int, int] | None = None  # task and place, as it has noted them
+        self.session = session
+        self.node = session.node
+        self.owner = owner
+        self.keep_waiting = keep_waiting
+        self.connection = Connection(self)
+        self.place = -1
+        self.position = 0  # of its stream
+        self.num_sent = 0
+        self.queue: deque[tuple[int, Any, Any]] = deque()  # number on the connection, payload, and what takes the reply
+        self.complete: Callable[[Any], None] | None = None  # takes the reply to the first request of the last epoch
+        self.at: tuple[Any, int] | None = None  # batch and place, as it has noted them
         self.cancelled: set[int] = set()
         self.is_busy = True  # with its opening
         self.is_alive = True
-        self.is_closed = self.is_draining = self.is_lost = self.is_retiring = self.is_starting = self.has_come = False
+        self.is_draining = self.is_lost = self.will_retire = self.retired = self.has_come = False
         self.was_refused = False
         self.dies_answering = False
         self.hung_until = 0.0
         self.wire = 0.0  # when the last message on its way is there
         self.index = -1
         self.error: RPCError | None = None
+        self.exited: Exited | None = None
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.number} on {self.node.name}"
+
+    @property
+    def number(self) -> int:
+        number: int = self.owner.number
+        return number
+
+    def submit(self, payload: Any, _buffers: Any, complete: Callable[[Any], None]) -> None:
+        """The first request of an epoch."""
+        self.crew.must_begin(payload.epoch)
+        self.connection.put(payload, complete)
+
+    def close(self) -> None:
+        self.crew.cluster.die(self, CLOSED)
+
+
+class Connection:
+    """What is sent to a worker."""
+
+    __slots__ = ("worker",)
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def submit(self, _type: Any, payload: Any, _buffers: Any, request: Any) -> int:
+        return self.put(payload, request.complete)
+
+    def put(self, payload: Any, complete: Callable[[Any], None]) -> int:
+        worker = self.worker
+        if worker.is_lost:
+            raise LOST
+        worker.num_sent += 1
+        worker.queue.append((worker.num_sent, payload, complete))
+        if worker.is_alive and not worker.is_busy:
+            worker.crew.work(worker)
+        return worker.num_sent
+
+    def cancel(self, number: int) -> None:
+        self.worker.cancelled.add(number)
+
+    def cancel_all(self) -> None:
+        self.worker.cancelled.update(number for number, _payload, _complete in self.worker.queue)
 
 
 class Cluster:
@@ -180,4 +251,5 @@ class Cluster:
         node.is_up = node.is_up or node.incarnation == incarnation
 
 
-LOST = RPCError("the node is lost")
+LOST = ConnectionLostError("the node is lost")
+CLOSED = ConnectionLostError("it was closed")

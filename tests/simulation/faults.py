@@ -68,10 +68,10 @@ def _kill_while_answering(cluster: Cluster, worker: Worker, fault: Fault) -> Non
 
 
 def _retire(cluster: Cluster, worker: Worker, fault: Fault) -> None:
-    if worker.is_draining or worker.is_starting:
+    if worker.is_draining:
         return
     cluster.count("retire")
-    worker.is_draining = worker.is_retiring = True
+    worker.is_draining = worker.will_retire = True
     cluster.at(cluster.latency(), worker.crew.drain, worker)
     if not worker.is_busy:
         worker.is_busy = True
@@ -198,18 +198,14 @@ def _add_node(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
         nodes = list(cluster.nodes.values())
         node = nodes[fault.pick % len(nodes)]
     cluster.count("add node")
-    crew.judge.add_nodes([node.name])
-    crew.engine.crew.add_nodes([node.name])
-    crew.happened()
+    crew.driver.nodes_changed([node.name], [])
 
 
 def _remove_node(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
     nodes = list(cluster.nodes.values())
     node = nodes[int(fault.size * len(nodes))]
     cluster.count("remove node")
-    crew.judge.remove_nodes([node.name])
-    crew.engine.remove_nodes([node.name], cluster.now)
-    crew.happened()
+    crew.driver.nodes_changed([], [node.name])
 
 
 def _leave(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
@@ -231,7 +227,7 @@ def _rescale(cluster: Cluster, fault: Fault) -> None:
     for rank in cluster.ranks:
         rank.generation += 1
         rank.is_waiting = False
-        rank.crew.close()
+        rank.crew.leave()
         undelivered += sorted(rank.crew.undelivered)
     num_ranks = 1 + fault.pick % max(2, cluster.scenario.num_ranks)
     cluster.ranks = [Rank(cluster, number, num_ranks) for number in range(num_ranks)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Hashable
 from typing import Any, NoReturn
 
 from rpcdataloader.plan.actions import (
@@ -66,7 +67,7 @@ class Member:
         "place", "sent_away", "since",
     )  # fmt: skip
 
-    def __init__(self, place: int, node: str, incarnation: int | None, late_at: float, is_late: bool) -> None:
+    def __init__(self, place: int, node: str, incarnation: Hashable, late_at: float, is_late: bool) -> None:
         self.place = place
         self.late_at = late_at  # when others are asked as well, unless it has come
         self.is_late = is_late
@@ -89,7 +90,8 @@ class Place:
 
     def __init__(self, home: str) -> None:
         self.home = home
-        self.closed = self.promised = False
+        self.closed = False
+        self.promised = ""  # the node of a retired worker, which has room for the next
         self.refused: set[str] = set()
         self.worker = 0  # the last one that was opened here; 0 when that is lost
 
@@ -114,7 +116,7 @@ class Judge:
         self.tried: set[str] = set()  # sought, and failed once
         self.seek_late_at: dict[str, float] = {}  # when the present try has taken too long
         self.joining: set[str] = set()
-        self.incarnations: dict[str, int] = {}
+        self.incarnations: dict[str, Hashable] = {}
         self.told: set[tuple[str, int | None]] = set()  # nodes whose loss the user knows of
         self.expects_more = False
         self.is_changed = True
@@ -289,7 +291,7 @@ class Judge:
         member.joined = True
         member.late_at = math.inf
         place = self.places[member.place]
-        place.promised, place.worker = False, number
+        place.promised, place.worker = "", number
         for other in self.members.values():
             if other.node == member.node:  # which answers
                 other.is_late = False
@@ -361,7 +363,7 @@ class Judge:
         elif member.sent_away:
             pass
         elif loss.has_retired and node_is_up:
-            place.promised = True
+            place.promised = member.node
         elif not is_blamed and (died or (not came and node_is_up and not was_refused)):
             self.num_deaths += 1
             if self.num_deaths > self.max_deaths:
@@ -411,7 +413,7 @@ class Judge:
 
     # Nodes
 
-    def node_up(self, node: str, incarnation: int, num_offered: int) -> None:
+    def node_up(self, node: str, incarnation: Hashable, num_offered: int) -> None:
         self.seeking.pop(node, None)
         if node in self.hopeless or not (node in self.known or node in self.joining):
             return
@@ -652,8 +654,8 @@ class Judge:
                 self.fail(f"{action}: its home is there")
             if not (self.is_iterable or self._is_deserted()):
                 self.fail(f"{action}: other homes are there")
-        if is_promised != place.promised:
-            self.fail(f"{action}: a place that is {'' if place.promised else 'not '}promised")
+        if is_promised != (place.promised == node):
+            self.fail(f"{action}: {place.promised or 'no node'} has promised a place")
         place.worker = number
         late_at = now + self.options.connect_timeout
         self.members[number] = Member(place_number, node, self.incarnations.get(node), late_at, node in mute)

@@ -1,33 +1,71 @@
-"""A pass over a loader that does not exist: drives an engine as the real driver does, with a judge beside it."""
+"""A pass over a loader that does not exist: the product's driver and seats, and the world behind their executor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import pickle
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, Open, PlanOptions, Restart, Seek
-from rpcdataloader.plan.crew import Loss
-from rpcdataloader.plan.engine import Engine
+from rpcdataloader.diagnosis.records import Recorder
+from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.loader.driver import Driver, ToDo
+from rpcdataloader.loader.executor import Opening
+from rpcdataloader.loader.intake import Answer
+from rpcdataloader.plan.actions import End, PlanOptions, ReportWait, Say
 from rpcdataloader.plan.table import Entry
-from tests.simulation.cluster import Cluster, Worker
+from rpcdataloader.wire.frames import Message
+from tests.simulation.cluster import CLOSED, LOST, Cluster, Exited, Session, Worker
 from tests.simulation.judge import Judge, ViolationError
+from tests.simulation.judged import JudgedEngine
 
 if TYPE_CHECKING:
     from tests.simulation.ranks import Rank
 
 GONE = ConnectionLostError("it is gone")
-CLOSED = ConnectionLostError("it was closed")
+REFUSED = ConnectError("it has no room")
 LATE = ConnectionLostError("it took too long")
 DIED = ConnectionLostError("it was killed by its batch")
 FAILED = OSError("it did not work")
+ERROR = ValueError("it does not work")
 UNREACHABLE = ConnectionLostError("it cannot be reached")
 
-_OF_EPOCH = {Load, Cancel, End}  # in another one, the numbers of tasks mean others
-
 NUM_PLACES = 3  # samples of a batch
+BETWEEN = NUM_PLACES + 1  # no place of a sample
+END_LIMIT = 2.5  # seconds after which a worker that was ended is closed, whatever its session says
 
-BATCH, EXCEPTION, MAY_PASS, END, CANCELLED = range(5)
+BATCH, EXCEPTION, MAY_PASS, LAST, CANCELLED = range(5)
+
+
+class Task:
+    """A batch that the sampler gives."""
+
+    __slots__ = ("indices", "last_request", "num_samples", "number", "position", "probe", "request", "stack")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.request: tuple[int] = (number,)
+        self.last_request = number, True
+        self.indices = self.probe = None
+        self.position = 0
+        self.num_samples = NUM_PLACES
+        self.stack = ""
+
+    def __repr__(self) -> str:
+        return f"batch {self.number}"
+
+
+class Reply(Message):
+    """The reply to a request."""
+
+    __slots__ = ("kind", "result", "seconds")
+
+    def __init__(self, kind: int, result: Any, seconds: float) -> None:
+        super().__init__(0)
+        self.kind = kind
+        self.result = result
+        self.seconds = seconds
 
 
 class Reduced(NamedTuple):
@@ -37,8 +75,77 @@ class Reduced(NamedTuple):
     left_out: frozenset[int]
 
 
+class Start(NamedTuple):
+    """The first request of an epoch."""
+
+    epoch: Any
+    place: int  # stream; -1 for the same one
+    position: int  # in the stream
+
+
+class Encoded(NamedTuple):
+    """A request to send."""
+
+    payload: Start
+    buffers: tuple[()] = ()
+
+
+class Epoch:
+    """What the driver knows of an epoch."""
+
+    def __init__(self, positions: list[int], turn: int) -> None:
+        self.progress = SimpleNamespace(streams=positions, turn=turn, identities=[], finished=False)
+
+
+class Condition:
+    """The lock of a pass, and its consumer, which wakes up when a thread that has notified it lets go."""
+
+    __slots__ = ("crew", "depth", "is_notified")
+
+    def __init__(self, crew: Pass) -> None:
+        self.crew = crew
+        self.depth = 0
+        self.is_notified = False
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.depth -= 1
+        if self.depth or kind is not None:
+            return
+        rank, is_notified = self.crew.rank, self.is_notified
+        self.is_notified = False
+        if rank.crew is not self.crew or self.crew.is_closed:
+            return
+        if is_notified:
+            rank.wake()
+        elif rank.is_waiting and (number := self.crew.judge.deliverable()) is not None:
+            raise ViolationError(f"task {number} is answered, and the consumer sleeps on")
+
+    def notify(self) -> None:
+        self.is_notified = True
+
+    notify_all = notify
+
+
+class SimulatedDriver(Driver):
+    """The driver, whose threads overtake each other."""
+
+    executor: Any
+
+    def carry_out(self, todo: ToDo) -> None:
+        cluster = self.executor.cluster
+        if not self.executor.is_beginning and cluster.random.random() < cluster.noise.thread:
+            cluster.counts["thread"] += 1
+            delay = cluster.random.random() ** 2 * cluster.scenario.seconds
+            cluster.at(delay, super().carry_out, todo)
+        else:
+            super().carry_out(todo)
+
+
 class Pass:
-    """What stands behind an iterator.
+    """What stands behind an iterator, and what its driver takes for the outside.
 
     Args:
         rank: Whose it is.
@@ -50,6 +157,9 @@ class Pass:
         positions: Where each stream begins.
         turn: The stream whose batch comes first.
     """
+
+    is_over = False  # the client
+    name = "dataset"
 
     def __init__(
         self,
@@ -67,25 +177,41 @@ class Pass:
         self.cluster = cluster
         self.rank = rank
         self.options = options
-        self.is_closed = False
-        self.workers: dict[int, Worker] = {}
-        self.unwanted: set[int] = set()
-        self.seeks: dict[str, int] = {}
-        self.epoch = 0
-        self.engine: Engine[str] = Engine(options, homes, others, turn=turn)
+        self.homes = set(homes)
+        self.condition = Condition(self)
+        self.is_beginning = False
         self.judge = Judge(options, homes, others, turn)
+        self.judge.expects_more = cluster.scenario.expects_more
+        self.engine = JudgedEngine(self.judge, options, homes, others, turn)
+        self.engine.at_end = self.at_end
+        settings: Any = SimpleNamespace(
+            retry_on=(OSError,),
+            iterable=options.is_iterable,
+            prefetch_factor=options.prefetch_factor,
+            max_in_flight_bytes=options.max_in_flight_bytes,
+            persistent_workers=False,
+        )
         self.begin(payloads, lengths, positions, turn)
-        for name in dict.fromkeys(homes):
-            node = cluster.nodes[name]
-            if rank.sessions.get(name) == node.incarnation and node.answers:
-                self.judge.node_up(name, node.incarnation, 0)
-                self.engine.crew.node_up(name, node.incarnation)
-            else:
-                self.engine.crew.node_missing(name, UNREACHABLE)
-        if rank.cluster.scenario.expects_more:
-            self.judge.expects_more = True
-            self.engine.crew.roster.expects_more = True
-        self.acts()
+        recorder = Recorder(contextlib.nullcontext(), cluster.now)
+        # The seam: an executor, and a way of replies into this process; nodes are their names.
+        outside: Any = self
+        engine: Any = self.engine
+        names: Any = dict.fromkeys(homes)
+        epoch: Any = Epoch(self.delivered, turn)
+        self.driver: Any = SimulatedDriver(settings, engine, outside, epoch, outside, recorder)
+        ready = [name for name in homes if self.session(name) is not None]
+        self.must_not_seek = bool(ready)
+        self.driver.start(names, [], expects_more=cluster.scenario.expects_more)
+        self.must_not_seek = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self.driver.is_closed
+
+    @property
+    def positions(self) -> list[Any]:
+        """The place in each stream after its last answer."""
+        return self.driver.streams
 
     def begin(self, payloads: list[int], lengths: list[int], positions: list[int], turn: int) -> None:
         """Begin an epoch with these batches."""
@@ -93,366 +219,359 @@ class Pass:
         self.num_drawn = 0
         self.undelivered = set(payloads)
         self.lengths = lengths
-        self.positions = list(positions)  # after the last answer of each stream
         self.delivered = list(positions)
         self.turn = turn
         self.expected_turn = [stream % len(lengths) for stream in range(turn, turn + len(lengths))] if lengths else []
 
     def begin_epoch(self, payloads: list[int], lengths: list[int]) -> None:
-        self.epoch += 1
         self.begin(payloads, lengths, [0] * len(lengths), 0)
-        self.judge.begin_epoch(0)
-        self.engine.begin_epoch(self.cluster.now, 0)
-        actions = self.engine.act(self.cluster.now)
-        self.judge.acted(actions, self.cluster.now)
-        self.carry_out(actions, self.epoch)  # workers are told of an epoch before they have requests of it
+        epoch: Any = Epoch(self.delivered, 0)
+        self.is_beginning = True  # workers are told of an epoch before they have requests of it
+        self.driver.begin_epoch(epoch)
+        self.is_beginning = False
 
-    def close(self) -> None:
-        self.is_closed = True
-        for worker in list(self.workers.values()):
-            self.cluster.die(worker, CLOSED)
+    def leave(self) -> None:
+        """End the pass."""
+        self.driver.close()
 
-    # What is to be done
+    # The outside: nodes
 
-    def happened(self) -> None:
-        """The engine was told something."""
-        self.acts()
-        rank = self.rank
-        if rank.is_waiting:
-            rank.wake()
+    def now(self) -> float:
+        return self.cluster.now
 
-    def acts(self) -> None:
-        actions = self.engine.act(self.cluster.now)
-        self.judge.acted(actions, self.cluster.now)
-        if not actions:
-            return
-        cluster = self.cluster
-        if cluster.random.random() < cluster.noise.thread and (not self.lengths or type(actions[-1]) is not Load):
-            # Another thread overtakes this one. The driver sees to it that requests to streams keep their order.
-            cluster.counts["thread"] += 1
-            delay = cluster.random.random() ** 2 * cluster.scenario.seconds
-            cluster.at(delay, self.carry_out, actions, self.epoch)
-        else:
-            self.carry_out(actions, self.epoch)
+    def _is_free(self, what: str) -> None:
+        if self.condition.depth:
+            raise ViolationError(f"{what}, which may take long, and all threads of the pass wait for it")
 
-    def carry_out(self, actions: list[Action], epoch: int) -> None:
+    def session(self, name: str) -> Session | None:
+        session: Session | None = self.rank.sessions.get(name)
+        return session if session is not None and session.is_ready else None
+
+    def seek(self, name: str, delay: float, feed: Callable[[Any], None]) -> None:
+        if self.must_not_seek and name not in self.homes:
+            raise ViolationError(f"the dataset is built on {name}, which is not needed")
+        self.cluster.at(delay, self._seek, name, feed)
+
+    def _seek(self, name: str, feed: Callable[[Any], None]) -> None:
         if self.is_closed:
             return
-        for action in actions:
-            carry_out = _CARRY_OUT.get(type(action))
-            if carry_out is not None and (epoch == self.epoch or type(action) not in _OF_EPOCH):
-                carry_out(self, action)
-
-    def load(self, action: Load) -> None:
-        worker = self.workers.get(action.worker)
-        if worker is not None and worker.is_alive:
-            worker.queue.append((action.number, action.payload, self.epoch, frozenset(action.left_out or ())))
-            if not worker.is_busy:
-                self.work(worker)
-
-    def cancel(self, action: Cancel) -> None:
-        worker = self.workers.get(action.worker)
-        if worker is not None:
-            worker.cancelled.add(action.number)
-
-    def end(self, action: End) -> None:
-        worker = self.workers.get(action.worker)
-        if worker is not None:
-            # A node that does not answer is not waited for.
-            delay = 2.5 if worker.node.mute_until > self.cluster.now else 0.0
-            self.cluster.at(delay, self.cluster.die, worker, LATE)
-
-    def look_for(self, action: Seek[str]) -> None:
-        token = self.seeks[action.node] = self.seeks.get(action.node, 0) + 1
-        self.cluster.at(action.delay, self.seek, action.node, token)
-
-    def open(self, action: Open[str]) -> None:
-        number, place, name, is_promised = action.worker, action.place, action.node, action.is_promised
         cluster = self.cluster
         node = cluster.nodes[name]
-        if number in self.unwanted or self.rank.sessions.get(name) != node.incarnation or not node.answers:
-            cluster.at(0.0, self.fail_open, number)
+        patience = cluster.latency() if node.answers else cluster.random.random()
+        if node.mute_until > cluster.now and node.answers:
+            cluster.count("mute node")
+            known = self.rank.sessions.get(name)
+            if known is not None and known.is_ready:
+                # It builds, for as long as that takes.
+                cluster.at(node.mute_until - cluster.now, self._seek, name, feed)
+                return
+            patience = cluster.scenario.connect_timeout
+        cluster.at(patience, self._sought, name, feed)
+
+    def _sought(self, name: str, feed: Callable[[Any], None]) -> None:
+        if self.is_closed:
             return
-        position = self.positions[place] if self.positions else 0
-        worker = self.workers[number] = Worker(self, number, place, node, is_promised, position)
+        node, now = self.cluster.nodes[name], self.cluster.now
+        if not node.answers or node.mute_until > now:
+            feed(lambda engine, _now: engine.crew.node_failed(name, UNREACHABLE))
+        elif node.foreign_until > now:
+            self.cluster.count("foreign node")
+            feed(lambda engine, _now: engine.crew.node_failed(name, UNREACHABLE, is_foreign=True))
+        elif node.broken_until > now:
+            self.cluster.count("broken node")
+            feed(lambda engine, _now: engine.crew.node_hopeless(name, ValueError("no such file")))
+        else:
+            session = self.rank.sessions.get(name)
+            if session is None or not session.is_ready:
+                session = self.rank.sessions[name] = Session(node)
+            feed(lambda engine, _now: engine.crew.node_up(name, session, node.offered))
+
+    # The outside: workers
+
+    def opening(self, begun: Any, place: int, stream: int | None) -> Any:
+        self._is_free("a request is pickled")
+        request: Any = Encoded(Start(begun, place, stream or 0))
+        return Opening(begun, request)
+
+    def restarting(self, begun: Epoch) -> Encoded:
+        return Encoded(Start(begun, -1, 0))
+
+    def settle(self, _workers: Sequence[Worker]) -> None:
+        self._is_free("the dataset is changed")
+
+    def open(self, session: Session, _opening: Any, owner: Any, keep_waiting: Callable[[], bool]) -> Worker:
+        cluster = self.cluster
+        worker = Worker(self, session, owner, keep_waiting)
+        if self.judge.members[owner.number].closed:
+            # By a thread that this one has overtaken.
+            cluster.at(cluster.scenario.seconds, self.check_closed, worker)
         cluster.at(cluster.latency(), self.connect, worker, cluster.now + cluster.scenario.connect_timeout)
+        return worker
 
-    def fail_open(self, number: int) -> None:
-        if not self.is_closed:
-            self.judge.open_failed(number)
-            self.engine.crew.open_failed(number, GONE)
-            self.happened()
+    def check_closed(self, worker: Worker) -> None:
+        if worker.is_alive and not self.is_closed:
+            raise ViolationError(f"worker {worker.number} was closed before it was opened, and stays")
 
-    def close_worker(self, action: Close) -> None:
-        worker = self.workers.get(action.worker)
-        if worker is None:
-            self.unwanted.add(action.worker)
-        elif worker.is_alive:
-            worker.is_closed = True
-            self.cluster.die(worker, CLOSED)
+    def at_end(self, action: End) -> None:
+        latest = END_LIMIT + self.cluster.scenario.seconds + 0.1
+        self.cluster.at(latest, self.must_end, action.worker, action.number, self.driver.begun)
+
+    def must_begin(self, epoch: Any) -> None:
+        if epoch is not self.driver.begun:
+            raise ViolationError("a worker is told of an epoch that is over")
+
+    def must_end(self, number: int, task: int, epoch: Any) -> None:
+        """The engine has decided to end a worker."""
+        seat = self.driver.seats.get(number)
+        is_held = seat is not None and seat.worker.is_alive and self.judge.holds(number, task)
+        if is_held and epoch is self.driver.begun and not self.is_closed:
+            raise ViolationError(f"worker {number} was to be ended at task {task}, and goes on")
+
+    def end(self, late: Sequence[tuple[Worker, Task]]) -> None:
+        self._is_free("workers are ended")
+        for worker, _task in late:
+            delay = END_LIMIT if worker.node.mute_until > self.cluster.now else self.cluster.latency()
+            self.cluster.at(delay, self.cluster.die, worker, LATE)
+
+    def close(self, workers: Sequence[Worker]) -> None:
+        for worker in workers:
+            worker.close()
+
+    def say(self, action: Say) -> None:
+        pass
+
+    def report_wait(self, action: ReportWait, worker: Worker | None) -> None:
+        pass
+
+    # The outside: replies
+
+    allocator = carrier = None
+
+    def check(self, reply: Reply) -> None:
+        pass
+
+    def decode(self, reply: Reply) -> Answer:
+        kind, result = reply.kind, reply.result
+        if self.lengths and kind == LAST:
+            stream, position = result
+            self.lengths[stream] = min(self.lengths[stream], position)
+            return Answer()
+        state: Any = result[1] + 1 if self.lengths and kind != CANCELLED else None
+        if kind == BATCH:
+            return Answer((kind, result), self.rank.size(result), timings=(reply.seconds, 0.0), stream=state)
+        if kind == MAY_PASS and result in self.cluster.bad:
+            self.cluster.count("bad batch")
+        return Answer((kind, result), error=FAILED if kind == MAY_PASS else ERROR, stream=state)
 
     # Workers
 
     def connect(self, worker: Worker, deadline: float) -> None:
         """A worker asks its node to let it in."""
-        if self.is_closed or not worker.is_alive:
+        if not worker.is_alive:
             return
         cluster, node, now = self.cluster, worker.node, self.cluster.now
-        if node.incarnation != worker.incarnation or not node.answers:
+        if not worker.session.is_ready:
             cluster.die(worker, GONE)
         elif node.mute_until > now:
-            cluster.count("mute node")
-            cluster.at(node.mute_until - now, self.connect, worker, deadline)
+            if now < deadline:
+                cluster.count("mute node")
+                cluster.at_time(min(deadline, node.mute_until), self.connect, worker, deadline)
+            else:
+                cluster.die(worker, REFUSED)
         elif node.full_until > now or node.used >= node.room:
-            if now < deadline and (worker.promised or not self.engine.num_workers):
+            if now < deadline and worker.keep_waiting():
                 cluster.at(1.0, self.connect, worker, deadline)
             else:
                 cluster.count("refusal")
                 worker.was_refused = True
-                cluster.die(worker, GONE)
+                cluster.die(worker, REFUSED)
         elif node.flapping_until > now and cluster.random.random() < 0.5:
             cluster.count("flap")
-            cluster.die(worker, GONE)
+            cluster.die(worker, REFUSED)
         else:
             cluster.come(worker)
             if node.flapping_until > now:
                 cluster.at(self.rank.seconds() * cluster.random.random(), self.flap, worker)
-            self.judge.ready(worker.number, now)
-            self.engine.worker_ready(worker.number, now)
             is_cold = cluster.random.random() < cluster.scenario.cold_starts
             opening = cluster.random.random() * (10.0 if is_cold else 0.1) * cluster.scenario.seconds
-            cluster.at(opening, self.opened, worker)
-            self.happened()
+            cluster.at(opening, self.begin_work, worker)
+            worker.owner.worker_ready(worker)
 
     def flap(self, worker: Worker) -> None:
         if worker.is_alive and worker.node.flapping_until > self.cluster.now:
             self.cluster.count("flap")
             self.cluster.die(worker, DIED)
 
-    def restart(self, action: Restart) -> None:
-        """A worker is told that another epoch begins."""
-        worker = self.workers.get(action.worker)
-        if worker is None or not worker.is_alive:
-            return
-        worker.epoch = self.epoch
-        worker.queue.clear()
-        worker.cancelled.clear()
-        worker.position = 0
-        worker.is_starting = True
-        if not worker.is_busy:
-            worker.is_busy = True
-            self.cluster.at(self.cluster.latency(), self.opened, worker)
+    def begin_work(self, worker: Worker) -> None:
+        worker.is_busy = False
+        self.work(worker)
 
-    def opened(self, worker: Worker) -> None:
+    def started(self, worker: Worker, complete: Callable[[Any], None]) -> None:
         """A worker has done the first request of an epoch."""
-        if not worker.is_alive or self.is_closed:
+        if not worker.is_alive:
             return
-        if worker.hung_until > self.cluster.now:
-            self.cluster.at(worker.hung_until - self.cluster.now, self.opened, worker)
+        until = max(worker.hung_until, worker.node.mute_until)
+        if until > self.cluster.now:
+            self.cluster.at(until - self.cluster.now, self.started, worker, complete)
             return
         worker.is_busy = False
-        if worker.is_starting:
-            worker.is_starting = False
-            worker.is_busy = True
-            self.cluster.at(self.cluster.latency(), self.opened, worker)
-        self.judge.at_work(worker.number)
-        self.engine.worker_at_work(worker.number)
+        complete(Reply(BATCH, None, 0.0))
         if not worker.is_busy:
             self.work(worker)
-        self.happened()
 
     def work(self, worker: Worker) -> None:
         """Begin with the next request."""
-        queue = worker.queue
-        while queue:
-            number, payload, epoch, left_out = queue.popleft()
-            if epoch != worker.epoch:
-                continue
-            worker.is_busy = True
-            cluster = self.cluster
-            if number in worker.cancelled:
-                worker.cancelled.discard(number)
-                cluster.at(0.0, self.done, worker, number, CANCELLED, payload, 0.0, epoch)
-                return
-            kind: int = BATCH
-            result: Any = payload
-            if self.lengths:
-                stream = worker.place
-                result = stream, worker.position
-                if worker.position >= self.lengths[stream] or cluster.has_ended:
-                    kind = END
-                else:
-                    worker.position += 1
-            seconds = self.rank.seconds()
-            if cluster.random.random() < cluster.noise.slow:
-                cluster.counts["slow"] += 1
-                seconds *= 2.0 + 20.0 * cluster.random.random()
-            worker.at = number, int(cluster.random.random() * NUM_PLACES)
-            place = cluster.deadly_samples.get(result)
-            if kind == BATCH and place is not None and place not in left_out:
-                worker.at = number, place
-                cluster.at(seconds * place / NUM_PLACES, self.kill, worker, "deadly sample")
-                return
-            if kind == BATCH and result in cluster.deadly:
-                cluster.at(cluster.deadly[result] * seconds, self.kill, worker, "deadly batch")
-                return
-            if kind == BATCH and result in cluster.bad:
-                kind = MAY_PASS
-            elif left_out:
-                result = Reduced(result, left_out)
-            cluster.at(seconds, self.done, worker, number, kind, result, seconds, epoch)
+        cluster = self.cluster
+        if worker.is_draining and worker.is_lost:
             return
-        if worker.is_retiring:
-            self.cluster.die(worker, CLOSED)
+        if not worker.queue:
+            if worker.will_retire and worker.is_alive:
+                cluster.die(worker, CLOSED)
+            return
+        request_id, payload, complete = worker.queue.popleft()
+        worker.is_busy = True
+        if type(payload) is Start:
+            worker.position = payload.position
+            is_first = payload.place >= 0
+            worker.place = payload.place if is_first else worker.place
+            cluster.at(0.0 if is_first else cluster.latency(), self.started, worker, complete)
+            return
+        (sent,) = complete.args
+        left_out: frozenset[int] = frozenset(sent.left_out or ())
+        if type(payload) is bytes:
+            (_indices, _position, batch, _is_last, told) = pickle.loads(payload)[1]
+        else:
+            batch, told = payload[0], ()
+        if left_out != frozenset(told):
+            raise ViolationError(f"batch {batch} is loaded without {told}, and not without {left_out}")
+        if request_id in worker.cancelled:
+            worker.cancelled.discard(request_id)
+            cluster.at(0.0, self.done, worker, complete, Reply(CANCELLED, batch, 0.0))
+            return
+        kind = BATCH
+        result: Any = batch
+        if self.lengths:
+            stream = worker.place
+            result = stream, worker.position
+            if worker.position >= self.lengths[stream] or cluster.has_ended:
+                kind = LAST
+            else:
+                worker.position += 1
+        seconds = self.rank.seconds()
+        if cluster.random.random() < cluster.noise.slow:
+            cluster.counts["slow"] += 1
+            seconds *= 2.0 + 20.0 * cluster.random.random()
+        worker.at = batch, int(cluster.random.random() * NUM_PLACES)
+        place = cluster.deadly_samples.get(result)
+        if kind == BATCH and place is not None and place not in left_out:
+            worker.at = batch, place
+            cluster.at(seconds * place / NUM_PLACES, self.kill, worker, "deadly sample")
+            return
+        if kind == BATCH and result in cluster.deadly:
+            cluster.at(cluster.deadly[result] * seconds, self.kill, worker, "deadly batch")
+            return
+        if kind == BATCH and result in cluster.bad:
+            kind = MAY_PASS
+        elif left_out:
+            result = Reduced(result, left_out)
+        cluster.at(seconds, self.done, worker, complete, Reply(kind, result, seconds))
 
     def kill(self, worker: Worker, kind: str) -> None:
         if worker.is_alive:
             self.cluster.count(kind)
             self.cluster.die(worker, DIED)
 
-    def done(self, worker: Worker, number: int, kind: int, result: Any, seconds: float, epoch: int) -> None:
+    def done(self, worker: Worker, complete: Any, reply: Reply) -> None:
         """A worker has done what it was at."""
-        if not worker.is_alive or self.is_closed:
+        if not worker.is_alive:
             return
         cluster = self.cluster
-        if worker.hung_until > cluster.now:
-            cluster.at(worker.hung_until - cluster.now, self.done, worker, number, kind, result, seconds, epoch)
+        until = max(worker.hung_until, worker.node.mute_until)
+        if until > cluster.now:
+            cluster.at(until - cluster.now, self.done, worker, complete, reply)
             return
         worker.is_busy = False
-        if worker.is_starting:
-            worker.is_starting = False
-            worker.is_busy = True
-            cluster.at(cluster.latency(), self.opened, worker)
-        elif worker.is_draining and not worker.is_retiring:
+        if worker.is_draining and not worker.will_retire:
             worker.is_busy = True  # it takes no more
-            cluster.at(cluster.latency(), cluster.die, worker, CLOSED)
+            cluster.at(cluster.latency(), cluster.die, worker, LOST)
         else:
             self.work(worker)
-        if epoch != self.epoch:
-            return
         if worker.dies_answering:
             cluster.counts["kill while answering"] += 1
             if cluster.random.random() < 0.5:  # the answer is on its way
                 worker.wire = max(worker.wire, cluster.now + cluster.random.random() * cluster.scenario.seconds)
-                cluster.at_time(worker.wire, self.answer, worker, number, kind, result, seconds, epoch)
+                cluster.at_time(worker.wire, complete, reply)
             cluster.die(worker, DIED)
             return
         num_again = 0
-        if kind == BATCH:
+        if reply.kind == BATCH:
             noise, random = cluster.noise, cluster.random.random
             luck = random()
             if luck < noise.error:
-                kind = EXCEPTION
+                reply.kind = EXCEPTION
                 cluster.counts["error"] += 1
             elif luck < noise.error + noise.may_pass:
-                kind = MAY_PASS
+                reply.kind = MAY_PASS
                 cluster.counts["raise"] += 1
             if random() < noise.again:
                 delay = random() * 3 * cluster.scenario.seconds
-                cluster.at(delay, self.answer_again, worker, number, kind, result, epoch)
+                cluster.at(delay, self.answer_again, worker, complete, reply)
             if random() < noise.late:
                 worker.wire = max(worker.wire, cluster.now + random() * 4 * cluster.scenario.seconds)
                 cluster.counts["late"] += 1
             while random() < noise.twice:
                 num_again += 1
         if worker.wire > cluster.now:
-            cluster.at_time(worker.wire, self.answers, worker, number, kind, result, seconds, epoch, num_again)
+            cluster.at_time(worker.wire, self.answers, worker, complete, reply, num_again)
         else:
-            self.answers(worker, number, kind, result, seconds, epoch, num_again)
+            self.answers(worker, complete, reply, num_again)
 
-    def answers(
-        self, worker: Worker, number: int, kind: int, result: Any, seconds: float, epoch: int, num_again: int
-    ) -> None:
+    def answers(self, worker: Worker, complete: Any, reply: Reply, num_again: int) -> None:
         """An answer is here, perhaps more than once."""
-        self.answer(worker, number, kind, result, seconds, epoch)
+        complete(reply)
         for _ in range(num_again):
-            self.answer_again(worker, number, kind, result, epoch)
+            self.answer_again(worker, complete, reply)
 
-    def answer(self, worker: Worker, number: int, kind: int, result: Any, seconds: float, epoch: int) -> None:
-        """An answer is here."""
-        if epoch != self.epoch or self.is_closed:
-            return
-        judge, engine, now = self.judge, self.engine, self.cluster.now
-        if kind == END:
-            if judge.stream_ended(worker.number, number):
-                self.lengths[worker.place] = result[1]
-            engine.stream_ended(worker.number, number, now)
-            self.happened()
-            return
-        if kind == MAY_PASS:
-            if result in self.cluster.bad:
-                self.cluster.count("bad batch")
-            expected = judge.failed(worker.number, number, now)
-            if engine.failed(worker.number, number, FAILED, now) != expected:
-                raise ViolationError(f"an exception of task {number} is {'' if expected else 'not '}to be tried again")
-            if expected:
-                self.happened()
-                return
-            kind = EXCEPTION
-        size = 0 if kind != BATCH else self.rank.size(result)
-        measured = seconds if kind == BATCH else None
-        expected = judge.answered(worker.number, number, size, measured, now)
-        counts = engine.answered(
-            worker.number, number, size_bytes=size, task_seconds=measured, now=now, answer=(kind, result)
-        )
-        if counts != expected:
-            raise ViolationError(f"the answer of worker {worker.number} to task {number} counts: {counts}")
-        if counts:
-            if kind == CANCELLED:
-                raise ViolationError(f"worker {worker.number} was told to drop task {number}, and nobody else has it")
-            if self.lengths:
-                self.positions[worker.place] = result[1] + 1
-            self.happened()
-        else:
-            self.acts()  # nothing has changed, and the consumer is not told
-
-    def answer_again(self, worker: Worker, number: int, kind: int, result: Any, epoch: int) -> None:
-        """The same answer comes again: the engine must not take it for another one."""
-        if epoch == self.epoch and not self.is_closed and not self.judge.holds(worker.number, number):
+    def answer_again(self, worker: Worker, complete: Any, reply: Reply) -> None:
+        """The same answer comes again: it must not be taken for another one."""
+        (sent,) = complete.args
+        if sent.begun is self.driver.begun and not self.is_closed and not self.judge.holds(worker.number, sent.number):
             self.cluster.count("twice")
-            self.answer(worker, number, kind, result, 0.0, epoch)
-
-    def payload_of(self, number: int | None) -> Any:
-        task = None if number is None else self.judge.tasks.get(number)
-        return None if task is None else task.payload
+            complete(reply)
 
     def answer_after_loss(self, worker: Worker, number: int) -> None:
         """An answer of a worker that is known to be lost."""
         task = self.judge.tasks.get(number)
         if task is not None and not self.is_closed:
             self.cluster.counts["after the loss"] += 1
-            result = (worker.place, 0) if self.lengths else task.payload
-            self.answer(worker, number, BATCH, result, 0.1, self.epoch)
+            result = (worker.place, 0) if self.lengths else task.payload.number
+            answer = Answer((BATCH, result))
+
+            def answered(engine: Any, now: float) -> None:
+                engine.answered(worker.number, number, size_bytes=1000, task_seconds=0.1, now=now, answer=answer)
+
+            self.driver.feed(answered)
 
     def lose(self, worker: Worker) -> None:
         """A worker's end is known here."""
         worker.is_lost = True
         if self.is_closed:
             return
-        self.workers.pop(worker.number, None)
-        node = worker.node
-        node_is_up = node.is_up and node.incarnation == worker.incarnation
-        has_retired = worker.is_retiring and node_is_up
-        # What it was at when it ended; by chance, nothing is known of that, or it was at none of the samples.
-        task, place = worker.at or (None, None)
-        if self.payload_of(task) not in self.cluster.deadly_samples:
-            task = None if self.cluster.random.random() < 0.1 else task
-            place = None if task is None or self.cluster.random.random() < 0.3 else place
-        assert worker.error is not None
-        loss = Loss(
-            worker.error,
-            node_is_up=node_is_up,
-            came=worker.has_come,
-            was_refused=worker.was_refused,
-            has_retired=has_retired,
-            task=task,
-            place=place,
-        )
-        unanswered = list(self.judge.members[worker.number].in_flight)
-        self.judge.lost(worker.number, loss)
-        self.engine.worker_lost(worker.number, loss, self.cluster.now)
+        error = worker.error
+        assert error is not None
+        if worker.has_come and worker.at is not None and worker.session.is_ready:
+            # What it was at when it ended; by chance, nothing is known of that, or it was at none of the samples.
+            batch, place = worker.at
+            if batch in self.cluster.deadly_samples:
+                worker.exited = Exited(batch, place)
+            elif self.cluster.random.random() >= 0.1:
+                worker.exited = Exited(batch, BETWEEN if self.cluster.random.random() < 0.3 else place)
+        member = self.judge.members.get(worker.number)
+        unanswered = [] if member is None else list(member.in_flight)
+        worker.owner.worker_lost(worker, error)
+        if worker.number in self.driver.seats:
+            raise ViolationError(f"worker {worker.number} is lost, and is kept")
         self.rank.lost.append(worker)
-        self.happened()
         random, likely = self.cluster.random.random, self.cluster.noise.after_loss
         for number in unanswered:
             if random() < likely:
@@ -460,93 +579,42 @@ class Pass:
 
     def drain(self, worker: Worker) -> None:
         """A worker says that it takes no more."""
-        if self.is_closed or worker.is_lost:
-            return
-        self.judge.draining(worker.number)
-        self.engine.worker_draining(worker.number)
-        self.happened()
-
-    # Nodes
-
-    def seek(self, name: str, token: int) -> None:
-        """Try to reach a node."""
-        if self.is_closed or self.seeks[name] != token:
-            return
-        cluster = self.cluster
-        patience = cluster.latency() if cluster.nodes[name].answers else cluster.random.random()
-        cluster.at(patience, self.sought, name, token)
-
-    def sought(self, name: str, token: int) -> None:
-        if self.is_closed or self.seeks[name] != token:
-            return
-        node, now = self.cluster.nodes[name], self.cluster.now
-        if node.answers and node.mute_until > now:
-            self.cluster.count("mute node")
-            self.cluster.at_time(node.mute_until, self.sought, name, token)
-            return
-        if not node.answers:
-            self.judge.node_failed(name, is_foreign=False)
-            self.engine.crew.node_failed(name, UNREACHABLE)
-        elif node.foreign_until > now:
-            self.cluster.count("foreign node")
-            self.judge.node_failed(name, is_foreign=True)
-            self.engine.crew.node_failed(name, UNREACHABLE, is_foreign=True)
-        elif node.broken_until > now:
-            self.cluster.count("broken node")
-            if name in self.engine.crew.roster.pauses:
-                self.judge.node_hopeless(name)
-            self.engine.crew.node_hopeless(name, ValueError("no such file"))
-        else:
-            self.rank.sessions[name] = node.incarnation
-            self.judge.node_up(name, node.incarnation, node.offered)
-            self.engine.crew.node_up(name, node.incarnation, node.offered)
-        self.happened()
+        if not worker.is_lost:
+            worker.retired = worker.will_retire
+            worker.owner.worker_draining(worker)
 
     # The consumer
 
-    def draw(self) -> None:
-        """Fill the window."""
-        engine, judge = self.engine, self.judge
-        while True:
-            wants = engine.table.wants_input
-            if wants != judge.wants_input():
-                raise ViolationError(f"{len(judge.tasks)} tasks are not delivered, and more are wanted: {wants}")
-            if not wants:
-                break
-            if not self.lengths and (self.num_drawn == len(self.payloads) or self.cluster.has_ended):
-                self.undelivered.difference_update(self.payloads[self.num_drawn :])
-                judge.has_input_ended = True
-                engine.table.end_of_input()
-                continue
-            payload = self.num_drawn if self.lengths else self.payloads[self.num_drawn]
-            self.num_drawn += 1
-            number = engine.table.add_task(payload)
-            assert number is not None
-            stream = judge.added(number, payload)
-            if engine.table.stream_of(number) != stream:
-                raise ViolationError(f"task {number} is given to stream {engine.table.stream_of(number)}, not {stream}")
-        self.acts()
+    def draw(self, _began: float) -> Any:
+        """The sampler."""
+        if not self.lengths and (self.num_drawn == len(self.payloads) or self.cluster.has_ended):
+            self.undelivered.difference_update(self.payloads[self.num_drawn :])
+            return None
+        payload = self.num_drawn if self.lengths else self.payloads[self.num_drawn]
+        self.num_drawn += 1
+        return Task(payload)
 
     def take(self, delivery: Entry) -> None:
         """The consumer gets what comes next."""
-        number, answer, condemned = delivery.number, delivery.answer, delivery.condemned
-        task = self.judge.delivered(delivery)
+        condemned = delivery.condemned
+        if condemned is None and delivery.answer.result[0] == CANCELLED:
+            raise ViolationError(f"task {delivery.number} was to be dropped, and is delivered")
         if self.lengths:
             self.take_of_stream(delivery)
             return
-        payload = task.payload
+        payload = delivery.payload.number
         deadly_place = self.cluster.deadly_samples.pop(payload, None)
         if condemned is None:
-            kind, result = answer
+            kind, result = delivery.answer.result
             left_out: frozenset[int] = frozenset()
             if isinstance(result, Reduced):
                 result, left_out = result
-            if not left_out <= task.left_out:
-                raise ViolationError(f"batch {payload} is delivered without {left_out}, and {task.left_out} are bad")
+            if not left_out <= self.engine.delivered.left_out:
+                raise ViolationError(f"batch {payload} is delivered without {left_out}")
             if kind == BATCH and deadly_place is not None and deadly_place not in left_out:
                 raise ViolationError(f"batch {payload} is delivered with a sample that kills every worker")
             if result != payload:
-                raise ViolationError(f"task {number} is batch {payload}, and {result} is delivered")
+                raise ViolationError(f"task {delivery.number} is batch {payload}, and {result} is delivered")
             if kind == BATCH and payload in self.cluster.bad:
                 raise ViolationError(f"batch {payload} cannot be loaded, and is delivered")
         if payload not in self.undelivered:
@@ -570,7 +638,7 @@ class Pass:
             self.cluster.deadly.pop((stream, self.delivered[stream]), None)
             self.delivered[stream] = self.lengths[stream]
             return
-        _kind, result = delivery.answer
+        _kind, result = delivery.answer.result
         if result != (stream, self.delivered[stream]):
             raise ViolationError(
                 f"batch {self.delivered[stream]} of stream {stream} comes next, and {result} is delivered"
@@ -579,20 +647,7 @@ class Pass:
 
     def check_complete(self) -> None:
         """Everything is delivered."""
-        if not self.judge.is_finished:
-            raise ViolationError(f"the pass ends, and tasks {list(self.judge.tasks)} are not delivered")
         if self.undelivered or self.delivered != self.lengths:
             raise ViolationError(
                 f"the pass ends without {sorted(self.undelivered)}; streams: {self.delivered}, not {self.lengths}"
             )
-
-
-_CARRY_OUT: dict[type, Callable[[Pass, Any], None]] = {
-    Load: Pass.load,
-    Cancel: Pass.cancel,
-    Open: Pass.open,
-    Close: Pass.close_worker,
-    Seek: Pass.look_for,
-    End: Pass.end,
-    Restart: Pass.restart,
-}

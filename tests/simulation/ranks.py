@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from rpcdataloader.plan.actions import PlanOptions
-from tests.simulation.cluster import Cluster, Worker
+from tests.simulation.cluster import Cluster, Session, Worker
 from tests.simulation.judge import ViolationError
 from tests.simulation.passes import Pass
 
@@ -17,12 +18,12 @@ class Rank:
         self.cluster = cluster
         self.number = number
         self.world_size = world_size
-        # Sessions on nodes, by name: the incarnation of the node.
-        self.sessions = {node.name: node.incarnation for node in cluster.nodes.values() if node.answers}
+        # Sessions on nodes, by name.
+        self.sessions = {node.name: Session(node) for node in cluster.nodes.values() if node.answers}
         self.lost: deque[Worker] = deque(maxlen=8)
         self.crew: Pass | None = None
         self.is_waiting = self.is_done = False
-        self.wakes_at = -1.0
+        self.num_sleeps = 0
         self.paused_until = 0.0
         self.num_begun = 0
         self.next_id = 0
@@ -111,7 +112,7 @@ class Rank:
         self.generation += 1
         self.is_waiting = False
         assert self.crew is not None
-        self.crew.draw()
+        self.advance(self.crew, wants_input=True)
         self.consume()
 
     def new_payloads(self) -> list[int]:
@@ -132,13 +133,13 @@ class Rank:
         assert crew is not None
         if self.cluster.has_ended:
             self.is_done = True
-            crew.close()
+            crew.leave()
         elif self.cluster.scenario.is_persistent and crew.engine.failure is None:
             self.cluster.num_passes += 1
             crew.begin_epoch(self.new_payloads(), self.new_lengths(len(crew.lengths)))
             self._go_on()
         else:
-            crew.close()
+            crew.leave()
             self.later(0.5 + self.cluster.random.random(), self.begin)
 
     def later(self, delay: float, call: object) -> None:
@@ -161,7 +162,7 @@ class Rank:
         crew = self.crew
         if crew is None or crew.is_closed:
             return
-        crew.close()
+        crew.leave()
         self.later(0.1, lambda: self._resume(crew))
 
     def _resume(self, crew: Pass) -> None:
@@ -176,74 +177,65 @@ class Rank:
 
     # The consumer
 
+    def advance(self, crew: Pass, *, wants_input: bool) -> None:
+        crew.driver.advance(wants_input, self.cluster.now, crew.draw, crew.driver.carry_out)
+
     def consume(self) -> None:
         """Take what is there; what comes later wakes it."""
         crew, cluster = self.crew, self.cluster
         assert crew is not None
-        engine, judge, now = crew.engine, crew.judge, cluster.now
-        self.wakes_at = -1.0
-        num_ticks = 0
-        while True:
-            if self.paused_until > now:
-                self.later(self.paused_until - now, self.consume)
-                return
-            if engine.failure is not None:
+        driver, engine, now = crew.driver, crew.engine, cluster.now
+        num_naps = 0
+        if driver.sleeps_until >= 0:
+            self._wake_up(crew)
+        while self.paused_until <= now:
+            is_over, delivery = False, None
+            with driver.condition:
+                delivery = driver.take()
+                if delivery is None:
+                    is_over = engine.failure is not None or engine.table.finished
+                    if not is_over and not engine.table.wants_input and (until := driver.falls_asleep(now, None)) > now:
+                        self._sleep(until)
+                        return
+                wants_input = not is_over and engine.table.wants_input
+            if is_over:
+                if engine.failure is None:
+                    crew.check_complete()
                 self.next_pass()
                 return
-            has_deliverable = engine.table.has_deliverable
-            delivery = engine.deliver()
-            if (delivery is not None) != has_deliverable:
-                raise ViolationError(f"there is something to deliver: {has_deliverable}, but {delivery}")
+            if delivery is None and driver.sleeps_until >= 0:
+                num_naps += 1
+                if num_naps > 5:
+                    raise ViolationError(f"at {now} the engine wants to be asked again and again")
+                self._wake_up(crew)
+                continue
             if delivery is not None:
                 crew.take(delivery)
-                crew.draw()
-                if cluster.scenario.step:
-                    self.later(cluster.scenario.step, self.consume)
-                    return
-                continue
-            if judge.deliverable() is not None:
-                raise ViolationError(f"task {judge.deliverable()} is answered, and is not delivered")
-            if engine.table.finished:
-                crew.check_complete()
-                self.next_pass()
+                num_naps = 0
+            self.advance(crew, wants_input=wants_input)
+            if delivery is not None and cluster.scenario.step:
+                self.later(cluster.scenario.step, self.consume)
                 return
-            if judge.is_finished:
-                raise ViolationError("all is delivered, and the pass does not end")
-            if engine.table.wants_input:
-                crew.draw()
-                continue
-            engine.consumer_waits(now)
-            judge.waiting_since = now if judge.waiting_since is None else judge.waiting_since
-            due = engine.due(now)
-            judge.check_due(due, now)
-            if due is None or due > now:
-                break
-            num_ticks += 1
-            if num_ticks > 5:
-                raise ViolationError(f"at {now} the engine wants to be asked again and again")
-            engine.tick(now)
-            judge.ticked(engine.failure, now)
-            crew.acts()
+        self.later(self.paused_until - now, self.consume)
+
+    def _wake_up(self, crew: Pass) -> None:
+        with crew.driver.condition:
+            crew.driver.wakes_up(self.cluster.now)
+            wants_input = crew.engine.failure is None and crew.engine.table.wants_input
+        self.advance(crew, wants_input=wants_input)
+
+    def _sleep(self, until: float) -> None:
         self.is_waiting = True
-        if due is not None:
-            self.wakes_at = due
-            cluster.at(due - now, self.wake_at, due)
+        self.num_sleeps += 1
+        if until < math.inf:
+            self.cluster.at_time(until, self._slept, self.num_sleeps)
+
+    def _slept(self, number: int) -> None:
+        if number == self.num_sleeps:
+            self.wake()
 
     def wake(self) -> None:
-        """Something has happened while this waits."""
-        crew = self.crew
-        assert crew is not None
-        table, failure = crew.engine.table, crew.engine.failure
-        if table.has_deliverable or table.finished or table.wants_input or failure is not None:
-            self.is_waiting = False
-            self.consume()
-            return
-        due = crew.engine.due(self.cluster.now)
-        if due is not None and (due < self.wakes_at or self.wakes_at < 0):
-            self.wakes_at = due
-            self.cluster.at(max(0.0, due - self.cluster.now), self.wake_at, due)
-
-    def wake_at(self, due: float) -> None:
-        if self.is_waiting and due == self.wakes_at:
+        """What this waits for may be there."""
+        if self.is_waiting:
             self.is_waiting = False
             self.consume()

@@ -1,0 +1,188 @@
+"""An engine that tells its judge what it is told, and what it decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+from rpcdataloader.plan.actions import Action, End, PlanOptions
+from rpcdataloader.plan.batches import BatchTable
+from rpcdataloader.plan.crew import Crew, Loss
+from rpcdataloader.plan.engine import Engine
+from rpcdataloader.plan.streams import StreamTable
+from rpcdataloader.plan.table import Entry, Table
+from tests.simulation.judge import Judge, Task, ViolationError
+
+
+class JudgedEngine(Engine[str]):
+    """An engine with a judge beside it.
+
+    Attributes:
+        delivered: What the judge knows of the task that was delivered last.
+        at_end: Takes each decision to end a worker.
+    """
+
+    delivered: Task
+    at_end: Callable[[End], None]
+
+    def __init__(
+        self, judge: Judge, options: PlanOptions, homes: Sequence[str], others: Sequence[str], turn: int
+    ) -> None:
+        self.judge = judge
+        super().__init__(options, homes, others, turn=turn)
+        self.crew = JudgedCrew(judge, options, homes, others, self._out)
+
+    def _begin(self, batch_size_bytes: float, turn: int) -> None:
+        super()._begin(batch_size_bytes, turn)
+        table: Any = self.table
+        table.judge = self.judge
+        table.__class__ = _JudgedStreams if self._options.is_iterable else _JudgedBatches
+
+    def begin_epoch(self, now: float, turn: int = 0) -> None:
+        self.judge.begin_epoch(turn)
+        super().begin_epoch(now, turn)
+
+    # The consumer
+
+    def deliver(self) -> Entry | None:
+        has_deliverable = self.table.has_deliverable
+        delivery = super().deliver()
+        if (delivery is not None) != has_deliverable:
+            raise ViolationError(f"there is something to deliver: {has_deliverable}, but {delivery}")
+        if delivery is not None:
+            self.delivered = self.judge.delivered(delivery)
+        elif self.judge.deliverable() is not None:
+            raise ViolationError(f"task {self.judge.deliverable()} is answered, and is not delivered")
+        elif self.table.finished != self.judge.is_finished:
+            raise ViolationError(f"the pass ends: {self.table.finished}; {len(self.judge.tasks)} tasks are left")
+        return delivery
+
+    def consumer_waits(self, now: float) -> None:
+        super().consumer_waits(now)
+        self.judge.waiting_since = now if self.judge.waiting_since is None else self.judge.waiting_since
+
+    def due(self, now: float) -> float | None:
+        due = super().due(now)
+        if self.judge.waiting_since is not None:
+            self.judge.check_due(due, now)
+        return due
+
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        self.judge.ticked(self.failure, now)
+        for action in self._out:
+            if type(action) is End:
+                self.at_end(action)
+
+    def act(self, now: float) -> list[Action]:
+        actions = super().act(now)
+        self.judge.acted(actions, now)
+        return actions
+
+    # Answers
+
+    def answered(
+        self, worker: int, number: int, *, size_bytes: int, task_seconds: float | None, now: float, answer: Any = None
+    ) -> bool:
+        expected = self.judge.answered(worker, number, size_bytes, task_seconds, now)
+        counts = super().answered(
+            worker, number, size_bytes=size_bytes, task_seconds=task_seconds, now=now, answer=answer
+        )
+        if counts != expected:
+            raise ViolationError(f"the answer of worker {worker} to task {number} counts: {counts}")
+        return counts
+
+    def failed(self, worker: int, number: int, error: BaseException, now: float) -> bool:
+        expected = self.judge.failed(worker, number, now)
+        if super().failed(worker, number, error, now) != expected:
+            raise ViolationError(f"an exception of task {number} is {'' if expected else 'not '}to be tried again")
+        return expected
+
+    def stream_ended(self, worker: int, number: int, now: float) -> None:
+        self.judge.stream_ended(worker, number)
+        super().stream_ended(worker, number, now)
+
+    # Workers and nodes
+
+    def worker_ready(self, number: int, now: float) -> None:
+        self.judge.ready(number, now)
+        super().worker_ready(number, now)
+
+    def worker_at_work(self, number: int) -> None:
+        self.judge.at_work(number)
+        super().worker_at_work(number)
+
+    def worker_draining(self, number: int) -> None:
+        self.judge.draining(number)
+        super().worker_draining(number)
+
+    def worker_lost(self, number: int, loss: Loss, now: float) -> None:
+        self.judge.lost(number, loss)
+        super().worker_lost(number, loss, now)
+
+    def remove_nodes(self, nodes: Iterable[str], now: float) -> None:
+        self.judge.remove_nodes(list(nodes))
+        super().remove_nodes(nodes, now)
+
+
+class JudgedCrew(Crew[str]):
+    """The crew of a judged engine."""
+
+    def __init__(self, judge: Judge, *args: Any) -> None:
+        super().__init__(*args)
+        self.judge = judge
+
+    def node_up(self, node: str, incarnation: Hashable, num_offered: int = 0) -> None:
+        self.judge.node_up(node, incarnation, num_offered)
+        super().node_up(node, incarnation, num_offered)
+
+    def node_failed(self, node: str, error: BaseException, *, is_foreign: bool = False) -> None:
+        self.judge.node_failed(node, is_foreign=is_foreign)
+        super().node_failed(node, error, is_foreign=is_foreign)
+
+    def node_hopeless(self, node: str, error: BaseException) -> None:
+        if node in self.roster.pauses:
+            self.judge.node_hopeless(node)
+        super().node_hopeless(node, error)
+
+    def open_failed(self, number: int, error: BaseException) -> None:
+        self.judge.open_failed(number)
+        super().open_failed(number, error)
+
+    def add_nodes(self, nodes: Iterable[str]) -> None:
+        self.judge.add_nodes(list(nodes))
+        super().add_nodes(nodes)
+
+
+class _JudgedTable(Table):
+    judge: Judge
+
+    def add_task(self, payload: Any) -> int | None:
+        if not self.judge.wants_input():
+            return super().add_task(payload)
+        number = super().add_task(payload)
+        if number is None:
+            raise ViolationError(f"{len(self.judge.tasks)} tasks are not delivered, and there is no room for another")
+        stream = self.judge.added(number, payload)
+        if self.stream_of(number) != stream:
+            raise ViolationError(f"task {number} is given to stream {self.stream_of(number)}, not {stream}")
+        return number
+
+    @property
+    def wants_input(self) -> bool:
+        wants = super().wants_input
+        if wants != self.judge.wants_input():
+            raise ViolationError(f"{len(self.judge.tasks)} tasks are not delivered, and more are wanted: {wants}")
+        return wants
+
+    def end_of_input(self) -> None:
+        super().end_of_input()
+        self.judge.has_input_ended = True
+
+
+class _JudgedBatches(_JudgedTable, BatchTable):
+    pass
+
+
+class _JudgedStreams(_JudgedTable, StreamTable):
+    pass
