@@ -1,11 +1,10 @@
-"""CPUs and memory that this process may use, that processes use, and that a fork copies, according to Linux.
+"""CPUs and memory that this process may use, and that processes use, according to Linux.
 
 Where the kernel does not tell, texts are empty, and unknown amounts set no limit.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import re
@@ -194,29 +193,3 @@ def cpus_of_rank(num_cpus: int, world_size: int, environ: Mapping[str, str] = os
 def machine_id() -> str:
     """Identifies this machine, the same in all of its containers; new with every boot."""
     return read("/proc/sys/kernel/random/boot_id") or socket.gethostname()
-
-
-_MADV_COLLAPSE = 25  # of asm-generic/mman-common.h, since Linux 6.1
-_libc = ctypes.CDLL(None)
-
-
-def collapse_pages() -> None:
-    """Move this process's memory into huge pages; does nothing if the kernel does not allow it.
-
-    A process that has imported torch has 40,000 pages. A fork copies an entry of each, and parent and child fault where
-    they write to them; this is most of the cost of a gate, a session or a worker before it runs anything. A huge page
-    has one entry instead of 512.
-
-    Only anonymous memory in which a huge page has been used already, so that memory hardly grows.
-    """
-    size_bytes = int(read("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size") or "0")
-    if not size_bytes:
-        return
-    for line in read("/proc/self/maps").splitlines():
-        span, mode, _offset, _device, _inode, *path = line.split(maxsplit=5)
-        if mode != "rw-p" or path not in ([], ["[heap]"]):
-            continue
-        first, end = (int(address, 16) for address in span.split("-"))
-        first, end = -(-first // size_bytes) * size_bytes, end // size_bytes * size_bytes
-        if first < end:
-            _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_COLLAPSE)

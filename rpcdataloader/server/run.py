@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from rpcdataloader.host.output import Output
-from rpcdataloader.host.resources import collapse_pages, machine_id
+from rpcdataloader.host.resources import machine_id
 from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.node import NodeServer
 from rpcdataloader.server.processes import STOP_SIGNALS, num_threads
@@ -98,7 +98,6 @@ def run_server(
     # A collection that visits all objects of torch takes 0.1 s, and copies 50 MB in a fork.
     gc.collect()
     gc.freeze()
-    collapse_pages()
     try:
         context = ServerContext(settings, credentials, settings.workers, embedded, tls)
         with contextlib.ExitStack() as stack:

@@ -18,7 +18,6 @@ _LAUNCH = """
 import os, sys
 from rpcdataloader import launch
 from rpcdataloader.server import announcement, events, gate, node, run, session, settings, worker
-run.collapse_pages = lambda: None  # done before the fork
 {before}
 os._exit(launch.main(sys.argv[1:]))  # taking torch apart takes half a second
 """

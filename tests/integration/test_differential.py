@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, get_worker_info
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client import client as pool
 from rpcdataloader.errors import LocalProtocolError, RemoteError, SerializationError
-from rpcdataloader.host.resources import collapse_pages
 from tests.conftest import descendants, wait_until, without_spares
 from tests.integration.comparison import assert_same
 from tests.integration.datasets import Augmented, Failing, Gated, Numbers, State
@@ -34,7 +33,6 @@ INLINE = OURS[-1]
 def addresses(zygote: Zygote) -> Iterator[dict[int, str]]:
     """Node servers by their number of workers; one client for all tests of this file."""
     pool.close_client()
-    collapse_pages()  # torch's workers are forked from this process
     processes = set(descendants(os.getpid()))
     with contextlib.ExitStack() as stack:
         limits = ("--max-connections", "64")

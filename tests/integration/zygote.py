@@ -237,11 +237,9 @@ if __name__ == "__main__":
     # Most of a node server, but for rpcdataloader.server.node, which tells the package that it runs in one.
     import rpcdataloader.server.gate
     import rpcdataloader.server.sessions  # noqa: F401
-    from rpcdataloader.host.resources import collapse_pages
 
     for module in sys.argv[1:]:
         importlib.import_module(module)
     gc.freeze()  # or every end would visit and copy all that torch has made
-    collapse_pages()
     if request := serve():
         become(request[0], request[1], request[2:])
