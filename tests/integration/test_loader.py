@@ -21,9 +21,9 @@ from torch.utils.data import (
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.errors import ConnectionLostError, RemoteTraceback, SerializationError
+from rpcdataloader.loader import intake as answers
 from rpcdataloader.loader import iterator as iterator_module
 from rpcdataloader.loader import placement
-from rpcdataloader.loader import intake as answers
 from rpcdataloader.wire.slabs import PinnedAllocator
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration import datasets, kinds
