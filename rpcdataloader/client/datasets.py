@@ -31,7 +31,8 @@ from rpcdataloader.wire.pickling import Build, Encoded
 
 logger = logging.getLogger("rpcdataloader.client")
 
-# Builds have no time limit, since walking a large folder may take long; after this time, a log line names the nodes.
+# Builds and questions have no time limit, since walking a large folder may take long; after this time, a log line names
+# the nodes.
 SLOW_BUILD_SECONDS = 10.0
 
 _keys = itertools.count(1)
@@ -67,8 +68,11 @@ class RemoteDataset(DatasetRef):
         self._sessions: dict[RemoteSession, int | None] = {}
         self._building: weakref.WeakKeyDictionary[RemoteSession, threading.Lock] = weakref.WeakKeyDictionary()
         self._length: int | None = None
+        self._lengths: dict[str, int] = {}  # on each node, before the first change
         self._is_iterable = is_iterable
         self._last_change = 0  # number
+        # Sessions that have not answered in time, which a thread waits for.
+        self.late: weakref.WeakSet[RemoteSession] = weakref.WeakSet()
         self._settled: tuple[Change, ...] = ()  # changes made everywhere
         self._pending: tuple[Change, ...] = ()  # those since the last pass began
         weakref.finalize(self, _release, self.key, self._sessions).atexit = False
@@ -94,6 +98,12 @@ class RemoteDataset(DatasetRef):
             if missing := [session for session in wanted if session not in self._sessions]:
                 self._build_missing(missing)
             self._catch_up([session for session in wanted if session not in missing])
+
+    def is_current(self, session: RemoteSession) -> bool:
+        """Whether a session has the dataset, and lacks none of the settled changes."""
+        with self._lock:
+            made = self._sessions.get(session, -1)
+            return made is None or (made >= 0 and not _after(made, self._settled))
 
     def is_on(self, session: RemoteSession) -> bool:
         """Whether workers of this session can use the dataset."""
@@ -122,7 +132,7 @@ class RemoteDataset(DatasetRef):
 
     def _build(self, sessions: Sequence[RemoteSession], answers: dict[RemoteSession, PendingReply]) -> None:
         payload = Build(self.key, self.name, self._shared, self._generators, self._pickled.payload).encode()
-        told: dict[RemoteSession, Callable[[], Any]] = {}
+        told: dict[RemoteSession, Callable[[float | None], Any]] = {}
         replies: dict[RemoteSession, dict[str, Any]] = {}
         lost: ConnectionLostError | None = None
         for session in sessions:
@@ -132,7 +142,7 @@ class RemoteDataset(DatasetRef):
             answers[session] = session.submit(MessageType.BUILD, payload, self._pickled.buffers)
         for session, answer in answers.items():
             try:
-                told[session]()
+                told[session](None)
                 replies[session] = answer.wait()
             except ConnectionLostError as exc:
                 lost = exc
@@ -140,8 +150,11 @@ class RemoteDataset(DatasetRef):
             if reply["shared"] and not reply["kind"]:
                 raise TypeError(f"{self.name} made no dataset: it has no __getitem__, and is no IterableDataset")
         lengths = {session.name: reply["length"] for session, reply in replies.items() if reply["shared"]}
-        if lengths and self._length is not None and not self._last_change:
-            lengths["the nodes before"] = self._length
+        with self._lock:
+            if lengths and not self._last_change:
+                lengths = self._lengths | lengths
+                if len(set(lengths.values())) == 1:  # a node that differs is not counted
+                    self._lengths, self._length = lengths, next(iter(lengths.values()))
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{length} on {name}" for name, length in lengths.items())
             raise ValueError(
@@ -156,8 +169,6 @@ class RemoteDataset(DatasetRef):
                 self._sessions[session] = 0 if reply["shared"] else None
                 if reply["shared"]:
                     self._is_iterable = reply["kind"] == "iterable"
-                    if self._length is None and not self._last_change:
-                        self._length = reply["length"]
         self._catch_up(list(replies))
         if lost is not None:
             raise lost
@@ -228,7 +239,7 @@ class RemoteDataset(DatasetRef):
             Exception: ``func`` failed.
         """
         self._check_process()
-        return self._ask(self._worker(), func, self, *args)()
+        return self._answer(self._worker(), func, self, *args)
 
     def change(self, func: Callable[..., Any], *args: Any) -> Any:
         """Run ``func(dataset, *args)`` in the worker for questions, and from the next pass on in all other processes.
@@ -246,7 +257,7 @@ class RemoteDataset(DatasetRef):
             change = Change(self._last_change + 1, func, args)
             self._last_change = change.number  # never again: a change that failed may have been made in part
             try:
-                result = self._ask(worker, catch_up, self, self.key, (change,))()
+                result = self._answer(worker, catch_up, self, self.key, (change,))
             finally:
                 with self._lock:
                     self._length = None
@@ -260,7 +271,9 @@ class RemoteDataset(DatasetRef):
             if (worker := self._query_worker) is not None and worker.is_usable:
                 return worker
             with self._changing:
-                usable = next((session for session in list(self._sessions) if session.is_usable), None)
+                sessions = [session for session in list(self._sessions) if session.is_usable]
+                # A busy one may build another dataset for long.
+                usable = min(sessions, key=lambda session: session.is_busy, default=None)
                 if self._query_worker is worker and usable is not None:
                     worker = usable.open_worker(WorkerOwner())  # each question fails with its worker
                     weakref.finalize(self, get_client().janitor.leave, worker.close).atexit = False
@@ -296,6 +309,18 @@ class RemoteDataset(DatasetRef):
             raise LocalProtocolError(
                 f"dataset {self.name} belongs to process {self._pid}, of which this one is a fork: make one here"
             )
+
+    def _answer(self, worker: RemoteWorker, func: Callable[..., Any], *args: Any) -> Any:
+        """Ask a worker and wait, without limit, as the user's code may take long; the log says so."""
+
+        def warn() -> None:
+            logger.warning("dataset %s has not answered on %s for %.0f s", self.name, worker.name, SLOW_BUILD_SECONDS)
+
+        slow = get_client().alarm.call_after(SLOW_BUILD_SECONDS, warn)
+        try:
+            return self._ask(worker, func, *args)()
+        finally:
+            slow.cancel()
 
     def _ask(self, worker: RemoteWorker, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         answer = PendingReply(get_client().allocator)

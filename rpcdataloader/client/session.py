@@ -70,7 +70,7 @@ class RemoteSession:
         self._partition = current_partition()  # as the session knows it
         self._additions = Additions()  # as the session knows them
         self._imported: set[str] = set()
-        self._told: list[Callable[[], Any]] = []  # each waits until the session has done as told
+        self._told: list[Callable[..., Any]] = []  # each waits until the session has done as told
         self.connection.start()
 
     @property
@@ -115,11 +115,12 @@ class RemoteSession:
         with self._condition:
             self._condition.notify_all()
 
-    def follow(self) -> Callable[[], Any]:
+    def follow(self) -> Callable[[float | None], Any]:
         """Tell the session of changes: a rank set by ``init_process_group``, and additions.
 
         Returns:
-            A function that waits until the session has applied them, and raises its errors.
+            A function that waits until the session has applied them, and raises its errors, or ``RPCTimeoutError``
+            after so many seconds.
         """
         additions, partition = self._settings.additions.current, current_partition()
         if additions is not self._additions:
@@ -128,7 +129,7 @@ class RemoteSession:
         if partition != self._partition:
             self._told.append(self.call(set_rank, partition.rank, partition.world_size))
             self._partition = partition
-        return lambda: [wait() for wait in self._told]
+        return lambda timeout: [wait(timeout) for wait in self._told]
 
     def import_early(self, modules: Set[str]) -> None:
         """Let the session import modules, so that workers forked later have them; returns at once."""
@@ -136,7 +137,7 @@ class RemoteSession:
             self._imported |= new
             self.call(import_modules, sorted(new))
 
-    def call(self, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    def call(self, func: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         """Run ``func(*args)`` in the session; returns a function that waits for the result."""
         encoded = dumps(tuple(Call(func, args, {})), persistent_id=reference_of)
         return self.submit(MessageType.CALL, encoded.payload, encoded.buffers).wait

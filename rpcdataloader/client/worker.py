@@ -171,8 +171,10 @@ class PendingReply(concurrent.futures.Future["Message | RPCError"]):
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.set_result(reply)
 
-    def wait(self) -> Any:
-        """Wait for the result; raises the exception of a request that failed, or has no reply."""
+    def wait(self, timeout: float | None = None) -> Any:
+        """Wait for the result; raises the exception of a request that failed, or has no reply in time."""
+        if timeout is not None and not concurrent.futures.wait([self], timeout).done:
+            raise RPCTimeoutError(f"no answer within {timeout:g} s")
         return result_of(self.result(), self._allocator)
 
     def stack(self) -> str:

@@ -26,7 +26,7 @@ from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.host.changes import Change
 from rpcdataloader.host.environment import set_rank
 from rpcdataloader.loader.passes import Pass, loader_spec
-from rpcdataloader.loader.placement import Placement
+from rpcdataloader.loader.placement import Placement, build
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Task, describe
 from rpcdataloader.plan.actions import ReportWait, Say
@@ -114,7 +114,7 @@ class Executor:
         try:
             session = node.session()
             session.wait(lambda: not self._closed.is_set())
-            session.follow()()
+            session.follow()(None)
             self._dataset.build_on([session])
             num_offered = node.num_workers()
         except (ConnectError, ConnectionLostError, RemoteProtocolError, AuthenticationError) as exc:
@@ -179,7 +179,7 @@ class Executor:
         if self._changes:
             self._last_change = self._changes[-1].number
             with contextlib.suppress(ConnectionLostError):  # noticed later
-                self._dataset.build_on({worker.session for worker in workers if worker.session.is_ready})
+                build(self._dataset, [worker.session for worker in workers if worker.session.is_ready])
 
     def restarting(self, begun: Pass) -> Encoded:
         """Make the request that tells a worker of another epoch, and of changes to the dataset since the last one."""

@@ -6,8 +6,10 @@ import contextlib
 import functools
 import logging
 import math
+import queue
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rpcdataloader.client.client import connect_timeout, get_client
@@ -23,10 +25,12 @@ from rpcdataloader.errors import (
     ConnectionLostError,
     RemoteProtocolError,
     RPCError,
+    RPCTimeoutError,
 )
 from rpcdataloader.host.resources import cpus_of_rank
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.plan.actions import PlanOptions
+from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -116,14 +120,15 @@ def _num_local_workers(num_cpus: int) -> int:
 
 
 def _let_follow(sessions: Sequence[RemoteSession]) -> None:
-    """Send the changes to all sessions at the same time. Lost sessions are noticed later."""
+    """Send the changes to all sessions at the same time. Sessions that are lost, or busy, are noticed later."""
     waits = []
     for session in sessions:
         with contextlib.suppress(ConnectionLostError):
             waits.append(session.follow())
+    limit = Deadline(connect_timeout())
     for wait in waits:
-        with contextlib.suppress(ConnectionLostError):
-            wait()
+        with contextlib.suppress(ConnectionLostError, RPCTimeoutError):
+            wait(limit.remaining())
 
 
 def check_min_workers(min_workers: int, num_workers: int, where: Where | None) -> None:
@@ -153,10 +158,67 @@ def prepare(dataset: RemoteDataset, nodes: tuple[Node, ...], *, wait: bool = Tru
         ready = [_wait_for_one(sessions)]
     dataset.settle()
     try:
-        dataset.build_on(ready)
+        build(dataset, ready)
     except ConnectionLostError:
         if wait and not any(dataset.is_on(session) for session in ready):
             raise
+
+
+def build(dataset: RemoteDataset, sessions: Iterable[RemoteSession]) -> None:
+    """Build a dataset on ``sessions``, which are ready, or make its settled changes there, at the same time.
+
+    A session that does not answer is waited for without limit if there is no other. Once another one has the dataset,
+    it has the connect timeout left; then its thread goes on waiting, and it joins the pass when it answers.
+
+    Raises:
+        ConnectionLostError: A session has ended meanwhile. All others have the dataset nevertheless.
+        Exception: An exception from building the dataset.
+    """
+    wanted = list(dict.fromkeys(sessions))
+    wanted = [session for session in wanted if session not in dataset.late] or wanted
+    if all(map(dataset.is_current, wanted)):
+        return
+    if len(wanted) == 1:
+        dataset.build_on(wanted)
+        return
+    answers: queue.SimpleQueue[tuple[RemoteSession, BaseException | None]] = queue.SimpleQueue()
+
+    def build_on(session: RemoteSession) -> None:
+        error: BaseException | None = None
+        try:
+            dataset.build_on([session])
+        except BaseException as exc:
+            error = exc.with_traceback(None)
+        answers.put((session, error))
+        dataset.late.discard(session)
+
+    for session in wanted:
+        run = functools.partial(build_on, session)
+        get_client().start_thread(f"rpcdl-build {session.name}", run, threading.Event())
+    limit, missing, lost = Deadline(None), set(wanted), None
+    while missing:
+        try:
+            session, error = answers.get(timeout=limit.remaining())
+        except queue.Empty:
+            break
+        missing.discard(session)
+        if isinstance(error, ConnectionLostError):
+            lost = error
+        elif error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame, and would keep the dataset
+        elif limit.timeout is None:
+            limit = Deadline(connect_timeout())
+    if missing:
+        dataset.late.update(missing)
+        while not answers.empty():  # one has just answered
+            dataset.late.discard(answers.get()[0])
+        names = ", ".join(session.name for session in missing)
+        logger.warning("going on without %s until it answers: it prepares dataset %s", names, dataset.name)
+    if lost is not None:
+        raise lost
 
 
 def _wait_for_one(sessions: Sequence[RemoteSession]) -> RemoteSession:

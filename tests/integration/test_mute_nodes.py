@@ -12,7 +12,7 @@ import torch
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.conftest import wait_until
-from tests.integration.datasets import FieldStream, Numbers, note, notes, wait_for
+from tests.integration.datasets import FieldStream, Numbers, Processes, note, notes, wait_for
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -69,3 +69,30 @@ def test_stream_whose_worker_is_lost_while_its_session_hangs_goes_on_elsewhere(s
         torch.manual_seed(1)
         assert samples_of(loader(), kill) == undisturbed
         assert killed
+
+
+class BuiltLater(Processes):
+    """One of the nodes that are asked waits for the FIFO."""
+
+    def __init__(self, marker, fifo):
+        super().__init__()
+        try:
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            wait_for(fifo)
+
+
+def sessions_of(dataset):
+    """The sessions that have delivered batches in a pass."""
+    return {session for _index, _pid, sessions in RPCDataloader(dataset) for session in sessions.tolist()}
+
+
+def test_passes_begin_without_a_node_that_does_not_answer_and_it_joins_later(serve, tmp_path, fifo, caplog):
+    addresses = [serve("--num-workers", "1").address for _ in range(2)]
+    dataset = RPCDataset(addresses, BuiltLater, str(tmp_path / "marker"), fifo)
+    try:
+        assert "until it answers: it prepares dataset BuiltLater" in caplog.text
+        assert [len(sessions_of(dataset)) for _epoch in range(2)] == [1, 1]
+    finally:
+        open(fifo, "w").close()
+    wait_until(lambda: len(sessions_of(dataset)) == 2)
