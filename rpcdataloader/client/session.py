@@ -120,7 +120,7 @@ class RemoteSession:
 
         Returns:
             A function that waits until the session has applied them, and raises its errors, or ``RPCTimeoutError``
-            after so many seconds.
+            after as many seconds as its argument.
         """
         additions, partition = self._settings.additions.current, current_partition()
         if additions is not self._additions:
