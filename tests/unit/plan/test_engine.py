@@ -245,3 +245,15 @@ def test_the_summary_tells_tasks_workers_nodes_and_the_next_deadline():
     engine.consumer_waits(12.0)
     assert engine.long_wait(20.0) == ""
     assert engine.long_wait(30.0) == f"Waiting for 18 s. {engine.summary(30.0)}. "
+
+
+def test_room_that_a_retired_worker_leaves_is_promised_on_its_own_node_only():
+    """Two other nodes without room were asked in turns, for ever, each as one that had promised it."""
+    engine = Engine(PlanOptions(num_workers=1, is_iterable=True), ["home"], ["other"])
+    engine.crew.node_up("home", 1)
+    engine.crew.node_up("other", 1)
+    assert engine.act(0.0) == [Open(1, 0, "home", is_promised=False)]
+    engine.worker_ready(1, 0.0)
+    engine.worker_lost(1, Loss(ConnectionLostError("it has retired"), node_is_up=True, has_retired=True), 1.0)
+    engine.remove_nodes(["home"], 1.0)
+    assert engine.act(1.0) == [Open(2, 0, "other", is_promised=False)]
