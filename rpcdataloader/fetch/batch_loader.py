@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.utils.data.graph_settings
-from torch.utils.data import IterDataPipe, MapDataPipe, default_collate, default_convert
+from torch.utils.data import default_collate, default_convert
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -61,7 +60,6 @@ class LoaderSpec:
     worker_id: int
     num_workers: int  # number of workers; 0 means, as in torch, no worker info and no init function
     first_place: int = 0  # place in the epoch, over all ranks, of the first sample, where the sampler began later
-    pipe_seed: int | None = None  # seed of an IterDataPipe in this pass, the same on all workers
     stream: StreamState | None = None  # state from which an iterable-style dataset continues; None for its beginning
     resumes: bool = False  # True if that state was saved; False if it is that of a worker that was lost
     skips: bool = False  # True to leave out samples whose dataset raises an exception
@@ -70,9 +68,9 @@ class LoaderSpec:
     # RANK and WORLD_SIZE for a stream of another rank; None for those of the session.
     job: tuple[int, int] | None = None
 
-    def at_epoch(self, epoch: int, first_place: int, pipe_seed: int | None) -> LoaderSpec:
+    def at_epoch(self, epoch: int, first_place: int) -> LoaderSpec:
         """The same loader in another pass, from the beginning."""
-        return replace(self, epoch=epoch, first_place=first_place, pipe_seed=pipe_seed, stream=None, resumes=False)
+        return replace(self, epoch=epoch, first_place=first_place, stream=None, resumes=False)
 
 
 # Work of a worker on a batch: seconds to fetch, and to collate. A plain tuple: a class costs a microsecond on either
@@ -126,7 +124,6 @@ class BatchLoader:
         with _trainer_restored() if inline else nullcontext():
             torch_worker._worker_info = self._worker_info
             seeding.set_random_seeds(spec.base_seed, spec.worker_id)
-            _shard_pipe(dataset, spec)
             if spec.worker_init_fn is not None:
                 try:
                     spec.worker_init_fn(spec.worker_id)
@@ -137,9 +134,9 @@ class BatchLoader:
                     raise
                 self._initial_seed = seeding.users_torch_seed()
 
-    def start_epoch(self, epoch: int, first_place: int, pipe_seed: int | None = None) -> None:
+    def start_epoch(self, epoch: int, first_place: int) -> None:
         """Begin another pass: at the beginning of the dataset, with the random numbers of ``epoch``."""
-        self._spec = self._spec.at_epoch(epoch, first_place, pipe_seed)
+        self._spec = self._spec.at_epoch(epoch, first_place)
         self._begin()
 
     def _begin(self) -> None:
@@ -277,13 +274,6 @@ class BatchLoader:
             number += spec.first_place
         seeds = seeding.derive_seeds(purpose, spec.base_seed, spec.epoch, number)
         seeding.begin_sample(seeds, initial_seed=self._initial_seed)
-
-
-def _shard_pipe(dataset: Any, spec: LoaderSpec) -> None:
-    """Tell a pipe of torch which part is this worker's: ranks first, then workers, as torch's loader does."""
-    if isinstance(dataset, (IterDataPipe, MapDataPipe)):
-        place = spec.worker_id * spec.world_size + spec.rank
-        torch.utils.data.graph_settings.apply_sharding(dataset, spec.num_workers * spec.world_size, place)
 
 
 _inline_lock = threading.RLock()

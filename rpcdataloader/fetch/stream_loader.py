@@ -11,15 +11,12 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-import torch.utils.data.graph_settings
 from torch.utils.data import IterDataPipe
 
-from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec, StreamState
 from rpcdataloader.fetch.digests import digest
 from rpcdataloader.fetch.samples import here, stopped
-from rpcdataloader.fetch.seeding import BATCH, SAMPLE
+from rpcdataloader.fetch.seeding import SAMPLE
 
 logger = logging.getLogger("rpcdataloader.loader")
 
@@ -129,7 +126,7 @@ class StreamLoader(BatchLoader):
         saved = self._spec.stream or StreamState()
         _check_split(self._dataset, self._spec)
         self._begin_sample(-1)
-        _shuffle_pipe(self._dataset, self._spec)
+        _refuse_pipe(self._dataset)
         _load_state("dataset", self._dataset, saved)
         iterator: Iterator[Any] = iter(self._dataset)
         _load_state("iterator", iterator, saved)
@@ -195,15 +192,14 @@ def _check_split(dataset: Any, spec: LoaderSpec) -> None:
         )
 
 
-def _shuffle_pipe(dataset: Any, spec: LoaderSpec) -> None:
-    """Let a pipe of torch shuffle as on all other workers, which then take different parts of the same order."""
+def _refuse_pipe(dataset: Any) -> None:
+    """Refuse a pipe of torch: torch's loader would seed and divide its stages, and a saved pass could not repeat that.
+
+    Raises:
+        TypeError: It is one.
+    """
     if isinstance(dataset, IterDataPipe):
-        # A dataset built on the nodes is not known to be a pipe where seeds are drawn.
-        seed = spec.pipe_seed
-        if seed is None:
-            seed = seeding.derive_seeds(BATCH, spec.base_seed, spec.epoch, 2**64 - 1)[0]
-        generator = torch.Generator().manual_seed(seed)
-        torch.utils.data.graph_settings.apply_random_seed(dataset, generator)
+        raise TypeError("workers load no IterDataPipe, which torch deprecates: use an IterableDataset")
 
 
 def _load_state(name: str, owner: Any, saved: StreamState) -> None:

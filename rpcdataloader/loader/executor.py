@@ -184,7 +184,7 @@ class Executor:
     def restarting(self, begun: Pass) -> Encoded:
         """Make the request that tells a worker of another epoch, and of changes to the dataset since the last one."""
         changed = self._dataset, self._dataset.key, self._changes
-        args = *changed, begun.progress.epoch, begun.first, begun.pipe_seed
+        args = *changed, begun.progress.epoch, begun.first
         return dumps(tuple(Call(remote.start_epoch, args, {}, ordered=True)), persistent_id=reference_of)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:

@@ -416,7 +416,7 @@ class InlineIterator(PassIterator):
     def reset(self, reported_length: int | None) -> bool:
         self._reported_length = reported_length
         self._pass, self._task = begin_pass(self._settings, before=(self.progress.base_seed, self.progress.epoch)), None
-        self._loader.start_epoch(self.progress.epoch, self._pass.first, self._pass.pipe_seed)
+        self._loader.start_epoch(self.progress.epoch, self._pass.first)
         return True
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import IterDataPipe
 
 from rpcdataloader.fetch.batch_loader import LoaderSpec, StreamState
 from rpcdataloader.fetch.seeding import generators_restored
@@ -33,7 +32,6 @@ class Pass:
     first: int  # place at which all ranks together begin; above 0 where a sampler resumes in the middle
     ranks: tuple[int, int]  # rank and world size
     resumed: tuple[StreamState, ...]  # saved states from which streams continue
-    pipe_seed: int | None  # seed of an IterDataPipe: all workers shuffle alike, and then take their parts
 
 
 def draw_base_seed(generator: torch.Generator | None) -> int:
@@ -72,8 +70,6 @@ def begin_pass(
     if saved is not None and saved["finished"]:
         before, saved = (saved["base_seed"], saved["epoch"]), None
     start = capture_start(settings) if saved is None else restore_start(settings, saved)
-    # A pipe of torch needs a seed, which torch's loader draws for each pass before anything else.
-    pipe_seed = draw_base_seed(settings.generator) if isinstance(settings.dataset, IterDataPipe) else None
     first, ranks = 0, (settings.partition.rank, settings.partition.world_size)
     if (sampler := settings.resumable) is not None:
         first, ranks = sampler.start, (sampler.rank, sampler.num_replicas)
@@ -99,7 +95,7 @@ def begin_pass(
         marks_last_try=settings.marks_last_try,
     )
     resumed = () if saved is None else tuple(progress.streams)
-    return Pass(source, progress, first, ranks, resumed, pipe_seed)
+    return Pass(source, progress, first, ranks, resumed)
 
 
 def loader_spec(
@@ -123,7 +119,6 @@ def loader_spec(
         worker_id=own.worker_id,
         num_workers=own.num_workers,
         first_place=begun.first,
-        pipe_seed=begun.pipe_seed,
         stream=stream,
         resumes=any(stream is saved for saved in begun.resumed),
         skips=settings.skips,

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import IterDataPipe
 
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.batch_loader import StreamState
@@ -143,8 +142,6 @@ def state_of_rank(settings: PassSettings, states: Mapping[str, Any] | Sequence[M
         raise ValueError("state_dict is an empty list: give the states of all ranks")
     for state in states:
         check_state(settings, state, is_of_any_rank=True)
-    if len(states) != settings.partition.world_size and isinstance(settings.dataset, IterDataPipe):
-        raise ValueError("pipes of torch divide themselves among the ranks: resume with the same number of ranks")
     origin = _capture_samplers(settings)["origin"]
     rank, world_size = settings.partition.rank, settings.partition.world_size
     dealt = deal(states, rank, world_size, origin, is_iterable=settings.iterable)
