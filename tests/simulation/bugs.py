@@ -125,12 +125,6 @@ BUGS = [
         "return len(self.killed) >= options.max_retries",
     ),
     Bug(
-        "the sample of another batch is left out",
-        "engine",
-        "place = death.place if number == death.task else None",
-        "place = death.place",
-    ),
-    Bug(
         "the oldest batch is blamed for another one",
         "table",
         "number = said if said in in_flight else next(iter(in_flight), None)",
