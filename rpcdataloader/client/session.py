@@ -5,6 +5,7 @@ The loss of the control connection ends the session and all of its workers.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Sequence, Set
@@ -70,7 +71,8 @@ class RemoteSession:
         self._partition = current_partition()  # as the session knows it
         self._additions = Additions()  # as the session knows them
         self._imported: set[str] = set()
-        self._told: list[Callable[..., Any]] = []  # each waits until the session has done as told
+        # Each waits until the session has done as told, with these additions.
+        self._told: list[tuple[Callable[..., Any], Additions]] = []
         self.connection.start()
 
     @property
@@ -124,12 +126,26 @@ class RemoteSession:
         """
         additions, partition = self._settings.additions.current, current_partition()
         if additions is not self._additions:
-            self._told.append(self.call(add, additions.since(self._additions)))
+            more = additions.since(self._additions)
+            self._told.append((self.call(add, more), more))
             self._additions = additions
         if partition != self._partition:
-            self._told.append(self.call(set_rank, partition.rank, partition.world_size))
+            self._told.append((self.call(set_rank, partition.rank, partition.world_size), Additions()))
             self._partition = partition
-        return lambda timeout: [wait(timeout) for wait in self._told]
+        return self._wait_until_told
+
+    def _wait_until_told(self, timeout: float | None) -> None:
+        for told in list(self._told):
+            wait, additions = told
+            try:
+                wait(timeout)
+            except ImportError as exc:
+                # Not applied: the session is told anew if these are still wanted, or wanted again.
+                with contextlib.suppress(ValueError):  # another thread was faster
+                    self._told.remove(told)
+                self._additions = self._additions.without(additions.modules)
+                if exc.name not in additions.modules or exc.name in self._settings.additions.current.modules:
+                    raise
 
     def import_early(self, modules: Set[str]) -> None:
         """Let the session import modules, so that workers forked later have them; returns at once."""
@@ -245,7 +261,7 @@ class RemoteSession:
         self._additions = self._settings.additions.current
         environment = collect(self._partition.rank, self._partition.world_size)
         # First, so that all later requests find the modules of the training script.
-        self._told.append(self.call(begin, environment, self._additions))
+        self._told.append((self.call(begin, environment, self._additions), self._additions))
         with self._condition:
             self.welcome = self._welcome
             self._condition.notify_all()

@@ -28,7 +28,7 @@ import sys
 import sysconfig
 import threading
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
@@ -256,11 +256,13 @@ class Additions:
 
     def since(self, before: Additions) -> Additions:
         """The part that a session which knows ``before`` lacks."""
-        return Additions(
-            self.variables,
-            {name: module for name, module in self.modules.items() if name not in before.modules},
-            self.forward_output,
-        )
+        lacking = {name: module for name, module in self.modules.items() if before.modules.get(name) != module}
+        return Additions(self.variables, lacking, self.forward_output)
+
+    def without(self, names: Iterable[str]) -> Additions:
+        """All but these modules."""
+        rest = {name: module for name, module in self.modules.items() if name not in names}
+        return Additions(self.variables, rest, self.forward_output)
 
 
 class SharedAdditions:
@@ -274,14 +276,22 @@ class SharedAdditions:
         self._lock = threading.Lock()
         self.current = Additions()
 
-    def add(self, more: Additions) -> None:
-        """Add these.
+    @contextlib.contextmanager
+    def adding(self, more: Additions) -> Iterator[None]:
+        """Add these; new modules are taken back if the ``with`` block fails, perhaps because of them.
 
         Raises:
             ValueError: They contradict what was added before.
         """
         with self._lock:
+            new = more.modules.keys() - self.current.modules
             self.current = self.current.plus(more)
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self.current = self.current.without(new)
+            raise
 
 
 def become_session(folder: str, forward_output: Callable[[], object]) -> None:
@@ -305,23 +315,15 @@ def add(additions: Additions) -> None:
     """Apply them to this session, and to its later workers. Modules come before all others of the same name.
 
     Raises:
-        ImportError: A module was imported from elsewhere before.
+        ImportError: A module was imported from elsewhere before; all others are applied.
         ValueError: An archive is malformed.
         OSError: The files cannot be written.
     """
     os.environ.update(additions.variables)
     if additions.forward_output:
         _forward_output()
-    new = [module for module in additions.modules.values() if _installed.get(module.name) != module.digest]
-    for module in new:
-        if module.name in sys.modules or module.name in _installed:
-            where = getattr(sys.modules.get(module.name), "__file__", None) or "somewhere else"
-            raise ImportError(
-                f"py_modules: {module.name} comes too late on {socket.gethostname()}, which has imported it from "
-                f"{where}: give py_modules to the first dataset or loader of the script that needs it, start the node "
-                f"server without --preload {module.name}, or leave it out of py_modules",
-                name=module.name,
-            )
+    wanted = [module for module in additions.modules.values() if _installed.get(module.name) != module.digest]
+    new = [module for module in wanted if module.name not in sys.modules and module.name not in _installed]
     if new and not _folder:
         raise FileNotFoundError(f"py_modules: {socket.gethostname()} has no folder for temporary files: set its TMPDIR")
     if new and _folder not in sys.path:
@@ -334,3 +336,11 @@ def add(additions: Additions) -> None:
         unpack(module, _folder)
         _installed[module.name] = module.digest
     importlib.invalidate_caches()
+    for late in [module.name for module in wanted if module not in new]:
+        where = getattr(sys.modules.get(late), "__file__", None) or "somewhere else"
+        raise ImportError(
+            f"py_modules: {late} comes too late on {socket.gethostname()}, which has imported it from {where}: give "
+            "py_modules to the first dataset or loader of the script that needs it, start the node server without "
+            f"--preload {late}, or leave it out of py_modules",
+            name=late,
+        )

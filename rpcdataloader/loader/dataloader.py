@@ -300,8 +300,12 @@ class RPCDataloader(LoaderTools[_T_co]):
             os.environ.update(settings.env)
             local = access_of(self.dataset) if isinstance(self.dataset, RPCDataset) else self.dataset
             return InlineIterator(settings, local, saved, self._reported_length)
+        with get_client().additions.adding(Additions.of(settings.env, settings.py_modules, settings.forward_output)):
+            return self._begin_remote(settings, saved)
+
+    def _begin_remote(self, settings: PassSettings, saved: Mapping[str, Any] | None) -> RemoteIterator:
         assert self._where is not None
-        get_client().additions.add(Additions.of(settings.env, settings.py_modules, settings.forward_output))
+        assert not isinstance(self._where, Inline)
         if isinstance(self.dataset, RPCDataset):
             dataset: RemoteDataset = access_of(self.dataset)
         else:

@@ -101,8 +101,8 @@ class RPCDataset(Dataset[Any]):
             pickled = dumps_named(tuple(parts.values()), parts)
             is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
             access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable)
-            get_client().additions.add(additions)
-            prepare(access, place(where, min_workers=min_workers).homes)
+            with get_client().additions.adding(additions):
+                prepare(access, place(where, min_workers=min_workers).homes)
         # Past __setattr__, which sets attributes of the remote dataset.
         self.__dict__["_where"] = where
         self.__dict__["_access"] = access

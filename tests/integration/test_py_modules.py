@@ -199,6 +199,21 @@ def test_what_the_node_server_has_imported_is_too_late_for_every_dataset(serve, 
         load(Numbers(3), workers=server.address, py_modules=["shapes"])
 
 
+def test_what_is_too_late_is_an_error_of_those_that_give_it_alone(serve, unseen, tmp_path):
+    """Not of later datasets without it, on sessions that have refused it or are new."""
+    before = f"import sys; sys.path.append({str(tmp_path / 'scripts')!r})"
+    both = [serve("--preload", "shapes", before=before) for _ in range(2)]
+    (tmp_path / "other.py").touch()
+    given = ["shapes", tmp_path / "other.py"]
+    with pytest.raises(ImportError, match="shapes comes too late"):
+        RPCDataset(",".join(server.address for server in both), unseen.Labels, py_modules=given)
+    with pytest.raises(ImportError, match="shapes comes too late"):
+        load(Numbers(3), workers=both[0].address, py_modules=given)
+    for server in [*both, serve("--preload", "shapes", before=before)]:
+        assert len(list(RPCDataloader(Numbers(3), workers=server.address))) == 3
+        assert len(RPCDataset(server.address, Numbers, 3, py_modules=given[1:])) == 3
+
+
 def test_node_without_a_place_for_temporary_files_says_so(serve, unseen):
     server = serve("--num-workers", "1", before="import tempfile; tempfile.tempdir = '/proc/nowhere'")
     with pytest.raises(FileNotFoundError, match=r"/proc/nowhere/rpcdataloader-"):
