@@ -54,7 +54,7 @@ MAX_UNAUTHENTICATED = 256
 
 def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) -> None:
     """Serve an authenticated control connection until it ends."""
-    # With --insecure, or in the embedded pool, the variable is still set.
+    # Code of the client, and programs that it starts, must not see the secret of the server.
     os.environ.pop(TOKEN_VARIABLE, None)
     name_process("rpcdl-session")
     # A process group of its own, so that user code that signals its group does not end the node server.

@@ -1,7 +1,8 @@
 """The source of the shared secret.
 
-Invariant: a secret that another user could know, or could have chosen, is refused, and no secret appears in a repr, an
-error message or, once it has been read, in the environment that child processes inherit.
+Invariant: a secret that another user could know, or could have chosen, is refused, and no secret appears in a repr or
+an error message. The environment stays as it is, for programs that a training script starts; only sessions, which run a
+client's code, remove ``RPCDATALOADER_TOKEN`` from theirs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,9 +38,6 @@ _MAX_TOKEN_BYTES = 4096
 # Secrets of a pool's node servers.
 _of_addresses: dict[Address, Credentials] = {}
 
-# RPCDATALOADER_TOKEN, after its removal from the environment. Set once, and never changed.
-_environment_token: str | None = None
-
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
@@ -64,25 +62,23 @@ class Credentials:
 INSECURE = Credentials(INSECURE_SECRET, "insecure")
 
 
-def load_credentials(token_file: str | None = None, environ: MutableMapping[str, str] = os.environ) -> Credentials:
+def load_credentials(token_file: str | None = None, environ: Mapping[str, str] = os.environ) -> Credentials:
     """Find the secret: ``--token-file``, the environment, else the file in the user's configuration.
 
     That file is created on first use. All processes and machines that share a home directory share the file.
 
     Args:
         token_file: Value of ``--token-file``; None without that option.
-        environ: Environment with ``RPCDATALOADER_TOKEN_FILE`` and ``RPCDATALOADER_TOKEN``. The latter is removed,
-            whether it is used or not, and remembered for later calls.
+        environ: Environment with ``RPCDATALOADER_TOKEN_FILE`` and ``RPCDATALOADER_TOKEN``.
 
     Raises:
         AuthenticationError: There is no secret, or it cannot be trusted; the message says what to do.
     """
-    token = _take_environment_token(environ)
     if token_file is not None:
         return read_secret(token_file, "--token-file")
     if (token_file := environ.get(TOKEN_FILE_VARIABLE)) is not None:
         return read_secret(token_file, TOKEN_FILE_VARIABLE)
-    if token is not None:
+    if (token := environ.get(TOKEN_VARIABLE)) is not None:
         return check_secret(token, f"environment variable {TOKEN_VARIABLE}")
     path = _default_path(environ)
     if not os.path.exists(path):
@@ -136,15 +132,12 @@ def check_secret(token: str | bytes, source: str) -> Credentials:
     raise AuthenticationError(f"the secret ({source}) {problem}; {_HOW_TO_CREATE}")
 
 
-def receive_credentials(descriptor: int, environ: MutableMapping[str, str] = os.environ) -> Credentials:
+def receive_credentials(descriptor: int) -> Credentials:
     """Read the secret from the first line of standard input, a pipe or socket, and nothing after that line.
-
-    Removes ``RPCDATALOADER_TOKEN`` from ``environ``, as :func:`load_credentials` does.
 
     Raises:
         AuthenticationError: The line is no secret.
     """
-    _take_environment_token(environ)
     line = b""
     while not line.endswith(b"\n") and len(line) <= _MAX_TOKEN_BYTES and (byte := os.read(descriptor, 1)):
         line += byte
@@ -162,7 +155,7 @@ def forget_credentials(credentials: Credentials) -> None:
         del _of_addresses[address]
 
 
-def client_credentials(address: Address, environ: MutableMapping[str, str] = os.environ) -> Credentials:
+def client_credentials(address: Address, environ: Mapping[str, str] = os.environ) -> Credentials:
     """The secret for a connection to ``address``: a pool's; none where ``RPCDATALOADER_INSECURE`` allows that.
 
     Args:
@@ -186,14 +179,6 @@ _HOW_TO_CREATE = (
     'create it with: (umask 077; python -c "import secrets; print(secrets.token_urlsafe())" > FILE), '
     "the same on both sides"
 )
-
-
-def _take_environment_token(environ: MutableMapping[str, str]) -> str | None:
-    global _environment_token
-    token = environ.pop(TOKEN_VARIABLE, None)
-    if token is not None:
-        _environment_token = token
-    return _environment_token
 
 
 def _default_path(environ: Mapping[str, str]) -> Path:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rpcdataloader import __version__, launch, rpc_async
+from rpcdataloader import RPCDataset, __version__, launch, rpc_async
 from rpcdataloader.client import client as pool
 from rpcdataloader.errors import (
     AuthenticationError,
@@ -689,9 +689,8 @@ def test_missing_secret_is_refused_on_both_sides(monkeypatch, capsys):
 
 @pytest.mark.parametrize("options", [[], ["--host", "unix:{tmp_path}/socket", "--insecure"]])
 def test_secret_is_nowhere_to_be_seen(serve, tmp_path, monkeypatch, options):
-    """Given in the environment, to a server that needs it or does not."""
+    """Given in the environment, to a server that needs it or does not; there, the trainer's own programs find it."""
     secret = secrets.token_urlsafe(32)
-    monkeypatch.setattr(credentials, "_environment_token", None)
     monkeypatch.delenv("RPCDATALOADER_TOKEN_FILE")
     monkeypatch.setenv("RPCDATALOADER_TOKEN", secret)
     monkeypatch.setenv("RPCDATALOADER_INSECURE", "unix")
@@ -712,8 +711,8 @@ def test_secret_is_nowhere_to_be_seen(serve, tmp_path, monkeypatch, options):
     assert secret not in server.log
     client = pool.get_client()
     assert secret not in repr([client, vars(client), credentials.client_credentials(Address.parse(server.address))])
-    if not options:
-        assert "RPCDATALOADER_TOKEN" not in os.environ
+    assert os.environ["RPCDATALOADER_TOKEN"] == secret
+    assert secret not in repr(RPCDataset("local:1", look)[0])
 
 
 def test_bombs_go_off_otherwise(server, trace):

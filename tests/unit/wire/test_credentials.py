@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from rpcdataloader.errors import AuthenticationError
-from rpcdataloader.wire import credentials
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import (
     INSECURE_SECRET,
@@ -28,7 +27,6 @@ TCP, UNIX = Address("node01", 6543), Address(path="/run/socket")
 
 @pytest.fixture(autouse=True)
 def no_secret_from_outside(monkeypatch):
-    monkeypatch.setattr(credentials, "_environment_token", None)
     for name in ("TOKEN", "TOKEN_FILE", "INSECURE"):
         monkeypatch.delenv(f"RPCDATALOADER_{name}", raising=False)
 
@@ -69,7 +67,7 @@ def test_sources_are_tried_in_the_documented_order(tmp_path, environ, default_fi
     assert load() == (b"from the variable file", f"file {variable_file}")
     del environ["RPCDATALOADER_TOKEN_FILE"]
     assert load() == (b"from the environment", "environment variable RPCDATALOADER_TOKEN")
-    credentials._environment_token = None
+    del environ["RPCDATALOADER_TOKEN"]
     assert load() == (b"from the default file", f"file {default_file}")
 
 
@@ -80,28 +78,6 @@ def test_blanks_at_the_end_do_not_count(token, environ, tmp_path):
     path.touch(0o600)
     path.write_bytes(token if isinstance(token, bytes) else token.encode())
     assert load_credentials(token_file=path, environ=environ).secret == TOKEN.encode()
-
-
-def test_environment_variable_is_removed_and_remembered(environ):
-    environ["RPCDATALOADER_TOKEN"] = TOKEN
-    first = load_credentials(environ=environ)
-    assert "RPCDATALOADER_TOKEN" not in environ
-    assert load_credentials(environ=environ) == first
-    assert first.secret == TOKEN.encode()
-
-
-def test_environment_variable_is_removed_even_when_another_source_is_used(environ, tmp_path):
-    environ["RPCDATALOADER_TOKEN"] = TOKEN
-    path = write(tmp_path / "token")
-    assert load_credentials(path, environ).source == f"file {path}"
-    assert "RPCDATALOADER_TOKEN" not in environ
-
-
-def test_children_do_not_inherit_the_environment_variable(monkeypatch):
-    monkeypatch.setenv("RPCDATALOADER_TOKEN", TOKEN)
-    assert load_credentials().secret == TOKEN.encode()
-    command = [sys.executable, "-c", "import os; raise SystemExit('RPCDATALOADER_TOKEN' in os.environ)"]
-    assert subprocess.run(command, check=False, timeout=60).returncode == 0
 
 
 def test_home_of_a_token_file_is_expanded(monkeypatch, tmp_path, environ):
@@ -413,21 +389,19 @@ def test_other_values_of_the_insecure_variable_are_refused(value, environ):
 # ------------------------------------------------------------------------------------------------------ standard input
 
 
-def receive(data, environ):
+def receive(data):
     read_end, write_end = os.pipe()
     try:
         os.write(write_end, data)
         os.close(write_end)
-        return receive_credentials(read_end, environ), os.read(read_end, 100)
+        return receive_credentials(read_end), os.read(read_end, 100)
     finally:
         os.close(read_end)
 
 
 def test_first_line_of_a_pipe_is_the_secret_and_the_rest_stays_there():
-    environ = {"RPCDATALOADER_TOKEN": "from the environment"}
-    found, rest = receive(f"{TOKEN}\nmore".encode(), environ)
+    found, rest = receive(f"{TOKEN}\nmore".encode())
     assert (found, rest) == (Credentials(TOKEN.encode(), "standard input"), b"more")
-    assert environ == {}, "no child inherits the secret that was not used"
 
 
 @pytest.mark.parametrize(
@@ -441,5 +415,5 @@ def test_first_line_of_a_pipe_is_the_secret_and_the_rest_stays_there():
 )
 def test_line_that_is_no_secret_is_refused(data, problem):
     with pytest.raises(AuthenticationError, match=problem) as caught:
-        receive(data, {})
+        receive(data)
     assert "standard input" in str(caught.value)
