@@ -422,7 +422,8 @@ class Driver:
                 and (sent := seat.sent.get(end.number)) is not None
                 and sent.begun is begun
             ]
-        self.executor.end(late)
+            # With the condition: the consumer hears of these losses when the tasks have their stacks.
+            self.executor.end(late)
 
     # Queries
 

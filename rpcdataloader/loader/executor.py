@@ -1,7 +1,7 @@
 """What a pass waits for: threads, sockets, other processes, and the clock.
 
 The driver decides when each of these is asked for; results go to it from the thread that notices them. Except for
-:meth:`Executor.open`, nothing here is called with the pass's condition.
+:meth:`Executor.open` and :meth:`Executor.end`, nothing here is called with the pass's condition.
 """
 
 from __future__ import annotations
@@ -192,21 +192,12 @@ class Executor:
         return reference_of(self._dataset if value is self._settings.dataset else value)
 
     def end(self, late: Sequence[tuple[RemoteWorker, Task]]) -> None:
-        """End workers that exceed a task's time limit, all at the same time, and record their stacks in the tasks."""
+        """End workers that exceed a task's time limit, all at the same time; a new thread reports their stacks."""
         limit = self._settings.task_timeout
-        endings = [
-            worker.session.end_worker(worker.number, f"{describe(task)} took longer than {limit:g} s")
-            for worker, task in late
-        ]
-        for (worker, task), wait in zip(late, endings, strict=True):
-            task.stack = wait()
-            logger.warning(
-                "%s took longer than %g s (task_timeout) on %s, which was here:\n%s",
-                describe(task),
-                limit,
-                worker.name,
-                task.stack,
-            )
+        for worker, task in late:
+            reason = f"{describe(task)} took longer than {limit:g} s"
+            task.stack = worker.session.end_worker(worker.number, reason)
+        self._client.start_thread("rpcdl-report", functools.partial(_report_ends, late, limit), self._closed)
 
     # The user
 
@@ -227,3 +218,12 @@ class Executor:
         task = describe(action.payload)
         waited = f"{label}the loop has waited {action.seconds:.0f} s for {task}, {where} ({action.summary}){stack}"
         logger.warning("%s", waited)
+
+
+def _report_ends(late: Sequence[tuple[RemoteWorker, Task]], limit: float | None) -> None:
+    for worker, task in late:
+        assert task.stack is not None
+        where, stack = worker.name, task.stack()
+        logger.warning(
+            "%s took longer than %g s (task_timeout) on %s, which was here:\n%s", describe(task), limit, where, stack
+        )

@@ -311,8 +311,8 @@ class RemoteIterator(PassIterator):
 
     def _explained(self, error: BaseException, task: Task) -> BaseException:
         """Add to an error the rank and, after a timeout, the last stack of the task."""
-        if task.stack and isinstance(error, ConnectionLostError):
-            error = RPCTimeoutError(f"{error}\n{task.stack}")
+        if task.stack is not None and isinstance(error, ConnectionLostError):
+            error = RPCTimeoutError(f"{error}\n{task.stack()}")
         if isinstance(error.__cause__, RemoteTraceback):
             error = error.with_traceback(None)  # the relevant frames are the worker's
         return of_rank(error, self._settings.partition)

@@ -39,7 +39,8 @@ class Task:
     sampler_state: Any = None  # state of the sampler after this batch, if it has one
     request: bytes = b""  # request to a worker; empty without workers
     last_request: bytes = b""  # request of the last attempt, which may differ
-    stack: str = ""  # stack of the last worker that exceeded the time limit
+    # Waits for the stack of the last worker that exceeded the time limit.
+    stack: Callable[[], str] | None = None
     probe: Probe | None = None  # times of its way so far, if measured; each copy that is sent gets its own
 
 

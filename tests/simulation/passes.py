@@ -50,7 +50,7 @@ class Task:
         self.indices = self.probe = None
         self.position = 0
         self.num_samples = NUM_PLACES
-        self.stack = ""
+        self.stack = None
 
     def __repr__(self) -> str:
         return f"batch {self.number}"
@@ -328,7 +328,6 @@ class Pass:
             raise ViolationError(f"worker {number} was to be ended at task {task}, and goes on")
 
     def end(self, late: Sequence[tuple[Worker, Task]]) -> None:
-        self._is_free("workers are ended")
         for worker, _task in late:
             delay = END_LIMIT if worker.node.mute_until > self.cluster.now else self.cluster.latency()
             self.cluster.at(delay, self.cluster.die, worker, LATE)
