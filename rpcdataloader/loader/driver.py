@@ -69,6 +69,7 @@ class Driver:
         name: Name of the dataset.
         is_given_up: True if its idle workers ended for another loader.
         has_changed: True if the workers are others than those in the records.
+        whole: Context in which the consumer changes the engine, and carries out its decisions.
         is_told: True once the reason for this pass's wait is logged; set before, nothing is logged.
     """
 
@@ -99,6 +100,7 @@ class Driver:
         self._unwanted: set[int] = set()  # workers to close before they are requested
         self.ahead = None if intake.carrier is None else Ahead(engine, intake.carrier)
         self.sleeps_until, self.sleeps_since, self.later_since = -math.inf, 0.0, math.inf
+        self.whole = Whole(engine)
         self._due = math.inf  # time of the engine's next action, as the consumer fell asleep
         self._drawn: Task | None = None  # from the sampler, not yet in the engine
         self.has_changed = True
@@ -246,23 +248,26 @@ class Driver:
             Time of the last decision.
         """
         table = self.engine.table
-        while True:
+        now = began
+        while self.engine.failure is None:
             if wants_input and self._drawn is None:
                 self._drawn = draw(began)
-            with self.condition:
-                if wants_input:
-                    if self._drawn is None:
-                        table.end_of_input()
-                    elif table.add_task(self._drawn) is not None:
-                        self._drawn = None
-                    # Otherwise a stream that has ended meanwhile has left less room.
-                    wants_input = table.wants_input
-                now = self.now()
-                todo = self.act(now)
-            if todo is not None:
-                carry_out(todo)
+            with self.whole:
+                with self.condition:
+                    if wants_input:
+                        if self._drawn is None:
+                            table.end_of_input()
+                        elif table.add_task(self._drawn) is not None:
+                            self._drawn = None
+                        # Otherwise a stream that has ended meanwhile has left less room.
+                        wants_input = table.wants_input
+                    now = self.now()
+                    todo = self.act(now)
+                if todo is not None:
+                    carry_out(todo)
             if not wants_input:
-                return now
+                break
+        return now
 
     def take(self) -> Entry | None:
         """Return the next delivery, if it is here; with the condition."""
@@ -305,7 +310,7 @@ class Driver:
             # The engine's next action may be due before the end of the sleep.
             or ((due := self.engine.due(self.now())) is not None and due < self.sleeps_until)
         ):
-            self.condition.notify()
+            self.condition.notify_all()  # an interrupted wait leaves a waiter that is gone
         elif self.later_since == math.inf:
             self.later_since = self.now()
 
@@ -478,6 +483,27 @@ class Driver:
             window = len(workers) * settings.prefetch_factor if settings.iterable else self.engine.table.window
             limits = window, settings.prefetch_factor, settings.max_in_flight_bytes
             self.recorder.setup = Setup(workers, *limits, names, settings.persistent_workers)
+
+
+class Whole:
+    """A part of the consumer's work that ends the pass if it is left in the middle.
+
+    Ctrl-C, and every other signal handler, may raise between any two steps: tasks would be lost, and the engine half
+    changed. Nothing else raises here.
+    """
+
+    def __init__(self, engine: Engine[Node]) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None and self._engine.failure is None:
+            self._engine.failure = RuntimeError(
+                f"{type(error).__name__} has interrupted this pass over the loader in the middle of its work; begin "
+                "another one, or go on after the last batch with load_state_dict(state_dict())"
+            )
 
 
 class Ahead:

@@ -192,7 +192,8 @@ class RemoteIterator(PassIterator):
         while True:
             with driver.condition:
                 if self._delivery is None:
-                    self._delivery = driver.take()
+                    with driver.whole:
+                        self._delivery = driver.take()
                 delivery = self._delivery
                 if delivery is None:
                     if engine.failure is None and engine.table.finished:
@@ -280,13 +281,15 @@ class RemoteIterator(PassIterator):
             # torch's exception and text, which scripts may match.
             label = self._settings.partition.label
             raise RuntimeError(f"{label}DataLoader timed out after {self._settings.timeout} seconds")
-        until = driver.falls_asleep(now, deadline)
+        with driver.whole:
+            until = driver.falls_asleep(now, deadline)
         seconds = None if until == math.inf else until - now
         try:
             _shown("wait", driver.condition.wait, seconds) if self._is_shown else driver.condition.wait(seconds)
         finally:
             woken = time.monotonic()
-            self._ready += driver.wakes_up(woken)
+            with driver.whole:
+                self._ready += driver.wakes_up(woken)
         return woken - now
 
     def _advance(self, wants_input: bool, began: float) -> float:

@@ -741,8 +741,13 @@ ROWS: dict[str, Row] = {
     "samples that cannot be collated": Row(lambda: [object, {1, 2}, 3], options()),
     "batch of different kinds": Row(lambda: [torch.zeros(1), 1, "x"], options(batch_size=3), torch=(0,)),
     "collate_fn fails": Row(options=options(batch_size=3, collate_fn=fail_at_seven)),
-    "sampler fails": Row(options=lambda: {"sampler": Breaking(), "batch_size": None}, exact=True),
-    "sampler of batches fails": Row(options=lambda: {"sampler": Breaking(), "batch_size": 2}, exact=True),
+    # With workers, torch draws ahead, and loses the batch that it was about to return.
+    "sampler fails": Row(
+        options=lambda: {"sampler": Breaking(), "batch_size": None}, torch=(0,), numbers=(1, 2), as_sets=True
+    ),
+    "sampler of batches fails": Row(
+        options=lambda: {"sampler": Breaking(), "batch_size": 2}, torch=(0,), numbers=(1,), as_sets=True
+    ),
     "init function fails": Row(
         options=options(worker_init_fn=fail_to_begin), torch=(2,), drive=first_error, ours=WITH_WORKERS
     ),

@@ -291,6 +291,9 @@ def single(at):
     return {"sampler": Pieces(at, OSError(5, "text", "path"), batches=False), "batch_size": None}
 
 
+# torch's workers lose the batch that was about to be returned when the sampler raised; ours return it next.
+LOSE_A_BATCH = ("sampler, at the last one", "batch sampler", "interrupt")
+
 PASSES = {
     "asked at once": lambda: {
         "dataset": failures.FailuresAtOnce(),
@@ -340,7 +343,15 @@ def test_errors_come_where_torch_raises_them_and_the_pass_goes_on(workers, name)
     gc.collect()  # torch's iterators
     assert any(isinstance(step, tuple) and step[0] is not StopIteration for step in theirs)
     for persistent_workers in (False, True):
-        assert_same(run(RPCDataloader, workers=workers, persistent_workers=persistent_workers), theirs)
+        ours = run(RPCDataloader, workers=workers, persistent_workers=persistent_workers)
+        if name in LOSE_A_BATCH:
+            raised = [
+                place for place, step in enumerate(ours) if isinstance(step, tuple) and step[0] is not StopIteration
+            ]
+            assert len(raised) == 2  # once in each epoch
+            for place in reversed(raised):
+                assert not isinstance(ours.pop(place + 1), tuple)
+        assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("dataset", [failures.NoLength(), Failures(-1)], ids=["fails", "below zero"])

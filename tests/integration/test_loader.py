@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import signal
+import sys
 import time
 import warnings
 from collections import defaultdict
@@ -126,6 +128,46 @@ def test_no_batch_is_lost_where_a_sampler_raises(where):
     assert received == list(range(12))[::-1]
     loader.load_state_dict(state)
     assert flat(loader) == received[state["num_samples"] :]
+
+
+class Alarm(Exception):
+    """Raised by a signal handler."""
+
+
+def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(workers):
+    num_failed, num_told, before = 0, 0, sys.gettrace()
+    for num_calls in itertools.count():
+        left = num_calls
+
+        def interrupt(frame, _event, _argument):
+            # Handlers run between two steps, as this function does; here, of deciding and of carrying out.
+            nonlocal left
+            if frame.f_globals["__name__"].startswith(("rpcdataloader.loader.driver", "rpcdataloader.plan.")):
+                left -= 1
+                if left < 0:
+                    raise Alarm
+
+        loader = RPCDataloader(range(60), batch_size=2, workers=workers, timeout=30)
+        received, batches = [], iter(loader)
+        received += flat([next(batches)])
+        sys.settrace(interrupt)
+        try:
+            next(batches)
+            break  # there are not that many steps
+        except Alarm:
+            pass
+        finally:
+            sys.settrace(before)
+        try:
+            for batch in batches:
+                received += batch.tolist()
+            assert received == list(range(60))
+        except RuntimeError as error:
+            num_failed += 1
+            num_told += "Alarm has interrupted this pass" in str(error)
+            loader.load_state_dict(loader.state_dict())
+            assert received + flat(loader) == list(range(60))
+    assert num_told == num_failed > 0
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
