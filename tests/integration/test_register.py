@@ -192,7 +192,7 @@ def test_server_with_another_secret_is_left_out(register, where, tmp_path, caplo
     other, _path = register("--token-file", str(token))
     server, _path = register()
     assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {server.pid}
-    assert f"going on without {other.address} until it comes: {other.address}: " in caplog.text
+    assert f"going on without {other.address} until it comes: the node server refused this connection: " in caplog.text
 
 
 def test_check_takes_a_directory(register, where, capsys):

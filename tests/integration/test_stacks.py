@@ -18,7 +18,7 @@ import pytest
 from rpcdataloader import rpc_async
 from rpcdataloader.client import session as client_session
 from rpcdataloader.client.client import get_client
-from rpcdataloader.client.worker import PendingReply
+from rpcdataloader.client.worker import PendingReply, WorkerOwner
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.server.stacks import LOCKED_SIGNAL
 from rpcdataloader.wire.address import Address
@@ -107,19 +107,6 @@ def line_of(func, text):
 # --- helpers
 
 
-class Owner:
-    """Of a second worker."""
-
-    def worker_ready(self, worker):
-        pass
-
-    def worker_draining(self, worker):
-        pass
-
-    def worker_lost(self, worker, error):
-        pass
-
-
 class Side:
     """The session of this process on a server, the worker that serves ``rpc_async``, and another one."""
 
@@ -141,7 +128,7 @@ class Side:
         return self.session.stack_of(self.number)
 
     def call_other(self):
-        other = self.session.open_worker(Owner())
+        other = self.session.open_worker(WorkerOwner())
         answer = PendingReply(get_client().allocator)
         other.call(Call(os.getpid, (), {}), answer.complete)
         return answer.wait()

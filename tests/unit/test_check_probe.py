@@ -9,7 +9,7 @@ import types
 import pytest
 from torch.utils.data import IterableDataset
 
-from rpcdataloader.check.probe import Probe, Timed
+from rpcdataloader.check.probe import Facts, Probe, Timed
 from rpcdataloader.fetch import seeding
 from rpcdataloader.wire.pickling import dumps_reply
 
@@ -91,7 +91,7 @@ def test_seed_depends_on_the_index_alone(probe):
     ],
 )
 def test_facts(probe, given, text, length):
-    assert probe(given).facts == (text, length, None)
+    assert probe(given).facts == Facts(text, length, not_shared=None, connections="")
 
 
 @pytest.mark.parametrize(
