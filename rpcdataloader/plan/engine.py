@@ -148,10 +148,13 @@ class Engine(Generic[N]):
         self._waiting_since = None
         self.crew.reopen()
         for worker in self.crew:
-            self._out.append(Restart(worker.number))
             worker.is_at_work = False
-            # Draining workers skip this epoch.
-            worker.has_joined = worker.has_joined and not worker.is_draining
+            if worker.is_draining:
+                # All that it still answers belongs to an earlier epoch, and it may hang there, without a task's limit.
+                worker.has_joined = False
+                self._close_when_done(worker)
+                continue
+            self._out.append(Restart(worker.number))
             if worker.has_joined:
                 self.table.worker_joined(worker.number, now, worker.node, worker.place)
 
@@ -260,6 +263,9 @@ class Engine(Generic[N]):
             # Its stream goes on elsewhere after the last answer. Later messages of this worker are not waited for.
             worker.has_joined = False
             self._leave(worker.number, now)
+        self._close_when_done(worker)
+
+    def _close_when_done(self, worker: Member[N]) -> None:
         if not worker.is_closed and worker not in self._leaving:
             self._leaving.append(worker)
 

@@ -402,8 +402,14 @@ BUGS = [
     Bug(
         "draining workers take part in the next epoch",
         "engine",
-        "worker.has_joined = worker.has_joined and not worker.is_draining",
-        "pass",
+        "            if worker.is_draining:\n                # All",
+        "            if False:\n                # All",
+    ),
+    Bug(
+        "a draining worker that hangs in the last epoch is waited for",
+        "engine",
+        "                worker.has_joined = False\n                self._close_when_done(worker)\n",
+        "                worker.has_joined = False\n",
     ),
     Bug(
         "a worker that was sent away before it began is never closed",

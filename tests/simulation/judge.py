@@ -63,8 +63,8 @@ class Member:
     """A worker that the engine has asked for, and that is not lost."""
 
     __slots__ = (
-        "at_work", "closed", "draining", "ended", "in_flight", "incarnation", "is_late", "joined", "late_at", "node",
-        "place", "sent_away", "since",
+        "at_work", "closed", "draining", "ended", "in_flight", "incarnation", "is_late", "is_over", "joined", "late_at",
+        "node", "place", "sent_away", "since",
     )  # fmt: skip
 
     def __init__(self, place: int, node: str, incarnation: Hashable, late_at: float, is_late: bool) -> None:
@@ -74,6 +74,7 @@ class Member:
         self.node = node
         self.incarnation = incarnation
         self.joined = self.at_work = self.draining = self.sent_away = self.closed = False
+        self.is_over = False  # True if it drains since an earlier epoch, and has no part in this one
         self.in_flight: dict[int, bool] = {}  # tasks in the order in which they were sent; whether as the last try
         self.since = 0.0  # when the first of them began
         self.ended: int | None = None  # the task for which its end was asked for
@@ -226,6 +227,7 @@ class Judge:
         for number, member in self.members.items():
             member.at_work = False
             member.joined = member.joined and not member.draining
+            member.is_over = member.draining
             member.in_flight.clear()
             member.ended = None
             if member.joined and not member.sent_away:
@@ -664,7 +666,7 @@ class Judge:
         member = self.members.get(action.worker)
         if member is None or member.closed:
             self.fail(f"{action}: it is gone")
-        if not member.sent_away:
+        if not (member.sent_away or member.is_over):
             self.fail(f"{action}: it is needed")
         if member.in_flight and not self.is_iterable:
             self.fail(f"{action}: it has not answered {list(member.in_flight)}")
@@ -783,11 +785,11 @@ class Judge:
     def _check_sent_away(self) -> None:
         for number, member in self.members.items():
             if (
-                member.sent_away
+                (member.sent_away or member.is_over)
                 and not member.closed
                 and not (member.joined and (member.in_flight or not member.at_work))
             ):
-                self.fail(f"worker {number} was sent away, has nothing to do, and is not closed")
+                self.fail(f"worker {number} leaves, has nothing to do, and is not closed")
 
     def is_stuck(self) -> bool:
         """Whether no worker is left that can go on, or, of streams, one is missing."""

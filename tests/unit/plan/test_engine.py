@@ -85,6 +85,20 @@ def test_a_stream_whose_worker_is_sent_away_waits_for_the_next_worker():
     assert [action.number for action in engine.act(1.0)] == [0, 1]
 
 
+@pytest.mark.parametrize("is_iterable", [False, True])
+def test_a_draining_worker_that_hangs_in_the_last_epoch_is_ended_and_replaced(is_iterable):
+    engine = start(["a"], is_iterable=is_iterable, task_timeout=10.0)
+    engine.act(0.0)
+    begin(engine, 1)
+    fill(engine)
+    engine.act(0.0)
+    engine.worker_draining(1)
+    engine.begin_epoch(1.0)
+    assert of(Close, engine.act(1.0)) == [Close(1)]
+    engine.worker_lost(1, Loss(DIED, node_is_up=True, has_retired=True), 1.0)
+    assert of(Open, engine.act(1.0)) == [Open(2, 0, "a", True)]
+
+
 def test_an_epoch_begins_while_the_worker_of_a_stream_is_sent_away():
     engine = start(["a"], ["b"], is_iterable=True)
     engine.act(0.0)
