@@ -29,6 +29,7 @@ class JudgedEngine(Engine[str]):
         self, judge: Judge, options: PlanOptions, homes: Sequence[str], others: Sequence[str], turn: int
     ) -> None:
         self.judge = judge
+        self._ticks = False
         super().__init__(options, homes, others, turn=turn)
         self.crew = JudgedCrew(judge, options, homes, others, self._out)
 
@@ -63,12 +64,14 @@ class JudgedEngine(Engine[str]):
 
     def due(self, now: float) -> float | None:
         due = super().due(now)
-        if self.judge.waiting_since is not None:
+        if self.judge.waiting_since is not None and not self._ticks:  # the judge does not know this tick's decisions
             self.judge.check_due(due, now)
         return due
 
     def tick(self, now: float) -> None:
+        self._ticks = True
         super().tick(now)
+        self._ticks = False
         self.judge.ticked(self.failure, now)
         for action in self._out:
             if type(action) is End:
