@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from rpcdataloader.client.session import RemoteSession
     from rpcdataloader.client.worker import RemoteWorker
 
 logger = logging.getLogger("rpcdataloader.client")
@@ -61,16 +60,17 @@ class IdleWorkers:
             self._idlers.pop(weakref.ref(idler), None)
             return not idler.is_given_up
 
-    def give_up(self, session: RemoteSession) -> bool:
-        """Give up one place on the node of ``session``, which has none left; returns False if no worker there is idle.
+    def give_up(self, asking: RemoteWorker) -> bool:
+        """Give up a place on the node of ``asking``, which has none left; False if no other loader is idle.
 
         All workers of a loader go together, the oldest first. The place is free within :data:`ROOM_TIMEOUT`.
         """
+        session = asking.session
         now, found = time.monotonic(), None
         with self._lock:
             count, until = self._freed.pop(session.name, (0, now))
             if not count or until <= now:
-                count, until, found = 0, now + ROOM_TIMEOUT, self._pop(session)
+                count, until, found = 0, now + ROOM_TIMEOUT, self._pop(asking)
                 if found is not None:
                     count = sum(worker.session is session for worker in found.workers)
                     found.is_given_up = True
@@ -81,10 +81,12 @@ class IdleWorkers:
             found.close()
         return count > 0
 
-    def _pop(self, session: RemoteSession) -> Idler | None:
+    def _pop(self, asking: RemoteWorker) -> Idler | None:
         for reference in self._idlers:
             idler = reference()
-            if idler is not None and any(worker.session is session for worker in idler.workers):
+            if idler is None or asking in (workers := idler.workers):  # which is to join those that are idle by now
+                continue
+            if any(worker.session is asking.session for worker in workers):
                 del self._idlers[reference]
                 return idler
         return None

@@ -301,7 +301,7 @@ class RemoteWorker:
             try:
                 channel, answer = self._settings.open(self.session.address, bytes.fromhex(welcome.session), limit)
             except BusyError as exc:
-                if not coming.remaining() and self._settings.idle.give_up(self.session):
+                if not coming.remaining() and self._settings.idle.give_up(self):
                     coming = Deadline(ROOM_TIMEOUT)
                 if is_coming := bool(coming.remaining()):
                     self._wait, is_first = coming, False

@@ -30,6 +30,7 @@ from rpcdataloader.errors import (
 )
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.integration import datasets, file_datasets
+from tests.integration.crew import wait_for_crew, workers_of
 from tests.integration.datasets import State, notes
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -540,7 +541,9 @@ def test_every_way_to_name_workers(two_nodes, monkeypatch):
         (f"{server}, {other}", 2),
     ]:
         dataset = RPCDataset(workers, datasets.Processes)
-        samples = items(RPCDataloader(dataset, persistent_workers=True))
+        iterator = iter(RPCDataloader(dataset, persistent_workers=True))
+        wait_for_crew(iterator, len(workers_of(iterator)))  # the first ones may be done before others have started
+        samples = items(iterator)
         assert [sample[0] for sample in samples] == list(range(20))
         assert os.getpid() not in {pid for _, pid, _ in samples}
         assert len({session for _, _, session in samples}) == num_sessions
