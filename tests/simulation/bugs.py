@@ -474,12 +474,6 @@ BUGS = [
         "            self.seats.pop(number, None)\n",
         "            pass\n",
     ),
-    Bug(
-        "late workers are ended while all threads wait",
-        "driver",
-        "        self.executor.end(late)\n",
-        "        with self.condition:\n            self.executor.end(late)\n",
-    ),
     Bug("an answer wakes nobody", "seat", "if driver.sleeps_until != -math.inf:", "if False:"),
     Bug(
         "a lost node wakes nobody",
