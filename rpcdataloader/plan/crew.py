@@ -131,7 +131,7 @@ class Crew(Generic[N]):
         self.is_changed = True
         self._promised.pop(worker.place, None)
         for other in self.members.values():
-            if other.node == worker.node and other.late_at != math.inf:  # that node answers
+            if other.node == worker.node and other.late_at != math.inf and not other.is_sent_away:  # that node answers
                 other.late_at = now + self._options.connect_timeout
                 if other.is_late:
                     other.is_late = False

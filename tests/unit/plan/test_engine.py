@@ -99,6 +99,21 @@ def test_a_draining_worker_that_hangs_in_the_last_epoch_is_ended_and_replaced(is
     assert of(Open, engine.act(1.0)) == [Open(2, 0, "a", True)]
 
 
+def test_a_worker_that_was_sent_away_fills_no_place_when_its_node_answers():
+    engine = start(["a", "a"], ["b"], is_iterable=True, connect_timeout=10.0)
+    engine.act(0.0)
+    engine.tick(10.0)
+    engine.act(10.0)
+    engine.crew.node_up("b", 1)
+    assert of(Open, engine.act(10.0)) == [Open(3, 0, "b", False), Open(4, 1, "b", False)]
+    begin(engine, 3)  # worker 1, of the same stream, is late
+    assert of(Close, engine.act(11.0)) == [Close(1)]
+    begin(engine, 2)
+    engine.act(11.0)
+    engine.worker_lost(3, died(), 12.0)
+    assert [(action.place, action.node) for action in of(Open, engine.act(12.0))] == [(0, "a")]
+
+
 def test_an_epoch_begins_while_the_worker_of_a_stream_is_sent_away():
     engine = start(["a"], ["b"], is_iterable=True)
     engine.act(0.0)
