@@ -47,11 +47,12 @@ class Node:
 
     Attributes:
         is_missed: True if a pass found it missing, and the user was told.
+        is_foreign: True if another version, or another program, answered last: a pass does not wait for it.
     """
 
     def __init__(self, address: Address, settings: ClientSettings, local: LocalServer | None = None) -> None:
         self.address = address
-        self.is_missed = False
+        self.is_missed = self.is_foreign = False
         self.local = local
         self._settings = settings
         self._lock = threading.RLock()

@@ -263,20 +263,20 @@ def _find_nodes(
         get_client().wait_for_any(waited_for, min(pause, _LOOK_PAUSE) if isinstance(where, Elastic) else pause)
     awaited = []
     for node in missing:
-        until = " until it comes"
         try:
             sessions[node].wait(lambda: False)
         except RPCError as error:
             if isinstance(where, Remote) and isinstance(error, AuthenticationError):
                 raise
-            if isinstance(error, RemoteProtocolError):
-                until = ""  # another version, or another program: waiting does not help
+            if not sessions[node].is_usable:  # otherwise it has not answered this time
+                node.is_foreign = isinstance(error, RemoteProtocolError)
             if not node.is_missed:
+                until = "" if node.is_foreign else " until it comes"
                 # Only the text: an error keeps its frames alive, and with them the iterator to be.
                 label, reason = current_partition().label, str(error).removeprefix(f"{node}: ")
                 logger.warning("%sgoing on without %s%s: %s", label, node, until, reason)
         node.is_missed = True
-        if until:
+        if not node.is_foreign:
             awaited.append(node)
     if not is_enough:
         raise ConnectError(

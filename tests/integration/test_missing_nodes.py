@@ -184,6 +184,7 @@ def test_server_of_another_python_is_left_out_with_a_warning(serve, first, caplo
     assert re.search(
         f"going on without {other.address}: the node server .* runs CPython 3.9, .*; use the same minor", text
     )
+    assert not [text for text in caplog.messages if "is no longer used" in text]
     with pytest.raises(RemoteProtocolError, match=r"runs CPython 3\.9"):
         iter(RPCDataloader(Hosted(10), workers=other.address))
 
