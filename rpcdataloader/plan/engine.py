@@ -343,8 +343,8 @@ class Engine(Generic[N]):
             self.failure = error
         if self._waiting_since is not None and self._report_at <= now and (task := self.table.awaited()) is not None:
             worker = task.holders[0].id if task.holders else None
-            self._out.append(ReportWait(worker, task.payload, now - self._waiting_since, self.summary(now)))
             self._report_at = now + REPORT_AGAIN
+            self._out.append(ReportWait(worker, task.payload, now - self._waiting_since, self.summary(now)))
 
     def summary(self, now: float) -> str:
         """The state of the pass in a line: tasks, workers, nodes, and the next deadline."""

@@ -238,6 +238,7 @@ def test_a_long_wait_is_reported_and_reported_again():
     engine.tick(later)
     (told,) = of(ReportWait, engine.act(later))
     assert told[:3] == (1, "task", later)
+    assert told.summary.endswith("; next decision in 300.0 s")
     engine.answered(1, 0, size_bytes=1, task_seconds=1.0, now=later)
     assert engine.deliver() is not None
     assert (engine.due(later) or math.inf) > later + REPORT_AGAIN  # a second copy, perhaps
