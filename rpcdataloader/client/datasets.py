@@ -6,14 +6,13 @@ is made at once in the worker that answers questions, and in all other processes
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -77,27 +76,24 @@ class RemoteDataset(DatasetRef):
         self._pending: tuple[Change, ...] = ()  # those since the last pass began
         weakref.finalize(self, _release, self.key, self._sessions).atexit = False
 
-    def build_on(self, sessions: Iterable[RemoteSession]) -> None:
-        """Build it on all ``sessions`` that lack it, and make the settled changes there, at the same time.
+    def build_on(self, session: RemoteSession) -> None:
+        """Build it in a session that lacks it, and make the settled changes there.
 
         Changes and questions in the meantime do not wait for that.
 
         Raises:
-            ConnectionLostError: A session has ended meanwhile. All others have the dataset nevertheless.
+            ConnectionLostError: The session has ended meanwhile.
             Exception: The constructor or a change failed; the remote traceback names the node.
             TypeError: The object built is no dataset.
+            ValueError: Its length is not that of other nodes.
         """
         self._check_process()
-        wanted = list(dict.fromkeys(sessions))
         with self._lock:
-            # In one order, so that two callers never wait for each other.
-            locks = [self._building.setdefault(session, threading.Lock()) for session in sorted(wanted, key=id)]
-        with contextlib.ExitStack() as stack:
-            for lock in locks:
-                stack.enter_context(lock)
-            if missing := [session for session in wanted if session not in self._sessions]:
-                self._build_missing(missing)
-            self._catch_up([session for session in wanted if session not in missing])
+            building = self._building.setdefault(session, threading.Lock())
+        with building:
+            if session not in self._sessions:
+                self._build(session)
+            self._catch_up(session)
 
     def is_current(self, session: RemoteSession) -> bool:
         """Whether a session has the dataset, and lacks none of the settled changes."""
@@ -109,91 +105,65 @@ class RemoteDataset(DatasetRef):
         """Whether workers of this session can use the dataset."""
         return session in self._sessions
 
-    def _build_missing(self, sessions: Sequence[RemoteSession]) -> None:
-        answers: dict[RemoteSession, PendingReply] = {}
-        began = time.monotonic()
+    def _build(self, session: RemoteSession) -> None:
+        payload = Build(self.key, self.name, self._shared, self._generators, self._pickled.payload).encode()
+        began, name = time.monotonic(), self.name
 
         def warn() -> None:
-            if nodes := [session.name for session, answer in list(answers.items()) if not answer.done()]:
-                seconds = time.monotonic() - began
-                logger.warning("dataset %s is being built on %s for %.0f s", self.name, ", ".join(nodes), seconds)
+            logger.warning("dataset %s is being built on %s for %.0f s", name, session.name, time.monotonic() - began)
 
+        told = session.follow()  # before the build, as the session answers in order
+        if not self._shared:
+            session.import_early(self._pickled.modules)
         slow = get_client().alarm.call_after(SLOW_BUILD_SECONDS, warn)
         try:
-            self._build(sessions, answers)
+            answer = session.submit(MessageType.BUILD, payload, self._pickled.buffers)
+            told(None)
+            reply: dict[str, Any] = answer.wait()
+            if reply["shared"]:
+                if not reply["kind"]:
+                    raise TypeError(f"{name} made no dataset: it has no __getitem__, and is no IterableDataset")
+                self._note_length(session.name, reply["length"])
         except BaseException:
-            # Also those that are still building: nothing else releases it there.
-            for session in sessions:
-                if session not in self._sessions:
-                    session.connection.release(self.key)
+            session.connection.release(self.key)  # nothing else does, also if it is still building
             raise
         finally:
             slow.cancel()
-
-    def _build(self, sessions: Sequence[RemoteSession], answers: dict[RemoteSession, PendingReply]) -> None:
-        payload = Build(self.key, self.name, self._shared, self._generators, self._pickled.payload).encode()
-        told: dict[RemoteSession, Callable[[float | None], Any]] = {}
-        replies: dict[RemoteSession, dict[str, Any]] = {}
-        lost: ConnectionLostError | None = None
-        for session in sessions:
-            told[session] = session.follow()  # before the build, as the session answers in order
-            if not self._shared:
-                session.import_early(self._pickled.modules)
-            answers[session] = session.submit(MessageType.BUILD, payload, self._pickled.buffers)
-        for session, answer in answers.items():
-            try:
-                told[session](None)
-                replies[session] = answer.wait()
-            except ConnectionLostError as exc:
-                lost = exc
-        for reply in replies.values():
-            if reply["shared"] and not reply["kind"]:
-                raise TypeError(f"{self.name} made no dataset: it has no __getitem__, and is no IterableDataset")
-        lengths = {session.name: reply["length"] for session, reply in replies.items() if reply["shared"]}
         with self._lock:
-            if lengths and not self._last_change:
-                lengths = self._lengths | lengths
-                if len(set(lengths.values())) == 1:  # a node that differs is not counted
-                    self._lengths, self._length = lengths, next(iter(lengths.values()))
-        if len(set(lengths.values())) > 1:
+            for before in [other for other in self._sessions if other.address == session.address]:
+                if not before.is_usable:
+                    del self._sessions[before]
+            self._sessions[session] = 0 if reply["shared"] else None
+            if reply["shared"]:
+                self._is_iterable = reply["kind"] == "iterable"
+
+    def _note_length(self, node: str, length: int) -> None:
+        """Compare lengths, which may differ after changes.
+
+        Raises:
+            ValueError: It is not that of other nodes.
+        """
+        with self._lock:
+            if self._last_change:
+                return
+            lengths = self._lengths | {node: length}
+            if is_same := len(set(lengths.values())) == 1:  # a node that differs is not counted
+                self._lengths, self._length = lengths, length
+        if not is_same:
             found = ", ".join(f"{length} on {name}" for name, length in lengths.items())
             raise ValueError(
                 f"dataset {self.name} is not the same on all nodes: its length is {found}. Is the data complete "
                 "everywhere? Does it depend on the order of a folder (sort it) or on the time?"
             )
-        with self._lock:
-            for session, reply in replies.items():
-                for before in [other for other in self._sessions if other.address == session.address]:
-                    if not before.is_usable:
-                        del self._sessions[before]
-                self._sessions[session] = 0 if reply["shared"] else None
-                if reply["shared"]:
-                    self._is_iterable = reply["kind"] == "iterable"
-        self._catch_up(list(replies))
-        if lost is not None:
-            raise lost
 
-    def _catch_up(self, sessions: Sequence[RemoteSession]) -> None:
-        """Make the settled changes in sessions that lack them."""
+    def _catch_up(self, session: RemoteSession) -> None:
+        """Make the settled changes that a session lacks."""
         with self._lock:
-            changes = self._settled
-            behind = {session: made for session in sessions if (made := self._sessions.get(session)) is not None}
-        answers = {
-            session: session.call(catch_up, self, self.key, late)
-            for session, made in behind.items()
-            if (late := _after(made, changes))
-        }
-        lost: ConnectionLostError | None = None
-        for session, answer in answers.items():
-            try:
-                answer()
-            except ConnectionLostError as exc:
-                lost = exc
-            else:
-                with self._lock:
-                    self._sessions[session] = changes[-1].number
-        if lost is not None:
-            raise lost
+            changes, made = self._settled, self._sessions.get(session)
+        if made is not None and (late := _after(made, changes)):
+            session.call(catch_up, self, self.key, late)()
+            with self._lock:
+                self._sessions[session] = late[-1].number
 
     def settle(self) -> None:
         """Let the changes made so far take effect in the pass that begins: sessions get them with :meth:`build_on`."""
@@ -298,7 +268,7 @@ class RemoteDataset(DatasetRef):
         for session in [get_client().node(address).session() for address in addresses]:
             try:
                 session.wait()
-                self.build_on([session])
+                self.build_on(session)
                 return
             except (ConnectError, ConnectionLostError) as exc:
                 reasons.append(f"{session.name}: {exc}")

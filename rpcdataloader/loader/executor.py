@@ -115,7 +115,7 @@ class Executor:
             session = node.session()
             session.wait(lambda: not self._closed.is_set())
             session.follow()(None)
-            self._dataset.build_on([session])
+            self._dataset.build_on(session)
             num_offered = node.num_workers()
         except (ConnectError, ConnectionLostError, RemoteProtocolError, AuthenticationError) as exc:
             failure, is_foreign = exc.with_traceback(None), isinstance(exc, (RemoteProtocolError, AuthenticationError))

@@ -179,14 +179,14 @@ def build(dataset: RemoteDataset, sessions: Iterable[RemoteSession]) -> None:
     if all(map(dataset.is_current, wanted)):
         return
     if len(wanted) == 1:
-        dataset.build_on(wanted)
+        dataset.build_on(wanted[0])
         return
     answers: queue.SimpleQueue[tuple[RemoteSession, BaseException | None]] = queue.SimpleQueue()
 
     def build_on(session: RemoteSession) -> None:
         error: BaseException | None = None
         try:
-            dataset.build_on([session])
+            dataset.build_on(session)
         except BaseException as exc:
             error = exc.with_traceback(None)
         answers.put((session, error))
