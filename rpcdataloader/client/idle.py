@@ -46,7 +46,7 @@ class IdleWorkers:
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._idlers: dict[weakref.ref[Idler], None] = {}  # oldest first
-        self._freed: dict[str, tuple[int, float]] = {}  # places that nobody has asked for yet, and until when, by node
+        self._freed: dict[str, tuple[int, float]] = {}  # places that are still to be taken, and until when, by node
 
     def put(self, idler: Idler) -> None:
         """The workers have nothing to do from now on."""

@@ -20,7 +20,7 @@ from rpcdataloader.fetch.seeding import SAMPLE
 
 logger = logging.getLogger("rpcdataloader.loader")
 
-# Samples of a stream that its digest has: the first ones, as a pass may be saved early, and then one of so many.
+# Samples of a stream that its digest has: the first ones, as a pass may be saved early, and then one in 64.
 _NUM_FIRST, _EVERY = 16, 64
 
 

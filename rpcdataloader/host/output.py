@@ -64,7 +64,7 @@ class Output:
             self.write(f"rpcdataloader: left {num_left_out} lines out here, as they were not read in time\n")
 
     def finish(self, seconds: float = 1.0) -> None:
-        """Write waiting text, for at most so long."""
+        """Write waiting text, for at most that many seconds."""
         deadline = time.monotonic() + seconds
         self.flush()
         while self._waiting and (remaining := deadline - time.monotonic()) > 0:

@@ -66,7 +66,6 @@ class Driver:
         sleeps_until: Time at which the waiting consumer looks again on its own; before all times while it is awake.
         sleeps_since: Time at which it fell asleep.
         later_since: Time since which a later batch is here while it sleeps.
-        name: Name of the dataset.
         is_given_up: True if its idle workers ended for another loader.
         has_changed: True if the workers are others than those in the records.
         whole: Context in which the consumer changes the engine, and carries out its decisions.
@@ -87,7 +86,6 @@ class Driver:
         self.executor = executor
         self.intake = intake
         self.recorder = recorder
-        self.name = executor.name
         self.is_given_up = False
         self.now = executor.now
         self.pid = os.getpid()

@@ -30,6 +30,7 @@ from rpcdataloader.errors import (
 from rpcdataloader.host.resources import cpus_of_rank
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.plan.actions import PlanOptions
+from rpcdataloader.plan.crew import told_of
 from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.loader")
@@ -273,8 +274,8 @@ def _find_nodes(
             if not node.is_missed:
                 until = "" if node.is_foreign else " until it comes"
                 # Only the text: an error keeps its frames alive, and with them the iterator to be.
-                label, reason = current_partition().label, str(error).removeprefix(f"{node}: ")
-                logger.warning("%sgoing on without %s%s: %s", label, node, until, reason)
+                label = current_partition().label
+                logger.warning("%sgoing on without %s%s: %s", label, node, until, told_of(node, error))
         node.is_missed = True
         if not node.is_foreign:
             awaited.append(node)

@@ -27,6 +27,11 @@ MAX_FAILED_STARTS = 3
 MAX_NAMED = 4
 
 
+def told_of(node: Hashable, error: BaseException) -> str:
+    """An error's text, for a sentence that has named the node."""
+    return str(error).removeprefix(f"{node}: ")
+
+
 def listed(counts: Counter[str]) -> str:
     """Numbers of things by their state, in words."""
     return ", ".join(f"{number} {state}" for state, number in counts.items()) or "none"
@@ -268,7 +273,7 @@ class Crew(Generic[N]):
             self.node_hopeless(node, error)
             return
         if is_foreign and str(error) != str(self._reasons.get(node)):
-            self.say(f"{node} is retried: {error}")
+            self.say(f"{node} is retried: {told_of(node, error)}")
         self._reasons[node] = error
         self.is_changed = True
         self._sought.pop(node, None)
@@ -278,7 +283,7 @@ class Crew(Generic[N]):
         """Note that a node can never be used: it cannot build the dataset, for example."""
         if node not in self.roster.pauses:
             return
-        self.say(f"{node} is no longer used: {error}")
+        self.say(f"{node} is no longer used: {told_of(node, error)}")
         self._joining.discard(node)
         self._reasons[node] = error
         self.roster.node_hopeless(node)

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rpcdataloader.errors import ConnectionLostError
-from rpcdataloader.plan.actions import Action, Close, Load, Open, PlanOptions, ReportWait, Seek
+from rpcdataloader.plan.actions import Action, Close, Load, Open, PlanOptions, ReportWait, Say, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import REPORT_AFTER, REPORT_AGAIN, Engine
 
@@ -219,6 +219,14 @@ def test_a_node_that_is_about_to_join_is_waited_for_when_all_others_are_removed(
     engine.worker_lost(1, died(), 0.0)
     engine.act(0.0)
     assert engine.due(0.0) == 10.0
+
+
+def test_a_message_names_its_node_once():
+    engine = start(["a"])
+    engine.crew.add_nodes(["b"])
+    engine.crew.node_hopeless("b", ConnectionLostError("b: the node server refused this connection"))
+    (said,) = of(Say, engine.act(0.0))
+    assert said.text == "b is no longer used: the node server refused this connection"
 
 
 def test_a_long_wait_is_reported_and_reported_again():
