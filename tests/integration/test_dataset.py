@@ -66,6 +66,13 @@ def items(batches):
     return [tuple(map(int, sample)) for batch in batches for sample in zip(*batch, strict=True)]
 
 
+def items_of_all(loader):
+    """The same, after all workers have started: otherwise, the first ones may be done before."""
+    iterator = iter(loader)
+    wait_for_crew(iterator, len(workers_of(iterator)))
+    return items(iterator)
+
+
 # Built once per node
 
 
@@ -541,9 +548,7 @@ def test_every_way_to_name_workers(two_nodes, monkeypatch):
         (f"{server}, {other}", 2),
     ]:
         dataset = RPCDataset(workers, datasets.Processes)
-        iterator = iter(RPCDataloader(dataset, persistent_workers=True))
-        wait_for_crew(iterator, len(workers_of(iterator)))  # the first ones may be done before others have started
-        samples = items(iterator)
+        samples = items_of_all(RPCDataloader(dataset, persistent_workers=True))
         assert [sample[0] for sample in samples] == list(range(20))
         assert os.getpid() not in {pid for _, pid, _ in samples}
         assert len({session for _, _, session in samples}) == num_sessions
@@ -571,7 +576,7 @@ def test_embedded_pool_is_shared_by_all_loaders(monkeypatch):
         RPCDataloader(datasets.Processes(12), workers="local:1"),
         RPCDataloader(RPCDataset(None, datasets.Processes, 12), num_workers=1),
     ]
-    samples = [items(loader) for loader in loaders]
+    samples = [items_of_all(loader) for loader in loaders]
     assert all([index for index, _, _ in one] == list(range(12)) for one in samples)
     assert len({session for one in samples for _, _, session in one}) == 1
     assert os.getpid() not in {pid for one in samples for _, pid, _ in one}
@@ -580,8 +585,7 @@ def test_embedded_pool_is_shared_by_all_loaders(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     of_a_rank = RPCDataset("local:2", datasets.Processes, 12)
-    loader = RPCDataloader(of_a_rank, persistent_workers=True)
-    samples = items(loader)
+    samples = items_of_all(RPCDataloader(of_a_rank, persistent_workers=True))
     assert [index for index, _, _ in samples] == list(range(12))
     assert len({pid for _, pid, _ in samples}) == 2
 
