@@ -5,10 +5,11 @@ Runs in a worker, or in the trainer's own process for ``workers="inline"``.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from torch.utils.data import default_collate, default_convert
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from rpcdataloader.errors import ConnectionLostError, RPCError
+from rpcdataloader.errors import RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.collate import TensorCollator, find_stacks
 from rpcdataloader.fetch.samples import ALL, DONE, Reduced, describe_indices, here, stopped
@@ -26,10 +27,16 @@ from rpcdataloader.fetch.seeding import BATCH, SAMPLE
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
 
+logger = logging.getLogger("rpcdataloader.worker")
+
 # torch's own functions draw no random numbers, so they need no seeded generators: 7 us of a batch of one integer.
 # Functions that the user has registered for more types may draw.
 _TORCH_COLLATE = (default_collate, default_convert)
 _NUM_TORCH_TYPES = len(default_collate_fn_map)
+
+# Seconds until a sample is retried after an exception: first and longest back-off.
+RETRY_PAUSE = 0.5
+MAX_RETRY_PAUSE = 30.0
 
 
 class StreamState(NamedTuple):
@@ -63,8 +70,8 @@ class LoaderSpec:
     stream: StreamState | None = None  # state from which an iterable-style dataset continues; None for its beginning
     resumes: bool = False  # True if that state was saved; False if it is that of a worker that was lost
     skips: bool = False  # True to leave out samples whose dataset raises an exception
-    # Exceptions after which a batch is retried instead, except in the last attempt.
-    retry_on: tuple[type[BaseException], ...] = ()
+    retry_on: tuple[type[BaseException], ...] = ()  # exceptions after which a sample is retried
+    max_retries: int = 0  # limit on that
     # RANK and WORLD_SIZE for a stream of another rank; None for those of the session.
     job: tuple[int, int] | None = None
 
@@ -111,7 +118,6 @@ class BatchLoader:
         self._collate: Callable[[Any], Any] = default if spec.collate_fn is None else spec.collate_fn
         self._collate_tensors = TensorCollator(allocator)
         self._reduced: Reduced | None = None  # missing samples of the present batch
-        self._last_try = False
         self._worker_info: Any = None
         self._initial_seed: int | None = None  # seed of torch's generator, if the user's init function has set one
         self._begin()
@@ -142,22 +148,13 @@ class BatchLoader:
     def _begin(self) -> None:
         """Complete the beginning of a pass."""
 
-    def load(
-        self,
-        indices: Any,
-        position: int,
-        batch_number: int,
-        last_try: bool = False,
-        left_out: Mapping[int, str] | None = None,
-    ) -> tuple[BatchMetrics, Any]:
+    def load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
         """Load one batch.
 
         Args:
             indices: List of indices or, without automatic collation, one index.
             position: Place of the first sample in this epoch of this rank's loader, from 0.
             batch_number: Number of the batch of this rank's loader in this epoch, from 0.
-            last_try: True to skip also samples that are retried otherwise.
-            left_out: Places in the batch to skip, each with the reason; ``ALL`` stands for all of them.
 
         Returns:
             Timings, and the batch; or, if samples are skipped, a :class:`Reduced` in its place.
@@ -165,25 +162,23 @@ class BatchLoader:
         Raises:
             Exception: An exception of the dataset or the collate function; a ``RuntimeError`` for ``StopIteration``.
         """
-        self._reduced, self._last_try = None, last_try
+        self._reduced = None
         if self._inline:
             with _trainer_restored():
-                return self._load(indices, position, batch_number, left_out)
+                return self._load(indices, position, batch_number)
         # Without a context manager, which would cost as much as collating a few numbers.
         try:
-            return self._load(indices, position, batch_number, left_out)
+            return self._load(indices, position, batch_number)
         finally:
             seeding.end_sample()
 
-    def _load(
-        self, indices: Any, position: int, batch_number: int, left_out: Mapping[int, str] | None
-    ) -> tuple[BatchMetrics, Any]:
+    def _load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
         torch_worker._worker_info = self._worker_info
         if default_collate_fn_map.get(torch.Tensor) is not self._collate_tensors:
             self._collate_tensors.install()
         start = time.perf_counter()
         here.batch[0] = batch_number + 1
-        samples = self._fetch(indices, position, batch_number, left_out)
+        samples = self._fetch(indices, position, batch_number)
         here.sample[0] = DONE
         fetched = time.perf_counter()
         try:
@@ -219,7 +214,7 @@ class BatchLoader:
         reduced.batch, reduced.is_empty = batch, False
         return reduced
 
-    def _fetch(self, indices: Any, position: int, batch_number: int, left_out: Mapping[int, str] | None) -> Any:
+    def _fetch(self, indices: Any, position: int, batch_number: int) -> Any:
         dataset, auto_collation = self._dataset, self._spec.auto_collation
         # Asked the way torch asks.
         getitems = getattr(dataset, "__getitems__", None) if auto_collation else None
@@ -227,24 +222,26 @@ class BatchLoader:
         steps: Iterable[tuple[int, Any]] = ((position, indices),) if is_one_call else enumerate(indices, position)
         samples: list[Any] = []
         for place, wanted in steps:
-            if left_out and (is_one_call or place - position in left_out):
-                reason = next(iter(left_out.values())) if is_one_call else left_out[place - position]
-                killer = ConnectionLostError(f"it {reason}")
-                self._begin_reduced().leave_out(wanted if getitems else [wanted], killer)
-                continue
             here.sample[0] = ALL if getitems else place
-            self._begin_sample(place)
-            try:
+            num_retries = 0
+            while True:
+                self._begin_sample(place)
                 try:
-                    samples.append(getitems(wanted) if getitems else dataset[wanted])
-                except StopIteration as stop:
-                    method = "__getitems__" if getitems else "__getitem__"
-                    raise stopped(f"{type(dataset).__name__}.{method}({describe_indices(wanted)})") from stop
-            except BaseException as error:
-                if not self._skip(wanted if getitems else [wanted], error):
-                    what = "indices" if getitems else "index"
-                    self._name(error, f"{what} {describe_indices(wanted)} at position {place}, batch {batch_number}")
-                    raise
+                    try:
+                        samples.append(getitems(wanted) if getitems else dataset[wanted])
+                    except StopIteration as stop:
+                        method = "__getitems__" if getitems else "__getitem__"
+                        raise stopped(f"{type(dataset).__name__}.{method}({describe_indices(wanted)})") from stop
+                except BaseException as error:
+                    what = f"{'indices' if getitems else 'index'} {describe_indices(wanted)} at position {place}"
+                    if num_retries < self._spec.max_retries and isinstance(error, self._spec.retry_on):
+                        _pause(num_retries, what, error)
+                        num_retries += 1
+                        continue
+                    if not self._skip(wanted if getitems else [wanted], error):
+                        self._name(error, f"{what}, batch {batch_number}")
+                        raise
+                break
         if is_one_call and samples:
             # A list of our own, as the dataset may keep the one that it returns.
             return samples[0].copy() if getitems and type(samples[0]) is list else samples[0]
@@ -252,9 +249,7 @@ class BatchLoader:
 
     def _skip(self, indices: Sequence[Any], error: BaseException) -> bool:
         """Whether samples are left out because of an exception; if so, leave them out."""
-        spec = self._spec
-        is_retried = not self._last_try and isinstance(error, spec.retry_on)
-        if not spec.skips or is_retried or not isinstance(error, Exception) or isinstance(error, RPCError):
+        if not self._spec.skips or not isinstance(error, Exception) or isinstance(error, RPCError):
             return False
         self._begin_reduced().leave_out(indices, error)
         return True
@@ -274,6 +269,13 @@ class BatchLoader:
             number += spec.first_place
         seeds = seeding.derive_seeds(purpose, spec.base_seed, spec.epoch, number)
         seeding.begin_sample(seeds, initial_seed=self._initial_seed)
+
+
+def _pause(num_retries: int, what: str, error: BaseException) -> None:
+    """Wait before a sample is retried after an exception."""
+    delay = min(RETRY_PAUSE * 2**num_retries, MAX_RETRY_PAUSE)
+    logger.warning("%s is retried in %g s: %s: %s", what, delay, type(error).__name__, error)
+    time.sleep(delay)
 
 
 _inline_lock = threading.RLock()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import IterDataPipe
@@ -38,25 +38,17 @@ class StreamLoader(BatchLoader):
         self._failed_at = -1  # number of samples after the last skipped one
         self._digest: int | None = None  # as in StreamState
 
-    def _load(
-        self, indices: Any, position: int, batch_number: int, left_out: Mapping[int, str] | None
-    ) -> tuple[BatchMetrics, Any]:
+    def _load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
         """Load the next batch. The stream itself knows its place; ``indices`` only gives the number of samples.
 
         Returns:
             Timings, and the batch with the :class:`StreamState` after it, or None in its place at the end. If samples
             were skipped, or the stream ended after a skipped one, a :class:`Reduced` replaces the batch.
         """
-        timings, batch = super()._load(indices, position, batch_number, left_out)
+        timings, batch = super()._load(indices, position, batch_number)
         return timings, (batch, None if self._iterator is None else self._state())
 
-    def _fetch(
-        self,
-        indices: Any,
-        position: int,  # noqa: ARG002
-        batch_number: int,  # noqa: ARG002
-        left_out: Mapping[int, str] | None,  # noqa: ARG002
-    ) -> list[Any]:
+    def _fetch(self, indices: Any, position: int, batch_number: int) -> list[Any]:  # noqa: ARG002
         here.sample[0] = self._num_samples
         samples: list[Any] = []
         for _ in range(len(indices) if self._spec.auto_collation else 1):

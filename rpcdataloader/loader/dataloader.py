@@ -63,13 +63,12 @@ class RPCDataloader(LoaderTools[_T_co]):
         task_timeout: Seconds that a worker may take for a batch. After that the worker is ended, and the batch goes to
             another worker; after ``max_retries`` in a row it is an error, with the stack of the last worker. None for
             no limit: a straggler still gets a backup task on a second worker.
-        retry_on: Exceptions of the dataset that may pass, such as ``OSError``: the batch is retried after a back-off,
-            up to ``max_retries`` times, on another node if possible, with the same random numbers. Only for map-style
-            datasets, as streams cannot repeat samples. ``StopIteration`` is a ``RuntimeError`` here.
+        retry_on: Exceptions of the dataset that may pass, such as ``OSError``: the worker retries the sample after a
+            back-off, up to ``max_retries`` times, with the same random numbers. Only for map-style datasets, as streams
+            cannot repeat samples. ``StopIteration`` is a ``RuntimeError`` here.
         on_error: ``"raise"`` raises an exception of the dataset in place of the batch, as torch does. ``"skip"`` leaves
             the sample out of its batch, after ``retry_on``, and names it in a warning; empty batches are not delivered.
-            A dataset with ``__getitems__`` loads whole batches, so these are left out. A map-style sample at which
-            ``max_retries`` workers have died is left out, too.
+            A dataset with ``__getitems__`` loads whole batches, so these are left out.
         max_skipped: Number of skipped samples in one pass above which a :class:`~rpcdataloader.errors.BadSamplesError`
             is raised.
         device: Device of a delivered batch's tensors, such as ``"cuda:0"``; ``"cuda"`` is the current one of the thread

@@ -387,7 +387,7 @@ class InlineIterator(PassIterator):
         if task is not None:
             number = 0 if self._settings.iterable else None
             try:
-                _seconds, batch = self._loader.load(task.indices, task.position, task.number, last_try=True)
+                _seconds, batch = self._loader.load(task.indices, task.position, task.number)
                 if self._settings.iterable:
                     batch, stream = batch
                 if type(batch) is not Reduced:

@@ -92,7 +92,6 @@ def begin_pass(
         leave_out={number: digest for number, (_num_samples, digest, _state) in progress.ahead.items()},
         get_state=get_state,
         makes_requests=makes_requests,
-        marks_last_try=settings.marks_last_try,
     )
     resumed = () if saved is None else tuple(progress.streams)
     return Pass(source, progress, first, ranks, resumed)
@@ -122,6 +121,7 @@ def loader_spec(
         stream=stream,
         resumes=any(stream is saved for saved in begun.resumed),
         skips=settings.skips,
-        retry_on=settings.retry_on if settings.skips else (),
+        retry_on=settings.retry_on,
+        max_retries=settings.max_retries,
         job=own.job,
     )

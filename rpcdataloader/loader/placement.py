@@ -305,8 +305,6 @@ def plan_options(settings: PassSettings, placement: Placement) -> PlanOptions:
         task_timeout=settings.task_timeout,
         reconnect_timeout=settings.reconnect_timeout,
         connect_timeout=connect_timeout(),
-        marks_last_try=settings.marks_last_try,
-        leaves_out=settings.skips and not settings.iterable,
         label=settings.partition.label,
         rank=placement.partition.rank,
         world_size=placement.partition.world_size,

@@ -8,7 +8,6 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtoc
 from rpcdataloader.fetch.samples import Reduced
 from rpcdataloader.loader.intake import Answer
 from rpcdataloader.loader.passes import Pass
-from rpcdataloader.loader.tasks import Task, describe_end, load_request, place_of
+from rpcdataloader.loader.tasks import Task, describe_end
 from rpcdataloader.plan.actions import Load
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.wire.frames import Flag, Message, MessageType
@@ -37,8 +36,6 @@ class Sent:
     task: Task
     number: int
     begun: Pass
-    request: bytes  # request of the task, or of its last attempt
-    left_out: Mapping[int, str] | None = None
     request_id: int = 0  # id on its connection; 0 while it is being sent
     probe: Probe | None = None
 
@@ -65,7 +62,7 @@ class Seat(WorkerOwner):
     def enqueue(self, load: Load, begun: Pass) -> None:
         """Queue a task; with the pass's condition, so that the order is that of the decisions."""
         task = load.payload
-        sent = Sent(task, load.number, begun, task.last_request if load.is_last else task.request, load.left_out)
+        sent = Sent(task, load.number, begun)
         if (drawn := task.probe) is not None:
             sent.probe = Probe(drawn.number, drawn.draw, drawn.added, self._driver.now())
         self._queue.append(sent)
@@ -76,15 +73,12 @@ class Seat(WorkerOwner):
             while self._queue:
                 sent = self._queue.popleft()
                 self.sent[sent.number] = sent
-                if sent.left_out:
-                    last_try = sent.request is sent.task.last_request
-                    sent.request = load_request(sent.task, last_try=last_try, left_out=sent.left_out)
                 request = Request(functools.partial(self._replied, sent), self._intake.allocator, cancellable=True)
                 if (probe := sent.probe) is not None:
                     request.flags, probe.sent = Flag.MEASURED, self._driver.now()
                 # Fails if the worker was just lost, which is about to be reported, and puts the task back.
                 with contextlib.suppress(RPCError):
-                    sent.request_id = self.worker.connection.submit(MessageType.CALL, sent.request, (), request)
+                    sent.request_id = self.worker.connection.submit(MessageType.CALL, sent.task.request, (), request)
                 if probe is not None:
                     probe.sent = self._driver.now()
 
@@ -149,10 +143,7 @@ class Seat(WorkerOwner):
             if sent.probe is not None:
                 note_answer(sent.probe, timings, answer.size_bytes, now)
                 answer.probe = sent.probe
-        if answer.error is not None:
-            if isinstance(answer.error, settings.retry_on) and engine.failed(worker, number, answer.error, now):
-                return
-        elif settings.iterable and answer.stream is None:
+        if answer.error is None and settings.iterable and answer.stream is None:
             engine.stream_ended(worker, number, now)
             return
         stream = engine.table.stream_of(number) if settings.iterable else None
@@ -169,12 +160,12 @@ class Seat(WorkerOwner):
         self._driver.feed(lambda engine, _now: engine.worker_draining(self.number))
 
     def worker_lost(self, worker: RemoteWorker, error: RPCError) -> None:
-        task = place = None
+        task = None
         if (exited := worker.exited) is not None:
             unanswered = {sent.task.number: sent for sent in list(self.sent.values())}
             if (sent := unanswered.get(exited.batch)) is not None:
                 error = ConnectionLostError(f"{error} {describe_end(sent.task, exited.sample)}")
-                task, place = sent.number, place_of(sent.task, exited.sample)
+                task = sent.number
         loss = Loss(
             error,
             node_is_up=worker.session.is_ready,
@@ -182,7 +173,6 @@ class Seat(WorkerOwner):
             was_refused=worker.was_refused,
             has_retired=worker.retired,
             task=task,
-            place=place,
         )
         self._driver.lost(self.number, loss)
 

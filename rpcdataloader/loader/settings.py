@@ -103,11 +103,6 @@ class PassSettings:
         return self.on_error == "skip"
 
     @property
-    def marks_last_try(self) -> bool:
-        """Whether a batch's last attempt is another request: only then are samples left out that may still come."""
-        return self.skips and bool(self.retry_on)
-
-    @property
     def samplers(self) -> tuple[Any, ...]:
         """The sampler, and its source."""
         return self.sampler, getattr(self.sampler, "sampler", None)

@@ -38,7 +38,6 @@ class Task:
     num_samples: int
     sampler_state: Any = None  # state of the sampler after this batch, if it has one
     request: bytes = b""  # request to a worker; empty without workers
-    last_request: bytes = b""  # request of the last attempt, which may differ
     # Waits for the stack of the last worker that exceeded the time limit.
     stack: Callable[[], str] | None = None
     probe: Probe | None = None  # times of its way so far, if measured; each copy that is sent gets its own
@@ -57,7 +56,6 @@ class TaskSource:
     # Function that gives the sampler's state after each batch; None without a state.
     get_state: Callable[[], Any] | None = None
     makes_requests: bool = False
-    marks_last_try: bool = False
 
     def __iter__(self) -> Iterator[Task]:
         return self
@@ -95,9 +93,7 @@ class TaskSource:
         if self.get_state is not None:
             task.sampler_state = self.get_state()
         if self.makes_requests:
-            task.request = task.last_request = load_request(task)
-            if self.marks_last_try:
-                task.last_request = load_request(task, last_try=True)
+            task.request = load_request(task)
 
 
 def _pickle_part(value: Any) -> bytes:
@@ -115,9 +111,9 @@ _BEFORE_ARGS = pickle.PROTO + b"\x03" + pickle.MARK + _pickle_part(_LOAD)
 _AFTER_ARGS = b"".join(map(_pickle_part, _OPTIONS)) + pickle.TUPLE + pickle.STOP + NO_TENSORS
 
 
-def load_request(task: Task, *, last_try: bool = False, left_out: Mapping[int, str] | None = None) -> bytes:
+def load_request(task: Task) -> bytes:
     """Return the payload of a call of ``remote.load``."""
-    args = (task.indices, task.position, task.number, last_try, left_out)[: 5 if left_out else 4 if last_try else 3]
+    args = task.indices, task.position, task.number
     try:
         pickled = pickle.dumps(args, protocol=3)[2:-1]  # as in _pickle_part
         # Not of a class of the training script, which must be sent along.
@@ -137,19 +133,13 @@ def describe(task: Task) -> str:
     return f"batch {task.number}" + ("" if indices is None else f" (indices {describe_indices(task.indices)})")
 
 
-def place_of(task: Task, sample: int) -> int | None:
-    """The place in a batch of a worker's present sample; ``ALL`` for all places, None between samples."""
-    place = sample if sample == ALL else sample - task.position
-    return place if place == ALL or 0 <= place < task.num_samples else None
-
-
 def describe_end(task: Task, sample: int) -> str:
     """Describe the end of a worker's last task; ``sample`` is a number of its whereabouts."""
     if sample in (ALL, DONE):
         return f"{'while it' if sample == ALL else 'after it had'} loaded batch {task.number}"
-    index, place = task.indices, place_of(task, sample)
+    index, place = task.indices, sample - task.position
     if isinstance(index, (list, tuple)) and len(index) == task.num_samples:
-        index = None if place is None else index[place]
+        index = index[place] if 0 <= place < task.num_samples else None
     # Batches of a stream have no indices.
     where = f"{sample} of its stream" if index is None else describe_indices(index)
     return f"while it loaded sample {where}"

@@ -5,7 +5,7 @@ The driver carries actions out without its lock, in the order of their creation.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -13,16 +13,11 @@ N = TypeVar("N", bound=Hashable)
 
 
 class Load(NamedTuple):
-    """Send a task to a worker, by the number under which it was added; ``is_last`` asks for the last attempt's request.
-
-    The worker leaves out the samples at the places ``left_out``, each for a reason.
-    """
+    """Send a task to a worker, by the number under which it was added."""
 
     worker: int
     number: int
     payload: Any
-    is_last: bool
-    left_out: Mapping[int, str] | None = None
 
 
 class Cancel(NamedTuple):
@@ -97,12 +92,10 @@ class PlanOptions:
     prefetch_factor: int = 2  # tasks requested per worker in advance
     in_order: bool = True
     max_in_flight_bytes: int = 2**30  # limit on the bytes of answers and of tasks in flight
-    max_retries: int = 3  # limit on retries of a task after an exception, and on workers that die at it
+    max_retries: int = 3  # limit on workers that die at a task
     task_timeout: float | None = None  # seconds that a task may take; None for no limit
     reconnect_timeout: float = 300.0  # seconds to wait for nodes when no worker is left
     connect_timeout: float = 60.0  # seconds to wait for a node's answer before others are asked as well
-    marks_last_try: bool = False  # True if the last attempt at a task is another request than those before
-    leaves_out: bool = False  # True to leave out a sample at which ``max_retries`` workers have died
     label: str = ""  # beginning of every message: the rank in a distributed job
     rank: int = 0  # rank of this process among those that share the nodes
     world_size: int = 1  # number of processes that share the nodes

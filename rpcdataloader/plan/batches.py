@@ -7,11 +7,8 @@ worker until that has answered or left.
 
 from __future__ import annotations
 
-import bisect
-import heapq
 import math
 
-from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.plan.actions import PlanOptions
 from rpcdataloader.plan.table import Entry, Table
 from rpcdataloader.plan.workers import Ranking, WorkerPace, choose, choose_second, keep_until
@@ -47,7 +44,6 @@ class BatchTable(Table):
         late_at = self._late_at()
         earliest = min(
             self._kept_until,
-            self._pausing[0][0] if self._pausing else math.inf,
             late_at if late_at > now else math.inf,  # late already, and no worker can take a second copy
             next(iter(self._deadlines.values()), math.inf),
         )
@@ -61,37 +57,16 @@ class BatchTable(Table):
         It is the lowest waiting task, or else a second copy of a straggler. It goes to the worker that is expected to
         finish it first: without measurements, the one with the fewest tasks in flight.
         """
-        while self._pausing and self._pausing[0][0] <= now:
-            bisect.insort(self._waiting, heapq.heappop(self._pausing)[1])
         self._kept_until = math.inf
-        if self._waiting and self._open:
-            for number in self._waiting:
-                task = self.tasks[number]
-                if not self._may_send(number):
-                    break
-                record = choose(self._open, task.failed_at, now)
-                others = self._full if task.failed_at is None else self._workers.values()
-                kept_until = keep_until(record, others, task.failed_at, now) if others else now
-                if kept_until <= now:
-                    self._waiting.remove(number)
-                    self._send(record, task, now)
-                    return record.id, number
-                self._kept_until = min(self._kept_until, kept_until)
-                if task.failed_at is None:
-                    break  # the same holds for all others; only a failed task is more particular
+        if self._waiting and self._open and self._may_send(number := self._waiting[0]):
+            record = choose(self._open, now)
+            kept_until = keep_until(record, self._full, now) if self._full else now
+            if kept_until <= now:
+                del self._waiting[0]
+                self._send(record, self.tasks[number], now)
+                return record.id, number
+            self._kept_until = kept_until
         return self._hedge(now) if self._late_at(or_doubled=True) <= now else None
-
-    def retry(self, worker: int, number: int, *, delay: float, now: float) -> bool:
-        if not 0 <= delay < math.inf:
-            raise LocalProtocolError(f"task {number} cannot be tried again after {delay} seconds")
-        record = self._workers.get(worker)
-        task = self._take_answer(worker, number, None, now)
-        if task is None:
-            return False
-        task.failed_at = record
-        if not task.holders:
-            heapq.heappush(self._pausing, (now + delay, number))
-        return True
 
     # Second copies
 

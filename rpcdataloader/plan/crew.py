@@ -74,7 +74,6 @@ class Loss:
     was_refused: bool = False  # True if the node had no room for it
     has_retired: bool = False  # True if it has served its share of tasks, and may be replaced
     task: int | None = None  # number of its last task, from its own record; None if unknown
-    place: int | None = None  # place of the present sample in that task; None between samples
 
 
 class Crew(Generic[N]):

@@ -7,7 +7,7 @@ answered by an event (``crew.open_failed``, :meth:`Engine.worker_lost`).
 
 Two parts are joined here. The *table* knows the place of each task (:mod:`~rpcdataloader.plan.table`); the consumer
 adds tasks to it and queries it. The *crew* knows the workers and their nodes. The engine knows what went wrong with
-each task. It decides what a worker's end means for its task, and what is retried.
+each task. It decides what a worker's end means for its task.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from rpcdataloader.errors import ConnectionLostError
@@ -34,43 +34,6 @@ REPORT_AGAIN = 300.0
 
 # Seconds of waiting for one batch after which the report to the node servers says so.
 SHOW_AFTER = 10.0
-
-# Seconds until a batch is retried after an exception: first and longest back-off.
-RETRY_PAUSE = 0.5
-MAX_RETRY_PAUSE = 30.0
-
-
-@dataclass(slots=True)
-class Trouble:
-    """The failures of an undelivered task."""
-
-    killed: list[str] = field(default_factory=list)  # how each worker at this task has ended
-    places: Counter[int | None] = field(default_factory=Counter)  # samples at which they did, since one was left out
-    left_out: dict[int, str] = field(default_factory=dict)  # places of the samples left out, each with the reason
-    num_retries: int = 0  # exceptions after which it was retried
-    last_at: set[int] = field(default_factory=set)  # workers that are at its last attempt
-
-    def died(self, how: str, place: int | None, options: PlanOptions) -> bool:
-        """Note a worker's death, at the sample of ``place`` if known; returns True for one death too many.
-
-        A sample at which too many workers have died is left out, and earlier deaths are forgiven. A task is condemned
-        by deaths elsewhere than at its most suspect sample: a single death between two of those does not condemn it.
-        """
-        place = place if options.leaves_out else None
-        self.killed.append(how)
-        self.places[place] += 1
-        if place is not None and self.places[place] >= options.max_retries:
-            self.left_out[place] = self.reason
-            self.killed.clear()
-            self.places.clear()
-            return False
-        suspected = max((num for place, num in self.places.items() if place is not None), default=0)
-        return len(self.killed) - suspected >= options.max_retries
-
-    @property
-    def reason(self) -> str:
-        """The deaths that condemn a task, or a sample."""
-        return f"has ended {len(self.killed)} workers in a row: {'; '.join(self.killed)}"
 
 
 class Engine(Generic[N]):
@@ -108,7 +71,7 @@ class Engine(Generic[N]):
 
     def _begin(self, batch_size_bytes: float, turn: int) -> None:
         options = self._options
-        self._troubles: dict[int, Trouble] = {}  # of tasks that have failed
+        self._killed: dict[int, list[str]] = {}  # how each worker at a task has ended, by undelivered task
         self.table: Table
         if options.is_iterable:
             self.table = StreamTable(options, batch_size_bytes, turn)
@@ -123,8 +86,8 @@ class Engine(Generic[N]):
         task = self.table.pop_deliverable()
         if task is not None:
             self._waiting_since = None
-            if self._troubles:
-                self._troubles.pop(task.number, None)
+            if self._killed:
+                self._killed.pop(task.number, None)
         return task
 
     def consumer_waits(self, now: float) -> None:
@@ -174,41 +137,13 @@ class Engine(Generic[N]):
         if counts and is_doubled:
             for loser in table.losers(number):
                 self._out.append(Cancel(loser, number))
-        self._has_answered(worker, number)
+        self.crew.num_deaths = 0
         return counts
-
-    def failed(self, worker: int, number: int, error: BaseException, now: float) -> bool:
-        """Note that a worker answered a task with an exception of ``retry_on``.
-
-        Returns:
-            True if the task is retried, or was answered by another worker; otherwise :meth:`answered` comes next.
-        """
-        trouble, options = self._troubles.get(number, Trouble()), self._options
-        # Copies sent before the last attempt do not count.
-        is_last = not options.marks_last_try or worker in trouble.last_at
-        if trouble.num_retries >= options.max_retries and is_last:
-            return False
-        delay = float(min(RETRY_PAUSE * 2**trouble.num_retries, MAX_RETRY_PAUSE))
-        tried_again = self.table.retry(worker, number, delay=delay, now=now)
-        if tried_again is None:
-            return False
-        if tried_again:
-            trouble.num_retries += 1
-            self._troubles[number] = trouble
-            task = self._describe(self.table.tasks[number].payload)
-            self.crew.say(f"{task} is retried in {delay:g} s: {type(error).__name__}: {error}")
-        self._has_answered(worker, number)
-        return True
 
     def stream_ended(self, worker: int, number: int, now: float) -> None:
         """Note a worker's answer that its stream ended before this task."""
         self.table.ended(worker, number, now)
-        self._has_answered(worker, number)
-
-    def _has_answered(self, worker: int, number: int) -> None:
         self.crew.num_deaths = 0
-        if self._troubles and (trouble := self._troubles.get(number)) is not None:
-            trouble.last_at.discard(worker)
 
     # Workers
 
@@ -289,15 +224,14 @@ class Engine(Generic[N]):
         """Give the tasks of a lost worker to others; returns whether its present task is to blame."""
         number = self.table.running(worker, None if death is None else death.task)
         self._interrupted = "" if number is None else self._describe(self.table.tasks[number].payload)
-        for trouble in self._troubles.values():
-            trouble.last_at.discard(worker)
         self.table.worker_left(worker, now)
         if number is None or death is None:
             return False
-        place = death.place if number == death.task else None
-        trouble = self._troubles.setdefault(number, Trouble())
-        if self.table.blame(number, is_too_many=trouble.died(str(death.error), place, self._options)):
-            self.table.tasks[number].condemned = f"{self._interrupted} {trouble.reason}"
+        killed = self._killed.setdefault(number, [])
+        killed.append(str(death.error))
+        if self.table.blame(number, is_too_many=len(killed) >= self._options.max_retries):
+            ends = f"has ended {len(killed)} workers in a row: {'; '.join(killed)}"
+            self.table.tasks[number].condemned = f"{self._interrupted} {ends}"
         return True
 
     # Nodes
@@ -322,12 +256,7 @@ class Engine(Generic[N]):
         table, out = self.table, self._out
         while (assigned := table.assign(now)) is not None:
             worker, number = assigned
-            is_last, left_out = False, None
-            if self._troubles and (trouble := self._troubles.get(number)) is not None:
-                is_last, left_out = trouble.num_retries >= self._options.max_retries, dict(trouble.left_out) or None
-                if is_last:
-                    trouble.last_at.add(worker)
-            out.append(Load(worker, number, table.tasks[number].payload, is_last, left_out))
+            out.append(Load(worker, number, table.tasks[number].payload))
         actions = out[:]
         out.clear()
         return actions

@@ -39,7 +39,6 @@ class Entry:
     answer: Any = None  # argument of :meth:`Table.replied`; None for a condemned task
     size_bytes: int | None = None  # bytes of the answer; None until it is here
     holders: list[WorkerPace] = field(default_factory=list)  # workers with an unanswered copy, oldest first
-    failed_at: WorkerPace | None = None  # worker that a retry avoids, if possible
     num_deaths: int = 0  # number of workers that died at work on it
     stream: int | None = None  # stream that it belongs to; None without streams
     # Text of the error that is delivered in place of an answer, if the task has killed too many workers.
@@ -172,7 +171,6 @@ class Table(Undelivered, ABC):
         self._workers: dict[int, WorkerPace] = {}
         self._num_joined = 0
         self._pace = Pace(self.window)
-        self._pausing: list[tuple[float, int]] = []  # heap of tasks that pause until a time
         self._num_in_flight = 0  # unanswered copies
         # Only the task at the head of a worker's queue has a deadline, from the time it came there: a task behind
         # another one is not running. The limit is the same for all, so deadlines come in the order of the beginnings,
@@ -186,7 +184,7 @@ class Table(Undelivered, ABC):
         """Add a worker. One that left may join again; its past is forgotten.
 
         Args:
-            host: Host of the worker, which second copies and retries of its tasks avoid; None if unknown.
+            host: Host of the worker, which second copies of its tasks avoid; None if unknown.
             place: Place of the worker: the stream that it serves.
         """
         if worker in self._workers:
@@ -308,7 +306,7 @@ class Table(Undelivered, ABC):
         # tasks do not count here, as their workers may hang.
         if self._in_order:
             return number == next(iter(self.tasks))
-        return len(self.tasks) == len(self._waiting) + len(self._pausing)
+        return len(self.tasks) == len(self._waiting)
 
     def _send(self, record: WorkerPace, task: Entry, now: float) -> None:
         """Note that a copy goes to the worker."""
@@ -358,20 +356,6 @@ class Table(Undelivered, ABC):
         if not self._in_order:
             self._answered.append(task)
         return True
-
-    def retry(self, worker: int, number: int, *, delay: float, now: float) -> bool | None:  # noqa: ARG002
-        """Note a worker's answer that a task failed and is to be retried: instead of :meth:`replied`.
-
-        The task waits for another worker, on another host if possible. A copy in flight at another worker is the new
-        attempt. The caller counts the attempts.
-
-        Args:
-            delay: Seconds before it may be assigned again.
-
-        Returns:
-            False as for :meth:`replied`; None if retries are impossible.
-        """
-        return None
 
     def ended(self, worker: int, number: int, now: float = 0.0) -> bool:  # noqa: ARG002
         """Note a worker's answer that its stream ended before this task; returns False as :meth:`replied` does."""

@@ -14,7 +14,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 
@@ -192,69 +192,48 @@ class Ranking:
         return heapq.merge(*both, key=lambda worker: (worker.expect_finish(), worker.order))
 
 
-def choose(candidates: Iterable[WorkerPace], failed_at: WorkerPace | None, now: float) -> WorkerPace:
-    """The best of the workers with room, for a task that has failed at ``failed_at``, or nowhere.
-
-    Args:
-        candidates: Workers, at least one; the soonest first, if the task has not failed: that is the case for most
-            tasks, and must not look at all of hundreds of workers.
-    """
-    if failed_at is None:
-        for worker in candidates:
-            if now < worker.overdue_at():
-                return worker
-        return next(iter(candidates))
-    return min(
-        candidates,
-        key=lambda one: (one.overdue_at() <= now, _nearness(one, failed_at), one.expect_finish(), one.order),
-    )
+def choose(candidates: Iterable[WorkerPace], now: float) -> WorkerPace:
+    """The best of the workers with room, of which there is at least one; the soonest come first."""
+    for worker in candidates:
+        if now < worker.overdue_at():
+            return worker
+    return next(iter(candidates))
 
 
-def choose_second(workers: Collection[WorkerPace], first: WorkerPace, now: float) -> WorkerPace | None:
-    """The worker for a second copy of a straggler at ``first``; None if no other worker is on time.
+def choose_second(workers: Iterable[WorkerPace], first: WorkerPace, now: float) -> WorkerPace | None:
+    """The worker for a second copy of a straggler at ``first``, on another host if possible; None if none is on time.
 
     A full worker will do: behind two tasks, a copy still comes sooner than from a worker that hangs.
     """
-    candidates = [
-        worker for worker in workers if worker is not first and not worker.draining and now < worker.overdue_at()
-    ]
-    return choose(candidates, first, now) if candidates else None
+    return min(
+        (worker for worker in workers if worker is not first and not worker.draining and now < worker.overdue_at()),
+        key=lambda one: (first.host is not None and one.host == first.host, one.expect_finish(), one.order),
+        default=None,
+    )
 
 
-def keep_until(best: WorkerPace, workers: Iterable[WorkerPace], failed_at: WorkerPace | None, now: float) -> float:
+def keep_until(best: WorkerPace, full: Iterable[WorkerPace], now: float) -> float:
     """Time until which a task is better kept for one of the full workers than given to the best one with room.
 
     That is the time at which the full worker is overdue, as far as is known, so each task is sent in the end. It is not
     later than ``now`` if the best worker with room gets the task.
 
     Args:
-        workers: Full workers; the soonest first, if the task has not failed.
+        full: Full workers; the soonest first.
     """
-    nearness = _nearness(best, failed_at)
     stale_at = best.stale_at()
     if best.overdue_at() <= now:
         limit = math.inf
     elif stale_at <= now:
-        limit, stale_at = 0.0, math.inf
+        return now
     else:
         limit = best.expect_finish() / _PATIENCE
-    for other in workers:
-        is_better = other.expect_finish() < limit
-        if failed_at is None and not is_better:
+    for other in full:
+        if other.expect_finish() >= limit:
             break
-        if failed_at is not None:
-            other_nearness = _nearness(other, failed_at)
-            is_better = other_nearness < nearness or (is_better and other_nearness == nearness)
-        if is_better and not other.draining and now < (overdue_at := other.overdue_at()) < math.inf:
+        if now < (overdue_at := other.overdue_at()) < math.inf:
             return min(overdue_at, stale_at)
     return now
-
-
-def _nearness(worker: WorkerPace, avoided: WorkerPace | None) -> int:
-    """How much a worker has in common with one to avoid."""
-    if worker is avoided:
-        return 2
-    return int(avoided is not None and avoided.host is not None and worker.host == avoided.host)
 
 
 def _smooth(average: float | None, value: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -13,12 +12,10 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.errors import BadSamplesError, ConnectionLostError, RemoteTraceback
-from rpcdataloader.plan import engine as engine_module
-from rpcdataloader.plan import workers as pace
 from tests.integration.datasets import Augmented, note, notes
 
 BAD = (1, 6, 7, 8, 14)
@@ -49,13 +46,6 @@ class Deadly(Bad):
         if index in self.bad:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(index)
-
-
-class DeadlyBatches(Deadly):
-    """Asked for a batch at once."""
-
-    def __getitems__(self, indices):
-        return [self[index] for index in indices]
 
 
 class BadBatches(Bad):
@@ -263,17 +253,11 @@ def test_streams_go_on_after_skipped_batches(where, generator):
 # With retry_on
 
 
-@pytest.fixture
-def short_pauses(monkeypatch):
-    monkeypatch.setattr(engine_module, "RETRY_PAUSE", 0.01)
-
-
-@pytest.mark.usefixtures("short_pauses")
-def test_what_may_pass_is_tried_again_before_it_is_skipped(server, tmp_path, caplog):
+def test_what_may_pass_is_tried_again_before_it_is_skipped(where, tmp_path, caplog):
     log = str(tmp_path / "log")
-    expected = rows(make(Bad(), server.address))
+    expected = rows(make(Bad(), where))
     dataset = Flaky(log, {2: 2, 9: 99}, 10)
-    loader = make(dataset, server.address, retry_on=Lost, max_retries=2)
+    loader = make(dataset, where, retry_on=Lost, max_retries=2)
     assert rows(loader) == without(expected, {9, 10})
     assert loader.num_skipped == 2
     assert notes(log).count("2") == 2
@@ -282,100 +266,12 @@ def test_what_may_pass_is_tried_again_before_it_is_skipped(server, tmp_path, cap
     assert "skipped 2 samples (indices 9, 10)" in warning
 
 
-@pytest.mark.usefixtures("short_pauses")
-def test_exceptions_of_the_collate_function_are_not_tried_for_ever(server):
-    loader = make(Bad(), server.address, retry_on=Lost, max_retries=2, collate_fn=refuse)
-    with pytest.raises(Lost):
-        next(iter(loader))
-
-
-def refuse(_samples):
-    raise Lost
-
-
-class Twice(Bad):
-    """The first two to load sample 12 meet, and fail; so do all others."""
-
-    def __init__(self, log, fifo):
-        super().__init__()
-        self.log = log
-        self.fifo = fifo
-
-    def __getitem__(self, index):
-        if index == 12:
-            note(self.log, index)
-            for number, flags in enumerate((os.O_RDONLY, os.O_WRONLY)):
-                with contextlib.suppress(FileExistsError):  # that is another one's
-                    os.close(os.open(f"{self.log}.{number}", os.O_CREAT | os.O_EXCL))
-                    os.close(os.open(self.fifo, flags))
-                    break
-            raise Lost(index)
-        return super().__getitem__(index)
-
-
-@pytest.mark.usefixtures("short_pauses")
-def test_a_second_copy_of_a_batch_is_not_its_last_try(server, tmp_path, fifo, monkeypatch):
-    monkeypatch.setattr(pace, "_LATE_SECONDS", 0.05)
-    log = str(tmp_path / "log")
-    loader = make(Twice(log, fifo), server.address, batch_size=1, retry_on=Lost, max_retries=1)
-    assert [int(batch["index"]) for batch in loader] == [index for index in range(20) if index != 12]
-    assert len(notes(log)) >= 3  # the last one may get a second copy, too
-
-
-def test_without_tries_all_is_skipped_at_once(tmp_path):
-    loader = make(Flaky(str(tmp_path / "log"), {2: 99}), "inline", retry_on=Lost)
-    list(loader)
-    assert loader.num_skipped == 1
-
-
-@pytest.mark.parametrize("options", [{}, {"in_order": False, "shuffle": True}, {"retry_on": OSError}], ids=str)
-def test_samples_that_kill_workers_are_left_out(server, caplog, options):
-    expected = rows(make(Deadly(), server.address, **options))
-    caplog.clear()
-    loader = make(Deadly(*BAD), server.address, max_retries=2, **options)
-    actual = rows(loader)
-    assert sorted(actual) == sorted(without(expected, BAD))
-    assert options.get("in_order") is False or actual == without(expected, BAD)
-    assert loader.num_skipped == 5
-    skipped = [text for text in warned(caplog) if " skipped " in text]
-    assert len(skipped) == sum(any(row[0] in BAD for row in batch) for batch in expected)
-    died = r"worker \d+ \(pid \d+\) on \S+ was killed by SIGKILL \(perhaps out of memory\) while it loaded sample"
-    index = BAD[0]
-    (first,) = [text for text in skipped if f"(indices {index})" in text]
-    error = r"rpcdataloader\.errors\.ConnectionLostError: it has ended 2 workers in a row"
-    assert re.search(rf"skipped 1 sample \(indices {index}\): {error}: {died} {index}; {died} {index}$", first)
-
-
-def test_samples_that_kill_workers_count_for_the_limit(server):
-    loader = make(Deadly(4), server.address, max_retries=1, max_skipped=0)
-    with pytest.raises(BadSamplesError, match=r"skipped 1 sample \(indices 4\)") as caught:
-        list(loader)
-    assert "it has ended 1 workers in a row: worker" in str(caught.value.__cause__)
-
-
-def test_batch_that_is_asked_for_at_once_and_kills_workers_is_left_out_as_a_whole(server):
-    loader = make(DeadlyBatches(4), server.address, max_retries=1)
-    assert [len(batch) for batch in rows(loader)] == [3, 3, 3, 3, 3, 2]
-    assert loader.num_skipped == 3
-
-
-def test_single_sample_that_kills_workers_is_left_out(server):
-    loader = make(Deadly(4), server.address, max_retries=1, batch_size=None)
-    assert [int(sample["index"]) for sample in loader] == [index for index in range(20) if index != 4]
-    assert loader.num_skipped == 1
-
-
-class DeadlyCollate:
-    def __call__(self, samples):
-        if samples[0]["index"] == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return default_collate(samples)
-
-
-def test_what_kills_workers_and_is_no_sample_stays_an_error(server):
-    iterator = iter(make(Bad(), server.address, collate_fn=DeadlyCollate()))
+def test_sample_that_kills_workers_stays_an_error(server):
+    iterator = iter(make(Deadly(4), server.address))
     next(iterator)
-    with pytest.raises(ConnectionLostError, match=r"has ended 3 workers in a row: .* after it had loaded batch 1"):
+    with pytest.raises(
+        ConnectionLostError, match=r"batch 1 .*has ended 3 workers in a row: .* while it loaded sample 4"
+    ):
         next(iterator)
     assert len(list(iterator)) == 5
 

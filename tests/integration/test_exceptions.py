@@ -462,14 +462,13 @@ def test_worker_or_stream_that_stops_at_its_start_is_an_error(workers):
         list(RPCDataloader(range(4), worker_init_fn=stop_here, workers=workers))
 
 
-def test_stopped_samples_are_skipped_and_tried_again_as_other_errors(workers, caplog):
+def test_stopped_samples_are_skipped_and_tried_again_as_other_errors(workers):
     options = {"sampler": [0, 1, "stop", 3], "batch_size": 2, "collate_fn": kinds.as_is, "workers": workers}
     loader = RPCDataloader(Failures(), **options, on_error="skip")
     assert list(loader) == [[0, 1], [3]]
     assert loader.num_skipped == 1
     with pytest.raises(RuntimeError, match="raised StopIteration"):
         list(RPCDataloader(Failures(), **options, retry_on=RuntimeError, max_retries=1))
-    assert "is retried" in caplog.text
     with pytest.raises(ValueError, match="retry_on: a StopIteration of the dataset is raised as a RuntimeError"):
         RPCDataloader(Failures(), **options, retry_on=StopIteration)
 

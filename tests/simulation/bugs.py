@@ -78,8 +78,8 @@ BUGS = [
     Bug(
         "a deadly batch kills one worker too many",
         "engine",
-        "return len(self.killed) - suspected >= options.max_retries",
-        "return len(self.killed) - suspected > options.max_retries",
+        "is_too_many=len(killed) >= self._options.max_retries",
+        "is_too_many=len(killed) > self._options.max_retries",
     ),
     Bug(
         "a batch is condemned while another worker has a copy",
@@ -87,54 +87,11 @@ BUGS = [
         "if not is_too_many or task.holders:",
         "if not is_too_many:",
     ),
-    # Samples that kill workers
-    Bug(
-        "a deadly sample kills one worker too many",
-        "engine",
-        "place is not None and self.places[place] >= options.max_retries",
-        "place is not None and self.places[place] > options.max_retries",
-    ),
-    Bug(
-        "a deadly sample is not left out",
-        "engine",
-        "dict(trouble.left_out) or None",
-        "None",
-    ),
-    Bug(
-        "samples are left out that the user wants to have",
-        "engine",
-        "place = place if options.leaves_out else None",
-        "pass",
-    ),
-    Bug(
-        "deaths count once more after a sample was left out",
-        "engine",
-        "            self.killed.clear()\n            self.places.clear()\n",
-        "",
-    ),
-    Bug(
-        "deaths at several samples condemn no batch",
-        "engine",
-        "suspected = max((num for place, num in self.places.items() if place is not None), default=0)",
-        "suspected = sum(num for place, num in self.places.items() if place is not None)",
-    ),
-    Bug(
-        "a chance death condemns a batch that has a deadly sample",
-        "engine",
-        "return len(self.killed) - suspected >= options.max_retries",
-        "return len(self.killed) >= options.max_retries",
-    ),
     Bug(
         "the oldest batch is blamed for another one",
         "table",
         "number = said if said in in_flight else next(iter(in_flight), None)",
         "number = next(iter(in_flight), None)",
-    ),
-    Bug(
-        "a batch that failed is tried again at once",
-        "batches",
-        "heapq.heappush(self._pausing, (now + delay, number))",
-        "bisect.insort(self._waiting, number)",
     ),
     Bug(
         "the window is one too large",
@@ -157,16 +114,12 @@ BUGS = [
         "        self.answered_bytes",
     ),
     Bug(
-        "batches that are to be tried again later keep all others from being sent",
-        "table",
-        "return len(self.tasks) == len(self._waiting) + len(self._pausing)",
-        "return len(self.tasks) == len(self._waiting)",
-    ),
-    Bug(
         "the newest batch is sent first",
         "batches",
-        "            for number in self._waiting:",
-        "            for number in reversed(self._waiting):",
+        "self._may_send(number := self._waiting[0])",
+        "self._may_send(number := self._waiting[-1])",
+        "del self._waiting[0]",
+        "del self._waiting[-1]",
     ),
     Bug(
         "the byte limit holds back what the consumer waits for",
@@ -244,8 +197,8 @@ BUGS = [
     Bug(
         "a task is kept for a worker that hangs",
         "workers",
-        "is_better and not other.draining and now < (overdue_at := other.overdue_at()) < math.inf",
-        "is_better and not other.draining and now < (overdue_at := other.overdue_at() + 1e9) < math.inf",
+        "if now < (overdue_at := other.overdue_at()) < math.inf",
+        "if now < (overdue_at := other.overdue_at() + 1e9) < math.inf",
     ),
     Bug(
         "a second copy goes to a worker that is draining",
@@ -321,7 +274,12 @@ BUGS = [
         "sum(number % options.world_size == options.rank for number in numbers)",
         "len(numbers)",
     ),
-    Bug("deaths count though workers answer", "engine", "        self.crew.num_deaths = 0\n", ""),
+    Bug(
+        "deaths count though workers answer",
+        "engine",
+        "        self.crew.num_deaths = 0\n        return counts",
+        "        return counts",
+    ),
     Bug(
         "a worker that does not come is asked for without end",
         "crew",
@@ -378,20 +336,6 @@ BUGS = [
         "unreached = [node for node in self.roster.pauses if self._sought.get(node) == math.inf]",
         "unreached: list[N] = []",
     ),
-    # Exceptions that may pass
-    Bug(
-        "one try too many",
-        "engine",
-        "trouble.num_retries >= options.max_retries and is_last",
-        "trouble.num_retries > options.max_retries and is_last",
-    ),
-    Bug(
-        "the last try is not marked",
-        "engine",
-        "is_last, left_out = trouble.num_retries >= self._options.max_retries",
-        "is_last, left_out = trouble.num_retries > self._options.max_retries",
-    ),
-    Bug("the pause before another try does not grow", "engine", "RETRY_PAUSE * 2**trouble.num_retries", "RETRY_PAUSE"),
     # The engine
     Bug(
         "the other copy of an answered task is not cancelled",
@@ -432,8 +376,8 @@ BUGS = [
     Bug(
         "errors of one epoch are delivered in the next",
         "engine",
-        "        self._troubles: dict[int, Trouble] = {}",
-        "        self._troubles: dict[int, Trouble] = getattr(self, '_troubles', {})",
+        "        self._killed: dict[int, list[str]] = {}",
+        "        self._killed: dict[int, list[str]] = getattr(self, '_killed', {})",
     ),
     Bug(
         "a long wait is told again all the time",
@@ -445,8 +389,8 @@ BUGS = [
     Bug(
         "a wait that is over is told",
         "engine",
-        "            self._waiting_since = None\n            if self._troubles",
-        "            if self._troubles",
+        "            self._waiting_since = None\n            if self._killed",
+        "            if self._killed",
     ),
     # The driver
     Bug(
@@ -502,12 +446,6 @@ BUGS = [
     ),
     Bug("late workers are not ended", "driver", "        if ends:\n", "        if False:\n"),
     Bug("workers of a pass that is left stay", "driver", "        self.executor.close(workers)\n", ""),
-    Bug(
-        "the samples to leave out are not sent",
-        "seat",
-        "                if sent.left_out:\n",
-        "                if False:\n",
-    ),
     Bug(
         "a stream goes on elsewhere from its beginning",
         "seat",

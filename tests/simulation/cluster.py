@@ -182,7 +182,6 @@ class Cluster:
         self.has_ended = False  # no more faults, and no more passes
         self.ranks: list[Any] = []
         self.deadly: dict[Any, float] = {}  # batches that kill their workers; when, as a part of what they would take
-        self.deadly_samples: dict[Any, int] = {}  # batches of which one sample kills its worker, always; at which place
         self.bad: set[Any] = set()  # batches that raise exceptions
         self.num_ids = 0
         for offered in scenario.offered:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tests.simulation.cluster import LOST, Cluster, Node, Worker
-from tests.simulation.passes import DIED, NUM_PLACES, Pass
+from tests.simulation.passes import DIED, Pass
 from tests.simulation.ranks import Rank
 from tests.simulation.scenarios import Fault, Noise
 
-NO_NOISE = Noise(*(0.0,) * 8)
+NO_NOISE = Noise(*(0.0,) * 7)
 
 
 def inject(cluster: Cluster, fault: Fault) -> None:
@@ -165,19 +165,13 @@ def _choose_batch(rank: Rank, crew: Pass, fault: Fault) -> object:
 
 def _make_deadly(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
     batch = _choose_batch(rank, crew, fault)
-    if batch is not None and batch not in cluster.bad and batch not in cluster.deadly_samples:
+    if batch is not None and batch not in cluster.bad:
         cluster.deadly[batch] = (0.0, 0.01, 0.5, 1.0, 30.0, 100.0)[fault.pick % 6]
-
-
-def _make_sample_deadly(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
-    batch = _choose_batch(rank, crew, fault)
-    if crew.options.leaves_out and batch is not None and batch not in cluster.bad and batch not in cluster.deadly:
-        cluster.deadly_samples[batch] = fault.pick % NUM_PLACES
 
 
 def _make_bad(cluster: Cluster, rank: Rank, crew: Pass, fault: Fault) -> None:
     batch = _choose_batch(rank, crew, fault)
-    if batch is not None and batch not in cluster.deadly and batch not in cluster.deadly_samples:
+    if batch is not None and batch not in cluster.deadly:
         cluster.bad.add(batch)
 
 
@@ -254,7 +248,6 @@ _RANK_FAULTS: dict[str, Callable[[Cluster, Rank, Pass, Fault], None]] = {
     "pause": _pause,
     "bad batch": _make_bad,
     "deadly batch": _make_deadly,
-    "deadly sample": _make_sample_deadly,
     "after the loss": _answer_after_loss,
     "add node": _add_node,
     "remove node": _remove_node,

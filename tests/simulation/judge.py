@@ -42,8 +42,7 @@ class Task:
     """A task that is not delivered."""
 
     __slots__ = (
-        "deaths", "holders", "is_answered", "is_condemned", "killed", "left_out", "payload", "places", "retries",
-        "since", "size", "stream",
+        "deaths", "holders", "is_answered", "is_condemned", "payload", "since", "size", "stream",
     )  # fmt: skip
 
     def __init__(self, payload: Any, stream: int | None) -> None:
@@ -51,11 +50,7 @@ class Task:
         self.stream = stream
         self.holders: list[int] = []  # workers with a copy
         self.is_answered = self.is_condemned = False
-        self.size = self.deaths = self.retries = 0
-        # Deaths since a sample was left out, and those of them at each sample; and the places that are left out.
-        self.killed = 0
-        self.places: dict[int, int] = {}
-        self.left_out: set[int] = set()
+        self.size = self.deaths = 0
         self.since = math.inf  # when its first copy was sent
 
 
@@ -75,7 +70,7 @@ class Member:
         self.incarnation = incarnation
         self.joined = self.at_work = self.draining = self.sent_away = self.closed = False
         self.is_over = False  # True if it drains since an earlier epoch, and has no part in this one
-        self.in_flight: dict[int, bool] = {}  # tasks in the order in which they were sent; whether as the last try
+        self.in_flight: dict[int, None] = {}  # tasks in the order in which they were sent
         self.since = 0.0  # when the first of them began
         self.ended: int | None = None  # the task for which its end was asked for
 
@@ -139,7 +134,6 @@ class Judge:
         self.has_input_ended = False
         self.waiting: list[int] = []  # heap, with some that wait no more
         self.is_waiting: set[int] = set()
-        self.pausing: list[tuple[float, int]] = []
         self.num_copies = 0
         self.num_hedged = 0
         self.answered_bytes = 0
@@ -202,11 +196,11 @@ class Judge:
         if not self.options.in_order:
             self.answered_order.popleft()
         if (condemned is not None) != task.is_condemned:
-            self.fail(f"task {number} has ended {task.killed} workers, and is delivered as {condemned}")
+            self.fail(f"task {number} has ended {task.deaths} workers, and is delivered as {condemned}")
         if (payload, stream) != (task.payload, task.stream):
             self.fail(f"task {number} is delivered as {payload} of stream {stream}")
-        if condemned is not None and f"has ended {task.killed} workers" not in condemned:
-            self.fail(f"task {number} has ended {task.killed} workers, which its error does not say: {condemned}")
+        if condemned is not None and f"has ended {task.deaths} workers" not in condemned:
+            self.fail(f"task {number} has ended {task.deaths} workers, which its error does not say: {condemned}")
         self.answered_bytes -= task.size
         self.next_delivery = number + 1
         self.window = self.wanted_window
@@ -251,27 +245,6 @@ class Judge:
             return False
         self.to_cancel.update((other, number) for other in task.holders)
         self._take(number, task, size)
-        return True
-
-    def failed(self, worker: int, number: int, now: float) -> bool:
-        """A worker answers with an exception that may pass; returns what the engine has to."""
-        if self.is_iterable:
-            return False
-        task = self.tasks.get(number)
-        member = self.members.get(worker)
-        is_held = member is not None and number in member.in_flight
-        is_last = not self.options.marks_last_try or (member is not None and member.in_flight.get(number, False))
-        if task is not None and task.retries >= self.options.max_retries and is_last:
-            return False
-        self.num_deaths = 0
-        if not is_held:
-            return True
-        self._drop_copy(worker, number, None, now)
-        if task is not None and not task.is_answered:
-            if not task.holders:
-                delay = min(0.5 * 2**task.retries, 30.0)
-                heapq.heappush(self.pausing, (now + delay, number))
-            task.retries += 1
         return True
 
     def stream_ended(self, worker: int, number: int) -> bool:
@@ -351,7 +324,7 @@ class Judge:
             self._leave(number, member)
         if is_blamed:
             assert running is not None
-            self._blame(running, loss.place if running == loss.task else None)
+            self._blame(running)
         self._vacate(number, member)
         if was_refused:
             place.refused.add(member.node)
@@ -387,18 +360,10 @@ class Judge:
                 self._wait(lost)
         member.in_flight.clear()
 
-    def _blame(self, number: int, place: int | None) -> None:
-        task, limit = self.tasks[number], self.options.max_retries
+    def _blame(self, number: int) -> None:
+        task = self.tasks[number]
         task.deaths += 1
-        task.killed += 1
-        if place is not None and self.options.leaves_out:
-            task.places[place] = task.places.get(place, 0) + 1
-            if task.places[place] == limit:
-                task.left_out.add(place)
-                task.places.clear()
-                task.killed = 0
-                return
-        if task.killed - max(task.places.values(), default=0) < limit or task.holders:
+        if task.deaths < self.options.max_retries or task.holders:
             return
         self.is_waiting.discard(number)
         task.is_condemned = True
@@ -510,8 +475,6 @@ class Judge:
 
     def acted(self, actions: list[Action], now: float) -> None:
         """Look at what the engine wants done, and at what it has forgotten."""
-        while self.pausing and self.pausing[0][0] <= now:
-            self._wait(heapq.heappop(self.pausing)[1])
         for action in actions:
             _SEEN[type(action)](self, action, now)
         if self.to_cancel:
@@ -546,7 +509,7 @@ class Judge:
             self.fail(f"the consumer waits since {self.waiting_since}, and the engine waits until {due}")
 
     def _see_load(self, action: Load, now: float) -> None:
-        worker, number, payload, is_last, left_out = action
+        worker, number, payload = action
         member = self.members.get(worker)
         task = self.tasks.get(number)
         if member is None or not member.joined:
@@ -561,17 +524,13 @@ class Judge:
             self.fail(f"{action}: the task belongs to stream {task.stream}")
         if number in member.in_flight:
             self.fail(f"{action}: the worker has it already")
-        if is_last != (task.retries >= self.options.max_retries and not self.is_iterable):
-            self.fail(f"{action}: it was tried {task.retries} times again, and is sent with is_last={is_last}")
-        if set(left_out or ()) != task.left_out:
-            self.fail(f"{action}: samples {task.left_out} have killed too many workers")
         if task.holders:
             self._see_hedge(action, task, now)
         else:
             self._see_first(action, task, member)
         if not member.in_flight:
             member.since = now
-        member.in_flight[number] = is_last
+        member.in_flight[number] = None
         task.holders.append(worker)
         self.num_copies += 1
         self._rank(worker, member)
@@ -617,11 +576,7 @@ class Judge:
             )
         if not self.is_iterable:
             lowest = self._lowest()
-            if (
-                lowest is not None
-                and lowest < number
-                and not any(self.tasks[other].retries for other in self.is_waiting if other < number)
-            ):
+            if lowest is not None and lowest < number:
                 self.fail(f"{action}: task {lowest} waits for longer")
         self.is_waiting.discard(number)
 
@@ -714,17 +669,16 @@ class Judge:
             pass
         elif not self.num_measured or not self.num_copies:
             self.fail(f"task {number} waits, and workers {sorted(self.roomy)[:9]} have nothing to do")
-        elif not self._may_keep(number, now):
+        elif not self._may_keep(now):
             self.fail(f"task {number} is kept, {sorted(self.roomy)[:9]} have room, and all others are overdue")
         if self.idle and self.num_seen >= 8 and self.num_hedged < max(1, self.num_joined // 16):
             self._check_hedge(now)
 
-    def _may_keep(self, number: int, now: float) -> bool:
+    def _may_keep(self, now: float) -> bool:
         """Whether a task may be kept for a worker that has no room yet: one that cannot be overdue."""
-        full = 1 if self.tasks[number].retries else self.options.prefetch_factor
         latest = 4.0 * max(self.max_seconds, _SHORTEST) + _TINY
         return any(
-            member.is_usable and len(member.in_flight) >= full and now < member.since + latest
+            member.is_usable and len(member.in_flight) >= self.options.prefetch_factor and now < member.since + latest
             for member in self.members.values()
         )
 
@@ -898,7 +852,7 @@ class Judge:
         elif self.is_iterable:
             if not self.num_copies and not self.answered_order:
                 return True
-        elif len(self.tasks) == len(self.is_waiting) + len(self.pausing):
+        elif len(self.tasks) == len(self.is_waiting):
             return True
         return self.answered_bytes + (self.num_copies + 1) * self.estimate <= self.options.max_in_flight_bytes
 

@@ -95,12 +95,6 @@ class JudgedEngine(Engine[str]):
             raise ViolationError(f"the answer of worker {worker} to task {number} counts: {counts}")
         return counts
 
-    def failed(self, worker: int, number: int, error: BaseException, now: float) -> bool:
-        expected = self.judge.failed(worker, number, now)
-        if super().failed(worker, number, error, now) != expected:
-            raise ViolationError(f"an exception of task {number} is {'' if expected else 'not '}to be tried again")
-        return expected
-
     def stream_ended(self, worker: int, number: int, now: float) -> None:
         self.judge.stream_ended(worker, number)
         super().stream_ended(worker, number, now)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,7 +26,6 @@ GONE = ConnectionLostError("it is gone")
 REFUSED = ConnectError("it has no room")
 LATE = ConnectionLostError("it took too long")
 DIED = ConnectionLostError("it was killed by its batch")
-FAILED = OSError("it did not work")
 ERROR = ValueError("it does not work")
 UNREACHABLE = ConnectionLostError("it cannot be reached")
 
@@ -35,18 +33,17 @@ NUM_PLACES = 3  # samples of a batch
 BETWEEN = NUM_PLACES + 1  # no place of a sample
 END_LIMIT = 2.5  # seconds after which a worker that was ended is closed, whatever its session says
 
-BATCH, EXCEPTION, MAY_PASS, LAST, CANCELLED = range(5)
+BATCH, EXCEPTION, LAST, CANCELLED = range(4)
 
 
 class Task:
     """A batch that the sampler gives."""
 
-    __slots__ = ("indices", "last_request", "num_samples", "number", "position", "probe", "request", "stack")
+    __slots__ = ("indices", "num_samples", "number", "position", "probe", "request", "stack")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.request: tuple[int] = (number,)
-        self.last_request = number, True
         self.indices = self.probe = None
         self.position = 0
         self.num_samples = NUM_PLACES
@@ -66,13 +63,6 @@ class Reply(Message):
         self.kind = kind
         self.result = result
         self.seconds = seconds
-
-
-class Reduced(NamedTuple):
-    """A batch without some of its samples."""
-
-    payload: Any
-    left_out: frozenset[int]
 
 
 class Start(NamedTuple):
@@ -185,7 +175,6 @@ class Pass:
         self.engine = JudgedEngine(self.judge, options, homes, others, turn)
         self.engine.at_end = self.at_end
         settings: Any = SimpleNamespace(
-            retry_on=(OSError,),
             iterable=options.is_iterable,
             prefetch_factor=options.prefetch_factor,
             max_in_flight_bytes=options.max_in_flight_bytes,
@@ -358,9 +347,9 @@ class Pass:
         state: Any = result[1] + 1 if self.lengths and kind != CANCELLED else None
         if kind == BATCH:
             return Answer((kind, result), self.rank.size(result), timings=(reply.seconds, 0.0), stream=state)
-        if kind == MAY_PASS and result in self.cluster.bad:
+        if result in self.cluster.bad:
             self.cluster.count("bad batch")
-        return Answer((kind, result), error=FAILED if kind == MAY_PASS else ERROR, stream=state)
+        return Answer((kind, result), error=ERROR, stream=state)
 
     # Workers
 
@@ -435,14 +424,7 @@ class Pass:
             worker.place = payload.place if is_first else worker.place
             cluster.at(0.0 if is_first else cluster.latency(), self.started, worker, complete)
             return
-        (sent,) = complete.args
-        left_out: frozenset[int] = frozenset(sent.left_out or ())
-        if type(payload) is bytes:
-            (_indices, _position, batch, _is_last, told) = pickle.loads(payload)[1]
-        else:
-            batch, told = payload[0], ()
-        if left_out != frozenset(told):
-            raise ViolationError(f"batch {batch} is loaded without {told}, and not without {left_out}")
+        (batch,) = payload
         if request_id in worker.cancelled:
             worker.cancelled.discard(request_id)
             cluster.at(0.0, self.done, worker, complete, Reply(CANCELLED, batch, 0.0))
@@ -461,18 +443,11 @@ class Pass:
             cluster.counts["slow"] += 1
             seconds *= 2.0 + 20.0 * cluster.random.random()
         worker.at = batch, int(cluster.random.random() * NUM_PLACES)
-        place = cluster.deadly_samples.get(result)
-        if kind == BATCH and place is not None and place not in left_out:
-            worker.at = batch, place
-            cluster.at(seconds * place / NUM_PLACES, self.kill, worker, "deadly sample")
-            return
         if kind == BATCH and result in cluster.deadly:
             cluster.at(cluster.deadly[result] * seconds, self.kill, worker, "deadly batch")
             return
         if kind == BATCH and result in cluster.bad:
-            kind = MAY_PASS
-        elif left_out:
-            result = Reduced(result, left_out)
+            kind = EXCEPTION
         cluster.at(seconds, self.done, worker, complete, Reply(kind, result, seconds))
 
     def kill(self, worker: Worker, kind: str) -> None:
@@ -505,13 +480,9 @@ class Pass:
         num_again = 0
         if reply.kind == BATCH:
             noise, random = cluster.noise, cluster.random.random
-            luck = random()
-            if luck < noise.error:
+            if random() < noise.error:
                 reply.kind = EXCEPTION
                 cluster.counts["error"] += 1
-            elif luck < noise.error + noise.may_pass:
-                reply.kind = MAY_PASS
-                cluster.counts["raise"] += 1
             if random() < noise.again:
                 delay = random() * 3 * cluster.scenario.seconds
                 cluster.at(delay, self.answer_again, worker, complete, reply)
@@ -561,9 +532,7 @@ class Pass:
         if worker.has_come and worker.at is not None and worker.session.is_ready:
             # What it was at when it ended; by chance, nothing is known of that, or it was at none of the samples.
             batch, place = worker.at
-            if batch in self.cluster.deadly_samples:
-                worker.exited = Exited(batch, place)
-            elif self.cluster.random.random() >= 0.1:
+            if self.cluster.random.random() >= 0.1:
                 worker.exited = Exited(batch, BETWEEN if self.cluster.random.random() < 0.3 else place)
         member = self.judge.members.get(worker.number)
         unanswered = [] if member is None else list(member.in_flight)
@@ -602,16 +571,8 @@ class Pass:
             self.take_of_stream(delivery)
             return
         payload = delivery.payload.number
-        deadly_place = self.cluster.deadly_samples.pop(payload, None)
         if condemned is None:
             kind, result = delivery.answer.result
-            left_out: frozenset[int] = frozenset()
-            if isinstance(result, Reduced):
-                result, left_out = result
-            if not left_out <= self.engine.delivered.left_out:
-                raise ViolationError(f"batch {payload} is delivered without {left_out}")
-            if kind == BATCH and deadly_place is not None and deadly_place not in left_out:
-                raise ViolationError(f"batch {payload} is delivered with a sample that kills every worker")
             if result != payload:
                 raise ViolationError(f"task {delivery.number} is batch {payload}, and {result} is delivered")
             if kind == BATCH and payload in self.cluster.bad:

@@ -67,8 +67,6 @@ class Rank:
             task_timeout=scenario.task_timeout,
             reconnect_timeout=scenario.reconnect_timeout,
             connect_timeout=scenario.connect_timeout,
-            marks_last_try=scenario.marks_last_try,
-            leaves_out=scenario.leaves_out,
             label=f"rank {self.number}: " if self.world_size > 1 else "",
             rank=self.number,
             world_size=self.world_size,

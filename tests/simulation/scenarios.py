@@ -34,8 +34,6 @@ class Scenario:
     task_timeout: float | None
     reconnect_timeout: float
     connect_timeout: float
-    marks_last_try: bool
-    leaves_out: bool
     max_workers: int
     is_persistent: bool
     expects_more: bool
@@ -59,7 +57,6 @@ KINDS = {
     "after the loss": 4.0,
     "bad batch": 0.4,
     "deadly batch": 0.8,
-    "deadly sample": 1.5,
     "retire": 2.0,
     "pause": 1.0,
     "lose node": 0.3,
@@ -84,8 +81,7 @@ class Noise(NamedTuple):
     late: float  # an answer is long on the wire, and so are those behind it
     twice: float  # an answer comes again, at once, and perhaps again
     again: float  # an answer comes again, later
-    may_pass: float  # an exception instead of a batch, which may pass
-    error: float  # an exception that stands
+    error: float  # an exception instead of a batch
     after_loss: float  # the answer of a worker that is lost comes, though nobody waits for it any more
     thread: float  # what the engine wants done is done later, and overtaken by what it wants next
 
@@ -107,7 +103,7 @@ def choose_scenario(seed: int) -> Scenario:
     num_workers = max(1, sum(offered))
     seconds = 10 ** rng.uniform(-2, 0.3)
     weights = [weight * rng.choice((0, 0.3, 1, 1, 3)) for weight in KINDS.values()]
-    most_noise = (0.9, 0.8, 0.86, 0.6, 0.2, 0.1, 0.95, 0.8)
+    most_noise = (0.9, 0.8, 0.86, 0.6, 0.2, 0.95, 0.8)
     noise = Noise(*(rng.choice((0.0, 1.0, 1.0, 1.0)) * rate for rate in most_noise))
     if rng.random() < 0.3:
         noise = noise._replace(slow=0.0, late=0.0)  # what is late then is really late
@@ -133,8 +129,6 @@ def choose_scenario(seed: int) -> Scenario:
         task_timeout=rng.choice((None, None, 8 * seconds, 40 * seconds)),
         reconnect_timeout=rng.choice((0.0, 1.0, 20.0, 300.0, 300.0)),
         connect_timeout=rng.choice((0.5, 5.0, 60.0)),
-        marks_last_try=rng.random() < 0.5,
-        leaves_out=not is_iterable and rng.random() < 0.6,
         max_workers=rng.choice((0, 0, 1, 3, 50)),
         is_persistent=rng.random() < 0.5,
         expects_more=rng.random() < 0.2,

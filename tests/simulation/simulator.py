@@ -80,7 +80,7 @@ def _longest(cluster: Cluster) -> float:
     num_undelivered = sum(scenario.offered) * max(2, scenario.prefetch_factor) * 2
     slowest = 22.0 * scenario.seconds  # with the noise that it has begun with
     # A deadly batch may take a hundred times as long before it kills, again and again.
-    num_deadly = len(cluster.deadly) + len(cluster.deadly_samples)
+    num_deadly = len(cluster.deadly)
     return (
         1000.0
         + scenario.reconnect_timeout

@@ -645,13 +645,36 @@ def test_single_samples_are_skipped():
     assert loader.load(2, 1, 1)[1][0] == 2
 
 
-def test_what_may_pass_is_raised_but_in_the_last_try():
-    loader = make_loader(Bad(1, error=ConnectionResetError), skips=True, retry_on=(OSError,))
+class Passing(Augmented):
+    """Draws, and then raises so many times."""
+
+    def __init__(self, num_failures):
+        self.num_failures = num_failures
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        if self.num_failures:
+            self.num_failures -= 1
+            raise ConnectionResetError(index)
+        return sample
+
+    def get_batch(self, indices):
+        return [self[index] for index in indices]
+
+
+class PassingBatches(Passing):
+    __getitems__ = Passing.get_batch
+
+
+@pytest.mark.parametrize("dataset", [Passing, PassingBatches])
+def test_what_may_pass_is_retried_with_the_same_random_numbers(dataset, caplog):
+    options = {"retry_on": (OSError,), "max_retries": 1}
+    assert_same(load(dataset(1), [3, 4], **options), load(dataset(0), [3, 4]))
+    assert "at position 0 is retried in 0.5 s: ConnectionResetError: 3" in caplog.text
     with pytest.raises(ConnectionResetError):
-        loader.load([1, 2], 0, 0)
-    assert loader.load([1, 2], 0, 0, last_try=True)[1].batch[0].tolist() == [2]
+        load(dataset(2), [3, 4], **options)
     with pytest.raises(ConnectionResetError):
-        loader.load([1, 2], 0, 0)
+        load(dataset(1), [3, 4], retry_on=(LookupError,), max_retries=1)
 
 
 class Drawing:

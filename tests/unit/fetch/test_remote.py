@@ -7,10 +7,7 @@ import torch
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch import remote
-from rpcdataloader.loader.tasks import Task, load_request
-from rpcdataloader.wire.messages import Call
-from rpcdataloader.wire.pickling import loads
-from tests.unit.fetch.loading import Augmented, Bad, CountingAllocator, assert_same, floats, load, make_spec
+from tests.unit.fetch.loading import Augmented, CountingAllocator, assert_same, floats, load, make_spec
 
 pytestmark = pytest.mark.usefixtures("_process_restored")
 
@@ -43,13 +40,3 @@ def test_large_batches_of_a_worker_can_be_kept():
 def test_loading_before_opening_is_refused(call):
     with pytest.raises(LocalProtocolError, match="no loader is open in this worker"):
         call()
-
-
-def test_request_can_say_that_it_is_the_last_try():
-    remote.open_loader(Bad(1, error=OSError), make_spec(skips=True, retry_on=(OSError,)))
-    call, last_call = (
-        Call(*loads(load_request(Task([1, 2], 0, 0, 2), last_try=last_try), [])) for last_try in (False, True)
-    )
-    with pytest.raises(OSError, match="bad 1"):
-        call.func(*call.args)
-    assert last_call.func(*last_call.args)[1].num_skipped == 1

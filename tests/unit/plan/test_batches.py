@@ -411,8 +411,6 @@ def test_settings_are_checked(name):
         (lambda s: s.worker_draining("x"), "worker x has not joined"),
         (lambda s: s.in_flight("x"), "worker x has not joined"),
         (lambda s: s.running("x"), "worker x has not joined"),
-        (lambda s: s.retry("a", 4, delay=0.0, now=0.0), "task 4 was never added"),
-        (lambda s: s.retry("a", 0, delay=-1.0, now=0.0), "task 0 cannot be tried again after -1.0 seconds"),
         (lambda s: reply(s, "a", 4), "task 4 was never added"),
         (lambda s: reply(s, "a", -1), "task -1 was never added"),
         (lambda s: reply(s, "a", 0, size_bytes=-1), "task 0 cannot have -1 bytes"),
@@ -560,48 +558,6 @@ def test_batch_over_its_time_at_too_many_workers_is_an_error():
 
 
 # Another attempt
-
-
-def test_task_that_is_tried_again_waits_and_goes_elsewhere():
-    scheduler = start("", num_workers=3, prefetch_factor=1)
-    for worker, host in ("a", 1), ("b", 1), ("c", 2):
-        scheduler.worker_joined(worker, 0.0, host)
-    teach(scheduler, a=1.0, b=1.0, c=1.0)
-    assert sorted(fill(scheduler)) == [("a", 9), ("b", 10), ("c", 11)]
-    assert scheduler.retry("a", 9, delay=2.0, now=1.0)
-    assert not scheduler.retry("a", 9, delay=2.0, now=1.0)
-    assert scheduler.assign(2.9) is None
-    assert scheduler.due(2.9) == 3.0
-    assert scheduler.assign(3.0) is None  # c is on time, and on another host
-    assert scheduler.due(3.0) == 4.0
-    assert reply(scheduler, "b", 10, now=3.0)
-    assert scheduler.assign(3.0) is None
-    assert reply(scheduler, "c", 11, now=3.0)
-    assert scheduler.assign(3.0) == ("c", 9)
-
-
-def test_task_that_is_tried_again_goes_to_the_same_worker_if_nobody_else_is_on_time():
-    scheduler = start("ab", num_workers=2, prefetch_factor=1)
-    teach(scheduler, a=1.0, b=1.0)
-    assert fill(scheduler) == [("a", 6), ("b", 7)]
-    assert scheduler.retry("a", 6, delay=0.0, now=1.0)
-    assert scheduler.assign(1.0) is None
-    assert scheduler.assign(4.0) == ("a", 6)
-
-
-def test_copy_that_is_in_flight_already_is_the_new_attempt():
-    scheduler = start("abc")
-    hang(scheduler)
-    assert scheduler.assign(10.0) == ("b", 0)
-    assert scheduler.retry("a", 0, delay=1.0, now=11.0)
-    assert scheduler.due(11.0) == 15.0  # b is late
-    assert scheduler.assign(14.9) is None
-    assert scheduler.in_flight("b") == [0]
-    assert reply(scheduler, "b", 0, now=15.0)
-    assert not scheduler.retry("a", 0, delay=1.0, now=15.0)
-
-
-# Growth
 
 
 def test_window_grows_at_once_and_shrinks_with_the_next_delivery():

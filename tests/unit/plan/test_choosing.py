@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 from rpcdataloader.plan.workers import Pace, WorkerPace, choose, choose_second, keep_until
 
 
@@ -22,20 +20,13 @@ def soonest_first(*records) -> list[WorkerPace]:
 
 def test_earliest_expected_finish_is_chosen_and_who_is_overdue_comes_last():
     fast, slow, new = workers(1.0, 3.0, 1.0)
-    assert choose(soonest_first(slow, fast, new), None, 0.0) is fast
+    assert choose(soonest_first(slow, fast, new), 0.0) is fast
     fast.sent(10, 0.0)
-    assert choose(soonest_first(slow, fast, new), None, 0.0) is new
-    assert choose(soonest_first(slow, fast), None, 0.0) is fast
-    assert choose(soonest_first(slow, fast), None, 4.0) is slow
+    assert choose(soonest_first(slow, fast, new), 0.0) is new
+    assert choose(soonest_first(slow, fast), 0.0) is fast
+    assert choose(soonest_first(slow, fast), 4.0) is slow
     slow.sent(11, 0.0)
-    assert choose(soonest_first(slow, fast), None, 12.0) is fast  # both are
-
-
-def test_place_where_a_task_has_failed_is_chosen_last():
-    same, near, far = workers(1.0, 2.0, 9.0, hosts=["x", "x", "y"])
-    assert choose([same, near, far], same, 0.0) is far
-    assert choose([same, near], same, 0.0) is near
-    assert choose([same], same, 0.0) is same
+    assert choose(soonest_first(slow, fast), 12.0) is fast  # both are
 
 
 def test_second_copy_goes_to_a_full_worker_rather_than_one_that_is_overdue_or_draining():
@@ -47,20 +38,18 @@ def test_second_copy_goes_to_a_full_worker_rather_than_one_that_is_overdue_or_dr
     assert choose_second([first, full, idle], first, 4.0) is None
 
 
+def test_second_copy_goes_to_another_host_if_possible():
+    first, near, far = workers(1.0, 2.0, 9.0, hosts=["x", "x", "y"])
+    assert choose_second([first, near, far], first, 0.0) is far
+    assert choose_second([first, near], first, 0.0) is near
+
+
 def test_task_is_kept_for_a_faster_worker_until_that_is_overdue_or_the_slow_one_is_stale():
     slow, fast = workers(20.0, 1.0)
     fast.sent(10, 0.0)
     fast.sent(11, 0.0)
-    assert keep_until(slow, soonest_first(slow, fast), None, 1.0) == 4.0
-    assert keep_until(slow, soonest_first(slow, fast), None, 4.0) <= 4.0  # now it may have it
+    assert keep_until(slow, soonest_first(slow, fast), 1.0) == 4.0
+    assert keep_until(slow, soonest_first(slow, fast), 4.0) <= 4.0  # now it may have it
     fast.since = 319.0
-    assert keep_until(slow, soonest_first(slow, fast), None, 319.5) == 320.0  # 16 times 20
-    assert keep_until(slow, soonest_first(slow, fast), None, 320.0) <= 320.0
-
-
-def test_task_is_not_kept_for_a_worker_of_which_nothing_is_known():
-    pace = Pace(16)
-    failed, other = (WorkerPace(order, None, order, pace, since=0.0) for order in range(2))
-    other.sent(0, 0.0)
-    assert other.overdue_at() == math.inf
-    assert keep_until(failed, [failed, other], failed, 1.0) <= 1.0
+    assert keep_until(slow, soonest_first(slow, fast), 319.5) == 320.0  # 16 times 20
+    assert keep_until(slow, soonest_first(slow, fast), 320.0) <= 320.0
