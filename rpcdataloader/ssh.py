@@ -20,14 +20,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rpcdataloader.errors import RPCError
-from rpcdataloader.host.output import Output
 from rpcdataloader.wire.credentials import load_credentials
 
 # ssh never prompts, and notices a vanished machine within 45 s.
@@ -36,29 +33,23 @@ SSH = ("ssh", "-T", *(f"-o{option}" for option in ("BatchMode=yes", "ServerAlive
 # Seconds between two signs of life. Servers wait 60 s for one.
 HEARTBEAT = 10.0
 
-# Seconds between two attempts to print on a terminal that has stopped.
-PRINT_INTERVAL = 0.1
+# Most lines that wait for a terminal that has stopped, and seconds for the last of them.
+MAX_LINES = 10_000
+LAST_OUTPUT_TIMEOUT = 1.0
 
-# Seconds for the rest of each output once its ssh process has ended.
-LAST_OUTPUT_TIMEOUT = 0.5
-
-_READY = re.compile(rb"rpcdataloader ready (\S+) num_workers=(\d+) pid=\d+")
+_READY = re.compile(rb"rpcdataloader ready (\S+) num_workers=(\d+) pid=\d+$")
 
 # Options of launch that choose the secret; without them, this module chooses.
 _SECRETS = ("--token-file", "--insecure", "--insecure-tcp")
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A line of the host file."""
+def parse_hosts(text: str) -> dict[str, list[str]]:
+    """Read a host file: one host per line, with optional options of ``launch`` behind it; ``#`` begins a comment.
 
-    name: str  # destination for ssh: a name, ``user@name``, or an alias of its configuration
-    options: tuple[str, ...] = ()  # options of ``launch`` for this host
-
-
-def parse_hosts(text: str) -> list[Host]:
-    """Read a host file: one host per line, with optional options of ``launch`` behind it; ``#`` begins a comment."""
-    hosts: dict[str, Host] = {}
+    Returns:
+        Options of ``launch`` by destination for ssh: a name, ``user@name``, or an alias of its configuration.
+    """
+    hosts: dict[str, list[str]] = {}
     for number, line in enumerate(text.splitlines(), 1):
         try:
             words = shlex.split(line, comments=True)
@@ -73,10 +64,10 @@ def parse_hosts(text: str) -> list[Host]:
             raise ValueError(f"line {number} has {options[0]!r} after the host: write one host per line")
         if name in hosts:
             raise ValueError(f"line {number} names {name} again: a node server uses all CPUs of its host")
-        hosts[name] = Host(name, tuple(options))
+        hosts[name] = options
     if not hosts:
         raise ValueError("it names no host")
-    return list(hosts.values())
+    return hosts
 
 
 def uses_own_secret(options: Sequence[str]) -> bool:
@@ -93,7 +84,8 @@ def remote_command(python: str, folder: str, options: Sequence[str]) -> str:
         own += ["--port", "0"]
     if not uses_own_secret(options):
         own += ["--token-file", "-"]
-    script = 'cd "$0" 2>/dev/null; exec "$@"'
+    # One stream for all output: what ssh itself says goes to the terminal.
+    script = 'exec 2>&1; cd "$0" 2>/dev/null; exec "$@"'
     return "exec " + shlex.join(["sh", "-c", script, folder, python, "-m", "rpcdataloader.launch", *own, *options])
 
 
@@ -102,61 +94,63 @@ def _has(options: Sequence[str], names: Sequence[str]) -> bool:
 
 
 class _Server:
-    """A node server behind an ssh process.
+    """A node server behind an ssh process, whose lines go to ``tell``, and ``None`` once it has ended.
 
     Attributes:
         address: Address for clients; None until the server is ready.
     """
 
-    def __init__(self, host: str, command: str, secret: bytes | None, events: _Events) -> None:
+    def __init__(self, host: str, command: str, secret: bytes | None, tell: Callable[[_Event], None]) -> None:
         self.host = host
         self.address: str | None = None
-        self._events = events
         # A session of its own: Ctrl-C and a closed terminal reach only this process, which tells the server.
-        process: Any = subprocess.Popen(
-            [*SSH, host, command],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
+        self.process: Any = subprocess.Popen(
+            [*SSH, host, command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
-        self.process = process
-        os.set_blocking(process.stdin.fileno(), False)
-        if secret is not None:
-            self._write(secret + b"\n")
-        self.beat()  # from the first one on, the server waits for the next
-        readers = [
-            threading.Thread(target=self._read, args=(pipe,), name=f"rpcdl-ssh {host}", daemon=True)
-            for pipe in (process.stdout, process.stderr)
-        ]
-        for reader in readers:
-            reader.start()
-        threading.Thread(target=self._wait, args=(readers,), name=f"rpcdl-ssh {host}", daemon=True).start()
+        os.set_blocking(self.process.stdin.fileno(), False)
+        self.send(b"\n" if secret is None else secret + b"\n\n")  # with a first sign of life
+        threading.Thread(target=self._read, args=(tell,), name=f"rpcdl-ssh {host}", daemon=True).start()
 
-    def _read(self, pipe: Iterable[bytes]) -> None:
-        for line in pipe:
-            self._events.put((self, line.rstrip(b"\n")))
-
-    def _wait(self, readers: Sequence[threading.Thread]) -> None:
+    def _read(self, tell: Callable[[_Event], None]) -> None:
+        for line in self.process.stdout:
+            tell((self, line.rstrip(b"\n")))
         self.process.wait()
-        # A shared connection (ControlPersist) keeps the pipes open after an ssh process has ended.
-        for reader in readers:
-            reader.join(LAST_OUTPUT_TIMEOUT)
-        self._events.put((self, None))
+        tell((self, None))
 
-    def beat(self) -> None:
-        """Send a sign of life."""
-        self._write(b"\n")
-
-    def _write(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         # The server may have ended, or its connection hang: both are seen elsewhere.
-        if not self.process.stdin.closed:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):
-                os.write(self.process.stdin.fileno(), data)
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.process.stdin.fileno(), data)
 
-    def drain(self) -> None:
-        """Let the server drain and end."""
-        self.process.stdin.close()
+
+# A server with a line of its output, or with None once it has ended; no server for a signal to end.
+_Event = tuple[_Server | None, bytes | None]
+
+
+class _Printer:
+    """Prints lines in a thread of its own, which a stopped terminal may hold; also at the end of the process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_LINES)
+        self._thread = threading.Thread(target=self._run, name="rpcdl-ssh print", daemon=True)
+        self._thread.start()
+
+    def say(self, text: str) -> None:
+        with contextlib.suppress(queue.Full):  # the terminal has stopped for long
+            self._lines.put_nowait(text)
+
+    def finish(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(None)
+            self._thread.join(LAST_OUTPUT_TIMEOUT)
+
+    def _run(self) -> None:
+        while (text := self._lines.get()) is not None:
+            with contextlib.suppress(OSError):
+                rest = f"{text}\n".encode(errors="backslashreplace")
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
 
 
 class _Pool:
@@ -164,9 +158,10 @@ class _Pool:
 
     def __init__(self) -> None:
         self._servers: list[_Server] = []
-        self._events: _Events = queue.SimpleQueue()
-        self._output, self._errors = Output(1), Output(2)
-        self._is_ending = False
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._output, self._errors = _Printer(1), _Printer(2)
+        self._say = self._errors.say
+        self._ending = threading.Event()
         self._status = 0
 
     def run(self, orders: Sequence[tuple[str, str, bytes | None]]) -> int:
@@ -174,77 +169,64 @@ class _Pool:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, lambda *_: self._events.put((None, None)))
-        for order in orders:
-            self._servers.append(_Server(*order, self._events))
-        beat_at = time.monotonic() + HEARTBEAT
+        self._servers = [_Server(*order, self._events.put) for order in orders]
+        beats = threading.Thread(target=self._beat, args=(list(self._servers),), name="rpcdl-ssh beats", daemon=True)
+        beats.start()
         while self._servers:
-            with contextlib.suppress(queue.Empty):
-                is_waiting = self._output.is_waiting or self._errors.is_waiting
-                pause = max(0.0, beat_at - time.monotonic())
-                self._handle(*self._events.get(timeout=min(pause, PRINT_INTERVAL) if is_waiting else pause))
-            self._output.flush()
-            self._errors.flush()
-            if time.monotonic() > beat_at:
-                beat_at = time.monotonic() + HEARTBEAT
-                for server in self._servers:
-                    server.beat()
+            self._handle(*self._events.get())
         self._output.finish()
         self._errors.finish()
         return self._status
 
-    def _say(self, text: str) -> None:
-        # A stopped terminal must not keep servers from the next sign of life.
-        self._errors.write(f"{text}\n")
+    def _beat(self, servers: Sequence[_Server]) -> None:
+        """Send signs of life until the end, and then let the servers drain."""
+        while not self._ending.wait(HEARTBEAT):
+            for server in servers:
+                server.send(b"\n")
+        for server in servers:
+            server.process.stdin.close()
 
     def _handle(self, server: _Server | None, line: bytes | None) -> None:
         if server is None:
             self._on_signal()
         elif line is None:
             self._on_end(server)
-        elif match := _READY.fullmatch(line):
+        elif match := _READY.search(line):
             self._on_ready(server, match[1].decode(), match[2].decode())
         else:
             self._say(f"[{server.host}] {line.decode(errors='replace')}")
 
     def _on_signal(self) -> None:
-        if self._is_ending:
+        if self._ending.is_set():
             self._say("not waiting any longer: each node server drains and ends within its --grace")
             for server in self._servers:
                 server.process.kill()
+            self._servers.clear()
         else:
             self._say(f"ending {len(self._servers)} node servers; interrupt again to stop waiting for them")
-            self._end()
-
-    def _end(self) -> None:
-        self._is_ending = True
-        for server in self._servers:
-            server.drain()
+            self._ending.set()
 
     def _on_ready(self, server: _Server, address: str, num_workers: str) -> None:
         server.address = address
         self._say(f"[{server.host}] ready: {address}, {num_workers} workers")
         addresses = [server.address for server in self._servers if server.address is not None]
-        if len(addresses) == len(self._servers) and not self._is_ending:
-            self._output.write(f"RPCDATALOADER_WORKERS={','.join(addresses)}\n")
+        if len(addresses) == len(self._servers) and not self._ending.is_set():
+            self._output.say(f"RPCDATALOADER_WORKERS={','.join(addresses)}")
 
     def _on_end(self, server: _Server) -> None:
         self._servers.remove(server)
-        if self._is_ending:
+        if self._ending.is_set():
             return
         status = server.process.returncode
         if server.address is None:
             self._status = 1
             self._say(f"error: the node server on {server.host} did not start (exit status {status} of ssh)")
-            self._end()
+            self._ending.set()
         else:
             self._say(f"[{server.host}] the node server or its connection has ended (exit status {status} of ssh)")
             if not self._servers:
                 self._status = 1
                 self._say("error: no node server is left")
-
-
-# A server with a line of its output, or with None once it has ended; no server for a signal to end.
-_Events = queue.SimpleQueue[tuple[_Server | None, bytes | None]]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -271,10 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     end = words.index("--") if "--" in words else len(words)
     parser = make_parser()
-    args, unknown = parser.parse_known_args(words[:end])
+    args = parser.parse_args(words[:end])
     common = words[end + 1 :]
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)} (options of launch come after --)")
     try:
         hosts = parse_hosts(Path(args.hostfile).read_text())
     except OSError as exc:
@@ -283,10 +263,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"the host file {args.hostfile}: {exc}")
     try:
         orders = []
-        for host in hosts:
-            options = [*common, *host.options]
+        for host, own in hosts.items():
+            options = [*common, *own]
             secret = None if uses_own_secret(options) else load_credentials().secret
-            orders.append((host.name, remote_command(args.python, os.getcwd(), options), secret))
+            orders.append((host, remote_command(args.python, os.getcwd(), options), secret))
         return _Pool().run(orders)
     except (RPCError, OSError) as exc:
         print(f"error: {exc}", file=sys.stderr)

@@ -310,7 +310,7 @@ def test_starter_without_servers_ends(start):
     ("hosts", "options", "status", "problem"),
     [
         (["node1 node2"], (), 2, "hosts: line 1 has 'node2' after the host"),
-        (["node1"], ("--token", "x"), 2, "unrecognized arguments: --token x (options of launch come after --)"),
+        (["node1"], ("--token", "x"), 2, "unrecognized arguments: --token x"),
         (["node1"], ("--python",), 2, "--python: expected one argument"),
     ],
 )

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from rpcdataloader.ssh import Host, parse_hosts, remote_command, uses_own_secret
+from rpcdataloader.ssh import parse_hosts, remote_command, uses_own_secret
 
 
 def test_host_file_has_a_host_per_line_with_options_of_its_own():
@@ -15,10 +15,10 @@ def test_host_file_has_a_host_per_line_with_options_of_its_own():
     me@node02   --num-workers 8 --register 'my pool'  # the small one
 
     """
-    assert parse_hosts(text) == [
-        Host("node01"),
-        Host("me@node02", ("--num-workers", "8", "--register", "my pool")),
-    ]
+    assert parse_hosts(text) == {
+        "node01": [],
+        "me@node02": ["--num-workers", "8", "--register", "my pool"],
+    }
 
 
 @pytest.mark.parametrize(
