@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import math
+import pickle
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -19,6 +18,9 @@ from rpcdataloader.server.datasets import name_shared_connections, why_not_share
 from rpcdataloader.server.processes import num_threads, open_connections, open_files
 from rpcdataloader.wire.picklers import USER_ERRORS
 from rpcdataloader.wire.pickling import dumps_reply, kind_of
+
+# Characters of the path to a part. A sample may contain itself.
+_MAX_PATH = 1000
 
 
 class Facts(NamedTuple):
@@ -94,90 +96,41 @@ class Probe:
         return next(self._stream)
 
 
-#: Ways to load a sample again, with equal seeds.
-AGAIN = "again in the same worker"
-OTHER_WORKER = "in another worker"
-OTHER_NODE = "on another node"
-SENT = "sent as an instance"
-HERE = "in this process"
-
-# Ids of the objects above the two at hand, which may lead back to them.
-_Above = frozenset[tuple[int, int]]
-
-
-def find_differences(
-    first: Any, second: Any, path: str = "sample", above: _Above = frozenset()
-) -> Iterator[tuple[str, str]]:
-    """Compare two samples bit by bit, so that a NaN equals itself.
+def find_differences(first: Any, second: Any, path: str = "sample") -> Iterator[tuple[str, str]]:
+    """Compare two samples exactly; a NaN equals itself.
 
     Yields:
-        Path of an innermost differing part (``sample[0]['image']``), and the difference (``12 of 4096 values``).
+        Path of an innermost differing part (``sample[0]['image']``), and the difference.
     """
-    if first is second or (id(first), id(second)) in above:
+    if len(path) > _MAX_PATH or first is second:
         return
-    above |= {(id(first), id(second))}
     if type(first) is not type(second):
         yield path, f"{kind_of(first)} and {kind_of(second)}"
-    elif isinstance(first, torch.Tensor) and first.layout is torch.strided and not first.is_nested:
-        yield from _compare_tensors(first, second, path)
-    elif isinstance(first, np.generic) or type(first) is np.ndarray:
-        try:
-            yield from _compare_tensors(torch.tensor(first), torch.tensor(second), path)
-        except (TypeError, ValueError):  # text, objects, structures
-            yield from find_differences(first.tolist(), second.tolist(), path, above)
     elif isinstance(first, dict) and first.keys() == second.keys():
         for key in first:
-            yield from find_differences(first[key], second[key], f"{path}[{key!r}]", above)
+            yield from find_differences(first[key], second[key], f"{path}[{key!r}]")
     elif isinstance(first, (list, tuple)) and len(first) == len(second):
-        fields = getattr(first, "_fields", None)
-        for i, (mine, other) in enumerate(zip(first, second, strict=True)):
-            yield from find_differences(mine, other, f"{path}.{fields[i]}" if fields else f"{path}[{i}]", above)
-    elif isinstance(first, (list, tuple)):
-        yield path, f"{len(first)} and {len(second)} items"
-    elif isinstance(first, dict):
-        yield path, f"keys {list(first)} and {list(second)}"
-    elif isinstance(first, (str, bytes, bytearray, int, float, complex, set, frozenset)):
-        # The text of a number tells 0.0 from -0.0, and equates all NaN; the text of a set has an order.
-        if repr(first) != repr(second) and (isinstance(first, (float, complex)) or first != second):
-            shown = f"{first!r} and {second!r}"
-            yield path, shown if len(shown) < 120 else f"two {kind_of(first)} that are not the same"
+        names = [f".{name}" for name in getattr(first, "_fields", ())] or [f"[{i}]" for i in range(len(first))]
+        for name, mine, other in zip(names, first, second, strict=True):
+            yield from find_differences(mine, other, path + name)
     else:
         try:
-            # What pickle saves, and so what was sent: attributes, slots, and the class's own state.
-            parts = [
-                [list(part) if isinstance(part, Iterator) else part for part in obj.__reduce_ex__(4)]
-                for obj in (first, second)
-            ]
-        except USER_ERRORS:
-            return  # sent by name (functions, classes), or not at all
-        yield from find_differences(parts[0], parts[1], f"{path}.__reduce__()", above)
+            torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+        except AssertionError as error:
+            # Below a headline, how many values differ, and by how much.
+            lines = list(filter(None, str(error).splitlines()))
+            yield path, " ".join(lines[1:3] or lines)
+        except USER_ERRORS:  # neither tensors nor numbers
+            if not _is_equal(first, second):
+                if attributes := getattr(first, "__dict__", None):
+                    yield from find_differences(attributes, vars(second), f"{path}.__dict__")
+                else:
+                    shown = f"{first!r} and {second!r}"
+                    yield path, shown if len(shown) < 120 else f"two {kind_of(first)} that are not the same"
 
 
-def _compare_tensors(first: torch.Tensor, second: torch.Tensor, path: str) -> Iterator[tuple[str, str]]:
-    if first.dtype != second.dtype:
-        yield path, f"dtype {first.dtype} and {second.dtype}"
-    elif first.shape != second.shape:
-        yield path, f"shape {tuple(first.shape)} and {tuple(second.shape)}"
-    elif first.numel():
-        mine, other = (
-            tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
-            for tensor in (first, second)
-        )
-        differing = (mine.view(torch.uint8) != other.view(torch.uint8)).view(-1, first.element_size()).any(dim=1)
-        if differing.any():
-            largest = math.nan if first.is_complex() else (mine.double() - other.double()).abs().max().item()
-            by = f", by up to {largest:.3g}" if math.isfinite(largest) else ""
-            yield path, f"{int(differing.sum())} of {first.numel()} values{by}"
-
-
-def explain(runs: Collection[str]) -> str:
-    """The usual cause of a difference in these runs, and its remedy."""
-    if AGAIN in runs and OTHER_WORKER in runs:
-        cause = "a random generator of its own that is never seeded, the time, or memory never written (np.empty)"
-    elif OTHER_WORKER in runs:
-        cause = "the id of the process, or a generator made in the constructor where each worker builds for itself"
-    elif AGAIN in runs:
-        cause = "state kept from sample to sample: a generator made in the constructor, a cache that changes"
-    else:
-        return "the order of a set or folder (sort it), hash() of a string, or other versions, files or paths there"
-    return f"{cause}: draw from the global generators, or seed your own with get_sample_seed() in each sample"
+def _is_equal(first: Any, second: Any) -> bool:
+    try:
+        return pickle.dumps(first) == pickle.dumps(second) or bool(first == second)
+    except USER_ERRORS:  # such as a dataclass with tensors in it
+        return False
