@@ -132,7 +132,6 @@ def measure(records: Records) -> Figures | None:
         "lock_seconds": lock,
         "starved_share": 1.0 - min(1.0, ratio(receiving + lock, present, 1.0)),
         "peer_limited_share": min(1.0, ratio(sum(s.peer_limited for _, s in known), sum(s.sending for _, s in known))),
-        "own_limited_share": min(1.0, ratio(sum(s.own_limited for _, s in known), sum(s.sending for _, s in known))),
         "copy_seconds": stages["copy"].mean,
         **_shares([s for _, s in known if s.task <= _LATE_FACTOR * task]),
     }

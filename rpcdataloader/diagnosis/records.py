@@ -157,7 +157,8 @@ class Recorder:
     """Records one pass after the other, at half a microsecond per batch without probe.
 
     Consumer and receiver threads have sums of their own, without a lock. Lists grow only with a probe, at most once per
-    :data:`PROBE_INTERVAL`, or with a long wait.
+    :data:`PROBE_INTERVAL`, or with a long wait. For a batch without either, the consumer adds to :attr:`batches`,
+    :attr:`waited` and :attr:`blocked` itself, and sets :attr:`last`.
 
     Args:
         lock: Lock that is held while lists change or are copied; reentrant, as signal handlers may ask for a diagnosis.
@@ -221,55 +222,49 @@ class Recorder:
             self.next_probe = now + min(max(PROBE_INTERVAL, share), MAX_PROBE_INTERVAL)
         return Probe(number, draw, now)
 
-    def delivered(self, now: float, waited: float, blocked: float = 0.0) -> None:
+    def delivered(
+        self,
+        now: float,
+        waited: float,
+        blocked: float = 0.0,
+        *,
+        ready: float = 0.0,
+        sending: float | None = None,
+        worker: int = -1,
+        probe: Probe | None = None,
+    ) -> None:
         """Record that ``next`` returns a batch; in the consumer's thread.
 
         Args:
             now: Time of the last decision.
             waited: Seconds in ``next`` until then; 0 if the device was at work all the time.
             blocked: Seconds of ``waited`` that the consumer slept.
-        """
-        if not self.batches:
-            self._first_wait = waited
-        self.batches += 1
-        self.waited += waited
-        self.blocked += blocked
-        self.last = now
-
-    def sent(self, seconds: float) -> None:
-        """Record the end of a call of ``next``, after the last decision; 0 if the device was at work."""
-        self._num_noted += 1
-        self._sending += seconds
-
-    def slept(self, now: float, seconds: float, ready: float, worker: int) -> None:
-        """Record that the consumer has slept for an undelivered batch; in its thread.
-
-        Args:
-            now: Time.
-            seconds: Length of the sleep.
-            ready: Seconds of it in which a later batch was already here.
+            ready: Seconds of ``blocked`` and of sleeps before, in which a later batch was already here.
+            sending: Seconds in ``next`` after ``now``, in which requests were sent; None if they are not known.
             worker: Number of the worker that answered.
+            probe: The batch, if it is timed.
         """
-        self._ready += ready
-        if seconds >= NOTED_WAIT:
-            with self._lock:
-                self._waits.append(Wait(now, seconds, ready, worker))
-
-    def probed(
-        self, probe: Probe, worker: int, now: float, waited: float, blocked: float = 0.0, sending: float = 0.0
-    ) -> None:
-        """Record that a probe is delivered; instead of :meth:`delivered`.
-
-        Args:
-            sending: Seconds in ``next`` after ``now``.
-        """
+        end = now + (sending or 0.0)
         with self._lock:
-            probe.reorder = max(0.0, self.last - probe.answered)
-            self.delivered(now, waited, blocked)
-            probe.delivered, probe.wait = now + sending, waited + sending
-            probe.totals = self._totals()
-            self._probes.append(probe)
-        if (trace := self.trace) is not None:
+            if blocked >= NOTED_WAIT:
+                self._waits.append(Wait(end, blocked, ready, worker))
+            if probe is not None:
+                probe.reorder = max(0.0, self.last - probe.answered)
+            if not self.batches:
+                self._first_wait = waited
+            self.batches += 1
+            self.waited += waited
+            self.blocked += blocked
+            self._ready += ready
+            self.last = now
+            if sending is not None:
+                self._num_noted += 1
+                self._sending += sending
+            if probe is not None:
+                probe.delivered, probe.wait = end, end - now + waited
+                probe.totals = self._totals()
+                self._probes.append(probe)
+        if probe is not None and (trace := self.trace) is not None:
             trace(probe, self.setup, worker)
 
     def received(self, arrived: float, received: float) -> None:

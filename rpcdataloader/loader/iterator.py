@@ -245,12 +245,9 @@ class RemoteIterator(PassIterator):
         sending = now - decided
         if blocked >= self._noted and (is_busy := driver.intake.is_device_busy) is not None and is_busy():
             waited = blocked = sending = 0.0  # hidden by the device's work
-        elif blocked:
-            recorder.slept(now, blocked, self._ready, answer.worker)
-        self._ready = 0.0
-        recorder.sent(sending)
+        ready, self._ready = self._ready if blocked else 0.0, 0.0
         if (probe := answer.probe) is None:
-            recorder.delivered(decided, waited, blocked)
+            recorder.delivered(decided, waited, blocked, ready=ready, sending=sending, worker=answer.worker)
             return
         # The copies of this batch are unfinished; those of the previous probe are done.
         if (timed := self._timed) is not None and (times := timed[1].times()) is not None:
@@ -258,7 +255,7 @@ class RemoteIterator(PassIterator):
         self._timed = None if answer.copies is None else (probe, answer.copies)
         if driver.has_changed:
             driver.note_setup()
-        recorder.probed(probe, answer.worker, decided, waited, blocked, sending)
+        recorder.delivered(decided, waited, blocked, ready=ready, sending=sending, worker=answer.worker, probe=probe)
 
     def _wait(self, deadline: float | None) -> float:
         """Wait, with the condition, until the next batch or another action is due.

@@ -150,7 +150,7 @@ class Meter:
         self._stream = stream
         self._schedstat: int | None = None  # descriptor; -1 where the kernel does not tell
         self._idle = self._cpu = self._runqueue = self._encode = 0.0
-        self._sending = 0.0, 0.0, 0.0  # at the previous measured reply
+        self._sending = 0.0, 0.0  # at the previous measured reply
         self._reply = 0.0  # seconds of the previous one
         self._leaving: collections.deque[float] = collections.deque()  # times since which measured replies wait
 
@@ -169,7 +169,7 @@ class Meter:
         encode = time.perf_counter() - self._encode
         cpu, runqueue = time.process_time() - self._cpu, self._read_runqueue() - self._runqueue
         before, self._sending = self._sending, self._stream.sending_times()
-        sending, peer_limited, own_limited = map(operator.sub, self._sending, before)
+        sending, peer_limited = map(operator.sub, self._sending, before)
         stages = Stages(
             idle=self._idle,
             encode=encode,
@@ -178,7 +178,6 @@ class Meter:
             runqueue=runqueue,
             sending=sending,
             peer_limited=peer_limited,
-            own_limited=own_limited,
         )
         self._leaving.append(time.perf_counter())
         return stages.pack()

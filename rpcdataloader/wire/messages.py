@@ -183,7 +183,7 @@ def unpack_handles(payload: bytes | bytearray | memoryview) -> list[int]:
 
 
 # Without the two that every reply carries.
-_STAGES = struct.Struct("<8f")
+_STAGES = struct.Struct("<7f")
 STAGES_BYTES = _STAGES.size
 
 # A peer may send infinity. Three years is longer than any batch.
@@ -204,12 +204,10 @@ class Stages(NamedTuple):
     reply: float = 0.0  # that the worker's previous measured reply waited to be written, and was written
     cpu: float = 0.0  # CPU time of all threads of the worker in fetch, collate and encode
     runqueue: float = 0.0  # that the main thread waited for a CPU in these (second number of /proc/self/schedstat)
-    # Since the previous measured reply, that the connection had unacknowledged data (``tcpi_busy_time``), and the parts
-    # with the trainer's receive window (``tcpi_rwnd_limited``) or the worker's send buffer full
-    # (``tcpi_sndbuf_limited``); 0 for a Unix socket.
+    # Since the previous measured reply, that the connection had unacknowledged data (``tcpi_busy_time``), and the part
+    # with the trainer's receive window full (``tcpi_rwnd_limited``); 0 for a Unix socket.
     sending: float = 0.0
     peer_limited: float = 0.0
-    own_limited: float = 0.0
 
     @property
     def task(self) -> float:

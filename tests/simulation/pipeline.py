@@ -274,13 +274,10 @@ class Pipeline:
         assert self._asked is not None
         (number, blocked, ready, worker), self._taken = self._taken, None
         waited = self.now - self._asked
-        if blocked:
-            self.recorder.slept(self.now, blocked, ready, worker.number)
         if (probe := self._probes.pop(number)) is not None:
             probe.size_bytes = self.scenario.size_bytes
-            self.recorder.probed(probe, worker.number, self.now, waited, blocked)
-        else:
-            self.recorder.delivered(self.now, waited, blocked)
+        ready = ready if blocked else 0.0
+        self.recorder.delivered(self.now, waited, blocked, ready=ready, worker=worker.number, probe=probe)
         self.num_delivered += 1
         seconds = self.vary(self.scenario.consumer)
         if self.scenario.holds_lock:

@@ -68,13 +68,10 @@ def record(
             probe.stages = of_worker
         recorder.tasks[worker].append(task)
         recorder.received(now - receive, now)
-        if first + blocked:
-            recorder.slept(now, first + blocked, ready, worker)
         if probe is not None:
             probe.size_bytes = size_bytes
-            recorder.probed(probe, worker, now, waited, first + blocked)
-        else:
-            recorder.delivered(now, waited, first + blocked)
+        late = ready if first + blocked else 0.0
+        recorder.delivered(now, waited, first + blocked, ready=late, worker=worker, probe=probe)
     return recorder
 
 

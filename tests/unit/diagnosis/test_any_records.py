@@ -29,7 +29,6 @@ stages = st.builds(
     runqueue=seconds,
     sending=seconds,
     peer_limited=seconds,
-    own_limited=seconds,
 )
 setups = st.fixed_dictionaries(
     {

@@ -78,7 +78,7 @@ def test_time_since_the_batch_before_is_that_of_reordering():
     recorder.delivered(5.0, 1.0)
     probe = recorder.probe(1.0, 0.0, 7)
     probe.answered = 3.5
-    recorder.probed(probe, 0, 6.0, 0.0)
+    recorder.delivered(6.0, 0.0, probe=probe)
     assert probe.reorder == 1.5
     assert probe.delivered == 6.0
     assert probe.totals == Totals(batches=2, waited=1.0)
@@ -86,11 +86,11 @@ def test_time_since_the_batch_before_is_that_of_reordering():
 
 def test_end_of_a_call_is_estimated_from_the_noted_ones():
     recorder = make_recorder()
-    for now in 1.0, 2.0, 3.0:
+    for now in 1.0, 2.0:
         recorder.delivered(now, 0.5, 0.25)
-    recorder.sent(0.125)
+    recorder.delivered(3.0, 0.5, 0.25, sending=0.125)
     probe = recorder.probe(3.0, 0.0, 7)
-    recorder.probed(probe, 0, 4.0, 0.5, 0.25, 0.125)
+    recorder.delivered(4.0, 0.5, 0.25, sending=0.125, probe=probe)
     assert (probe.delivered, probe.wait) == (4.125, 0.625)
     assert recorder.snapshot().totals.in_next == 4 * 0.625
 

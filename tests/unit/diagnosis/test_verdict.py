@@ -429,10 +429,9 @@ def test_link_that_the_trainer_does_not_read_is_no_full_link():
 
 
 def test_what_limits_a_connection_is_a_share_of_its_busy_time():
-    limited = Stages(fetch=0.02, cpu=0.02, sending=0.04, peer_limited=0.01, own_limited=0.02)
+    limited = Stages(fetch=0.02, cpu=0.02, sending=0.04, peer_limited=0.01)
     evidence = diagnose(records(**SENTENCES["network"][0], stages=limited)).evidence
-    shares = evidence["peer_limited_share"], evidence["own_limited_share"]
-    assert shares == pytest.approx((0.25, 0.5))
+    assert evidence["peer_limited_share"] == pytest.approx(0.25)
 
 
 def test_window_is_the_bound_beside_workers_only_if_it_allows_far_less():
