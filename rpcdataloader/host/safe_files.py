@@ -5,25 +5,12 @@ The checks judge the open file, since the path could lead to another file by the
 
 from __future__ import annotations
 
-import enum
 import os
 import stat
 
 
-class Flaw(enum.Enum):
-    """Reason to distrust a file."""
-
-    KIND = enum.auto()
-    OWNER = enum.auto()
-    MODE = enum.auto()
-
-
 class UnsafeFileError(Exception):
     """The file cannot be trusted; the text continues its name: ``"belongs to user 1000"``."""
-
-    def __init__(self, flaw: Flaw, text: str) -> None:
-        super().__init__(text)
-        self.flaw = flaw
 
 
 def check(status: os.stat_result, forbidden: int, *, any_owner: bool = False) -> None:
@@ -37,11 +24,11 @@ def check(status: os.stat_result, forbidden: int, *, any_owner: bool = False) ->
         UnsafeFileError: The file is not regular, belongs to another user, or is open to other users.
     """
     if not stat.S_ISREG(status.st_mode):
-        raise UnsafeFileError(Flaw.KIND, "is not a regular file")
+        raise UnsafeFileError("is not a regular file")
     if not any_owner and status.st_uid not in (os.geteuid(), 0):
-        raise UnsafeFileError(Flaw.OWNER, f"belongs to user {status.st_uid}")
+        raise UnsafeFileError(f"belongs to user {status.st_uid}")
     if status.st_mode & forbidden:
-        raise UnsafeFileError(Flaw.MODE, f"is open to other users (mode {stat.S_IMODE(status.st_mode):04o})")
+        raise UnsafeFileError(f"is open to other users (mode {stat.S_IMODE(status.st_mode):04o}): run chmod 600")
 
 
 def read(

@@ -32,9 +32,8 @@ from typing import Any
 from rpcdataloader.errors import AuthenticationError
 from rpcdataloader.status.report import METRICS_TYPE, Tree, as_metrics
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.credentials import check_secret, client_credentials, read_secret
+from rpcdataloader.wire.credentials import client_credentials, read_secret
 
-TOKEN_VARIABLE = "RPCDATALOADER_STATUS_TOKEN"
 TOKEN_FILE_VARIABLE = "RPCDATALOADER_STATUS_TOKEN_FILE"
 
 PATHS = ("/", "/metrics", "/json", "/history")
@@ -66,12 +65,9 @@ def find_token(environ: Mapping[str, str] = os.environ) -> bytes | None:
         AuthenticationError: The token cannot be trusted, does not fit into a header, or equals the secret of the node
             servers, which HTTP would expose.
     """
-    if (path := environ.get(TOKEN_FILE_VARIABLE)) is not None:
-        found = read_secret(path, TOKEN_FILE_VARIABLE)
-    elif (text := environ.get(TOKEN_VARIABLE)) is not None:
-        found = check_secret(text, f"environment variable {TOKEN_VARIABLE}")
-    else:
+    if (path := environ.get(TOKEN_FILE_VARIABLE)) is None:
         return None
+    found = read_secret(path, TOKEN_FILE_VARIABLE)
     # Browsers and servers disagree on the encoding of a header.
     if not re.fullmatch(rb"[ -~]+", found.secret):
         raise AuthenticationError(f"the token ({found.source}) must be printable ASCII, to fit into an HTTP header")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rpcdataloader.errors import AuthenticationError
 from rpcdataloader.host import safe_files
-from rpcdataloader.host.safe_files import Flaw, UnsafeFileError
+from rpcdataloader.host.safe_files import UnsafeFileError
 from rpcdataloader.wire.address import Address
 
 TOKEN_VARIABLE = "RPCDATALOADER_TOKEN"
@@ -101,16 +101,10 @@ def read_secret(path: str, name: str) -> Credentials:
         raise AuthenticationError(f"the token file {path} does not exist; {_HOW_TO_CREATE}") from None
     except OSError as error:
         raise AuthenticationError(
-            f"the token file {path} cannot be read: {error.strerror}; "
-            f"make it yours and readable, or set {name} to another file"
+            f"the token file {path} cannot be read: {error.strerror}; set {name} to another file"
         ) from error
     except UnsafeFileError as error:
-        advice = {
-            Flaw.KIND: f"; set {name} to one",
-            Flaw.OWNER: ", who could read and change it; use a file of your own",
-            Flaw.MODE: f"; if no other user has read it, run: chmod 600 {path}",
-        }[error.flaw]
-        raise AuthenticationError(f"the token file {path} {error}{advice}") from None
+        raise AuthenticationError(f"the token file {path} {error}, or set {name} to another file") from None
     return check_secret(data, f"file {path}")
 
 

@@ -273,7 +273,7 @@ MISTAKES = [
     Mistake("another secret", lambda p: p.load_with_secret("another secret of sixteen characters"), AuthenticationError,
             "do not hold the same secret; give both the same token file .* fingerprint"),
     Mistake("secret that others can read", lambda p: p.load_with_secret("x" * 20, 0o644), AuthenticationError,
-            r"is open to other users \(mode 0644\); if no other user has read it, run: chmod 600"),
+            r"is open to other users \(mode 0644\): run chmod 600"),
     Mistake("no secret", lambda p: p.load_with_secret(None), AuthenticationError, "does not exist; create it with"),
     Mistake("short secret", lambda p: p.load_with_secret("abc"), AuthenticationError, "is shorter than 16 characters"),
     Mistake("another Python", lambda p: p.load_as(python_version="3.9.1"), RemoteProtocolError,
@@ -354,10 +354,11 @@ MISTAKES = [
 ARGUMENTS = [
     # Where the workers are, and what they load
     Mistake("port missing", lambda p: p.load(workers="node07"), ValueError,
-            "cannot read the address 'node07': the port is missing; write host:port"),
-    Mistake("port is a word", lambda p: p.load(workers="node07:port"), ValueError, "the port 'port' is not a number"),
+            "cannot read the address 'node07': write host:port"),
+    Mistake("port is a word", lambda p: p.load(workers="node07:port"), ValueError,
+            "cannot read the address 'node07:port': write"),
     Mistake("address with a scheme", lambda p: p.load(workers="tcp://node07:6543"), ValueError,
-            "it has a scheme; write node07:6543"),
+            "write host:port"),
     Mistake("a number of workers for addresses", lambda p: p.load(workers=4), TypeError,
             "workers must be a string or a list of strings, but is 4"),
     Mistake("no address", lambda p: p.load(workers=[]), ValueError, "workers names no worker; write host:port"),

@@ -667,7 +667,7 @@ def test_wrong_secret_is_told_on_both_sides(server, token):
         (" \n\n", 0o600, "is empty"),
         ("short", 0o600, "is shorter than 16 characters"),
         ("a secret that anybody can read", 0o644, "is open to other users (mode 0644)"),
-        ("a secret that the group can read", 0o640, "run: chmod 600"),
+        ("a secret that the group can read", 0o640, "run chmod 600"),
     ],
 )
 def test_unusable_secrets_are_refused_on_both_sides(token, capsys, text, mode, problem):

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -63,10 +64,18 @@ def often(monkeypatch):
 def serving(*arguments, token=TOKEN):
     """Start the exporter at a port of the kernel's choice; gives its URL, with the token if it makes one."""
     command = [sys.executable, "-m", "rpcdataloader.status", *arguments, "--serve", "0", "--watch", "0.2"]
-    variables = {"RPCDATALOADER_STATUS_TOKEN": token} if token else {}
-    with subprocess.Popen(
-        command, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with contextlib.ExitStack() as stack:
+        variables = {}
+        if token:
+            file = stack.enter_context(tempfile.NamedTemporaryFile("w"))
+            file.write(token)
+            file.flush()
+            variables["RPCDATALOADER_STATUS_TOKEN_FILE"] = file.name
+        process = stack.enter_context(
+            subprocess.Popen(
+                command, env={**os.environ, **variables}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
         try:
             line = process.stdout.readline()
             match = READY.fullmatch(line)

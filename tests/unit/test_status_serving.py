@@ -167,34 +167,45 @@ def test_place():
             parse_place(text)
 
 
-def test_token_comes_from_a_file_of_ones_own_or_a_variable(tmp_path):
-    file = tmp_path / "token"
-    file.touch(0o600)
-    file.write_bytes(TOKEN + b"\n")
+@pytest.fixture
+def token_in_file(tmp_path):
+    """Write a token into a file; gives the environment that names it."""
+
+    def token_in_file(token: bytes) -> dict[str, str]:
+        file = tmp_path / "token"
+        file.touch(0o600)
+        file.write_bytes(token)
+        return {"RPCDATALOADER_STATUS_TOKEN_FILE": str(file)}
+
+    return token_in_file
+
+
+def test_token_comes_from_a_file_of_ones_own(tmp_path, token_in_file):
+    environ = token_in_file(TOKEN + b"\n")
     assert find_token({}) is None
-    assert find_token({"RPCDATALOADER_STATUS_TOKEN_FILE": str(file)}) == TOKEN
-    assert find_token({"RPCDATALOADER_STATUS_TOKEN": TOKEN.decode()}) == TOKEN
+    assert find_token(environ) == TOKEN
+    file = tmp_path / "token"
     file.chmod(0o644)
     with pytest.raises(AuthenticationError, match=f"the token file {file} is open to other users"):
-        find_token({"RPCDATALOADER_STATUS_TOKEN_FILE": str(file)})
-    with pytest.raises(AuthenticationError, match=r"variable RPCDATALOADER_STATUS_TOKEN\) is shorter than 16"):
-        find_token({"RPCDATALOADER_STATUS_TOKEN": "short"})
+        find_token(environ)
+    file.chmod(0o600)
+    with pytest.raises(AuthenticationError, match=r"token\) is shorter than 16"):
+        find_token(token_in_file(b"short"))
     with pytest.raises(AuthenticationError, match="RPCDATALOADER_STATUS_TOKEN_FILE is empty"):
         find_token({"RPCDATALOADER_STATUS_TOKEN_FILE": ""})
-    with pytest.raises(AuthenticationError, match="is not a regular file; set RPCDATALOADER_STATUS_TOKEN_FILE to one"):
+    with pytest.raises(AuthenticationError, match="is not a regular file, or set RPCDATALOADER_STATUS_TOKEN_FILE to"):
         find_token({"RPCDATALOADER_STATUS_TOKEN_FILE": str(tmp_path)})
 
 
 @pytest.mark.parametrize("token", ["thé-token-for-the-page", "a token of\ntwo lines"])
-def test_token_that_no_header_can_hold_is_refused(token):
+def test_token_that_no_header_can_hold_is_refused(token, token_in_file):
     with pytest.raises(AuthenticationError, match="must be printable ASCII, to fit into an HTTP header"):
-        find_token({"RPCDATALOADER_STATUS_TOKEN": token})
+        find_token(token_in_file(token.encode()))
 
 
-def test_token_is_not_the_secret_of_the_node_servers():
-    secret = load_credentials().secret.decode()
+def test_token_is_not_the_secret_of_the_node_servers(token_in_file):
     with pytest.raises(AuthenticationError, match="is the secret of the node servers"):
-        find_token({"RPCDATALOADER_STATUS_TOKEN": secret})
+        find_token(token_in_file(load_credentials().secret))
 
 
 def test_requests_that_are_slow_are_cut_off_and_take_no_more_than_their_room(monkeypatch):
