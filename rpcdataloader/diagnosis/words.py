@@ -137,7 +137,7 @@ def _format(values: Mapping[str, Value]) -> dict[str, Value]:
 def _of(name: str, value: float) -> Value:
     if name == "batches":
         return f"{value:,.0f} batch{'es' * (value != 1)}"
-    for end, write in (("_share", _share), ("_seconds", _seconds), ("_bytes", _bytes), ("_rate", _rate)):
+    for end, write in (("_share", _share), ("_seconds", _seconds), ("_bytes", in_bytes), ("_rate", _rate)):
         if name.endswith(end):
             return write(value)
     return value
@@ -148,17 +148,26 @@ def _share(value: float) -> str:
 
 
 def _seconds(value: float) -> str:
-    for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
-        if value * factor >= 1 or unit == "µs":
-            break
-    return f"{value * factor:.3g} {unit}"
+    for factor, unit in ((1e6, "µs"), (1e3, "ms")):
+        if value * factor < 999.5:
+            return f"{value * factor:.3g} {unit}"
+    return f"{in_digits(value)} s"
 
 
-def _bytes(value: float) -> str:
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")):
-        if value >= factor or unit == "B":
-            break
-    return f"{value / factor:.3g} {unit}"
+def in_digits(number: float) -> str:
+    """Three digits, with thousands separators: ``0``, ``0.25``, ``12.3``, ``1,234``."""
+    if number >= 99.95:
+        return f"{number:,.0f}"
+    return f"{number:.3g}" if number >= 0.001 else "0"
+
+
+def in_bytes(number: float) -> str:
+    """``0 B``, ``1.5 MB``: decimal units, three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{in_digits(number)} TB"
 
 
 def _rate(value: float) -> str:

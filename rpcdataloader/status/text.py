@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rpcdataloader.diagnosis.words import in_bytes, in_digits
 from rpcdataloader.status.report import Tree
 from rpcdataloader.wire.messages import printable
 
@@ -175,22 +176,6 @@ def _cut(text: str, num_chars: int, keep: int = 0) -> str:
     if len(text) <= num_chars:
         return text
     return text[: num_chars - 3 - keep] + "..." + text[len(text) - keep :]
-
-
-def in_digits(number: float) -> str:
-    """Three digits, with thousands separators: ``0``, ``0.25``, ``12.3``, ``1,234``."""
-    if number >= 99.95:
-        return f"{number:,.0f}"
-    return f"{number:.3g}" if number >= 0.001 else "0"
-
-
-def in_bytes(number: float) -> str:
-    """``0 B``, ``1.5 MB``: decimal units, three digits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 999.5:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{in_digits(number)} TB"
 
 
 def in_time(seconds: float) -> str:

@@ -37,7 +37,7 @@ BELOW = {
     "__main__": {"launch", "ssh", "check", "status"},
     "integrations": {"loader"},
     "check": {"loader", "fetch", "client", "server", "wire", "errors"},
-    "status": {"client", "wire", "errors"},
+    "status": {"client", "diagnosis", "wire", "errors"},
 }
 PURE = {
     "rpcdataloader.wire.address",

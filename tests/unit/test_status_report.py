@@ -8,7 +8,7 @@ import json
 import pytest
 
 from rpcdataloader.status.report import Answer, make_document
-from rpcdataloader.status.text import as_text, in_bytes, in_digits, in_time
+from rpcdataloader.status.text import as_text, in_time
 from tests.unit.wire.test_status import CLIENT, LOOP, NODE, WORKER
 
 # Columns of the text; stacks, errors and reasons apart.
@@ -387,27 +387,3 @@ def test_names_cannot_do_anything_to_a_terminal():
 )
 def test_time(seconds, text):
     assert in_time(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(0, "0"), (0.0004, "0"), (0.25, "0.25"), (12.34, "12.3"), (99.96, "100"), (1234.5, "1,234")],
-)
-def test_digits(number, text):
-    assert in_digits(number) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (999.9, "1 kB"),
-        (1.5e6, "1.5 MB"),
-        (2e9, "2 GB"),
-        (3e12, "3 TB"),
-        (5e16, "50,000 TB"),
-    ],
-)
-def test_bytes(number, text):
-    assert in_bytes(number) == text
