@@ -30,7 +30,6 @@ import torch  # noqa: E402
 from rpcdataloader.check.probe import Facts, Probe, Timed, find_differences  # noqa: E402
 from rpcdataloader.client.client import get_client  # noqa: E402
 from rpcdataloader.client.discovery import Inline, Remote, Where, find_workers  # noqa: E402
-from rpcdataloader.client.register import Elastic  # noqa: E402
 from rpcdataloader.errors import RemoteTraceback, RPCError  # noqa: E402
 from rpcdataloader.fetch.seeding import generators_restored  # noqa: E402
 from rpcdataloader.loader.dataloader import RPCDataloader  # noqa: E402
@@ -164,10 +163,8 @@ def examine(target: str, workers: Where | None, rate: float | None, report: Repo
         RPCError: The directory that ``workers`` names has no node server.
     """
     nodes = ["local:1"]
-    if isinstance(workers, Elastic):
-        nodes = [str(node.address) for node in get_client().nodes(workers)]
-    elif isinstance(workers, Remote):
-        nodes = [str(address) for address in workers.addresses]
+    if isinstance(workers, Remote):
+        nodes = [str(node) for node in get_client().nodes(workers)]
     remotes, local = _build(nodes, target, report)
     _compare(remotes, local, nodes[0], report)
     _time(remotes[0], rate, report)

@@ -19,14 +19,17 @@ from collections.abc import Callable, Sequence
 from rpcdataloader.client.background import Alarm, Callers, Janitor
 from rpcdataloader.client.discovery import Local, Remote
 from rpcdataloader.client.node import LocalServer, Node
-from rpcdataloader.client.register import Elastic, RegisterWatcher
+from rpcdataloader.client.register import Lookup
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.client.worker import ClientSettings
+from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
+from rpcdataloader.wire.messages import printable
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.status import LoopStatus, Report
 from rpcdataloader.wire.tls import client_tls
+from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -68,9 +71,9 @@ class Client:
         # Guarded by the lock:
         self._janitor: Janitor | None = None
         self._nodes: dict[Address, Node] = {}
-        self._watchers: dict[Elastic, RegisterWatcher] = {}
+        self._lookups: dict[Lookup, Lookup] = {}
         self._local: LocalServer | None = None
-        self._threads: dict[threading.Thread, threading.Event] = {}
+        self._threads: dict[threading.Thread, tuple[threading.Event, float | None]] = {}
         self.is_closed = False
 
     @property
@@ -89,18 +92,51 @@ class Client:
             self._janitor = self._janitor or Janitor()
             return self._janitor
 
-    def nodes(self, where: Local | Remote | Elastic) -> list[Node]:
+    def nodes(self, where: Local | Remote) -> list[Node]:
         """The nodes that ``where`` names; begins the embedded server if need be, and opens no connection yet.
 
         Raises:
-            ConnectError: ``where`` is elastic, and no server came before the connect timeout.
+            ConnectError: ``where`` has lookups alone, and no server came before the connect timeout.
         """
         if isinstance(where, Local):
             return [self.node(self.begin_local())]
-        if isinstance(where, Elastic):
-            found = self.watcher(where).find(self._settings.connect_timeout)
-            return [self.node(server.address, is_registered=True) for server in found]
-        return [self.node(address) for address in where.addresses]
+        here = [] if where.local is None else [self.node(self.begin_local())]
+        found = self.look(where) if here else self._find(where)
+        return here + [self.node(address, is_registered=address not in where.addresses) for address in found]
+
+    def look(self, where: Remote) -> dict[Address, str]:
+        """The node servers of the moment, as :meth:`Lookup.look` tells them; those at addresses are always there."""
+        found = dict.fromkeys(where.addresses, "")
+        for lookup in where.lookups:
+            with self._lock:
+                if lookup not in self._lookups:
+                    self._lookups[lookup] = lookup.open()
+                opened = self._lookups[lookup]
+            found |= opened.look()
+        return found
+
+    def _find(self, where: Remote) -> dict[Address, str]:
+        """The node servers of the moment, or the first ones that come."""
+        timeout, deadline = self._settings.connect_timeout, None
+        place = " or ".join(lookup.place for lookup in where.lookups)
+        while not (found := self.look(where)):
+            if deadline is None:
+                deadline = Deadline(timeout)
+                logger.warning("waiting for a node server to be %s, for at most %g s", place, timeout)
+            if not deadline.pause(min(*(lookup.pause for lookup in where.lookups), timeout / 10)):
+                problems = "; ".join(
+                    f"{name}: {reason}"
+                    for lookup in where.lookups
+                    for name, reason in self._lookups[lookup].problems.items()
+                )
+                # Other users may have chosen the names, if they can write to the directory.
+                raise ConnectError(
+                    f"no node server is {place}, and none came within {timeout:g} s"
+                    + (f" ({printable(problems)})" if problems else "")
+                    + "; "
+                    + "; ".join(lookup.advice for lookup in where.lookups)
+                )
+        return found
 
     def node(self, address: Address, *, is_registered: bool = False) -> Node:
         """The node server at ``address``.
@@ -120,24 +156,16 @@ class Client:
         with (changed := self._settings.changed):
             changed.wait_for(lambda: any(one.welcome is not None or not one.is_usable for one in sessions), timeout)
 
-    def start_thread(self, name: str, function: Callable[[], None], stop: threading.Event) -> None:
+    def start_thread(
+        self, name: str, function: Callable[[], None], stop: threading.Event, join_timeout: float | None = None
+    ) -> None:
         """Run ``function`` in a thread; :meth:`close` ends the sessions, sets ``stop``, and joins it."""
         thread = threading.Thread(target=function, name=name, daemon=True)
         with self._lock:
-            self._threads = {other: event for other, event in self._threads.items() if other.is_alive()}
+            self._threads = {other: end for other, end in self._threads.items() if other.is_alive()}
             if not self.is_closed:
-                self._threads[thread] = stop
+                self._threads[thread] = stop, join_timeout
                 thread.start()
-
-    def watcher(self, where: Elastic) -> RegisterWatcher:
-        """Finds the servers of ``where``, and reports those that come or go."""
-        with self._lock:
-            if where not in self._watchers:
-                self._watchers[where] = RegisterWatcher(where.open())
-            watcher, closed = self._watchers[where], self.is_closed
-        if closed:
-            watcher.close()
-        return watcher
 
     def begin_local(self) -> Address:
         """Begin the embedded server, unless it runs; a node waits for it when asked for its session."""
@@ -153,11 +181,8 @@ class Client:
                 return
             self.is_closed = True
             nodes = list(self._nodes.values())
-            watchers = list(self._watchers.values())
         if self.additions.current.forward_output:
             self._settings.printer.linger()
-        for watcher in watchers:
-            watcher.close()
         self.alarm.close()
         if self.reporter.num_failures:
             logger.warning("%d reports of how the training loops do have failed", self.reporter.num_failures)
@@ -168,14 +193,14 @@ class Client:
             node.close()
         for connection in connections:
             connection.join(None if connection.is_open else CONNECTING_JOIN_TIMEOUT)
-        for stop in self._threads.values():
+        for stop, _timeout in self._threads.values():
             stop.set()
         # These threads may have begun sessions meanwhile; and a session that still connects does not report its end.
         for node in nodes:
             node.close()
             node.wake()
-        for thread in self._threads:
-            thread.join()
+        for thread, (_stop, timeout) in self._threads.items():
+            thread.join(timeout)
         for node in nodes:
             node.close()
         self.callers.close(CALLBACK_TIMEOUT)
@@ -185,8 +210,6 @@ class Client:
 
     def forget_in_child(self) -> None:
         """After a fork, in the child, where the descriptors of connections are closed already."""
-        for watcher in self._watchers.values():
-            watcher.forget_in_child()
         if self._local is not None:
             self._local.forget_in_child()
 

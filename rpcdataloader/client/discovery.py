@@ -6,19 +6,16 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from rpcdataloader.client.register import Elastic, Names, Register
+from rpcdataloader.client.register import Lookup, Names, Register
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.status import Registration
 
 WORKERS_VARIABLE = "RPCDATALOADER_WORKERS"
 
 _FORMS = (
-    "write host:port, [v6]:port, unix:/path, several of them separated by commas, @DIRECTORY, dns://host:port, local:N "
-    "or inline"
+    "write host:port, [v6]:port, unix:/path, @DIRECTORY, dns://host:port, local:N, several of them separated by "
+    "commas, or inline"
 )
-
 
 _DNS = "dns://"
 
@@ -43,71 +40,29 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """Node servers, each at an address."""
+    """Node servers at addresses, those that lookups find, and beside them the embedded pool."""
 
-    addresses: tuple[Address, ...]
-
-    def __str__(self) -> str:
-        return ",".join(map(str, self.addresses))
-
-
-class Joined(Elastic):
-    """Named node servers, which are always there, and all from elastic places.
-
-    Args:
-        named: Addresses of the named ones.
-        places: Elastic places of others.
-    """
-
-    def __init__(self, named: tuple[Address, ...], places: tuple[Elastic, ...]) -> None:
-        self.named = named
-        self.places = places
-        self.pause = min((place.pause for place in places), default=1.0)
-        self.place = " or ".join(place.place for place in places)
-        self.advice = "; ".join(place.advice for place in places)
-        self.problems: dict[str, str] = {}
-
-    @classmethod
-    def of(cls, where: Remote | Elastic) -> Joined:
-        """The same node servers in this form."""
-        if isinstance(where, Joined):
-            return where
-        return cls(where.addresses, ()) if isinstance(where, Remote) else cls((), (where,))
-
-    @property
-    def parts(self) -> tuple[Address | Elastic, ...]:
-        return self.named + self.places
-
-    def open(self) -> Joined:
-        return Joined(self.named, tuple(place.open() for place in self.places))
-
-    def look(self) -> tuple[Registration, ...]:
-        """The current servers, named ones first."""
-        found = {address: Registration(address) for address in self.named}
-        for place in self.places:
-            found |= {server.address: server for server in place.look()}
-        self.problems = {name: reason for place in self.places for name, reason in place.problems.items()}
-        return tuple(found.values())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Joined, (self.named, self.places)
+    addresses: tuple[Address, ...] = ()
+    lookups: tuple[Lookup, ...] = ()
+    local: Local | None = None
 
     def __str__(self) -> str:
-        return ",".join(map(str, self.parts))
+        return ",".join(map(str, filter(None, (*self.addresses, *self.lookups, self.local))))
 
 
-Where = Inline | Local | Remote | Elastic
+Where = Inline | Local | Remote
 
 
 def find_workers(
-    workers: str | Iterable[str] | Elastic | None, environ: Mapping[str, str] = os.environ
+    workers: str | Iterable[str | Lookup] | Lookup | None, environ: Mapping[str, str] = os.environ
 ) -> Where | None:
     """Parse ``workers=``.
 
     Args:
-        workers: A list of ``host:port``, ``[v6]:port`` or ``unix:/path``; a string of them separated by commas;
-            ``@/path`` of a directory in which they register; ``dns://host:port`` of a name that stands for all of
-            them; a pool; ``local:N``; ``inline``; None for the environment variable ``RPCDATALOADER_WORKERS``.
+        workers: A list of ``host:port``, ``[v6]:port`` or ``unix:/path``, ``@/path`` of a directory in which node
+            servers register, ``dns://host:port`` of a name that stands for several, pools, and ``local:N``; a string of
+            them separated by commas; one of them; ``inline``; None for the environment variable
+            ``RPCDATALOADER_WORKERS``.
 
     Returns:
         The places of the workers; None if neither the caller nor the environment names any.
@@ -121,53 +76,61 @@ def find_workers(
         if not named:
             return None
         try:
-            return _parse(named)
+            return find_workers(named)
         except ValueError as exc:
             raise ValueError(f"environment variable {WORKERS_VARIABLE}: {exc}") from None
-    if isinstance(workers, Elastic):
-        return workers
+    if isinstance(workers, Lookup):
+        return Remote(lookups=(workers,))
     if isinstance(workers, str):
-        return _parse(workers)
-    if not isinstance(workers, Iterable):
+        workers = filter(None, map(str.strip, workers.split(",")))
+    elif not isinstance(workers, Iterable):
         raise TypeError(f"workers must be a string or a list of strings, but is {workers!r}; {_FORMS}")
-    texts = list(workers)
-    for text in texts:
-        if not isinstance(text, str):
-            raise TypeError(f"workers must be strings, but one of them is a {type(text).__name__}; {_FORMS}")
-    return _remote(texts)
+    return _join([_parse(each) for each in workers])
 
 
-def _parse(text: str) -> Where:
-    text = text.strip()
+def _join(parts: list[Address | Lookup | Local | Inline]) -> Where:
+    if not parts:
+        raise ValueError(f"workers names no worker; {_FORMS}")
+    for part in parts:
+        if parts.count(part) > 1:
+            raise ValueError(
+                f"workers names {part} more than once; a node server offers all of its workers at one address"
+            )
+    first, *more = parts
+    if isinstance(first, (Inline, Local)) and not more:
+        return first
+    if Inline() in parts:
+        raise ValueError("'inline' cannot be one of several: it stands alone")
+    pools = [part for part in parts if isinstance(part, Local)]
+    if len(pools) > 1:
+        raise ValueError(f"there is one embedded pool, but workers names {' and '.join(map(str, pools))}")
+    return Remote(
+        tuple(part for part in parts if isinstance(part, Address)),
+        tuple(part for part in parts if isinstance(part, Lookup)),
+        pools[0] if pools else None,
+    )
+
+
+def _parse(part: str | Lookup) -> Address | Lookup | Local | Inline:
+    if isinstance(part, Lookup):
+        return part
+    if not isinstance(part, str):
+        raise TypeError(f"workers must be strings, but one of them is a {type(part).__name__}; {_FORMS}")
+    text = part.strip()
     if text == "inline":
         return Inline()
     if match := re.fullmatch(r"local(?::(\d+))?", text):
         if match[1] is not None and int(match[1]) < 1:
             raise ValueError(f"{text!r} asks for no worker; use inline to load in this process")
         return Local(int(match[1]) if match[1] else None)
-    if text.startswith("local:") and "," not in text:
+    if text.startswith("local:"):
         raise ValueError(f"{text!r} names no number of workers; write local:N, or local for one per CPU")
-    if text.startswith("@") and "," not in text:
+    if text.startswith("@"):
         if text == "@":
             raise ValueError("'@' names no directory; write @/path")
         return Register(os.path.abspath(os.path.expanduser(text[1:])))
-    if text.startswith(_DNS) and "," not in text:
+    if text.startswith(_DNS):
         if (name := Address.parse(text.removeprefix(_DNS))).is_unix:
             raise ValueError(f"{text!r} names no host; write dns://host:port")
         return Names(name)
-    return _remote([part.strip() for part in text.split(",") if part.strip()])
-
-
-def _remote(texts: list[str]) -> Remote:
-    if not texts:
-        raise ValueError(f"workers names no worker; {_FORMS}")
-    for text in texts:
-        if text == "inline" or text.startswith(("@", _DNS)) or re.match(r"local(:\d*)?$", text):
-            raise ValueError(f"{text!r} cannot be one of several: it stands alone")
-    addresses = tuple(Address.parse(text) for text in texts)
-    for address in addresses:
-        if addresses.count(address) > 1:
-            raise ValueError(
-                f"workers names {address} more than once; a node server offers all of its workers at one address"
-            )
-    return Remote(addresses)
+    return Address.parse(text)

@@ -161,8 +161,6 @@ class LocalServer:
             if self._is_ready and (status := self._process.poll()) is not None:
                 logger.warning("the embedded pool has ended (exit status %d); starting it again", status)
                 self._end()
-            elif not self._is_ready and self._environment != dict(os.environ):
-                self._end()  # its workers inherit the environment, which has changed
             if self._process is None:
                 os.mkdir(self._folder, 0o700)
                 self._start()
@@ -171,7 +169,6 @@ class LocalServer:
 
     def _start(self) -> None:
         settings = {"path": self.address.path, "token": self.credentials.secret.decode()}
-        self._environment = dict(os.environ)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, _PACKAGE_FOLDER],

@@ -1,7 +1,7 @@
-"""The node servers of the moment: those registered in a directory, those behind a DNS name, and a watch on both.
+"""The node servers of the moment: those registered in a directory, and those behind a DNS name.
 
-The clocks of the machines need not agree, and nothing is written: a server lives while the time of its file changes. A
-thread looks once a second, because the kernel's notifications for directories do not cross an NFS server.
+The clocks of the machines need not agree, and nothing is written: a server lives while the time of its file changes.
+Passes look again every second or two, because the kernel's notifications for directories do not cross an NFS server.
 """
 
 from __future__ import annotations
@@ -16,18 +16,15 @@ import stat
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rpcdataloader.errors import ConnectError
 from rpcdataloader.host import safe_files
 from rpcdataloader.host.resources import machine_id
 from rpcdataloader.host.safe_files import UnsafeFileError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.messages import printable
 from rpcdataloader.wire.status import MAX_FILE_BYTES, MAX_SILENCE, SUFFIX, Registration
-from rpcdataloader.wire.transport import Deadline
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -37,10 +34,10 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 PATIENCE = 3
 
 
-class Elastic(ABC):
-    """A place of node servers that come and go, as this process has seen them so far. Thread-safe.
+class Lookup(ABC):
+    """A place where node servers come and go, as this process has seen them so far. Thread-safe.
 
-    Places are equal if they are made with the same arguments.
+    Lookups are equal if they are made with the same arguments.
 
     Attributes:
         pause: Seconds between two looks.
@@ -55,21 +52,24 @@ class Elastic(ABC):
     problems: dict[str, str]
 
     @abstractmethod
-    def look(self) -> Sequence[Registration]:
-        """The current servers, in an order that is the same for every client."""
+    def look(self) -> dict[Address, str]:
+        """The current servers, in an order that is the same for every client.
+
+        The text of an address changes when another server takes it; it is empty where that cannot be told.
+        """
 
     @abstractmethod
     def __reduce__(self) -> tuple[Any, ...]:
         """The class and its arguments: a copy has seen nothing yet."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Elastic) and self.__reduce__() == other.__reduce__()
+        return isinstance(other, Lookup) and self.__reduce__() == other.__reduce__()
 
     def __hash__(self) -> int:
         return hash(self.__reduce__())
 
-    def open(self) -> Elastic:
-        """The same place, for one use in this process."""
+    def open(self) -> Lookup:
+        """The same lookup, for one use in this process."""
         return copy.copy(self)
 
 
@@ -83,7 +83,7 @@ class _File:
     num_failures: int = 0  # number of looks in a row at which it was unusable
 
 
-class Register(Elastic):
+class Register(Lookup):
     """The node servers registered in a directory; problems are those of the directory and its files.
 
     Args:
@@ -101,7 +101,7 @@ class Register(Elastic):
         # Guarded by the lock:
         self._last_look = time.monotonic()
         self._files: dict[str, _File] | None = None  # before the first look
-        self._found: tuple[Registration, ...] = ()
+        self._found: dict[Address, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Register, (self.directory,)
@@ -109,8 +109,8 @@ class Register(Elastic):
     def __str__(self) -> str:
         return f"@{self.directory}"
 
-    def look(self) -> tuple[Registration, ...]:
-        """The current servers, in the order in which they registered."""
+    def look(self) -> dict[Address, str]:
+        """The current servers, in the order in which they registered, with the names of their files."""
         with self._lock:
             # Without the look itself: a file server that hangs stops all renewals.
             elapsed = time.monotonic() - self._last_look
@@ -123,7 +123,7 @@ class Register(Elastic):
             self._last_look = time.monotonic()
             return self._found
 
-    def _look(self, elapsed: float) -> tuple[Registration, ...]:
+    def _look(self, elapsed: float) -> dict[Address, str]:
         statuses = self._list()
         known, self._files = self._files, {}
         problems: dict[str, str] = {}
@@ -149,14 +149,14 @@ class Register(Elastic):
                 # Other users may have chosen the name, if they can write to the directory.
                 path = os.path.join(self.directory, name)
                 logger.log(level, "%s", printable(f"{path} is not used: {problems[name]}"))
-        order = sorted(usable, key=lambda name: (usable[name].started, name))
+        found: dict[Address, str] = {}
         # The newest file at an address counts: a server that was killed may have a successor there.
-        last = {usable[name].address: name for name in order}
-        for name in order:
-            if (other := last[usable[name].address]) != name:
-                problems[name] = f"{other} is newer and has the same address"
+        for name in sorted(usable, key=lambda name: (usable[name].started, name)):
+            if (older := found.pop(usable[name].address, None)) is not None:
+                problems[older] = f"{name} is newer and has the same address"
+            found[usable[name].address] = name
         self.problems = problems
-        return tuple(usable[name] for name in order if name not in problems)
+        return found
 
     def _list(self) -> dict[str, os.stat_result]:
         statuses = {}
@@ -194,7 +194,7 @@ class Register(Elastic):
 _NOTHING = (socket.EAI_NONAME, socket.EAI_NODATA)
 
 
-class Names(Elastic):
+class Names(Lookup):
     """The node servers behind a DNS name, such as a headless service of Kubernetes.
 
     Args:
@@ -208,7 +208,7 @@ class Names(Elastic):
         self.place = f"behind the name {name.host}"
         self.advice = "does it exist, and are the node servers ready?"
         self.problems: dict[str, str] = {}
-        self._found: tuple[Registration, ...] = ()
+        self._found: dict[Address, str] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Names, (self._name,)
@@ -216,144 +216,18 @@ class Names(Elastic):
     def __str__(self) -> str:
         return f"dns://{self._name}"
 
-    def look(self) -> tuple[Registration, ...]:
+    def look(self) -> dict[Address, str]:
         """The current servers, in the order of their addresses."""
         try:
             infos = socket.getaddrinfo(self._name.host, self._name.port, type=socket.SOCK_STREAM)
         except OSError as exc:  # a resolver's error says nothing about the servers
             self.problems = {self._name.host: exc.strerror or str(exc)}
             if exc.errno in _NOTHING:
-                self._found = ()
+                self._found = {}
             logger.debug("cannot resolve %s: %s", self._name.host, exc)
             return self._found
         # With addresses of both families, each server has one of each.
-        hosts = {info[4][0] for info in infos if info[0] == infos[0][0]}
+        hosts = {str(info[4][0]) for info in infos if info[0] == infos[0][0]}
         self.problems = {}
-        self._found = tuple(
-            Registration(Address(str(host), self._name.port)) for host in sorted(hosts, key=ipaddress.ip_address)
-        )
+        self._found = {Address(host, self._name.port): "" for host in sorted(hosts, key=ipaddress.ip_address)}
         return self._found
-
-
-# A thread that waits for a hanging file server cannot be woken; it does not use torch.
-JOIN_TIMEOUT = 2.0
-
-#: A callback for addresses that have come, in the order of the lookup, and addresses that have gone.
-Changed = Callable[[tuple[Address, ...], tuple[Address, ...]], None]
-
-
-class RegisterWatcher:
-    """One lookup, shared by all watches in this process. Thread-safe.
-
-    Its thread runs while there are watches.
-    """
-
-    def __init__(self, lookup: Elastic) -> None:
-        self._lookup = lookup
-        self._condition = threading.Condition()
-        # Guarded by the condition:
-        # For each callback, the servers that it knows. The server at an address is unknown before the first look.
-        self._watches: dict[Changed, dict[Address, Registration | None]] = {}
-        self._thread: threading.Thread | None = None
-        self._is_new = False  # whether a watch has begun, which is told at once
-        self._closed = False
-
-    def find(self, timeout: float) -> Sequence[Registration]:
-        """The current servers, or the first ones that come.
-
-        Raises:
-            ConnectError: No server came in time.
-        """
-        lookup, deadline = self._lookup, None
-        while not (found := lookup.look()):
-            if deadline is None:
-                deadline = Deadline(timeout)
-                logger.warning("waiting for a node server to be %s, for at most %g s", lookup.place, timeout)
-            if not deadline.pause(min(lookup.pause, timeout / 10)):
-                # Other users may have chosen the names, if they can write to the directory.
-                problems = printable("; ".join(": ".join(item) for item in lookup.problems.items()))
-                raise ConnectError(
-                    f"no node server is {lookup.place}, and none came within {timeout:g} s"
-                    + (f" ({problems})" if problems else "")
-                    + f"; {lookup.advice}"
-                )
-        return found
-
-    def watch(self, known: Iterable[Address], changed: Changed) -> None:
-        """Report changes until :meth:`end`.
-
-        Args:
-            known: Addresses that the caller knows. The first report gives the differences between these and the
-                current ones, so that no change between :meth:`find` and this is missed.
-            changed: Callback, which must not block; called in the thread of this object, one call at a time. An
-                address that has gone and come, because its server was started again, is in both arguments.
-        """
-        with self._condition:
-            if not self._closed:
-                self._watches[changed] = dict.fromkeys(known)
-                self._is_new = True
-                self._condition.notify_all()
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name="rpcdl-register", daemon=True)
-                    self._thread.start()
-
-    def end(self, changed: Changed) -> list[Address]:
-        """End the reports; idempotent, from any thread, and from ``changed`` itself.
-
-        Never waits: a report under way goes on.
-
-        Returns:
-            The servers reported so far, the starting point of another watch.
-        """
-        with self._condition:
-            self._condition.notify_all()
-            return list(self._watches.pop(changed, ()))
-
-    def close(self) -> None:
-        """End all watches, and the thread."""
-        with self._condition:
-            self._closed = True
-            self._watches.clear()
-            self._condition.notify_all()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(JOIN_TIMEOUT)
-
-    def forget_in_child(self) -> None:
-        """After a fork, in the child: there is no thread, but watches can still be ended."""
-        self._condition = threading.Condition()
-        self._watches.clear()
-        self._closed = True
-
-    def _run(self) -> None:
-        while True:
-            with self._condition:
-                self._is_new = False
-                if not self._watches:
-                    self._thread = None
-                    return
-            try:
-                self._tell(self._lookup.look())
-            except Exception:
-                logger.exception("cannot look for node servers")
-            with self._condition:
-                self._condition.wait_for(lambda: self._is_new or not self._watches, self._lookup.pause)
-
-    def _tell(self, found: Sequence[Registration]) -> None:
-        current: dict[Address, Registration | None] = {server.address: server for server in found}
-        for changed in list(self._watches):
-            with self._condition:
-                if (known := self._watches.get(changed)) is None:
-                    continue  # another one has ended it
-                self._watches[changed] = current
-            added = tuple(
-                address
-                for address, server in current.items()
-                if address not in known or known[address] not in (None, server)
-            )
-            removed = tuple(address for address in known if address not in current or address in added)
-            if added or removed:
-                try:
-                    changed(added, removed)
-                except Exception:
-                    logger.exception("handling node servers that came or went failed")

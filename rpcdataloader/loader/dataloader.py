@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from rpcdataloader.client.client import begin_local_early, get_client
 from rpcdataloader.client.datasets import RemoteDataset, ship
-from rpcdataloader.client.discovery import Inline, Joined, Local, Remote, Where, find_workers
-from rpcdataloader.client.register import Elastic
+from rpcdataloader.client.discovery import Inline, Local, Remote, Where, find_workers
 from rpcdataloader.client.sharing import Partition, errors_of_rank
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import Additions
@@ -186,7 +185,7 @@ class RPCDataloader(LoaderTools[_T_co]):
                 setattr(self, name, getattr(settings, name))
         if type(self) in (RPCDataloader, _LoaderWithoutState):
             self.__class__ = RPCDataloader if own else _LoaderWithoutState
-        if isinstance(where, Local):
+        if isinstance(where, Local) or (isinstance(where, Remote) and where.local is not None):
             begin_local_early()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's private iterator classes are not ours
@@ -229,56 +228,6 @@ class RPCDataloader(LoaderTools[_T_co]):
             )
         return False
 
-    def add_workers(self, workers: str | Iterable[str] | Elastic) -> None:
-        """Add node servers to this loader, in the middle of an epoch if one is running.
-
-        Servers that join a pool, a directory or a DNS name later help, too. Each rank of a distributed job takes its
-        share. The number of streams of an iterable-style dataset stays: there, new nodes only replace lost ones.
-
-        Args:
-            workers: Places of the node servers, as for the loader.
-
-        Raises:
-            ValueError: An address is malformed or already in use, or the loader has no node servers.
-            ConnectError: A named node server cannot be reached.
-        """
-        where, more = self._node_servers(), _node_servers(workers)
-        if twice := set(where.parts) & set(more.parts):
-            raise ValueError(f"this loader has {', '.join(map(str, twice))} already")
-        for node in get_client().nodes(Remote(more.named)):
-            node.num_workers()
-        self._follow(Joined(where.named + more.named, where.places + more.places))
-
-    def remove_workers(self, workers: str | Iterable[str] | Elastic) -> None:
-        """Remove node servers from this loader; their workers answer their requests, and end.
-
-        Args:
-            workers: Places of the node servers, as given to the loader or :meth:`add_workers`.
-
-        Raises:
-            ValueError: An address is malformed or not in use, or the loader has no node servers, or would have none.
-        """
-        where, fewer = self._node_servers(), _node_servers(workers)
-        if unknown := [part for part in fewer.parts if part not in where.parts]:
-            raise ValueError(f"this loader does not have {', '.join(map(str, unknown))}; it has {where}")
-        left = Joined(
-            tuple(address for address in where.named if address not in fewer.named),
-            tuple(place for place in where.places if place not in fewer.places),
-        )
-        if not left.parts:
-            raise ValueError(f"without {fewer}, this loader would have no workers")
-        self._follow(left)
-
-    def _node_servers(self) -> Joined:
-        if not isinstance(self._where, (Remote, Elastic)):
-            raise ValueError(f"the workers of this loader are not on node servers, but {self._where or 'its own'}")
-        return Joined.of(self._where)
-
-    def _follow(self, where: Joined) -> None:
-        self._where = where
-        if (iterator := self._current) is not None:
-            iterator.driver.follow(where)
-
     @property
     def _reported_length(self) -> int | None:
         return self._IterableDataset_len_called  # last result of len(self)
@@ -318,7 +267,7 @@ class RPCDataloader(LoaderTools[_T_co]):
             # Each stream of an iterable-style dataset continues, on the present nodes.
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)
             placement = Placement(tuple(homes), placement.others, missing=placement.missing)
-        elif isinstance(self._where, Remote) and self.num_workers > len(placement.homes):
+        elif placement.followed is None and self.num_workers > len(placement.homes):
             warn_once(
                 f"num_workers is {self.num_workers}, but this process's share of the workers of {self._where} is "
                 f"{len(placement.homes)}: start them with more --num-workers"
@@ -357,10 +306,3 @@ def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: in
     if isinstance(where, Local) and where.num_workers and num_workers and where.num_workers != num_workers:
         raise ValueError(f"workers={workers!r} and num_workers={num_workers} contradict each other: give one")
     return where
-
-
-def _node_servers(workers: str | Iterable[str] | Elastic) -> Joined:
-    where = find_workers(workers)
-    if not isinstance(where, (Remote, Elastic)):
-        raise ValueError(f"expected node servers as host:port, got {where}")
-    return Joined.of(where)

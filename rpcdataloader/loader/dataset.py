@@ -36,11 +36,11 @@ class RPCDataset(Dataset[Any]):
     once, and all workers from the next pass on. For an ``IterableDataset``, this is one too.
 
     Args:
-        workers: Places of the workers: a list of ``host:port``, ``[v6]:port`` or ``unix:/path``; a string of them
-            separated by commas; ``@/path`` for servers that register in that directory; ``dns://host:port`` for those
-            behind a name; the value of a pool's ``with`` block; ``local:N`` for N processes on this machine; ``inline``
-            for this process; or None, for the environment variable ``RPCDATALOADER_WORKERS`` or else a pool on this
-            machine.
+        workers: Places of the workers: a list of ``host:port``, ``[v6]:port`` or ``unix:/path``, ``@/path`` for servers
+            that register in that directory, ``dns://host:port`` for those behind a name, the value of a pool's ``with``
+            block, and ``local:N`` for N processes on this machine; one of these, or a string of them separated by
+            commas; ``inline`` for this process; or None, for the environment variable ``RPCDATALOADER_WORKERS`` or else
+            a pool on this machine.
         dataset: Class or other callable that makes the dataset. It is importable on the nodes, or sent by value.
         *args: Positional arguments of ``dataset``.
         build: ``"node"`` builds it once per node, and workers inherit it by a fork. ``"worker"`` builds it in each

@@ -19,7 +19,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from rpcdataloader.client.discovery import Joined
 from rpcdataloader.client.node import Node
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import RemoteWorker
@@ -148,15 +147,6 @@ class Driver:
             places = [action.place for action in todo.actions if isinstance(action, Open)]
             self._openings = {place: self._opening(place) for place in places}
             self.carry_out(todo)
-
-    def follow(self, where: Joined) -> None:
-        """Follow the node servers from now on, as they come and go; returns at once."""
-        with self.condition:
-            if self.is_closed:
-                return
-            if where.places:
-                self.engine.crew.roster.expects_more = True
-        self.executor.watch(where, self.nodes_changed)
 
     def begin_epoch(self, begun: Pass) -> None:
         """Begin another epoch with the same workers."""

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
+from rpcdataloader.client.discovery import Remote
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.register import Elastic, RegisterWatcher
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.worker import RemoteWorker, WorkerOwner, dumps_named, reference_of
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RemoteProtocolError
@@ -31,11 +31,13 @@ from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import Task, describe
 from rpcdataloader.plan.actions import ReportWait, Say
 from rpcdataloader.plan.engine import Engine
-from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Encoded, dumps
 
 logger = logging.getLogger("rpcdataloader.loader")
+
+# A thread that waits for a hanging file server cannot be woken; it does not use torch.
+_LOOK_JOIN_TIMEOUT = 2.0
 
 Event = Callable[[Engine[Node], float], None]
 
@@ -75,9 +77,8 @@ class Executor:
         self._last_change = 0
         self._closed = threading.Event()
         self._sought: set[Node] = set()  # nodes whose waits end with the pass
-        self._watcher: RegisterWatcher | None = None
-        self._changed: Callable[[list[Node], list[Node]], None] | None = None
-        self._named = [node.address for node in (*placement.homes, *placement.others, *placement.missing)]
+        nodes = (*placement.homes, *placement.others, *placement.missing)
+        self._known = [node.address for node in nodes if node.local is None]
 
     @property
     def is_over(self) -> bool:
@@ -85,11 +86,8 @@ class Executor:
         return self._client.is_closed
 
     def close(self, workers: Sequence[RemoteWorker]) -> None:
-        """End workers, the waits of threads that look for nodes, and news of nodes."""
+        """End workers, and the threads that look for nodes."""
         self._closed.set()
-        if self._watcher is not None:
-            self._watcher.end(self._registered)
-        self._changed = None
         for worker in workers:
             worker.close()
         for node in list(self._sought):
@@ -126,23 +124,29 @@ class Executor:
         else:
             feed(lambda engine, _now: engine.crew.node_up(node, session, num_offered))
 
-    def watch(self, where: Elastic, changed: Callable[[list[Node], list[Node]], None]) -> None:
-        """Follow the node servers of ``where`` from now on, as they come and go; returns at once.
+    def watch(self, where: Remote, changed: Callable[[list[Node], list[Node]], None]) -> None:
+        """Follow the node servers of ``where`` from now on, as they come and go, in a new thread.
 
         Args:
-            changed: Function that takes the nodes that have come, and those that have gone.
+            changed: Function that takes the nodes that have come, restarted ones included, and those that have gone.
         """
-        known = self._named if self._watcher is None else self._watcher.end(self._registered)
-        self._changed = changed
-        self._watcher = self._client.watcher(where)
-        self._watcher.watch(known, self._registered)
+        watch = functools.partial(self._watch, where, changed)
+        self._client.start_thread("rpcdl-look", watch, self._closed, _LOOK_JOIN_TIMEOUT)
 
-    def _registered(self, added: Sequence[Address], removed: Sequence[Address]) -> None:
-        # A restarted server is in both.
-        gone = [self._client.node(address, is_registered=True) for address in removed if address not in added]
-        come = [self._client.node(address, is_registered=True) for address in added]
-        if (changed := self._changed) is not None:
-            changed(come, gone)
+    def _watch(self, where: Remote, changed: Callable[[list[Node], list[Node]], None]) -> None:
+        known = dict.fromkeys(self._known, "")
+        pause = min(lookup.pause for lookup in where.lookups)
+        while not self._closed.is_set():
+            try:
+                found = self._client.look(where)
+                come = [address for address in found if known.get(address, None) not in ("", found[address])]
+                gone = [address for address in known if address not in found]
+                known = found
+                if (come or gone) and not self._closed.is_set():
+                    changed(*([self._client.node(each, is_registered=True) for each in part] for part in (come, gone)))
+            except Exception:
+                logger.exception("cannot look for node servers")
+            self._closed.wait(pause)
 
     # Workers
 

@@ -167,10 +167,10 @@ class RemoteIterator(PassIterator):
             weakref.finalize(self, get_client().janitor.leave, driver.close).atexit = False
             try:
                 driver.start(
-                    dict.fromkeys(placement.homes), placement.missing, expects_more=placement.register is not None
+                    dict.fromkeys(placement.homes), placement.missing, expects_more=placement.followed is not None
                 )
-                if placement.register is not None:
-                    executor.watch(placement.register, driver.nodes_changed)
+                if placement.followed is not None:
+                    executor.watch(placement.followed, driver.nodes_changed)
                 self._advance(wants_input=True, began=time.monotonic())
             except BaseException:
                 driver.close()

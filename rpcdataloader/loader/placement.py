@@ -16,7 +16,6 @@ from rpcdataloader.client.client import connect_timeout, get_client
 from rpcdataloader.client.datasets import RemoteDataset
 from rpcdataloader.client.discovery import Local, Remote, Where
 from rpcdataloader.client.node import Node
-from rpcdataloader.client.register import Elastic
 from rpcdataloader.client.session import RemoteSession
 from rpcdataloader.client.sharing import Partition, current_partition, share_of
 from rpcdataloader.errors import (
@@ -53,12 +52,12 @@ class Placement:
     partition: Partition = field(default_factory=Partition)
     num_offered: int = 0
     max_workers: int = 0  # limit on this process's workers, also when nodes join; 0 for no limit
-    register: Elastic | None = None  # place where node servers come and go; None for named nodes
+    followed: Remote | None = None  # where node servers come and go; None for named nodes alone
     missing: tuple[Node, ...] = ()  # nodes that have not come yet; they join when they do
 
 
 def place(
-    where: Local | Remote | Elastic,
+    where: Local | Remote,
     *,
     partition: Partition | None = None,
     num_workers: int = 0,
@@ -79,34 +78,43 @@ def place(
         Exception: A node refuses an addition to its session, such as modules.
     """
     partition = partition or current_partition()
+    pool, is_followed = (where, False) if isinstance(where, Local) else (where.local, bool(where.lookups))
 
-    def choose(nodes: Sequence[Node]) -> list[int]:
-        # Servers come and go in a register. The order of coming keeps the shares of earlier ones.
-        offered = [node.num_workers() for node in nodes]
-        return share_of(offered, partition, by_node=isinstance(where, Elastic))[: num_workers or None]
+    def choose(nodes: Sequence[Node]) -> list[Node]:
+        own = [node for node in nodes if pool is not None and node.local is not None]
+        homes = [node for node in own for _ in range(num_local(node))]
+        if remote := [node for node in nodes if node not in own]:
+            # Servers come and go in a register. The order of coming keeps the shares of earlier ones.
+            offered = [node.num_workers() for node in remote]
+            homes += [remote[index] for index in share_of(offered, partition, by_node=is_followed)]
+        return homes[: num_workers or None]
+
+    def num_local(node: Node) -> int:
+        chosen = num_workers if isinstance(where, Local) else 0
+        return chosen or (pool and pool.num_workers) or _num_local_workers(node.num_workers())
 
     least = min(min_workers, num_workers or min_workers)  # resumed streams may be fewer
     nodes, missing = _find_nodes(where, lambda nodes: len(choose(nodes)), least)
     _let_follow([session for session in (node.session() for node in nodes) if session.is_ready])
-    offered = [node.num_workers() for node in nodes]
+    homes = choose(nodes)
     if isinstance(where, Local):
-        return Placement((nodes[0],) * (num_workers or where.num_workers or _num_local_workers(offered[0])))
-    if partition.world_size > sum(offered):
-        ranks = f"{partition.world_size} ranks share {sum(offered)} workers"
+        return Placement(tuple(homes))
+    num_offered = sum(node.num_workers() for node in nodes if node.local is None or pool is None)
+    if 0 < num_offered < partition.world_size:
+        ranks = f"{partition.world_size} ranks share {num_offered} workers"
         warn_once(f"{ranks}: some are used by more than one rank")
-    share = choose(nodes)
     # Ranks that lose their nodes at the same time ask different ones.
     first = partition.rank % len(nodes)
-    others = [node for node in nodes[first:] + nodes[:first] if node not in {nodes[index] for index in share}]
+    others = [node for node in nodes[first:] + nodes[:first] if node not in homes]
     return Placement(
-        tuple(nodes[index] for index in share),
+        tuple(homes),
         tuple(others),
         partition,
-        sum(offered),
+        num_offered,
         num_workers,
-        where if isinstance(where, Elastic) else None,
-        # Registers are watched elsewhere.
-        () if isinstance(where, Elastic) else tuple(missing),
+        where if is_followed else None,
+        # Lookups tell of others.
+        tuple(node for node in missing if node.address in where.addresses),
     )
 
 
@@ -136,7 +144,7 @@ def check_min_workers(min_workers: int, num_workers: int, where: Where | None) -
     """Raise a ``ValueError`` if the user's choice is negative, or contradicts others."""
     if min_workers < 0:
         raise ValueError(f"min_workers must be 0 or more, but is {min_workers}")
-    if min_workers and not isinstance(where, (Remote, Elastic)):
+    if min_workers and not isinstance(where, Remote):
         raise ValueError("min_workers needs node servers: name them in workers=")
     if 0 < num_workers < min_workers:
         raise ValueError(f"num_workers={num_workers} and min_workers={min_workers} contradict each other")
@@ -233,13 +241,14 @@ def _wait_for_one(sessions: Sequence[RemoteSession]) -> RemoteSession:
 
 
 def _find_nodes(
-    where: Local | Remote | Elastic, count: Callable[[Sequence[Node]], int], min_workers: int
+    where: Local | Remote, count: Callable[[Sequence[Node]], int], min_workers: int
 ) -> tuple[list[Node], list[Node]]:
     """Return the nodes that are or were connected, and those that may still come; ``count`` is this process's share.
 
     It waits for the first node, and :data:`PATIENCE` longer for all others, once; longer if the share is too small.
     """
     limit, began, patient_until = connect_timeout(), time.monotonic(), math.inf
+    named, is_followed = (where.addresses, bool(where.lookups)) if isinstance(where, Remote) else ((), False)
     sessions: dict[Node, RemoteSession] = {}
     while True:
         nodes = get_client().nodes(where)
@@ -254,20 +263,20 @@ def _find_nodes(
             patient_until = min(patient_until, now + PATIENCE)
             if now >= patient_until or all(node.is_missed for node in connecting):
                 break
-        elif now >= began + limit or not (connecting or (there and isinstance(where, Elastic))):
+        elif now >= began + limit or not (connecting or (there and is_followed)):
             if there:
                 break
             sessions[nodes[0]].wait()  # raises its error, at the latest after the same time
             continue  # it has just connected
         pause = (patient_until if is_enough else began + limit) - now
         waited_for = [sessions[node] for node in connecting]
-        get_client().wait_for_any(waited_for, min(pause, _LOOK_PAUSE) if isinstance(where, Elastic) else pause)
+        get_client().wait_for_any(waited_for, min(pause, _LOOK_PAUSE) if is_followed else pause)
     awaited = []
     for node in missing:
         try:
             sessions[node].wait(lambda: False)
         except RPCError as error:
-            if isinstance(where, Remote) and isinstance(error, AuthenticationError):
+            if node.address in named and isinstance(error, AuthenticationError):
                 raise
             if not sessions[node].is_usable:  # otherwise it has not answered this time
                 node.is_foreign = isinstance(error, RemoteProtocolError)

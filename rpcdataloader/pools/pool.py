@@ -22,11 +22,10 @@ from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, Protocol
 
-from rpcdataloader.client.register import Elastic
+from rpcdataloader.client.register import Lookup
 from rpcdataloader.errors import ConnectError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.credentials import Credentials, forget_credentials, remember_credentials
-from rpcdataloader.wire.status import Registration
 
 logger = logging.getLogger("rpcdataloader.pools")
 
@@ -95,7 +94,7 @@ class Engine(Protocol):
         """Give back everything."""
 
 
-class PoolWorkers(Elastic, Iterable[str]):
+class PoolWorkers(Lookup, Iterable[str]):
     """Address of a pool's workers: for ``workers=``, here and in other processes of the engine.
 
     Iterating over it gives the current addresses.
@@ -105,7 +104,7 @@ class PoolWorkers(Elastic, Iterable[str]):
         self._read = read
         self._credentials = credentials
         self._anywhere = anywhere or read
-        self._found: tuple[Registration, ...] = ()
+        self._found: dict[Address, str] = {}
         self.problems: dict[str, str] = {}
 
     pause = 1.0
@@ -120,7 +119,7 @@ class PoolWorkers(Elastic, Iterable[str]):
     def open(self) -> PoolWorkers:
         return self
 
-    def look(self) -> tuple[Registration, ...]:
+    def look(self) -> dict[Address, str]:
         """The current node servers, in the order in which they came."""
         try:
             found = [Address.parse(text) for text in self._read()]
@@ -130,11 +129,11 @@ class PoolWorkers(Elastic, Iterable[str]):
         for address in found:
             remember_credentials(address, self._credentials)
         self.problems = {}
-        self._found = tuple(map(Registration, found))
+        self._found = dict.fromkeys(found, "")
         return self._found
 
     def __iter__(self) -> Iterator[str]:
-        return iter([str(found.address) for found in self.look()])
+        return iter([str(address) for address in self.look()])
 
     def __str__(self) -> str:
         return ",".join(self)

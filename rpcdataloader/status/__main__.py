@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from rpcdataloader.client.discovery import Inline, Local, find_workers
-from rpcdataloader.client.register import Elastic, Register
+from rpcdataloader.client.register import Lookup, Register
 from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.status.report import Answer, Tree, make_document
 from rpcdataloader.status.text import as_text
@@ -197,32 +197,26 @@ class Nodes:
         self._tls = tls
         self._timeout = timeout
         self._channels: dict[Address, Channel] = {}  # each used only by its address's thread
-        self._places: list[Elastic | tuple[Address, ...]] = []
-        self._elastic: list[str] = []
+        self._named: list[Address] = []
+        self._lookups: list[Lookup] = []
         for where in map(find_workers, places) if places else [find_workers(None)]:
             if where is None:
                 raise ValueError("name a node server, or set RPCDATALOADER_WORKERS")
             if isinstance(where, (Inline, Local)):
                 raise ValueError(f"{where} belongs to one training process; name node servers by address")
-            if isinstance(where, Elastic):
-                self._places.append(where.open())
-                self._elastic.append(str(where))
-            else:
-                self._places.append(where.addresses)
+            self._named += where.addresses
+            self._lookups += [lookup.open() for lookup in where.lookups]
 
     def look(self, *, stacks: bool = False) -> Tree:
         """Ask the node servers that are named, and those that are registered now; each once, in this order."""
-        found: list[Address] = []
+        found = list(self._named)
         problems: dict[str, str] = {}
-        for place in self._places:
-            if isinstance(place, tuple):
-                found += place
-            else:
-                found += [one.address for one in place.look()]
-                # The path of a directory stands for the directory itself.
-                folder = place.directory if isinstance(place, Register) else ""
-                problems |= {os.path.join(folder, name): reason for name, reason in place.problems.items()}
-        self.nowhere = [] if found else self._elastic
+        for lookup in self._lookups:
+            found += lookup.look()
+            # The path of a directory stands for the directory itself.
+            folder = lookup.directory if isinstance(lookup, Register) else ""
+            problems |= {os.path.join(folder, name): reason for name, reason in lookup.problems.items()}
+        self.nowhere = [] if found else list(map(str, self._lookups))
         answers = self.ask(list(dict.fromkeys(found)), stacks=stacks)
         self.document = make_document(time.time(), answers, problems, self.document)
         return self.document

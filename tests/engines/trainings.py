@@ -184,9 +184,7 @@ def grow(engine: Connected) -> Any:
     with engine.pool((1, 4), 2) as workers:
         wait_until(lambda: engine.num_taken() == 6)
         wait_until(lambda: len(list(workers)) == 3)
-        loader = loader_of(next(iter(workers)), 1_000_000, 0.005)
-        iterator = iter(loader)
-        loader.add_workers(workers)
+        iterator = iter(loader_of([next(iter(workers)), workers], 1_000_000, 0.005))
         servers: set[int] = set()
         while len(servers) < 3:
             servers |= {int(pid) for pid in next(iterator)[2]}

@@ -281,23 +281,6 @@ def test_trainer_ends_at_once_while_its_workers_are_stopped(serve, start, tmp_pa
     wait_until(lambda: not server.processes(), 1.9, what="workers of a trainer that has ended")
 
 
-WATCHING = """
-from rpcdataloader.client.register import Register
-from rpcdataloader.client.client import get_client
-changes = []
-get_client().watcher(Register(workers[1:])).watch((), lambda *change: changes.append(change))
-wait_until(lambda: changes)
-"""
-
-
-def test_trainer_ends_at_once_while_its_register_is_watched(serve, start, tmp_path):
-    folder = tmp_path / "register"
-    server = serve("--num-workers", "2", "--register", str(folder))
-    (tmp_path / "marker").touch()
-    assert_ends_at_once(start(ENDING + WATCHING + END, f"@{folder}", tmp_path / "marker"))
-    wait_until(lambda: not server.processes(), what="workers of a trainer that has ended")
-
-
 @pytest.mark.usefixtures("clean_client")
 def test_end_does_not_wait_for_a_session_that_a_thread_begins_meanwhile():
     client, stop, errors = get_client(), threading.Event(), []

@@ -105,19 +105,6 @@ print(*pools())
     assert script(loader) == []
 
 
-def test_workers_have_what_the_script_sets_before_the_first_pass(script):
-    loader = """
-loader = RPCDataloader(Variables(), num_workers=1)
-early = pools()
-os.environ["CHOSEN"] = "early"
-print({value for _index, (value,), _parent in loader})
-os.environ["CHOSEN"] = "late"
-print({value for _index, (value,), _parent in loader})
-assert len(pools()) == 1 and pools() != early
-"""
-    assert script(loader, begin=FORK_POOLS + BEGIN) == ["{'early'}", "{'early'}"]
-
-
 IMPATIENT = """
 import signal
 loader = RPCDataloader(Variables(), num_workers=1)

@@ -7,9 +7,7 @@ import signal
 import pytest
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from rpcdataloader.errors import ConnectError
 from tests.conftest import wait_until
-from tests.integration import datasets
 from tests.integration.crew import wait_for_crew
 from tests.integration.datasets import FieldStream
 from tests.integration.test_recovery import Hosted, loader_of, samples_of, take
@@ -101,82 +99,44 @@ def test_streams_of_a_server_that_leaves_go_on_elsewhere(register):
     assert batches == undisturbed
 
 
-def test_workers_can_be_added_and_removed_by_hand(serve):
-    servers = [serve("--num-workers", "1") for _ in range(3)]
-    loader = RPCDataloader(Hosted(300), workers=servers[0].address)
-    iterator = iter(loader)
-    assert take(iterator, 20)[1] == {servers[0].pid}
-    loader.add_workers([server.address for server in servers[1:]])
-    wait_for_crew(iterator, 3)
-    assert take(iterator, 100) == ([*range(20, 120)], {server.pid for server in servers})
-    loader.remove_workers(f"{servers[0].address}, {servers[1].address}")
-    wait_for_crew(iterator, 1)
-    take(iterator, 20)
-    assert take(iterator, 300) == ([*range(140, 300)], {servers[2].pid})
-    assert take(iter(loader), 300) == ([*range(300)], {servers[2].pid})
-    loader.add_workers(servers[0].address)
-    iterator = iter(loader)
-    wait_for_crew(iterator, 2)
-    assert take(iterator, 300) == ([*range(300)], {servers[0].pid, servers[2].pid})
-
-
-def test_directory_that_is_added_is_followed_until_it_is_removed(serve, register):
-    named, other = serve("--num-workers", "1"), serve("--num-workers", "1")
-    loader = RPCDataloader(Hosted(400), workers=named.address)
-    iterator = iter(loader)
+def test_mixture_of_places_is_used_and_what_comes_and_goes_is_followed(serve, register):
+    named = serve("--num-workers", "1")
     first = register()
-    loader.add_workers(register.workers)
-    wait_for_crew(iterator, 3)
-    second = register()
+    loader = RPCDataloader(Hosted(400), workers=[named.address, register.workers, "local:2"])
+    iterator = iter(loader)
     wait_for_crew(iterator, 5)
-    assert take(iterator, 100) == ([*range(100)], {named.pid, first.pid, second.pid})
+    indices, pids = take(iterator, 100)
+    assert indices == [*range(100)]
+    assert len(pids) == 3
+    assert pids > {named.pid, first.pid}
+    second = register()
+    wait_for_crew(iterator, 7)
     first.signal(signal.SIGTERM)
+    wait_for_crew(iterator, 5)
+    indices, left = take(iterator, 400)
+    assert indices == [*range(100, 400)]
+    assert left - {first.pid} == pids - {first.pid} | {second.pid}
+    assert take(iter(loader), 400) == ([*range(400)], left - {first.pid})
+
+
+def test_embedded_pool_beside_servers_is_no_part_of_the_shares_of_ranks(serve):
+    server = serve("--num-workers", "2")
+    dataset = RPCDataset(f"{server.address},local:1", Hosted, 100)
+    for rank in range(2):
+        iterator = iter(RPCDataloader(dataset, partition=(rank, 2)))
+        wait_for_crew(iterator, 2)
+        indices, pids = take(iterator, 100)
+        assert indices == [*range(100)]
+        assert len(pids) == 2
+
+
+def test_named_server_of_a_mixture_joins_when_it_comes(serve, register, monkeypatch):
+    monkeypatch.setattr("rpcdataloader.loader.placement.PATIENCE", 0.1)
+    there = register()
+    gone = serve("--num-workers", "1")
+    gone.stop()
+    iterator = iter(RPCDataloader(Hosted(300), workers=f"{gone.address},{register.workers}"))
+    wait_for_crew(iterator, 2)
+    named = serve("--num-workers", "1", "--port", gone.address.rpartition(":")[2])
     wait_for_crew(iterator, 3)
-    loader.add_workers(other.address)
-    wait_for_crew(iterator, 4)
-    loader.remove_workers([other.address, named.address])
-    wait_for_crew(iterator, 2)
-    take(iterator, 40)
-    assert take(iterator, 400) == ([*range(140, 400)], {second.pid})
-    loader.add_workers(named.address)
-    iterator = iter(loader)
-    wait_for_crew(iterator, 3)
-    assert take(iterator, 20)[1] == {named.pid, second.pid}
-    loader.remove_workers(register.workers)
-    wait_for_crew(iterator, 1)
-    register()
-    take(iterator, 20)
-    assert take(iterator, 400) == ([*range(40, 400)], {named.pid})
-    assert take(iter(loader), 400) == ([*range(400)], {named.pid})
-
-
-def test_server_that_was_removed_can_be_added_again_in_the_same_epoch(serve):
-    servers = [serve("--num-workers", "1") for _ in range(2)]
-    loader = RPCDataloader(Hosted(300), workers=[server.address for server in servers])
-    iterator = iter(loader)
-    wait_for_crew(iterator, 2)
-    loader.remove_workers(servers[1].address)
-    wait_for_crew(iterator, 1)
-    loader.add_workers(servers[1].address)
-    wait_for_crew(iterator, 2)
-    assert take(iterator, 300) == ([*range(300)], {server.pid for server in servers})
-
-
-@pytest.mark.usefixtures("impatient")
-def test_wrong_workers_to_add_or_remove_are_named(shared_server):
-    address = shared_server.address
-    loader = RPCDataloader(datasets.Numbers(), workers=address)
-    with pytest.raises(ValueError, match=f"this loader has {address} already"):
-        loader.add_workers(address)
-    with pytest.raises(ValueError, match=r"does not have node07:1; it has "):
-        loader.remove_workers("node07:1")
-    with pytest.raises(ValueError, match="would have no workers"):
-        loader.remove_workers([address])
-    with pytest.raises(ValueError, match="expected node servers as host:port, got local:2"):
-        loader.add_workers("local:2")
-    with pytest.raises(ConnectError, match=r"127\.0\.0\.1:1: connection refused"):
-        loader.add_workers("127.0.0.1:1")
-    assert [int(number) for number in loader] == list(range(20))
-    for loader in RPCDataloader(datasets.Numbers()), RPCDataloader(datasets.Numbers(), num_workers=1):
-        with pytest.raises(ValueError, match="are not on node servers"):
-            loader.add_workers(address)
+    assert take(iterator, 300) == ([*range(300)], {there.pid, named.pid})

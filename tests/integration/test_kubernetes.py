@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from rpcdataloader import launch, rpc_async
-from rpcdataloader.client.discovery import find_workers
+from rpcdataloader.client.discovery import Remote, find_workers
 from rpcdataloader.client.register import Names
 from rpcdataloader.wire.address import Address
 from tests.conftest import READY_LINE, TIMEOUT_SCALE
@@ -87,7 +87,9 @@ def test_manifests_agree_with_each_other():
 def test_trainer_and_exporter_name_the_service_whose_name_stands_for_pods_that_are_ready():
     env = {variable["name"]: variable["value"] for variable in TRAINER["containers"][0]["env"]}
     assert env["RPCDATALOADER_WORKERS"] == "dns://workers:6543" == WATCHER["containers"][0]["command"][-1]
-    assert find_workers(env["RPCDATALOADER_WORKERS"]) == Names(Address(SERVICE["metadata"]["name"], 6543))
+    assert find_workers(env["RPCDATALOADER_WORKERS"]) == Remote(
+        lookups=(Names(Address(SERVICE["metadata"]["name"], 6543)),)
+    )
     assert SERVICE["spec"]["clusterIP"] == "None"
     assert "publishNotReadyAddresses" not in SERVICE["spec"]
 

@@ -15,15 +15,11 @@ from torch.utils.data import IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.check.__main__ import main as check
-from rpcdataloader.client.client import close_client, get_client
-from rpcdataloader.client.register import Register
+from rpcdataloader.client.client import close_client
 from rpcdataloader.errors import ConnectError, ConnectionLostError
-from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.status import Registration
 from tests.conftest import TIMEOUT_SCALE, wait_until
 from tests.integration import datasets
-from tests.integration.test_forks import fork
-from tests.unit.client.test_watcher import Changes
 
 pytestmark = [
     pytest.mark.usefixtures("clean_client"),
@@ -203,74 +199,17 @@ def test_check_takes_a_directory(register, where, capsys):
     assert all(f"on {address}, after" in output for address in addresses)
 
 
-# --- watching
-
-
-def test_servers_that_come_and_go_are_reported(register, folder):
-    changes = Changes()
-    watcher = get_client().watcher(Register(str(folder)))
-    watcher.watch((), changes)
-    server, _path = register()
-    came = time.monotonic()
-    assert changes.next() == ((Address.parse(server.address),), ())
-    assert time.monotonic() - came < 5 * TIMEOUT_SCALE
-    server.signal(signal.SIGTERM)
-    went = time.monotonic()
-    assert changes.next() == ((), (Address.parse(server.address),))
-    assert time.monotonic() - went < 5 * TIMEOUT_SCALE
-    watcher.end(changes)
-
-
-def test_watch_after_the_end_of_the_client_does_nothing(folder):
-    client = get_client()
-    close_client()
-    client.watcher(Register(str(folder))).watch((), Changes())
-    assert not [thread for thread in threading.enumerate() if thread.name == "rpcdl-register"]
-
-
-def test_fork_has_no_watch_and_can_begin_its_own(register, where, folder, monkeypatch):
-    monkeypatch.setattr("rpcdataloader.client.register.Register.pause", 0.05)
-    server, path = register()
-    changes = Changes()
-    watcher = get_client().watcher(Register(str(folder)))
-    watcher.watch((), changes)
-    assert changes.next() == ((Address.parse(server.address),), ())
-
-    def child():
-        watcher.end(changes)
-        own = Changes()
-        get_client().watcher(Register(str(folder))).watch((), own)
-        assert own.next() == ((Address.parse(server.address),), ())
-        assert servers_of(RPCDataloader(RPCDataset(where, Servers))) == {server.pid}
-
-    held, enough = threading.Event(), threading.Event()
-
-    def hold():
-        with get_client()._watchers[Register(str(folder))]._condition:
-            held.set()
-            enough.wait(30 * TIMEOUT_SCALE)
-
-    # A lock that another thread has at that moment is never given back in the fork.
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert held.wait(10 * TIMEOUT_SCALE)
-    assert fork(child) == 0
-    enough.set()
-    thread.join()
-    path.unlink()
-    assert changes.next() == ((), (Address.parse(server.address),))
-
-
-def test_program_ends_at_once_though_it_watches(zygote, folder):
+def test_program_ends_at_once_in_the_middle_of_a_pass_over_a_directory(zygote, register, where):
+    register()
     source = """
 import atexit, sys, time
 atexit.register(lambda: print(time.monotonic()))  # the last of these; the interpreter's own end is not measured
-from rpcdataloader.client.register import Register
-from rpcdataloader.client.client import get_client
-get_client().watcher(Register(sys.argv[1])).watch((), print)
+from rpcdataloader import RPCDataloader, RPCDataset
+iterator = iter(RPCDataloader(RPCDataset(sys.argv[1], range, 1000)))
+next(iterator)
 print(time.monotonic())
 """
-    ended = zygote.start(source, folder).wait()
+    ended = zygote.start(source, where).wait()
     assert (ended.status, ended.errors) == (0, "")
     begun, closed = map(float, ended.output.split())
     assert closed - begun < 2 * TIMEOUT_SCALE

@@ -14,6 +14,8 @@ from rpcdataloader.wire.address import Address
 NODE = Address("node01", 6543)
 V6 = Address("fe80::1", 7000)
 UNIX = Address(path="/run/pool,1")
+FOLDER = Remote(lookups=(Register("/run/pool"),))
+MIXTURE = Remote((NODE,), (Names(NODE), Register("/run/pool")), Local(4))
 
 
 @pytest.mark.parametrize(
@@ -30,11 +32,19 @@ UNIX = Address(path="/run/pool,1")
         (" inline ", Inline()),
         ("local", Local()),
         ("local:4", Local(4)),
-        ("@/run/pool", Register("/run/pool")),
-        (" @/run/../run/pool/ ", Register("/run/pool")),
-        ("@pool", Register(os.path.abspath("pool"))),
-        ("@~/pool", Register(os.path.expanduser("~/pool"))),
-        ("dns://node01:6543", Names(NODE)),
+        ("@/run/pool", FOLDER),
+        (" @/run/../run/pool/ ", FOLDER),
+        ("@pool", Remote(lookups=(Register(os.path.abspath("pool")),))),
+        ("@~/pool", Remote(lookups=(Register(os.path.expanduser("~/pool")),))),
+        ("dns://node01:6543", Remote(lookups=(Names(NODE),))),
+        (["inline"], Inline()),
+        (["local:4"], Local(4)),
+        ("local:4, dns://node01:6543,node01:6543,@/run/pool", MIXTURE),
+        ("@/run/pool", Remote((), (Register("/run/pool"),))),
+        (
+            [Names(NODE), "@/run/pool", "local:4", "node01:6543"],
+            Remote((NODE,), (Names(NODE), *FOLDER.lookups), Local(4)),
+        ),
     ],
 )
 def test_forms(workers, expected):
@@ -59,16 +69,14 @@ def test_order_of_addresses_is_kept():
         ("local:0", "'local:0' asks for no worker; use inline"),
         ("local:x", "'local:x' names no number of workers; write local:N, or local for one per CPU"),
         ("local:-1", "'local:-1' names no number of workers"),
-        (["inline"], "'inline' cannot be one of several"),
-        (["node01:6543", "local:2"], "'local:2' cannot be one of several"),
+        (["inline", "node01:6543"], "'inline' cannot be one of several"),
+        (["inline", "local"], "'inline' cannot be one of several"),
+        ("local:2,local", "there is one embedded pool, but workers names local:2 and local"),
         ("@", "'@' names no directory; write @/path"),
         (" @ ", "'@' names no directory; write @/path"),
         ("dns://pool", "cannot read the address 'pool': write host:port"),
         ("dns://unix:/run/pool", "'dns://unix:/run/pool' names no host; write dns://host:port"),
-        ("dns://pool:6543,node01:6543", "'dns://pool:6543' cannot be one of several"),
-        (["@/run/pool"], "'@/run/pool' cannot be one of several"),
-        ("@/run/pool,node01:6543", "'@/run/pool' cannot be one of several"),
-        ("node01:6543,@/run/pool", "'@/run/pool' cannot be one of several"),
+        ("@/run/pool,node01:6543,@/run/pool", "workers names @/run/pool more than once"),
     ],
 )
 def test_malformed_lists_are_refused(workers, problem):
@@ -76,7 +84,9 @@ def test_malformed_lists_are_refused(workers, problem):
         find_workers(workers, {})
 
 
-@pytest.mark.parametrize("workers", ["a:1,[::1]:2,unix:/x", "local", "local:4", "inline", "@/run/pool"])
+@pytest.mark.parametrize(
+    "workers", ["a:1,[::1]:2,unix:/x", "local", "local:4", "inline", "@/run/pool", "a:1,@/x,local:2"]
+)
 def test_text_of_what_was_understood_is_understood_alike(workers):
     assert str(find_workers(workers, {})) == workers
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rpcdataloader.client.discovery import find_workers
+from rpcdataloader.client.discovery import Local, Remote, find_workers
 from rpcdataloader.errors import AuthenticationError, ConnectError
 from rpcdataloader.pools import dask_pool, engines, pool, ray_pool
 from rpcdataloader.pools.pool import Order, Pool, PoolWorkers, make_order
@@ -175,7 +175,7 @@ def test_second_ctrl_c_does_not_wait_for_those_that_drain(monkeypatch):
 def test_workers_can_be_sent_to_other_processes_of_the_engine():
     with Pool(Engine(), 2, ORDER, LIMIT) as workers:
         assert list(workers) == ["10.0.0.0:6543", "10.0.0.1:6543"]
-        assert find_workers(workers) is workers
+        assert find_workers([workers, "local:2"]) == Remote(lookups=(workers,), local=Local(2))
         for elsewhere in pickle.loads(pickle.dumps(workers)), copy.deepcopy(workers):
             assert list(elsewhere) == read()
         assert client_credentials(Address("10.0.0.2", 6543)) == SECRET
