@@ -22,10 +22,10 @@ from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.counters import GATE
 from rpcdataloader.server.events import Link, fork_linked
 from rpcdataloader.server.gate import run_gate
+from rpcdataloader.server.listening import accept
 from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, StopSignals, reap_orphans
 from rpcdataloader.server.sessions import Child, Connection, Sessions
 from rpcdataloader.server.settings import ServerContext
-from rpcdataloader.wire.connecting import accept, peer_name
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -148,9 +148,8 @@ class NodeServer:
                 failed.callback(self._context.counters.close, row)
                 if (accepted := accept(self._listener)) is None:
                     return
-                sock, source = accepted
+                sock, source, peer = accepted
                 failed.callback(sock.close)
-                peer = peer_name(sock)
                 has_it = gate.link.send(events.Accepted(peer, row), [sock.fileno()])
                 failed.pop_all()
         except (ConnectError, OSError) as exc:

@@ -22,7 +22,7 @@ from rpcdataloader import __main__ as commands
 from rpcdataloader import launch, rpc_async, run_worker
 from rpcdataloader.client import client as pool
 from rpcdataloader.errors import ConnectError, RPCTimeoutError
-from rpcdataloader.wire.connecting import listen_tcp
+from rpcdataloader.server.listening import listen_tcp
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, occupied, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -461,7 +461,7 @@ def test_wrong_arguments_are_refused_before_anything_is_started(fails, options, 
         ),
         (["--host", "unix:/no/such/folder/socket"], "cannot listen on unix:/no/such/folder/socket: No such file"),
         (["--token-file", "/no/such/token"], "the token file /no/such/token does not exist; create it with"),
-        (["--token-file", "/"], "the token file / is not a regular file; set --token-file to one"),
+        (["--token-file", "/"], "the token file / is not a regular file, or set --token-file to"),
     ],
 )
 def test_server_that_cannot_start_says_why(fails, options, problem):

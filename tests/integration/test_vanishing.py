@@ -22,9 +22,9 @@ from torch.utils.data import Dataset
 from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
 from rpcdataloader.client.client import get_client
 from rpcdataloader.errors import ConnectError, ConnectionLostError
+from rpcdataloader.server.listening import listen_tcp
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.connecting import listen_tcp
 from tests.conftest import TIMEOUT_SCALE, is_running, wait_until
 from tests.integration.network import Cable, Host, Network, why_not
 from tests.integration.quick import QuickServer, quick_server

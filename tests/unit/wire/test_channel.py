@@ -19,10 +19,10 @@ from rpcdataloader.errors import (
     LocalProtocolError,
     RemoteProtocolError,
 )
+from rpcdataloader.server.listening import accept, listen_unix
 from rpcdataloader.wire import channel
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import accept_channel, local_identity, open_channel, recv_preamble
-from rpcdataloader.wire.connecting import accept, listen_unix
 from rpcdataloader.wire.credentials import INSECURE, Credentials
 from rpcdataloader.wire.frames import Flag, HeapBlock, Limits, MessageType, encode
 from rpcdataloader.wire.handshake import Preamble
@@ -59,7 +59,7 @@ def pool():
 
 
 def accept_stream(listener):
-    sock, source = accept(listener)
+    sock, source, _name = accept(listener)
     return Stream(sock, source)
 
 

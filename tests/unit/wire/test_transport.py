@@ -20,9 +20,10 @@ from unittest.mock import Mock
 import pytest
 
 from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLostError, RPCTimeoutError
+from rpcdataloader.server.listening import accept, listen_tcp, listen_unix
 from rpcdataloader.wire import connecting, transport
 from rpcdataloader.wire.address import Address
-from rpcdataloader.wire.connecting import accept, connect, listen_tcp, listen_unix
+from rpcdataloader.wire.connecting import connect
 from rpcdataloader.wire.transport import Deadline, Stream
 from tests.conftest import TIMEOUT_SCALE, wait_until
 
@@ -485,7 +486,7 @@ def test_connection_of_a_port_to_itself_is_nobody(monkeypatch):
 def test_tcp_options():
     with listen_tcp("127.0.0.1", [0]) as listener:
         stream = connect(Address("127.0.0.1", listener.getsockname()[1]), Deadline(FOREVER))
-        sock, source = accept(listener)
+        sock, source, _name = accept(listener)
     assert source == "127.0.0.1"
     for end in (stream._sock, sock):
         assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
