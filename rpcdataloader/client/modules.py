@@ -38,6 +38,7 @@ def choose_modules(py_modules: Iterable[str | os.PathLike[str] | ModuleType | Mo
         module = each if isinstance(each, Module) else _pack(*_locate(each))
         if chosen.setdefault(module.name, module) != module:
             raise ValueError(f"py_modules: there are two modules of the name {module.name}")
+    _check_size(f"{', '.join(chosen)} have", {name: module.size_bytes for name, module in chosen.items()})
     return tuple(chosen.values())
 
 
@@ -100,14 +101,7 @@ def _pack(name: str, path: str) -> Module:
             f"py_modules: {name} has {binary}, which is built for one kind of machine: install it on the nodes instead"
         )
     try:
-        sizes = {file: os.path.getsize(file) for file in found.values()}
-        if (size_bytes := sum(sizes.values())) > MAX_BYTES:
-            largest = max(sizes, key=lambda file: sizes[file])
-            raise ValueError(
-                f"py_modules: {name} has {size_bytes / 2**20:.1f} MiB, of which {largest} has "
-                f"{sizes[largest] / 2**20:.1f}, and the limit is {MAX_BYTES >> 20} MiB: put data on a file system that "
-                "the nodes see"
-            )
+        _check_size(f"{name} has", {file: os.path.getsize(file) for file in found.values()})
         contents = {}
         for place, file in found.items():
             with open(file, "rb") as opened:
@@ -115,6 +109,15 @@ def _pack(name: str, path: str) -> Module:
     except OSError as exc:
         raise ValueError(f"py_modules: {exc.filename} of {name} cannot be read: {exc.strerror}") from exc
     return pack(name, contents)
+
+
+def _check_size(what: str, sizes: Mapping[str, int]) -> None:
+    if (size_bytes := sum(sizes.values())) > MAX_BYTES:
+        largest = max(sizes, key=lambda name: sizes[name])
+        raise ValueError(
+            f"py_modules: {what} {size_bytes / 2**20:.1f} MiB, of which {largest} has {sizes[largest] / 2**20:.1f}, "
+            f"and the limit is {MAX_BYTES >> 20} MiB: put data on a file system that the nodes see"
+        )
 
 
 def _files(folder: str) -> Iterator[str]:

@@ -69,10 +69,10 @@ class RemoteSession:
         self.connection = Connection(self.name, self._open, self, settings.allocator)
         self.workers: set[RemoteWorker] = set()
         self._partition = current_partition()  # as the session knows it
-        self._additions = Additions()  # as the session knows them
+        self._additions: Additions | None = None  # as the session was told
         self._imported: set[str] = set()
-        # Each waits until the session has done as told, with these additions.
-        self._told: list[tuple[Callable[..., Any], Additions]] = []
+        # Each waits until the session has done as told, perhaps with these additions.
+        self._told: list[tuple[Callable[..., Any], Additions | None]] = []
         self.connection.start()
 
     @property
@@ -126,11 +126,10 @@ class RemoteSession:
         """
         additions, partition = self._settings.additions.current, current_partition()
         if additions is not self._additions:
-            more = additions.since(self._additions)
-            self._told.append((self.call(add, more), more))
+            self._told.append((self.call(add, additions), additions))
             self._additions = additions
         if partition != self._partition:
-            self._told.append((self.call(set_rank, partition.rank, partition.world_size), Additions()))
+            self._told.append((self.call(set_rank, partition.rank, partition.world_size), None))
             self._partition = partition
         return self._wait_until_told
 
@@ -139,12 +138,13 @@ class RemoteSession:
             wait, additions = told
             try:
                 wait(timeout)
-            except ImportError as exc:
-                # Not applied: the session is told anew if these are still wanted, or wanted again.
+            except (ConnectionLostError, RPCTimeoutError):
+                raise
+            except Exception:
                 with contextlib.suppress(ValueError):  # another thread was faster
                     self._told.remove(told)
-                self._additions = self._additions.without(additions.modules)
-                if exc.name not in additions.modules or exc.name in self._settings.additions.current.modules:
+                if additions is None or additions is self._settings.additions.current:
+                    self._additions = None  # told anew if these are still wanted, or wanted again
                     raise
 
     def import_early(self, modules: Set[str]) -> None:

@@ -8,8 +8,8 @@ say so.
 Datasets that split their files read RANK and WORLD_SIZE. LOCAL_RANK stays: it numbers trainers of another machine.
 
 Datasets and loaders may add environment variables, modules, and a wish for the workers' output. A client has one
-session per node for all of its loaders, which share each variable's value and each module's version. An archive is a
-zip file with one top-level module or package. Its files lie as they do beside the script, so a package finds its data
+session per node for all of its loaders, which share variables and modules. An archive is a zip file with one top-level
+module or package. Its files lie as they do beside the script, so a package finds its data
 by the same relative paths. Equal files make equal archives.
 """
 
@@ -213,7 +213,7 @@ def unpack(module: Module, folder: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Additions:
-    """Requests of a dataset or loader, or of all of them together."""
+    """What the datasets and loaders of a client have its sessions add, each part once."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
     modules: Mapping[str, Module] = field(default_factory=dict)
@@ -228,41 +228,22 @@ class Additions:
         """Both together; this very object if ``more`` adds nothing.
 
         Raises:
-            ValueError: A variable has another value, a module another version, or the modules are too large.
+            ValueError: Both have variables, or modules, and these differ.
         """
-        for name, value in more.variables.items():
-            if (before := self.variables.get(name, value)) != value:
-                raise ValueError(
-                    f"env: {name} is to be {value!r}, but another dataset or loader of this process, with the same "
-                    f"sessions, has set it to {before!r}: give both the same value, or leave it to one"
-                )
-        for name, module in more.modules.items():
-            if self.modules.get(name, module) != module:
-                raise ValueError(
-                    f"py_modules: the files of {name} differ from those that another dataset or loader of this "
-                    "process, with the same sessions, has sent: restart the script to use the new ones"
-                )
+        _check_same("env", self.variables, more.variables)
+        _check_same("py_modules", self.modules, more.modules)
         both = Additions(
-            {**self.variables, **more.variables},
-            {**self.modules, **more.modules},
-            self.forward_output or more.forward_output,
+            self.variables or more.variables, self.modules or more.modules, self.forward_output or more.forward_output
         )
-        if (size_bytes := sum(module.size_bytes for module in both.modules.values())) > MAX_BYTES:
-            raise ValueError(
-                f"py_modules: {', '.join(both.modules)} have {size_bytes / 2**20:.1f} MiB together, and the limit is "
-                f"{MAX_BYTES >> 20} MiB: put data on a file system that the nodes see, or install packages there"
-            )
         return self if both == self else both
 
-    def since(self, before: Additions) -> Additions:
-        """The part that a session which knows ``before`` lacks."""
-        lacking = {name: module for name, module in self.modules.items() if before.modules.get(name) != module}
-        return Additions(self.variables, lacking, self.forward_output)
 
-    def without(self, names: Iterable[str]) -> Additions:
-        """All but these modules."""
-        rest = {name: module for name, module in self.modules.items() if name not in names}
-        return Additions(self.variables, rest, self.forward_output)
+def _check_same(argument: str, sent: Mapping[str, object], wanted: Mapping[str, object]) -> None:
+    if sent and wanted and (differing := [name for name in {**sent, **wanted} if sent.get(name) != wanted.get(name)]):
+        raise ValueError(
+            f"{argument}: another dataset or loader of this process has sent another value, which differs in "
+            f"{', '.join(differing)}, and its sessions take one: give both the same, or leave it to the first"
+        )
 
 
 class SharedAdditions:
@@ -278,19 +259,20 @@ class SharedAdditions:
 
     @contextlib.contextmanager
     def adding(self, more: Additions) -> Iterator[None]:
-        """Add these; new modules are taken back if the ``with`` block fails, perhaps because of them.
+        """Add these; they are taken back if the ``with`` block fails, perhaps because of them.
 
         Raises:
             ValueError: They contradict what was added before.
         """
         with self._lock:
-            new = more.modules.keys() - self.current.modules
-            self.current = self.current.plus(more)
+            before = self.current
+            self.current = after = before.plus(more)
         try:
             yield
         except BaseException:
             with self._lock:
-                self.current = self.current.without(new)
+                if self.current is after:
+                    self.current = before
             raise
 
 

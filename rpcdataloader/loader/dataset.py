@@ -57,7 +57,7 @@ class RPCDataset(Dataset[Any]):
 
     Raises:
         ValueError: ``workers``, ``build``, ``env`` or ``min_workers`` is malformed, a module cannot be sent, or another
-            dataset or loader of this process gives a variable another value or has sent another version of a module.
+            dataset or loader of this process has sent another ``env`` or other ``py_modules``.
         TypeError: ``dataset`` cannot be called, or its result is not a dataset.
         ConnectError: All node servers are unreachable, or have too few workers.
         SerializationError: An argument cannot be pickled.

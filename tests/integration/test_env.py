@@ -64,7 +64,7 @@ def test_session_that_comes_to_be_too_late_to_be_told_gets_it_before_it_builds(s
 
 def test_two_that_want_different_values_are_told_before_anything_is_built(server):
     RPCDataset(server.address, Looks, env={"PROFILE": "first"})
-    text = "PROFILE is to be 'second', but another dataset or loader .* has set it to 'first'"
+    text = "env: another dataset or loader of this process has sent another value, which differs in PROFILE, and"
     with pytest.raises(ValueError, match=text):
         RPCDataset(server.address, os._exit, 3, env={"PROFILE": "second"})
     with pytest.raises(ValueError, match=text):
@@ -78,6 +78,19 @@ def test_session_that_replaces_a_lost_one_has_it_too(server):
     os.kill(session, 9)
     wait_until(lambda: session not in server.processes())
     assert seen_by(dataset) == ("mine", "mine")
+
+
+def test_further_variables_are_refused_and_none_are_not(server):
+    RPCDataset(server.address, Looks, env=["PROFILE"])
+    with pytest.raises(ValueError, match="which differs in MORE, and its sessions take one"):
+        RPCDataset(server.address, Looks, env={"PROFILE": "mine", "MORE": "1"})
+    assert seen_by(RPCDataset(server.address, Looks)) == ("mine", "mine")
+
+
+def test_dataset_that_fails_leaves_the_choice_to_the_next_one(server):
+    with pytest.raises(TypeError):
+        RPCDataset(server.address, Looks, "one argument too many", env={"PROFILE": "first"})
+    assert seen_by(RPCDataset(server.address, Looks, env={"PROFILE": "second"})) == ("second", "second")
 
 
 def test_values_are_those_when_the_loader_was_made(server, monkeypatch):

@@ -185,7 +185,10 @@ def test_clients_with_different_versions_do_not_meet(server, unseen, zygote, tmp
 def test_files_that_have_changed_since_are_refused_before_anything_is_built(server, unseen, tmp_path):
     RPCDataset(server.address, unseen.Labels, py_modules=["shapes"])
     (tmp_path / "scripts" / "shapes" / "labels.txt").write_text("circle oval")
-    with pytest.raises(ValueError, match="the files of shapes differ from those that another dataset or loader"):
+    with pytest.raises(
+        ValueError,
+        match="py_modules: another dataset or loader of this process has sent another value, which differs in shapes,",
+    ):
         RPCDataset(server.address, os._exit, 3, py_modules=["shapes"])
 
 
