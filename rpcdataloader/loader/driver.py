@@ -207,12 +207,12 @@ class Driver:
         if self.executor.is_over:
             self.fail(loss.error)
         else:
-            self.feed(lambda engine, now: engine.worker_lost(number, loss, now))
+            self.feed(lambda engine, _now: engine.worker_lost(number, loss))
 
     def nodes_changed(self, come: Sequence[Node], gone: Sequence[Node]) -> None:
         """Report that nodes were added, or removed; a restarted one is only added."""
         if gone:
-            self.feed(lambda engine, now: engine.remove_nodes(gone, now))
+            self.feed(lambda engine, _now: engine.remove_nodes(gone))
         if come:
             self.feed(lambda engine, _now: engine.crew.add_nodes(come))
 
@@ -267,7 +267,7 @@ class Driver:
         """Note that the consumer waits for :attr:`condition`; with it. Returns the time of the end of its wait."""
         engine = self.engine
         engine.consumer_waits(now)
-        self._due = math.inf if (due := engine.due(now)) is None else due
+        self._due = engine.due(now)
         self.sleeps_until = self._due if deadline is None else min(self._due, deadline)
         self.sleeps_since = now
         self.later_since = now if engine.table.answered_bytes else math.inf
@@ -296,7 +296,7 @@ class Driver:
             or table.wants_input
             or (self.ahead is not None and self.ahead.delivery is not None)
             # The engine's next action may be due before the end of the sleep.
-            or ((due := self.engine.due(self.now())) is not None and due < self.sleeps_until)
+            or self.engine.due(self.now()) < self.sleeps_until
         ):
             self.condition.notify_all()  # an interrupted wait leaves a waiter that is gone
         elif self.later_since == math.inf:

@@ -99,7 +99,7 @@ class Seat(WorkerOwner):
             self._intake.check(reply)
         except BaseException as exc:
             error = exc.with_traceback(None)
-            self._driver.feed(lambda engine, now: engine.worker_failed(self.number, error, now))
+            self._driver.feed(lambda engine, _now: engine.worker_failed(self.number, error))
         else:
             self._driver.feed(lambda engine, _now: engine.worker_at_work(self.number))
 
@@ -146,12 +146,11 @@ class Seat(WorkerOwner):
         if answer.error is None and settings.iterable and answer.stream is None:
             engine.stream_ended(worker, number, now)
             return
-        stream = engine.table.stream_of(number) if settings.iterable else None
-        counts = engine.answered(
+        task = engine.answered(
             worker, number, size_bytes=answer.size_bytes, task_seconds=seconds, now=now, answer=answer
         )
-        if counts and stream is not None and answer.stream is not None:
-            driver.streams[stream] = answer.stream
+        if task is not None and task.stream is not None and answer.stream is not None:
+            driver.streams[task.stream] = answer.stream
 
     def worker_ready(self, worker: RemoteWorker) -> None:  # noqa: ARG002  the only one
         self._driver.feed(lambda engine, now: engine.worker_ready(self.number, now))

@@ -380,9 +380,11 @@ class Crew(Generic[N]):
     # The end
 
     @property
-    def stuck_until(self) -> float | None:
-        """Time at which waiting for workers becomes futile; None while there are enough to go on."""
-        if self.stuck_since is None or not self.roster.is_hopeful:
+    def stuck_until(self) -> float:
+        """Time at which waiting for workers becomes futile; infinite while there are enough to go on."""
+        if self.stuck_since is None:
+            return math.inf
+        if not self.roster.is_hopeful:
             return self.stuck_since
         return self.stuck_since + self._options.reconnect_timeout
 

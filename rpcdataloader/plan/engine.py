@@ -20,9 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from rpcdataloader.errors import ConnectionLostError
 from rpcdataloader.plan.actions import Action, Cancel, Close, End, Load, PlanOptions, ReportWait, Restart
-from rpcdataloader.plan.batches import BatchTable
 from rpcdataloader.plan.crew import Crew, Loss, Member, listed
-from rpcdataloader.plan.streams import StreamTable
 from rpcdataloader.plan.table import Entry, Table
 
 N = TypeVar("N", bound=Hashable)
@@ -71,13 +69,10 @@ class Engine(Generic[N]):
 
     def _begin(self, batch_size_bytes: float, turn: int) -> None:
         options = self._options
-        self._killed: dict[int, list[str]] = {}  # how each worker at a task has ended, by undelivered task
-        self.table: Table
-        if options.is_iterable:
-            self.table = StreamTable(options, batch_size_bytes, turn)
-        else:
+        if not options.is_iterable:
             options = replace(options, num_workers=max(1, self.crew.num_wanted))
-            self.table = BatchTable(options, batch_size_bytes)
+        self._killed: dict[int, list[str]] = {}  # how each worker at a task has ended, by undelivered task
+        self.table = Table(options, batch_size_bytes, turn)
 
     # The consumer
 
@@ -125,25 +120,24 @@ class Engine(Generic[N]):
 
     def answered(
         self, worker: int, number: int, *, size_bytes: int, task_seconds: float | None, now: float, answer: Any = None
-    ) -> bool:
-        """Note that a worker answered a task with a batch, or with a final exception.
+    ) -> Entry | None:
+        """Note that a worker answered a task with a batch, or with an exception.
 
         Returns:
-            True if ``answer`` will be delivered; otherwise the caller forgets it.
+            The task, if ``answer`` will be delivered; otherwise None, and the caller forgets it.
         """
-        table = self.table
-        is_doubled = table.num_doubled > 0  # may include this one
-        counts = table.replied(worker, number, size_bytes=size_bytes, task_seconds=task_seconds, now=now, answer=answer)
-        if counts and is_doubled:
-            for loser in table.losers(number):
-                self._out.append(Cancel(loser, number))
         self.crew.num_deaths = 0
-        return counts
+        task = self.table.replied(
+            worker, number, size_bytes=size_bytes, task_seconds=task_seconds, now=now, answer=answer
+        )
+        if task is not None and task.holders:  # with a superfluous copy
+            self._out += [Cancel(loser.id, number) for loser in task.holders]
+        return task
 
     def stream_ended(self, worker: int, number: int, now: float) -> None:
         """Note a worker's answer that its stream ended before this task."""
-        self.table.ended(worker, number, now)
         self.crew.num_deaths = 0
+        self.table.ended(worker, number, now)
 
     # Workers
 
@@ -153,7 +147,7 @@ class Engine(Generic[N]):
         if worker is None or worker.is_closed:
             return
         for other in self.crew.ready(worker, now):
-            self._send_away(other, now)
+            self._send_away(other)
         worker.has_joined = True
         self.table.worker_joined(number, now, worker.node, worker.place)
 
@@ -164,7 +158,7 @@ class Engine(Generic[N]):
             worker.is_at_work = True
             self.crew.has_begun(worker)
 
-    def worker_failed(self, number: int, error: BaseException, now: float) -> None:
+    def worker_failed(self, number: int, error: BaseException) -> None:
         """Note that user code raised an exception in a worker's first request of this epoch.
 
         It ends the pass if no worker has ever answered; otherwise the worker is replaced.
@@ -174,8 +168,8 @@ class Engine(Generic[N]):
             return
         if worker.has_joined:  # nothing else that it answers is a batch
             worker.has_joined = False
-            self._leave(number, now)
-        self._send_away(worker, now)
+            self._leave(number)
+        self._send_away(worker)
         if not self.crew.start_failed(worker, error):
             self.failure = self.failure or error
 
@@ -190,21 +184,21 @@ class Engine(Generic[N]):
             worker.is_draining = True
             self.table.worker_draining(worker.number)
 
-    def _send_away(self, worker: Member[N], now: float) -> None:
+    def _send_away(self, worker: Member[N]) -> None:
         worker.is_sent_away = True
         if not self._options.is_iterable:
             self._drain(worker)
         elif worker.has_joined:
             # Its stream goes on elsewhere after the last answer. Later messages of this worker are not waited for.
             worker.has_joined = False
-            self._leave(worker.number, now)
+            self._leave(worker.number)
         self._close_when_done(worker)
 
     def _close_when_done(self, worker: Member[N]) -> None:
         if not worker.is_closed and worker not in self._leaving:
             self._leaving.append(worker)
 
-    def worker_lost(self, number: int, loss: Loss, now: float) -> None:
+    def worker_lost(self, number: int, loss: Loss) -> None:
         """Note that a worker has ended, or could not be started."""
         worker = self.crew.remove(number)
         if worker is None:
@@ -216,15 +210,15 @@ class Engine(Generic[N]):
         # A node that fails with all of its workers says nothing about their tasks.
         died = loss.node_is_up and loss.came and not worker.is_draining
         # A worker that was still starting has not loaded anything.
-        is_blamed = worker.has_joined and self._leave(number, now, loss if died and worker.is_at_work else None)
+        is_blamed = worker.has_joined and self._leave(number, loss if died and worker.is_at_work else None)
         is_needed = self.table.needs(worker.place)
         self.crew.lost(worker, loss, is_needed=is_needed, is_blamed=is_blamed, died=died)
 
-    def _leave(self, worker: int, now: float, death: Loss | None = None) -> bool:
+    def _leave(self, worker: int, death: Loss | None = None) -> bool:
         """Give the tasks of a lost worker to others; returns whether its present task is to blame."""
         number = self.table.running(worker, None if death is None else death.task)
         self._interrupted = "" if number is None else self._describe(self.table.tasks[number].payload)
-        self.table.worker_left(worker, now)
+        self.table.worker_left(worker)
         if number is None or death is None:
             return False
         killed = self._killed.setdefault(number, [])
@@ -236,10 +230,10 @@ class Engine(Generic[N]):
 
     # Nodes
 
-    def remove_nodes(self, nodes: Iterable[N], now: float) -> None:
+    def remove_nodes(self, nodes: Iterable[N]) -> None:
         """Remove nodes from this pass: their workers answer their requests, and end."""
         for worker in self.crew.remove_nodes(nodes):
-            self._send_away(worker, now)
+            self._send_away(worker)
 
     # Time and actions
 
@@ -265,7 +259,7 @@ class Engine(Generic[N]):
         """Note that time has passed: end late workers, and give up when waiting is futile."""
         self._out += [End(worker, number) for worker, number in self.table.timed_out(now)]
         self.crew.tick(now)
-        if self.failure is None and (deadline := self.crew.stuck_until) is not None and deadline <= now:
+        if self.failure is None and self.crew.stuck_until <= now:
             error = self.crew.verdict()
             if self._interrupted and isinstance(error, ConnectionLostError):
                 error = type(error)(f"{error}; it was loading {self._interrupted}")
@@ -282,7 +276,7 @@ class Engine(Generic[N]):
             for task in self.table.tasks.values()
         )
         due = self.due(now)
-        then = "nothing is due" if due is None else f"next decision in {max(0.0, due - now):.1f} s"
+        then = "nothing is due" if due == math.inf else f"next decision in {max(0.0, due - now):.1f} s"
         return f"tasks: {listed(tasks)}; {self.crew.summary(now)}; {then}"
 
     def long_wait(self, now: float) -> str:
@@ -290,10 +284,7 @@ class Engine(Generic[N]):
         seconds = 0.0 if self._waiting_since is None else now - self._waiting_since
         return "" if seconds < SHOW_AFTER else f"Waiting for {seconds:.0f} s. {self.summary(now)}. "
 
-    def due(self, now: float) -> float | None:
-        """Time for the next :meth:`tick` and :meth:`act` without further events; None for never."""
-        due = self.table.due(now)
-        stuck_until = None if self.crew.stuck_since is None else self.crew.stuck_until
-        report_at = None if self._waiting_since is None or not self.table.tasks else self._report_at
-        late_at = self.crew.late_at if self.crew.late_at != math.inf else None
-        return min((time for time in (due, stuck_until, report_at, late_at) if time is not None), default=None)
+    def due(self, now: float) -> float:
+        """Time for the next :meth:`tick` and :meth:`act` without further events; infinite for never."""
+        report_at = math.inf if self._waiting_since is None or not self.table.tasks else self._report_at
+        return min(self.table.due(now), self.crew.stuck_until, report_at, self.crew.late_at)

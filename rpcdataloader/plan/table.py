@@ -1,9 +1,15 @@
-"""The undelivered tasks of one pass: where each is, their order of delivery, and their limit in bytes. Pure.
+"""The undelivered tasks of one pass: where each is, who gets it, their order of delivery, their limit in bytes. Pure.
 
-Each undelivered task is in one of three states: waiting for a worker, in flight at one or two workers, or answered. Two
-kinds of tables decide which worker gets a task: :class:`~rpcdataloader.plan.batches.BatchTable` for a map-style
-dataset, where any worker may load any task, and :class:`~rpcdataloader.plan.streams.StreamTable` for an iterable-style
-dataset, where a task belongs to a stream.
+Each undelivered task is in one of three states: waiting for a worker, in flight at one or two workers, or answered.
+
+A batch of a map-style dataset may go to any worker. If the one that the consumer needs next is a straggler (see
+:mod:`rpcdataloader.plan.workers`), a backup task is sent: a second copy, at another worker. The first answer counts,
+even if it is an exception. The other copy occupies its worker until that has answered or left.
+
+A batch of an iterable-style dataset belongs to a stream: what one worker iterates over. Tasks are dealt to the streams
+in turn and delivered in that order, as by torch's loader, so the order of the batches depends on the number of streams
+alone. A stream that ends leaves the turn, and its pending tasks are dropped. It has no second copies, as these would
+come from another stream.
 
 Workers are named by numbers. A delivered task leaves nothing behind but its second copy, until that is answered, so an
 event costs the same in the millionth batch as in the first.
@@ -13,21 +19,23 @@ from __future__ import annotations
 
 import bisect
 import math
-from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.plan.actions import PlanOptions
-from rpcdataloader.plan.workers import Pace, WorkerPace
+from rpcdataloader.plan.workers import PATIENCE, Pace, WorkerPace, choose, choose_second, keep_until
 
 # The estimated size of a batch jumps up to the largest seen and sinks this fraction of the way towards smaller ones. A
 # memory limit must hold when sizes vary, where an average is too low half of the time; without the sinking, one giant
 # batch at the start would throttle the whole epoch.
 _SIZE_DECAY = 1 / 16
+
+# At most one batch per this many workers has a second copy, and one in any case. A file system that stalls for all
+# workers must not get every request twice.
+_WORKERS_PER_HEDGE = 16
 
 
 @dataclass(slots=True)
@@ -45,30 +53,34 @@ class Entry:
     condemned: str | None = None
 
 
-class Undelivered:
-    """The undelivered tasks as the consumer sees them: their window, their sizes, and their order of delivery.
+class Table:
+    """The tasks of one pass, and the workers that have them.
 
     Args:
-        options: ``num_workers`` and ``prefetch_factor`` make the window.
+        options: Limits. At most ``num_workers * prefetch_factor`` tasks are undelivered: the sampler is consumed as
+            far ahead as by torch's loader. :meth:`resize` changes that; joining and leaving workers do not. At most
+            ``prefetch_factor`` tasks are in flight per worker, besides second copies. With streams, ``num_workers`` is
+            their number, each served by one worker.
+
+            ``max_in_flight_bytes`` limits the bytes of undelivered answers plus the estimated bytes of tasks in flight;
+            the next task to be delivered is always allowed. Sizes are unknown before the first answer, so only the
+            window limits the first tasks, as in torch's loader.
         batch_size_bytes: Initial estimate, for example that of the epoch before.
+        turn: Stream whose batch comes first.
 
     Attributes:
         tasks: Undelivered tasks by number, in the order of the numbers.
         batch_size_bytes: Estimated size of a batch, 0 before the first answer.
         window: Limit on the number of undelivered tasks.
         answered_bytes: Bytes of undelivered answers.
-
-    Raises:
-        ValueError: An option is out of its range.
+        num_doubled: Number of tasks in flight at two workers.
     """
 
-    def __init__(self, options: PlanOptions, batch_size_bytes: float = 0.0) -> None:
-        for name in ("num_workers", "prefetch_factor", "max_in_flight_bytes", "max_retries"):
-            if (value := getattr(options, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+    def __init__(self, options: PlanOptions, batch_size_bytes: float = 0.0, turn: int = 0) -> None:
         self.tasks: dict[int, Entry] = {}
         self.batch_size_bytes = float(batch_size_bytes)
         self.answered_bytes = 0
+        self.num_doubled = 0
         self._prefetch_factor = options.prefetch_factor
         self.window = self._wanted_window = options.num_workers * options.prefetch_factor
         self._num_added = 0
@@ -76,17 +88,41 @@ class Undelivered:
         self._waiting: list[int] = []  # sorted
         self._in_order = options.in_order
         self._answered: deque[Entry] = deque()  # in the order of the answers; unused with in_order
+        self._max_bytes = options.max_in_flight_bytes
+        self._num_in_flight = 0  # unanswered copies
+        # Workers
+        self._workers: dict[int, WorkerPace] = {}
+        # Those that are not draining: with room for a task, and full ones of which something is known.
+        self._roomy: dict[int, WorkerPace] = {}
+        self._full: dict[int, WorkerPace] = {}
+        self._least_finish = math.inf  # not above the earliest expected finish of the full ones
+        self._pace = Pace(self.window)
+        self._kept_until = math.inf  # time until which a task is kept for a full worker, though another has room
+        # Only the task at the head of a worker's queue has a deadline, from the time it came there: a task behind
+        # another one is not running. The limit is the same for all, so deadlines come in the order of the beginnings,
+        # which is that of the dictionary.
+        self._task_timeout = options.task_timeout
+        self._deadlines: dict[int, float] = {}
+        # Streams
+        self._has_streams = options.is_iterable
+        self._turn: deque[int] = deque()  # those that have not ended; the first one gets the next task
+        self._owners: dict[int | None, WorkerPace] = {}
+        self._num_undelivered: Counter[int | None] = Counter()  # by stream
+        if self._has_streams:
+            self._turn.extend(range(options.num_workers))
+            self._turn.rotate(-turn)
+
+    # The consumer
 
     def resize(self, num_workers: int) -> None:
-        """Set the window to that of this number of workers, if it may change at all.
+        """Set the window to that of this number of workers; the number of streams is fixed.
 
         The window grows at once. It shrinks with the next delivery, without dropping tasks: so the driver can ask the
         sampler in between, without holding a lock.
         """
-        if num_workers < 1:
-            raise ValueError(f"num_workers must be at least 1, not {num_workers}")
-        self._wanted_window = num_workers * self._prefetch_factor
-        self.window = max(self.window, self._wanted_window)
+        if not self._has_streams:
+            self._wanted_window = num_workers * self._prefetch_factor
+            self.window = max(self.window, self._wanted_window)
 
     @property
     def wants_input(self) -> bool:
@@ -94,18 +130,30 @@ class Undelivered:
         return not self._ended and len(self.tasks) < self.window
 
     def add_task(self, payload: Any) -> int | None:
-        """Add the next task of the input; returns its number, or None without room for it."""
+        """Add the next task of the input, for the stream whose turn it is; returns its number, None without room.
+
+        Out of order, a stream with a full share of the window is passed over, as by torch's loader: other streams do
+        not wait for a slow one.
+        """
         if self._ended or len(self.tasks) >= self.window:
             return None
         number = self._num_added
         self._num_added += 1
-        self.tasks[number] = Entry(number, payload)
+        task = self.tasks[number] = Entry(number, payload)
         self._waiting.append(number)
+        if self._has_streams:
+            stream = self._turn[0]
+            if not self._in_order:
+                stream = next(stream for stream in self._turn if self._num_undelivered[stream] < self._prefetch_factor)
+            task.stream = stream
+            self._num_undelivered[stream] += 1
+            self._turn.remove(stream)
+            self._turn.append(stream)
         return number
 
     def end_of_input(self) -> None:
-        """Note that the sampler has no more tasks."""
-        self._ended = True
+        """Note that the sampler has no more tasks; streams report their own ends."""
+        self._ended = self._ended or not self._has_streams
 
     def awaited(self) -> Entry | None:
         """The oldest unanswered task; None if all are answered."""
@@ -131,12 +179,9 @@ class Undelivered:
         del self.tasks[task.number]
         self.window = self._wanted_window
         self.answered_bytes -= task.size_bytes or 0
+        if task.stream is not None:
+            self._num_undelivered[task.stream] -= 1
         return task
-
-    def stream_of(self, number: int) -> int | None:
-        """The stream of a task, until it is delivered; None without streams."""
-        task = self.tasks.get(number)
-        return None if task is None else task.stream
 
     def forget(self) -> None:
         """Drop all tasks."""
@@ -148,87 +193,54 @@ class Undelivered:
         """Whether the input has ended and everything is delivered."""
         return self._ended and not self.tasks
 
-
-class Table(Undelivered, ABC):
-    """The tasks of one pass, and the workers that have them.
-
-    Args:
-        options: ``max_in_flight_bytes`` limits the bytes of undelivered answers plus the estimated bytes of tasks in
-            flight; the next task to be delivered is always allowed. Sizes are unknown before the first answer, so only
-            the window limits the first tasks, as in torch's loader.
-        batch_size_bytes: Initial estimate.
-
-    Attributes:
-        num_doubled: Number of tasks in flight at two workers.
-    """
-
-    _measures_speed = True
-
-    def __init__(self, options: PlanOptions, batch_size_bytes: float = 0.0) -> None:
-        super().__init__(options, batch_size_bytes)
-        self.num_doubled = 0
-        self._max_bytes = options.max_in_flight_bytes
-        self._workers: dict[int, WorkerPace] = {}
-        self._num_joined = 0
-        self._pace = Pace(self.window)
-        self._num_in_flight = 0  # unanswered copies
-        # Only the task at the head of a worker's queue has a deadline, from the time it came there: a task behind
-        # another one is not running. The limit is the same for all, so deadlines come in the order of the beginnings,
-        # which is that of the dictionary.
-        self._task_timeout = options.task_timeout
-        self._deadlines: dict[int, float] = {}
-
     # Workers
 
-    def worker_joined(self, worker: int, now: float = 0.0, host: Hashable = None, place: int = 0) -> None:  # noqa: ARG002
-        """Add a worker. One that left may join again; its past is forgotten.
+    def worker_joined(self, worker: int, now: float = 0.0, host: Hashable = None, place: int = 0) -> None:
+        """Add a worker.
 
         Args:
             host: Host of the worker, which second copies of its tasks avoid; None if unknown.
             place: Place of the worker: the stream that it serves.
         """
-        if worker in self._workers:
-            raise LocalProtocolError(f"worker {worker} has joined already")
-        record = self._workers[worker] = WorkerPace(worker, host, self._num_joined, self._pace, since=now)
-        self._num_joined += 1
-        self._queue_changed(record)
+        record = self._workers[worker] = self._roomy[worker] = WorkerPace(worker, host, self._pace, since=now)
+        if self._has_streams:
+            self._owners[place] = record
 
     def worker_draining(self, worker: int) -> None:
         """Give a worker no new tasks if others can have them; it still answers those that it has."""
-        record = self._get(worker)
-        record.draining = True
-        record.leave_ranking()
+        self._workers[worker].draining = True
+        self._roomy.pop(worker, None)
+        self._full.pop(worker, None)
 
-    def worker_left(self, worker: int, now: float) -> list[int]:  # noqa: ARG002  every event carries its time
-        """Remove a worker; returns its unanswered tasks, oldest first, which wait for another one now."""
-        record = self._get(worker)
-        del self._workers[worker]
-        record.leave_ranking()
+    def worker_left(self, worker: int) -> None:
+        """Remove a worker; its unanswered tasks wait for another one now."""
+        record = self._workers.pop(worker)
+        self._roomy.pop(worker, None)
+        self._full.pop(worker, None)
+        self._owners = {stream: owner for stream, owner in self._owners.items() if owner is not record}
         self._deadlines.pop(worker, None)
         self._num_in_flight -= len(record.in_flight)
-        lost = []
         for number in record.in_flight:
             task = self._drop_copy(record, number)
             if task is not None and not task.holders:
                 bisect.insort(self._waiting, number)
-                lost.append(number)
-        return lost
 
-    def needs(self, place: int) -> bool:  # noqa: ARG002  without streams, all places are equal
-        """Whether this place misses a worker when it is vacant."""
-        return True
+    def needs(self, place: int) -> bool:
+        """Whether this place misses a worker when it is vacant: its stream has not ended, if it has one."""
+        return not self._has_streams or place in self._turn
 
     def in_flight(self, worker: int) -> list[int]:
         """Unanswered tasks of a worker, oldest first; another worker may have answered and delivered them."""
-        return list(self._get(worker).in_flight)
+        return list(self._workers[worker].in_flight)
 
     def running(self, worker: int, said: int | None = None) -> int | None:
         """The task to blame for a worker's death; None if it is at no task that is still needed.
 
-        ``said`` is its last task from its own record, as an earlier answer may be lost with it.
+        ``said`` is its last task from its own record, as an earlier answer may be lost with it. Of a stream, all tasks
+        before that are needed.
         """
-        in_flight = self._get(worker).in_flight
-        number = said if said in in_flight else next(iter(in_flight), None)
+        in_flight = self._workers[worker].in_flight
+        number = said if said in in_flight and not self._has_streams else next(iter(in_flight), None)
         task = None if number is None else self.tasks.get(number)
         return None if task is None or task.size_bytes is not None else number
 
@@ -240,7 +252,8 @@ class Table(Undelivered, ABC):
         no second copies: a task that is late because it kills its workers would always have one somewhere.
 
         Returns:
-            True if the task is condemned: it counts as answered, and an error is delivered in its place.
+            True if the task is condemned: it counts as answered, and an error is delivered in its place. Its stream
+            ends with it, as no worker gets past the task.
         """
         task = self.tasks.get(number)
         if task is None or task.size_bytes is not None:
@@ -249,23 +262,10 @@ class Table(Undelivered, ABC):
         if not is_too_many or task.holders:
             return False
         self._waiting.remove(number)
-        self._condemn(task)
+        if task.stream is not None:
+            self._end_stream(task.stream, number + 1)
+        self._note_answer(task, 0)
         return True
-
-    def _condemn(self, task: Entry) -> None:
-        task.size_bytes = 0
-        if not self._in_order:
-            self._answered.append(task)
-
-    def _get(self, worker: int) -> WorkerPace:
-        record = self._workers.get(worker)
-        if record is None:
-            raise LocalProtocolError(f"worker {worker} has not joined, or has left")
-        return record
-
-    @abstractmethod
-    def _queue_changed(self, record: WorkerPace) -> None:
-        """Called when a worker has joined, or has more or fewer tasks."""
 
     # Time
 
@@ -279,12 +279,17 @@ class Table(Undelivered, ABC):
             del self._deadlines[worker]
         return [(worker, next(iter(self._workers[worker].in_flight))) for worker in late]
 
-    def due(self, now: float) -> float | None:  # noqa: ARG002  every event carries its time
-        """Time for the next :meth:`assign` and :meth:`timed_out` without further events; None for never.
+    def due(self, now: float) -> float:
+        """Time for the next :meth:`assign` and :meth:`timed_out` without further events; infinite for never.
 
         It is later than ``now``, if both were called at ``now`` and returned nothing more.
         """
-        return next(iter(self._deadlines.values()), None)
+        late_at = self._late_at()
+        return min(
+            self._kept_until,
+            late_at if late_at > now else math.inf,  # late already, and no worker can take a second copy
+            next(iter(self._deadlines.values()), math.inf),
+        )
 
     def _head_changed(self, record: WorkerPace, now: float) -> None:
         """Note that another task is at the head of a worker's queue, or none."""
@@ -292,11 +297,40 @@ class Table(Undelivered, ABC):
         if record.in_flight and self._task_timeout is not None:
             self._deadlines[record.id] = now + self._task_timeout
 
-    # Tasks, from the input to a worker
+    # Tasks, to a worker
 
-    @abstractmethod
     def assign(self, now: float) -> tuple[int, int] | None:
-        """Send a task; returns worker and number, None while no task may be sent."""
+        """Send a task; returns worker and number, None while no task may be sent.
+
+        It is the lowest waiting task that a worker may take, or else a second copy of a straggler.
+        """
+        self._kept_until = math.inf
+        for number in self._waiting:
+            if not self._may_send(number):
+                break
+            task = self.tasks[number]
+            record = self._owners.get(task.stream) if self._has_streams else self._choose(now)
+            if record is not None:
+                self._waiting.remove(number)
+                self._send(record, task, now)
+                return record.id, number
+            if not self._has_streams:
+                break
+        return self._hedge(now) if self._late_at(or_doubled=True) <= now else None
+
+    def _choose(self, now: float) -> WorkerPace | None:
+        """The worker that is expected to finish one more task first; None while that has no room for it."""
+        if not self._roomy:
+            return None
+        best = choose(self._roomy.values(), now)
+        if best.finish <= PATIENCE * self._least_finish and now < best.overdue_at():
+            return best  # without a look at all of the others
+        self._least_finish = min((worker.finish for worker in self._full.values()), default=math.inf)
+        kept_until = keep_until(best, self._full.values(), now)
+        if kept_until <= now:
+            return best
+        self._kept_until = kept_until
+        return None
 
     def _may_send(self, number: int) -> bool:
         """Whether the bytes allow one more task: this one, which waits."""
@@ -316,9 +350,54 @@ class Table(Undelivered, ABC):
         self._num_in_flight += 1
         if is_head and self._task_timeout is not None:
             self._head_changed(record, now)
-        self._queue_changed(record)
+        if len(record.in_flight) >= self._prefetch_factor:
+            self._roomy.pop(record.id, None)
+            self._note_full(record)
 
-    # Answers, from a worker to the consumer
+    def _note_full(self, record: WorkerPace) -> None:
+        if record.task_seconds is not None:
+            self._full[record.id] = record
+            self._least_finish = min(self._least_finish, record.finish)
+
+    # Second copies
+
+    def _late_at(self, *, or_doubled: bool = False) -> float:
+        """Time at which the next needed task becomes a straggler; infinite if no second copy is possible then.
+
+        Args:
+            or_doubled: True to count a task with a second copy, too: then another straggler may get one.
+        """
+        if not self.tasks or (self.num_doubled and self.num_doubled >= len(self._workers) // _WORKERS_PER_HEDGE):
+            return math.inf
+        task: Entry | None
+        if self._in_order:
+            task = self.tasks[next(iter(self.tasks))]
+        elif self._answered:
+            return math.inf
+        else:
+            task = next((task for task in self.tasks.values() if task.holders), None)
+        if task is None or not task.holders or task.size_bytes is not None or task.num_deaths:
+            return math.inf
+        if len(task.holders) > 1 and not or_doubled:
+            return math.inf
+        # A task behind another one has a worker that hangs at the first.
+        return task.holders[0].since + self._pace.late_seconds
+
+    def _hedge(self, now: float) -> tuple[int, int] | None:
+        """Send a second copy of a straggler, the oldest first."""
+        for task in self.tasks.values():
+            # A second copy helps: one copy is in flight, and the task has killed no worker yet.
+            is_alone = task.size_bytes is None and len(task.holders) == 1 and not task.num_deaths
+            if is_alone and task.holders[0].since + self._pace.late_seconds <= now:
+                record = choose_second(self._workers.values(), task.holders[0], now)
+                if record is None:
+                    return None
+                self._send(record, task, now)
+                self.num_doubled += 1
+                return record.id, task.number
+        return None
+
+    # Answers, from a worker
 
     def replied(
         self,
@@ -329,7 +408,7 @@ class Table(Undelivered, ABC):
         task_seconds: float | None = None,
         now: float = 0.0,
         answer: Any = None,
-    ) -> bool:
+    ) -> Entry | None:
         """Note a worker's answer to a task.
 
         Args:
@@ -339,43 +418,38 @@ class Table(Undelivered, ABC):
             answer: The answer, kept until the task is delivered.
 
         Returns:
-            False if the answer is to be ignored: the task is not in flight at that worker, or another worker was
-                faster.
+            The task; None if the answer is to be ignored: the task is not in flight at that worker, or another worker
+            was faster.
         """
-        if not (size_bytes >= 0 and (task_seconds is None or 0 <= task_seconds < math.inf)):
-            raise LocalProtocolError(f"task {number} cannot have {size_bytes} bytes and {task_seconds} seconds")
-        task = self._take_answer(worker, number, task_seconds, now)
+        record = self._workers.get(worker)
+        if record is None or number not in record.in_flight:
+            return None
+        if self._has_streams:
+            task_seconds = None  # a stream cannot be given to a faster worker
+        if record.answered(number, task_seconds, now) and self._task_timeout is not None:
+            self._head_changed(record, now)
+        self._num_in_flight -= 1
+        if not record.draining and len(record.in_flight) < self._prefetch_factor:
+            self._roomy[worker] = record
+            self._full.pop(worker, None)
+        elif not record.draining:
+            self._note_full(record)
+        task = self._drop_copy(record, number)
         if task is None:
-            return False
-        task.size_bytes, task.answer = size_bytes, answer
-        self.answered_bytes += size_bytes
+            return None
+        task.answer = answer
         if size_bytes > self.batch_size_bytes:
             self.batch_size_bytes = float(size_bytes)
         else:
             self.batch_size_bytes += _SIZE_DECAY * (size_bytes - self.batch_size_bytes)
+        self._note_answer(task, size_bytes)
+        return task
+
+    def _note_answer(self, task: Entry, size_bytes: int) -> None:
+        task.size_bytes = size_bytes
+        self.answered_bytes += size_bytes
         if not self._in_order:
             self._answered.append(task)
-        return True
-
-    def ended(self, worker: int, number: int, now: float = 0.0) -> bool:  # noqa: ARG002
-        """Note a worker's answer that its stream ended before this task; returns False as :meth:`replied` does."""
-        raise LocalProtocolError(f"task {number} of worker {worker} is no task of a stream, and cannot be its end")
-
-    def _take_answer(self, worker: int, number: int, task_seconds: float | None, now: float) -> Entry | None:
-        """Note a worker's answer; returns the task, None if the answer is to be ignored."""
-        if not 0 <= number < self._num_added:
-            raise LocalProtocolError(f"task {number} was never added")
-        record = self._workers.get(worker)
-        if record is None or number not in record.in_flight:
-            return None
-        if (
-            record.answered(number, task_seconds if self._measures_speed else None, now)
-            and self._task_timeout is not None
-        ):
-            self._head_changed(record, now)
-        self._num_in_flight -= 1
-        self._queue_changed(record)
-        return self._drop_copy(record, number)
 
     def _drop_copy(self, record: WorkerPace, number: int) -> Entry | None:
         """Note that a copy is no longer in flight; returns its task, None if another worker has answered that."""
@@ -387,7 +461,24 @@ class Table(Undelivered, ABC):
         task.holders.remove(record)
         return task if task.size_bytes is None else None
 
-    def losers(self, number: int) -> list[int]:
-        """Workers with a superfluous copy of an answered task that is not delivered yet."""
-        task = self.tasks[number]
-        return [] if task.size_bytes is None else [record.id for record in task.holders]
+    def ended(self, worker: int, number: int, now: float = 0.0) -> None:
+        """Note a worker's answer that its stream ended before this task; ignored as by :meth:`replied`."""
+        record = self._workers.get(worker)
+        if record is not None and number in record.in_flight:
+            stream = self.tasks[number].stream
+            assert stream is not None
+            self._end_stream(stream, number)
+            self._head_changed(record, now)
+
+    def _end_stream(self, stream: int, first: int) -> None:
+        """End a stream before task ``first``."""
+        for number in [number for number, task in self.tasks.items() if task.stream == stream and number >= first]:
+            self._num_undelivered[stream] -= 1
+            if holders := self.tasks.pop(number).holders:
+                del holders[0].in_flight[number]
+                self._num_in_flight -= 1
+            else:
+                self._waiting.remove(number)
+        self._turn.remove(stream)
+        self.window = self._wanted_window = len(self._turn) * self._prefetch_factor
+        self._ended = not self._turn

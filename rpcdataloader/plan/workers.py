@@ -4,19 +4,17 @@ Two measures are kept apart. The *task time* is a worker's own working time, wit
 which worker is faster. The time of answers *as seen from here*, travelling included, tells which are unusual: where a
 network is full, all answers take long, and none is a straggler.
 
-A task goes to the worker that is expected to finish it first: without measurements, the one with the fewest tasks in
-flight. A worker whose running task is overdue comes last.
+A task goes to the worker that is expected to finish it first: workers without measurements come before all others, and
+that with the fewest tasks in flight before these. A worker whose running task is overdue comes last.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter
 
 # Weight of the newest measurement in an average task time. A worker's second answer replaces the first, which says more
 # about imports and cold caches than about speed.
@@ -48,7 +46,9 @@ _RENEWAL = 8  # answers between two computations, which keeps it cheap
 
 # A worker is passed over when waiting for a full one is expected to be this many times faster. Otherwise the slowest
 # worker dictates the pace: all others, with the window full, come to wait for its task.
-_PATIENCE = 1.5
+PATIENCE = 1.5
+
+_FINISH = attrgetter("finish")
 
 
 class Pace:
@@ -59,7 +59,7 @@ class Pace:
             two hangs from the start, no more will come.
 
     Attributes:
-        task_seconds: Average task time, assumed for workers without an answer; None before the first answer.
+        task_seconds: Average task time, above which a worker without an answer is overdue, too; None before the first.
         late_seconds: Time above which an answer is a straggler; infinite while too little is known.
     """
 
@@ -94,16 +94,14 @@ class WorkerPace:
 
     id: int
     host: Hashable  # host of the worker; None if unknown
-    order: int  # number in the order of joining, which breaks ties
     common: Pace
     since: float  # time at which the first task in flight began or, without one, the worker fell idle
     in_flight: dict[int, None] = field(default_factory=dict)  # task numbers as an ordered set; the first one runs
     draining: bool = False
-    # Average of recent answers; None before the first one, when the others' average is assumed.
-    task_seconds: float | None = None
+    task_seconds: float | None = None  # average of recent answers; None before the first one
+    # Seconds until it would answer one more task. An attribute, since it is compared more often than it changes.
+    finish: float = _CLOCK_SECONDS
     _num_averaged: int = 0  # answers in the average
-    _ranked: list[_Entry] | None = None  # its list, and its entry there
-    _entry: _Entry | None = None
 
     def sent(self, number: int, now: float) -> None:
         """Note that the worker was given a task."""
@@ -112,6 +110,7 @@ class WorkerPace:
                 self._num_averaged = 1
             self.since = now
         self.in_flight[number] = None
+        self._queue_changed()
 
     def answered(self, number: int, task_seconds: float | None, now: float) -> bool:
         """Note that the worker answered a task; ``task_seconds`` is None if that says nothing about its speed.
@@ -127,12 +126,8 @@ class WorkerPace:
             self.common.answered(task_seconds, now - self.since if was_running else None)
         if was_running:
             self.since = now
+        self._queue_changed()
         return was_running
-
-    def expect_finish(self) -> float:
-        """Seconds until the worker would answer one more task; in units of a task before any measurement."""
-        expected = self.common.task_seconds if self.task_seconds is None else self.task_seconds
-        return (len(self.in_flight) + 1) * (1.0 if expected is None else expected)
 
     def overdue_at(self) -> float:
         """Time at which the running task is overdue; infinite without a task or without measurements."""
@@ -143,61 +138,18 @@ class WorkerPace:
 
     def stale_at(self) -> float:
         """Time at which the worker's measurements become too old; infinite while it is at work."""
-        return math.inf if self.in_flight else self.since + _STALE_FACTOR * self.expect_finish()
+        return math.inf if self.in_flight else self.since + _STALE_FACTOR * self.finish
 
-    def leave_ranking(self) -> None:
-        """Remove the worker from its ranking, if any."""
-        if self._ranked is not None and self._entry is not None:
-            del self._ranked[bisect_left(self._ranked, self._entry)]
-            self._ranked = self._entry = None
+    def _queue_changed(self) -> None:
+        self.finish = (len(self.in_flight) + 1) * (_CLOCK_SECONDS if self.task_seconds is None else self.task_seconds)
 
 
-# Key of the order, number in the order of joining, which is unique, and the worker.
-_Entry = tuple[float, int, WorkerPace]
-_WORKER = itemgetter(2)
-
-
-class Ranking:
-    """A set of workers, iterated over with the soonest first; ties in the order of joining. Each worker is in one only.
-
-    It is kept in order, so that finding the soonest looks at few workers, however many there are. A worker's place
-    changes only with its tasks and answers: the owner puts it again then. The assumed speed of workers without answers
-    changes with each answer of the others, but alike for all of them: they keep their order among themselves, and the
-    iterator merges them with the others.
-    """
-
-    def __init__(self) -> None:
-        self._measured: list[_Entry] = []  # sorted, by seconds
-        self._unmeasured: list[_Entry] = []  # sorted, by tasks
-
-    def put(self, worker: WorkerPace) -> None:
-        """Add a worker, out of any other ranking, or move it to its present place."""
-        if worker._ranked is not None and worker._entry is not None:
-            del worker._ranked[bisect_left(worker._ranked, worker._entry)]
-        if worker.task_seconds is not None:
-            worker._ranked, worker._entry = self._measured, (worker.expect_finish(), worker.order, worker)
-        else:
-            worker._ranked, worker._entry = self._unmeasured, (float(len(worker.in_flight)), worker.order, worker)
-        insort(worker._ranked, worker._entry)
-
-    def __bool__(self) -> bool:
-        return bool(self._measured or self._unmeasured)
-
-    def __iter__(self) -> Iterator[WorkerPace]:
-        if not self._unmeasured:
-            return map(_WORKER, self._measured)
-        if not self._measured:
-            return map(_WORKER, self._unmeasured)
-        both = map(_WORKER, self._measured), map(_WORKER, self._unmeasured)
-        return heapq.merge(*both, key=lambda worker: (worker.expect_finish(), worker.order))
-
-
-def choose(candidates: Iterable[WorkerPace], now: float) -> WorkerPace:
-    """The best of the workers with room, of which there is at least one; the soonest come first."""
-    for worker in candidates:
-        if now < worker.overdue_at():
-            return worker
-    return next(iter(candidates))
+def choose(roomy: Collection[WorkerPace], now: float) -> WorkerPace:
+    """The best of the workers with room, of which there is at least one: the soonest of those that are not overdue."""
+    best = min(roomy, key=_FINISH)
+    if now < best.overdue_at():
+        return best
+    return min((worker for worker in roomy if now < worker.overdue_at()), key=_FINISH, default=best)
 
 
 def choose_second(workers: Iterable[WorkerPace], first: WorkerPace, now: float) -> WorkerPace | None:
@@ -207,33 +159,29 @@ def choose_second(workers: Iterable[WorkerPace], first: WorkerPace, now: float) 
     """
     return min(
         (worker for worker in workers if worker is not first and not worker.draining and now < worker.overdue_at()),
-        key=lambda one: (first.host is not None and one.host == first.host, one.expect_finish(), one.order),
+        key=lambda one: (first.host is not None and one.host == first.host, one.finish),
         default=None,
     )
 
 
-def keep_until(best: WorkerPace, full: Iterable[WorkerPace], now: float) -> float:
+def keep_until(best: WorkerPace, full: Collection[WorkerPace], now: float) -> float:
     """Time until which a task is better kept for one of the full workers than given to the best one with room.
 
-    That is the time at which the full worker is overdue, as far as is known, so each task is sent in the end. It is not
-    later than ``now`` if the best worker with room gets the task.
+    That is the time at which the full worker is overdue, so each task is sent in the end. It is not later than ``now``
+    if the best worker with room gets the task.
 
     Args:
-        full: Full workers; the soonest first.
+        full: Full workers that have answered before.
     """
-    stale_at = best.stale_at()
-    if best.overdue_at() <= now:
-        limit = math.inf
-    elif stale_at <= now:
-        return now
-    else:
-        limit = best.expect_finish() / _PATIENCE
-    for other in full:
-        if other.expect_finish() >= limit:
-            break
-        if now < (overdue_at := other.overdue_at()) < math.inf:
-            return min(overdue_at, stale_at)
-    return now
+    limit, stale_at = math.inf, best.stale_at()
+    if now < best.overdue_at():
+        if stale_at <= now:
+            return now
+        limit = best.finish / PATIENCE
+    other = min(full, key=_FINISH, default=None)
+    if other is not None and other.overdue_at() <= now:
+        other = min((worker for worker in full if now < worker.overdue_at()), key=_FINISH, default=None)
+    return now if other is None or other.finish >= limit else min(other.overdue_at(), stale_at)
 
 
 def _smooth(average: float | None, value: float) -> float:

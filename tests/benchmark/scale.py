@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from rpcdataloader.plan.actions import PlanOptions
-from rpcdataloader.plan.batches import BatchTable
+from rpcdataloader.plan.table import Table
 
 from .__main__ import describe_machine
 from .loaders import LOADERS, PACKAGE
@@ -124,7 +124,7 @@ def measure_connections(quick: bool) -> str:
 
 def time_table(num_workers: int, num_batches: int) -> float:
     """Return CPU seconds per batch of the table of tasks, when workers answer in turn and a consumer takes at once."""
-    scheduler = BatchTable(PlanOptions(num_workers))
+    scheduler = Table(PlanOptions(num_workers))
     for worker in range(num_workers):
         scheduler.worker_joined(worker, 0.0)
     in_flight: deque[tuple[int, int]] = deque()

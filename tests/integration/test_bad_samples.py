@@ -256,12 +256,12 @@ def test_streams_go_on_after_skipped_batches(where, generator):
 def test_what_may_pass_is_tried_again_before_it_is_skipped(where, tmp_path, caplog):
     log = str(tmp_path / "log")
     expected = rows(make(Bad(), where))
-    dataset = Flaky(log, {2: 2, 9: 99}, 10)
-    loader = make(dataset, where, retry_on=Lost, max_retries=2)
+    dataset = Flaky(log, {2: 1, 9: 99}, 10)
+    loader = make(dataset, where, retry_on=Lost, max_retries=1)
     assert rows(loader) == without(expected, {9, 10})
     assert loader.num_skipped == 2
-    assert notes(log).count("2") == 2
-    assert notes(log).count("9") == 3
+    assert notes(log).count("2") == 1
+    assert notes(log).count("9") >= 2  # a second copy of the batch may have failed, too
     (warning,) = (text for text in warned(caplog) if "skipped" in text)
     assert "skipped 2 samples (indices 9, 10)" in warning
 

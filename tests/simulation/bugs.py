@@ -33,7 +33,7 @@ BUGS = [
     # The table of batches
     Bug(
         "a batch that has killed a worker is sent to a second one",
-        "batches",
+        "table",
         "len(task.holders) == 1 and not task.num_deaths",
         "len(task.holders) == 1",
         "task.size_bytes is not None or task.num_deaths:",
@@ -41,13 +41,13 @@ BUGS = [
     ),
     Bug(
         "second copies are sent while a batch that has killed a worker is waited for",
-        "batches",
+        "table",
         "task.size_bytes is not None or task.num_deaths:",
         "task.size_bytes is not None:",
     ),
     Bug(
         "one second copy too many",
-        "batches",
+        "table",
         "(self.num_doubled and self.num_doubled >=",
         "(self.num_doubled > 1 and self.num_doubled >=",
     ),
@@ -71,9 +71,9 @@ BUGS = [
     ),
     Bug(
         "a draining worker is chosen again after its next answer",
-        "batches",
-        "if not record.draining:\n            (self._open",
-        "if True:\n            (self._open",
+        "table",
+        "if not record.draining and len(record.in_flight) < self._prefetch_factor:",
+        "if len(record.in_flight) < self._prefetch_factor:",
     ),
     Bug(
         "a deadly batch kills one worker too many",
@@ -90,7 +90,7 @@ BUGS = [
     Bug(
         "the oldest batch is blamed for another one",
         "table",
-        "number = said if said in in_flight else next(iter(in_flight), None)",
+        "number = said if said in in_flight and not self._has_streams else next(iter(in_flight), None)",
         "number = next(iter(in_flight), None)",
     ),
     Bug(
@@ -103,9 +103,9 @@ BUGS = [
     ),
     Bug(
         "a worker gets one batch too many",
-        "batches",
-        "(self._open if len(record.in_flight) < self._prefetch_factor",
-        "(self._open if len(record.in_flight) <= self._prefetch_factor",
+        "table",
+        "if len(record.in_flight) >= self._prefetch_factor:",
+        "if len(record.in_flight) > self._prefetch_factor:",
     ),
     Bug(
         "the window never shrinks",
@@ -115,11 +115,9 @@ BUGS = [
     ),
     Bug(
         "the newest batch is sent first",
-        "batches",
-        "self._may_send(number := self._waiting[0])",
-        "self._may_send(number := self._waiting[-1])",
-        "del self._waiting[0]",
-        "del self._waiting[-1]",
+        "table",
+        "        for number in self._waiting:\n            if not self._may_send",
+        "        for number in reversed(self._waiting):\n            if not self._may_send",
     ),
     Bug(
         "the byte limit holds back what the consumer waits for",
@@ -130,8 +128,8 @@ BUGS = [
     Bug(
         "a task that died with its second copy is not answered",
         "table",
-        "        self._condemn(task)\n        return True\n\n    def _condemn",
-        "        task.size_bytes = 0\n        return True\n\n    def _condemn",
+        "        self._note_answer(task, 0)\n",
+        "        task.size_bytes = 0\n",
     ),
     # The table of streams
     Bug(
@@ -142,16 +140,16 @@ BUGS = [
     ),
     Bug(
         "what an ended stream had stays in the budget",
-        "streams",
+        "table",
         "                del holders[0].in_flight[number]\n                self._num_in_flight -= 1\n",
         "                del holders[0].in_flight[number]\n",
     ),
-    Bug("a saved pass goes on with another stream", "streams", "self._turn.rotate(-turn)", "self._turn.rotate(turn)"),
+    Bug("a saved pass goes on with another stream", "table", "self._turn.rotate(-turn)", "self._turn.rotate(turn)"),
     Bug(
         "a slow stream holds up the others",
-        "streams",
-        "if not self._in_order:\n            stream = next(",
-        "if self._num_added < 0:\n            stream = next(",
+        "table",
+        "            if not self._in_order:\n                stream = next(",
+        "            if self._num_added < 0:\n                stream = next(",
     ),
     Bug(
         "the task behind one that was answered has no limit of time",
@@ -161,9 +159,9 @@ BUGS = [
     ),
     Bug(
         "the tasks of a condemned stream go on",
-        "streams",
-        "        self._end_stream(task.stream, task.number + 1)\n",
-        "",
+        "table",
+        "            self._end_stream(task.stream, number + 1)\n",
+        "            pass\n",
     ),
     # Bytes and time
     Bug(
@@ -197,8 +195,10 @@ BUGS = [
     Bug(
         "a task is kept for a worker that hangs",
         "workers",
-        "if now < (overdue_at := other.overdue_at()) < math.inf",
-        "if now < (overdue_at := other.overdue_at() + 1e9) < math.inf",
+        "    if other is not None and other.overdue_at() <= now:\n",
+        "    if False:\n",
+        "else min(other.overdue_at(), stale_at)",
+        "else stale_at + 1e9",
     ),
     Bug(
         "a second copy goes to a worker that is draining",
@@ -277,8 +277,8 @@ BUGS = [
     Bug(
         "deaths count though workers answer",
         "engine",
-        "        self.crew.num_deaths = 0\n        return counts",
-        "        return counts",
+        "        self.crew.num_deaths = 0\n        task = ",
+        "        task = ",
     ),
     Bug(
         "a worker that does not come is asked for without end",
@@ -340,8 +340,8 @@ BUGS = [
     Bug(
         "the other copy of an answered task is not cancelled",
         "engine",
-        "                self._out.append(Cancel(loser, number))\n",
-        "                pass\n",
+        "            self._out += [Cancel(loser.id, number) for loser in task.holders]\n",
+        "            pass\n",
     ),
     Bug(
         "draining workers take part in the next epoch",
@@ -449,7 +449,7 @@ BUGS = [
     Bug(
         "a stream goes on elsewhere from its beginning",
         "seat",
-        "            driver.streams[stream] = answer.stream\n",
+        "            driver.streams[task.stream] = answer.stream\n",
         "            pass\n",
     ),
     Bug("the consumer sleeps past what is due", "driver", "        if self._due <= now:\n", "        if False:\n"),

@@ -500,12 +500,12 @@ class Judge:
             self.fail(f"{action}: task {number} is at {task.holders}")
         self.reported_at = now
 
-    def _check_report(self, due: float | None) -> None:
+    def _check_report(self, due: float) -> None:
         """The engine asks to be asked again in time to tell the user of a long wait."""
         if self.waiting_since is None or not self.tasks:
             return
         deadline = max(self.waiting_since + REPORT_AFTER, self.reported_at + REPORT_AGAIN)
-        if due is None or due > deadline + _TINY:
+        if due > deadline + _TINY:
             self.fail(f"the consumer waits since {self.waiting_since}, and the engine waits until {due}")
 
     def _see_load(self, action: Load, now: float) -> None:
@@ -757,7 +757,7 @@ class Judge:
         elif self.stuck_since is None:
             self.stuck_since = now
 
-    def check_due(self, due: float | None, now: float) -> None:
+    def check_due(self, due: float, now: float) -> None:
         """The consumer waits until then."""
         if self.options.task_timeout is not None and len(self.members) <= 64:
             self._check_limits(self.options.task_timeout, due)
@@ -765,22 +765,22 @@ class Judge:
         self._check_stuck(now)
         late_at = min((member.late_at for member in self.members.values() if not member.sent_away), default=math.inf)
         late_at = min(late_at, *(self.seek_late_at[node] for node in self.seeking), math.inf)
-        if late_at < math.inf and (due is None or due > late_at + _TINY):
+        if late_at < math.inf and (due > late_at + _TINY):
             self.fail(f"a node has not answered until {late_at}, and the engine waits until {due}")
         if self.stuck_since is None:
             return
         if self.asked_since is None:
             self.asked_since = now  # the time without workers counts while the consumer waits
         deadline = self.asked_since + self.options.reconnect_timeout if self.is_hopeful else now
-        if due is None or due > deadline + _TINY:
+        if due > deadline + _TINY:
             self.fail(f"there are no workers since {now - self.stuck_since} s, and the engine waits until {due}")
 
-    def _check_limits(self, limit: float, due: float | None) -> None:
+    def _check_limits(self, limit: float, due: float) -> None:
         for number, member in self.members.items():
             running = next(iter(member.in_flight), None)
             if running is None or member.ended == running:
                 continue
-            if due is None or due > member.since + limit + _TINY:
+            if due > member.since + limit + _TINY:
                 self.fail(
                     f"worker {number} is at task {running} since {member.since}, and the engine waits until {due}"
                 )

@@ -6,10 +6,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from rpcdataloader.plan.actions import Action, End, PlanOptions
-from rpcdataloader.plan.batches import BatchTable
 from rpcdataloader.plan.crew import Crew, Loss
 from rpcdataloader.plan.engine import Engine
-from rpcdataloader.plan.streams import StreamTable
 from rpcdataloader.plan.table import Entry, Table
 from tests.simulation.judge import Judge, Task, ViolationError
 
@@ -37,7 +35,7 @@ class JudgedEngine(Engine[str]):
         super()._begin(batch_size_bytes, turn)
         table: Any = self.table
         table.judge = self.judge
-        table.__class__ = _JudgedStreams if self._options.is_iterable else _JudgedBatches
+        table.__class__ = JudgedTable
 
     def begin_epoch(self, now: float, turn: int = 0) -> None:
         self.judge.begin_epoch(turn)
@@ -62,7 +60,7 @@ class JudgedEngine(Engine[str]):
         super().consumer_waits(now)
         self.judge.waiting_since = now if self.judge.waiting_since is None else self.judge.waiting_since
 
-    def due(self, now: float) -> float | None:
+    def due(self, now: float) -> float:
         due = super().due(now)
         if self.judge.waiting_since is not None and not self._ticks:  # the judge does not know this tick's decisions
             self.judge.check_due(due, now)
@@ -86,14 +84,14 @@ class JudgedEngine(Engine[str]):
 
     def answered(
         self, worker: int, number: int, *, size_bytes: int, task_seconds: float | None, now: float, answer: Any = None
-    ) -> bool:
+    ) -> Entry | None:
         expected = self.judge.answered(worker, number, size_bytes, task_seconds, now)
-        counts = super().answered(
+        task = super().answered(
             worker, number, size_bytes=size_bytes, task_seconds=task_seconds, now=now, answer=answer
         )
-        if counts != expected:
-            raise ViolationError(f"the answer of worker {worker} to task {number} counts: {counts}")
-        return counts
+        if (task is not None) != expected:
+            raise ViolationError(f"the answer of worker {worker} to task {number} counts: {not expected}")
+        return task
 
     def stream_ended(self, worker: int, number: int, now: float) -> None:
         self.judge.stream_ended(worker, number)
@@ -113,13 +111,13 @@ class JudgedEngine(Engine[str]):
         self.judge.draining(number)
         super().worker_draining(number)
 
-    def worker_lost(self, number: int, loss: Loss, now: float) -> None:
+    def worker_lost(self, number: int, loss: Loss) -> None:
         self.judge.lost(number, loss)
-        super().worker_lost(number, loss, now)
+        super().worker_lost(number, loss)
 
-    def remove_nodes(self, nodes: Iterable[str], now: float) -> None:
+    def remove_nodes(self, nodes: Iterable[str]) -> None:
         self.judge.remove_nodes(list(nodes))
-        super().remove_nodes(nodes, now)
+        super().remove_nodes(nodes)
 
 
 class JudgedCrew(Crew[str]):
@@ -151,7 +149,7 @@ class JudgedCrew(Crew[str]):
         super().add_nodes(nodes)
 
 
-class _JudgedTable(Table):
+class JudgedTable(Table):
     judge: Judge
 
     def add_task(self, payload: Any) -> int | None:
@@ -161,8 +159,8 @@ class _JudgedTable(Table):
         if number is None:
             raise ViolationError(f"{len(self.judge.tasks)} tasks are not delivered, and there is no room for another")
         stream = self.judge.added(number, payload)
-        if self.stream_of(number) != stream:
-            raise ViolationError(f"task {number} is given to stream {self.stream_of(number)}, not {stream}")
+        if self.tasks[number].stream != stream:
+            raise ViolationError(f"task {number} is given to stream {self.tasks[number].stream}, not {stream}")
         return number
 
     @property
@@ -175,11 +173,3 @@ class _JudgedTable(Table):
     def end_of_input(self) -> None:
         super().end_of_input()
         self.judge.has_input_ended = True
-
-
-class _JudgedBatches(_JudgedTable, BatchTable):
-    pass
-
-
-class _JudgedStreams(_JudgedTable, StreamTable):
-    pass

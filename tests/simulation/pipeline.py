@@ -19,8 +19,7 @@ from typing import Any
 
 from rpcdataloader.diagnosis.records import Probe, Recorder, Setup
 from rpcdataloader.plan.actions import PlanOptions
-from rpcdataloader.plan.batches import BatchTable
-from rpcdataloader.plan.streams import StreamTable
+from rpcdataloader.plan.table import Table
 from rpcdataloader.wire.messages import Stages
 
 
@@ -180,10 +179,11 @@ class Pipeline:
         scenario = self.scenario
         options = PlanOptions(
             num_workers=len(self.workers),
+            is_iterable=scenario.is_iterable,
             prefetch_factor=scenario.prefetch_factor,
             max_in_flight_bytes=scenario.max_in_flight_bytes,
         )
-        self._table: Any = StreamTable(options) if scenario.is_iterable else BatchTable(options)
+        self._table: Any = Table(options)
         self._probes: dict[int, Probe | None] = {}
         self._sent_at: dict[tuple[int, int], tuple[float, float]] = {}
         self._held: dict[int, tuple[float, Worker]] = {}  # answered and not delivered, in the order of the answers
@@ -302,11 +302,11 @@ class Pipeline:
             number, task = assigned
             self._sent_at[number, task] = self.now, self.now
             self.after(self.scenario.latency / 2, self._request, self._table, self.workers[number], task)
-        if (due := self._table.due(self.now)) is not None and due < math.inf:
+        if (due := self._table.due(self.now)) < math.inf:
             self.after(max(0.0, due - self.now), self._due, self._table)
 
     def _due(self, table: Any) -> None:
-        if table is self._table and table.due(self.now) is not None and table.due(self.now) <= self.now:
+        if table is self._table and table.due(self.now) <= self.now:
             self._pump()
 
     # A worker

@@ -53,8 +53,6 @@ PURE = {
     "rpcdataloader.plan.engine",
     "rpcdataloader.plan.table",
     "rpcdataloader.plan.workers",
-    "rpcdataloader.plan.batches",
-    "rpcdataloader.plan.streams",
     "rpcdataloader.diagnosis.figures",
     "rpcdataloader.diagnosis.records",
     "rpcdataloader.diagnosis.trace",

@@ -65,7 +65,7 @@ def test_events_of_page_are_those_that_the_engine_is_fed():
         "".join(path.read_text() for path in (ROOT / "rpcdataloader" / "loader").glob("*.py")),
     )
     # Questions, and the end of a pass.
-    assert set(fed) - named == {"act", "due", "long_wait", "stream_of", "forget"}
+    assert set(fed) - named == {"act", "due", "long_wait", "forget"}
 
 
 def test_folders_of_the_layout_are_those_of_the_package():

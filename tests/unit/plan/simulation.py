@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from rpcdataloader.plan.actions import PlanOptions
-from rpcdataloader.plan.batches import BatchTable
+from rpcdataloader.plan.table import Table
 
 
 class Simulation:
@@ -23,7 +23,7 @@ class Simulation:
     """
 
     def __init__(self, num_workers: int, seconds: Callable[[int, float], float], *, spread=0.3, seed=0, **options):
-        self.scheduler = BatchTable(PlanOptions(num_workers, **options))
+        self.scheduler = Table(PlanOptions(num_workers, **options))
         self.seconds = seconds
         self.spread = spread
         self.random = random.Random(seed)
@@ -47,8 +47,8 @@ class Simulation:
                 return
             event = self.events[0][0] if self.events else math.inf
             due = self.scheduler.due(self.now)
-            assert due is None or due > self.now
-            self.now = min(event, math.inf if due is None else due, until)
+            assert due > self.now
+            self.now = min(event, due, until)
             if self.now == until:
                 return
             if event <= self.now:
@@ -56,7 +56,7 @@ class Simulation:
 
     def end(self, worker: int, number: int) -> None:
         self.ended.append(worker)
-        self.scheduler.worker_left(worker, self.now)
+        self.scheduler.worker_left(worker)
         assert not self.scheduler.blame(number, is_too_many=False)
         del self.queues[worker]
 
@@ -86,9 +86,9 @@ class Simulation:
 
     def answer(self, worker: int, number: int, seconds: float) -> None:
         assert self.queues[worker].pop(0) == number
-        if self.scheduler.replied(worker, number, size_bytes=1, task_seconds=seconds, now=self.now):
-            for loser in self.scheduler.losers(number):
-                self.cancel(loser, number)
+        task = self.scheduler.replied(worker, number, size_bytes=1, task_seconds=seconds, now=self.now)
+        for loser in [] if task is None else task.holders:
+            self.cancel(loser.id, number)
         if self.queues[worker]:
             self.begin(worker)
 

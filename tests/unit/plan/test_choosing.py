@@ -6,7 +6,7 @@ from rpcdataloader.plan.workers import Pace, WorkerPace, choose, choose_second, 
 def workers(*task_seconds, hosts=(None,) * 9) -> list[WorkerPace]:
     """Idle ones, each with this task time."""
     pace = Pace(16)
-    records = [WorkerPace(order, hosts[order], order, pace, since=0.0) for order in range(len(task_seconds))]
+    records = [WorkerPace(order, hosts[order], pace, since=0.0) for order in range(len(task_seconds))]
     for record, seconds in zip(records, task_seconds, strict=True):
         for number in range(2):
             record.sent(number, 0.0)
@@ -14,19 +14,15 @@ def workers(*task_seconds, hosts=(None,) * 9) -> list[WorkerPace]:
     return records
 
 
-def soonest_first(*records) -> list[WorkerPace]:
-    return sorted(records, key=WorkerPace.expect_finish)
-
-
 def test_earliest_expected_finish_is_chosen_and_who_is_overdue_comes_last():
     fast, slow, new = workers(1.0, 3.0, 1.0)
-    assert choose(soonest_first(slow, fast, new), 0.0) is fast
+    assert choose([slow, fast, new], 0.0) is fast
     fast.sent(10, 0.0)
-    assert choose(soonest_first(slow, fast, new), 0.0) is new
-    assert choose(soonest_first(slow, fast), 0.0) is fast
-    assert choose(soonest_first(slow, fast), 4.0) is slow
+    assert choose([slow, fast, new], 0.0) is new
+    assert choose([slow, fast], 0.0) is fast
+    assert choose([slow, fast], 4.0) is slow
     slow.sent(11, 0.0)
-    assert choose(soonest_first(slow, fast), 12.0) is fast  # both are
+    assert choose([slow, fast], 12.0) is fast  # both are
 
 
 def test_second_copy_goes_to_a_full_worker_rather_than_one_that_is_overdue_or_draining():
@@ -45,11 +41,11 @@ def test_second_copy_goes_to_another_host_if_possible():
 
 
 def test_task_is_kept_for_a_faster_worker_until_that_is_overdue_or_the_slow_one_is_stale():
-    slow, fast = workers(20.0, 1.0)
+    fast, slow = workers(1.0, 20.0)
     fast.sent(10, 0.0)
     fast.sent(11, 0.0)
-    assert keep_until(slow, soonest_first(slow, fast), 1.0) == 4.0
-    assert keep_until(slow, soonest_first(slow, fast), 4.0) <= 4.0  # now it may have it
+    assert keep_until(slow, [fast], 1.0) == 4.0
+    assert keep_until(slow, [fast], 4.0) <= 4.0  # now it may have it
     fast.since = 319.0
-    assert keep_until(slow, soonest_first(slow, fast), 319.5) == 320.0  # 16 times 20
-    assert keep_until(slow, soonest_first(slow, fast), 320.0) <= 320.0
+    assert keep_until(slow, [fast], 319.5) == 320.0  # 16 times 20
+    assert keep_until(slow, [fast], 320.0) <= 320.0

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from rpcdataloader.plan.actions import PlanOptions
-from rpcdataloader.plan.streams import StreamTable
+from rpcdataloader.plan.table import Table
 from tests.unit.plan.simulation import Simulation
 
 
@@ -62,7 +62,7 @@ def test_batch_costs_the_same_in_a_long_epoch_as_in_a_short_one():
 
 def run_streams(num_streams, num_tasks, in_order) -> None:
     """Every stream answers in turn, and the consumer takes at once."""
-    table = StreamTable(PlanOptions(num_streams, in_order=in_order))
+    table = Table(PlanOptions(num_streams, is_iterable=True, in_order=in_order))
     for stream in range(num_streams):
         table.worker_joined(stream, place=stream)
     in_flight: deque[tuple[int, int]] = deque()
