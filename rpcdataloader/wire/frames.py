@@ -45,7 +45,6 @@ HEADER_SIZE = _HEADER.size
 MAC_SIZE = 16
 _NO_MAC = bytes(MAC_SIZE)
 _COUNTER = struct.Struct("<Q")
-_HASH_BLOCK_SIZE = 64  # of SHA-256
 
 # Below this, one more copy of the payload is cheaper than one more element for sendmsg to gather.
 _JOIN_BELOW_BYTES = 16 * 1024
@@ -161,32 +160,31 @@ class Message:
 class Sealer:
     """Makes or checks the MACs of one direction of a connection.
 
-    A MAC is HMAC-SHA256, cut to 16 bytes, over a counter (8 bytes, little-endian, not sent) and the header up to the
-    MAC. The counter is 0 for the first sealed message and grows with each, so a replayed, dropped, swapped or injected
-    message fails, as an altered one does.
+    A MAC is keyed BLAKE2b (RFC 7693) of 16 bytes over a counter (8 bytes, little-endian, not sent) and the header up to
+    the MAC. The counter is 0 for the first sealed message and grows with each, so a replayed, dropped, swapped or
+    injected message fails, as an altered one does.
 
     Not thread-safe, and order matters: messages are sealed in the order of sending, under the connection's send lock.
+
+    Args:
+        key: 1 to 64 bytes.
     """
 
-    __slots__ = ("_inner", "_outer", "num_sealed")
+    __slots__ = ("_keyed", "num_sealed")
 
     def __init__(self, key: bytes) -> None:
-        # HMAC (RFC 2104) hashes the padded key first, twice for each message: both hashes are kept at that point.
-        # hmac.digest takes three times as long.
-        if len(key) > _HASH_BLOCK_SIZE:
-            key = hashlib.sha256(key).digest()
-        padded = key.ljust(_HASH_BLOCK_SIZE, b"\0")
-        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
-        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
+        if not key:
+            raise ValueError("the key is empty")
+        # The key is hashed once. HMAC-SHA256 kept in the same way takes 1.7 times as long, and hmac.digest five times.
+        self._keyed = hashlib.blake2b(key=key, digest_size=MAC_SIZE)
         self.num_sealed = 0
 
     def seal(self, header_without_mac: Buffer) -> bytes:
         """The MAC of the next message; the receiver computes it, too, and compares in constant time."""
-        inner, outer = self._inner.copy(), self._outer.copy()
-        inner.update(_COUNTER.pack(self.num_sealed) + header_without_mac)
-        outer.update(inner.digest())
+        mac = self._keyed.copy()
+        mac.update(_COUNTER.pack(self.num_sealed) + header_without_mac)
         self.num_sealed += 1
-        return outer.digest()[:MAC_SIZE]
+        return mac.digest()
 
 
 class Pieces:

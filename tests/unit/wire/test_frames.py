@@ -4,7 +4,6 @@ import array
 import contextlib
 import gc
 import hashlib
-import hmac
 import struct
 import weakref
 
@@ -116,13 +115,18 @@ def patch_header(data, **changes):
 # ---------------------------------------------------------------------------------------------------- golden bytes
 
 
-@pytest.mark.parametrize("length", [0, 1, 32, 64, 65, 200])
-def test_macs_are_hmac_sha256_cut_short_over_a_counter_and_the_header(length):
+@pytest.mark.parametrize("length", [1, 32, 64])
+def test_macs_are_keyed_blake2b_over_a_counter_and_the_header(length):
     key = bytes(range(length))
     sealer = Sealer(key)
     for counter in range(3):
-        expected = hmac.digest(key, counter.to_bytes(8, "little") + b"header", "sha256")[:16]
-        assert sealer.seal(b"header") == expected
+        keyed = hashlib.blake2b(counter.to_bytes(8, "little") + b"header", key=key, digest_size=16)
+        assert sealer.seal(b"header") == keyed.digest()
+
+
+def test_empty_key_is_refused():
+    with pytest.raises(ValueError, match="the key is empty"):
+        Sealer(b"")
 
 
 def test_golden_preamble():
@@ -171,23 +175,23 @@ def test_golden_message_without_mac():
 
 
 GOLDEN_MACS = {
-    MessageType.HELLO: "2942c1d49f92ed49b6da6423902c2239",
-    MessageType.AUTH: "086cdec4b43d79707ee1a9a624c3610d",
-    MessageType.REFUSED: "1472c25bb5ec87a741e67f20753d7de1",
-    MessageType.WELCOME: "75a28725795255e8e2e3b9fbe3823265",
-    MessageType.BUSY: "1194bc1f0159616fc1f15c010233bb2b",
-    MessageType.CALL: "a4920d9a41313e636b9c6c795dd0e4e9",
-    MessageType.REPLY: "097aab4b8ea3480654014ed884f7df3e",
-    MessageType.ERROR: "a2502eed5ef1811d2caca464380a9919",
-    MessageType.RELEASE: "18d092e16c6aea7210762d73535abc68",
-    MessageType.CANCEL: "46d08a6e40eaa85fb6139795b793a116",
-    MessageType.LOG: "d3f3e521a81838b34fc64563355f4ac3",
-    MessageType.GOAWAY: "06e9c8247a4f606e10397d19fa8c5e89",
-    MessageType.EXITED: "538d7120f0d9090e546c9771eb9ad29d",
-    MessageType.BUILD: "9eae6c6624fdf8ba876228be53b00956",
-    MessageType.STACK: "0a649a8c9affc3d1038c4376d9c29013",
-    MessageType.STATS: "d5ffa82b44f8c88b3f8fec2234baafb2",
-    MessageType.REPORT: "d6f0fbe7acb69086e2579a98687c5695",
+    MessageType.HELLO: "b661d4c872452f40b949d2699f62cfa0",
+    MessageType.AUTH: "31ec0cef51a2c9c515f53080c97f92d8",
+    MessageType.REFUSED: "0e98115abf0839b7aef4b6befa6ba6e8",
+    MessageType.WELCOME: "55869f79a4aa2c6b45b502b571f96e41",
+    MessageType.BUSY: "e451e6a39dcd4d14f787c05316c54025",
+    MessageType.CALL: "92af25f091f6ffbc39e99d39836cf6bb",
+    MessageType.REPLY: "0891c8780fe0fe8ce80a48e99259e2ac",
+    MessageType.ERROR: "beba8d2ac2c36db2ae79d796a9fa07ab",
+    MessageType.RELEASE: "9d17c8e2c8eb462aac3e585c82cdcd8a",
+    MessageType.CANCEL: "af97ece45f638dec90c8efa213ad1bae",
+    MessageType.LOG: "d938975f410c455b92192a92fbbb0bb4",
+    MessageType.GOAWAY: "ad813d46856e0965976bc3996324072f",
+    MessageType.EXITED: "377727408018af945c0c3bfdd821572f",
+    MessageType.BUILD: "d2831f3bdea07d141eda51e1302000bb",
+    MessageType.STACK: "fd8d816b100df06820070b738392bcdf",
+    MessageType.STATS: "9abfc04f512d5d5a34fa38295c0ab009",
+    MessageType.REPORT: "2bca2dcdb0345fc08459ff073180b4af",
 }
 
 
@@ -227,7 +231,7 @@ def test_mac_is_what_the_documentation_says():
     sealer.seal(b"an earlier message")
     data = join(sealer, MessageType.REPLY, 1, b"payload")
     sealed_part, mac = data[:64], data[64:80]
-    assert mac == hmac.new(KEY, struct.pack("<Q", 1) + sealed_part, hashlib.sha256).digest()[:16]
+    assert mac == hashlib.blake2b(struct.pack("<Q", 1) + sealed_part, key=KEY, digest_size=16).digest()
 
 
 # ---------------------------------------------------------------------------------------------------- round trips
