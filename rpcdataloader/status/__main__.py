@@ -197,26 +197,27 @@ class Nodes:
         self._tls = tls
         self._timeout = timeout
         self._channels: dict[Address, Channel] = {}  # each used only by its address's thread
-        self._named: list[Address] = []
-        self._lookups: list[Lookup] = []
+        self._places: list[Address | Lookup] = []
         for where in map(find_workers, places) if places else [find_workers(None)]:
             if where is None:
                 raise ValueError("name a node server, or set RPCDATALOADER_WORKERS")
             if isinstance(where, (Inline, Local)):
                 raise ValueError(f"{where} belongs to one training process; name node servers by address")
-            self._named += where.addresses
-            self._lookups += [lookup.open() for lookup in where.lookups]
+            self._places += [*where.addresses, *(lookup.open() for lookup in where.lookups)]
 
     def look(self, *, stacks: bool = False) -> Tree:
         """Ask the node servers that are named, and those that are registered now; each once, in this order."""
-        found = list(self._named)
+        found: list[Address] = []
         problems: dict[str, str] = {}
-        for lookup in self._lookups:
-            found += lookup.look()
-            # The path of a directory stands for the directory itself.
-            folder = lookup.directory if isinstance(lookup, Register) else ""
-            problems |= {os.path.join(folder, name): reason for name, reason in lookup.problems.items()}
-        self.nowhere = [] if found else list(map(str, self._lookups))
+        for place in self._places:
+            if isinstance(place, Address):
+                found.append(place)
+            else:
+                found += place.look()
+                # The path of a directory stands for the directory itself.
+                folder = place.directory if isinstance(place, Register) else ""
+                problems |= {os.path.join(folder, name): reason for name, reason in place.problems.items()}
+        self.nowhere = [] if found else list(map(str, self._places))
         answers = self.ask(list(dict.fromkeys(found)), stacks=stacks)
         self.document = make_document(time.time(), answers, problems, self.document)
         return self.document
