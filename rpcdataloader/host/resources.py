@@ -95,16 +95,6 @@ def process_use(pid: int, thread: int | None = None) -> ProcessUse:
     return ProcessUse(fields[0], ticks / os.sysconf("SC_CLK_TCK"), int(fields[21]) * os.sysconf("SC_PAGE_SIZE"))
 
 
-def unread_bytes() -> dict[int, int]:
-    """Bytes that the kernel holds unread, by the inode of their TCP socket."""
-    unread = {}
-    for name in "tcp", "tcp6":
-        for line in read(f"/proc/net/{name}").splitlines()[1:]:
-            fields = line.split()
-            unread[int(fields[9])] = int(fields[4].partition(":")[2], 16)
-    return unread
-
-
 def memory_bytes(meminfo: str | None = None) -> dict[str, int]:
     """The amounts of ``/proc/meminfo``, under the kernel's names; ``meminfo`` is its text, if read before."""
     text = read("/proc/meminfo") if meminfo is None else meminfo

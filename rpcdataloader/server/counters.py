@@ -52,7 +52,6 @@ ROW = np.dtype(
         ("draining", "i8"),  # 1 if new requests are declined
         ("batch", "i8"),  # present batch of a loader's worker,
         ("sample", "i8"),  # and its sample: see fetch/samples.py
-        ("socket", "i8"),  # inode of a worker's connection
         # Work of a worker; in a row above, that of its ended processes:
         ("tasks", "i8"),
         ("calls", "i8"),

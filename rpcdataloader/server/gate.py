@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
-from rpcdataloader.host.resources import available_cpus, memory_bytes, process_use, unread_bytes
+from rpcdataloader.host.resources import available_cpus, memory_bytes, process_use
 from rpcdataloader.server import events
 from rpcdataloader.server.counters import SESSION, WORKER, Row
 from rpcdataloader.server.events import Link
@@ -126,7 +126,7 @@ def describe_node(rows: Sequence[Row], now: int, context: ServerContext, stacks:
         now: CLOCK_MONOTONIC in nanoseconds.
         stacks: Stacks by process id of the worker; None if they were not requested.
     """
-    node, memory, unread = rows[0], memory_bytes(), unread_bytes()
+    node, memory = rows[0], memory_bytes()
     clients = []
     for session in sorted((row for row in rows if row.kind == SESSION), key=lambda row: row.started):
         workers = [row for row in rows if row.kind == WORKER and row.session == session.place]
@@ -142,8 +142,7 @@ def describe_node(rows: Sequence[Row], now: int, context: ServerContext, stacks:
                 last_error=last.error or None,
                 last_error_seconds=_seconds(now, last.failed) if last.error else None,
                 workers=[
-                    _describe_worker(worker, now, unread, stacks)
-                    for worker in sorted(workers, key=lambda row: row.number)
+                    _describe_worker(worker, now, stacks) for worker in sorted(workers, key=lambda row: row.number)
                 ],
                 **_loops(session, now),
                 **_state(session, now),
@@ -168,7 +167,7 @@ def describe_node(rows: Sequence[Row], now: int, context: ServerContext, stacks:
     )
 
 
-def _describe_worker(worker: Row, now: int, unread: dict[int, int], stacks: dict[int, str] | None) -> WorkerStatus:
+def _describe_worker(worker: Row, now: int, stacks: dict[int, str] | None) -> WorkerStatus:
     use = process_use(worker.pid)
     return WorkerStatus(
         number=worker.number,
@@ -176,7 +175,6 @@ def _describe_worker(worker: Row, now: int, unread: dict[int, int], stacks: dict
         draining=bool(worker.draining),
         process_state=use.state,
         queued=max(0, worker.unanswered - worker.running),
-        unread_bytes=unread.get(worker.socket),
         cpu_seconds=use.cpu_seconds,
         memory_bytes=use.memory_bytes,
         stack=None if stacks is None else stacks.get(worker.pid, _NO_STACK),

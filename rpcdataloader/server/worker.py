@@ -98,7 +98,6 @@ def run_worker_process(
         return
     row = context.counters.row(decided.row)
     keep_whereabouts(row.batch, row.sample)
-    row.socket[0] = os.fstat(channel.fileno()).st_ino
     channel.stream.count_in(row.traffic)
     Worker(channel, session, datasets, number, context, row).run()
 

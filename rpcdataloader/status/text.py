@@ -150,8 +150,7 @@ _WORKER_COLUMNS: list[tuple[str, str, Callable[[Tree], Any]]] = [
     (">6", "worker", lambda worker: worker["number"]),
     (">8", "pid", lambda worker: worker["pid"]),
     ("<25", " state", lambda worker: f" {_state(worker)}"),
-    # Unread bytes belong to at least one request.
-    (">5", "queue", lambda worker: f"{worker['queued'] + 1}+" if worker["unread_bytes"] else worker["queued"]),
+    (">5", "queue", lambda worker: worker["queued"]),
     (">11", "batches", lambda worker: f"{worker['tasks']:,}"),
     (">6", "/s", lambda worker: in_digits(worker["tasks_per_second"])),
     (">6", "MB/s", lambda worker: in_digits(worker["sent_bytes_per_second"] / 1e6)),

@@ -114,10 +114,7 @@ class WorkerStatus(Work):
     # Linux's letter for the state of its main thread: "T" is stopped, "D" waits in the kernel; empty when it has gone.
     process_state: str
     age_seconds: float  # since it was admitted
-    queued: int  # requests received and not begun
-    # Bytes of requests that have arrived and not been received yet, which happens between two requests; None on a Unix
-    # socket, where the kernel does not tell.
-    unread_bytes: int | None
+    queued: int  # requests received and not begun; a worker receives between two requests
     cpu_seconds: float
     memory_bytes: int  # resident, including shared pages
     stack: str | None = None  # its Python stack, or why it is missing; None without a request for stacks
@@ -182,13 +179,13 @@ MAX_SILENCE = 90.0
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A node server that clients can find; behind a DNS name, only the address is known."""
+    """A node server that clients can find."""
 
     address: Address
-    num_workers: int = 1
-    host: str = ""
-    pid: int = 1
-    machine: str = ""  # its identity (:func:`~rpcdataloader.host.resources.machine_id`)
+    num_workers: int
+    host: str
+    pid: int
+    machine: str  # its identity (:func:`~rpcdataloader.host.resources.machine_id`)
     started: float = 0.0  # time of registration, in seconds of the file system's clock
 
     def __post_init__(self) -> None:

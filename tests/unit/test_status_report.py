@@ -307,12 +307,6 @@ def test_state_of_a_worker(worker, shown):
     assert f"  {shown}" in details(Answer("a:1", with_worker(**worker)))
 
 
-@pytest.mark.parametrize(("unread", "shown"), [(0, " 3 "), (None, " 3 "), (1, " 4+ ")])
-def test_requests_that_were_not_received_wait_too(unread, shown):
-    text = details(Answer("a:1", with_worker(queued=3, unread_bytes=unread, tasks=999)))
-    assert shown in text.splitlines()[-1]
-
-
 def test_stack_is_below_its_worker():
     text = details(Answer("a:1", with_worker(stack="state: S\nMain thread:\n  File x")))
     assert text.endswith("      0\n        state: S\n        Main thread:\n          File x\n")

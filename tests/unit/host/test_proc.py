@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 
-from rpcdataloader.host.resources import ProcessUse, memory_bytes, process_use, unread_bytes
-from tests.conftest import wait_until
+from rpcdataloader.host.resources import ProcessUse, memory_bytes, process_use
 
 
 def test_kernel_is_asked_about_a_process():
@@ -29,18 +27,6 @@ def test_name_of_a_process_may_hold_any_bytes():
         process.stdout.readline()
         assert process_use(process.pid).memory_bytes > 10**6
         process.communicate(b"\n")
-
-
-def test_kernel_is_asked_what_was_not_received():
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as ours,
-        listener.accept()[0] as theirs,
-    ):
-        inode = os.fstat(theirs.fileno()).st_ino
-        assert unread_bytes()[inode] == 0
-        ours.sendall(b"x" * 100)
-        wait_until(lambda: unread_bytes()[inode] == 100)
 
 
 def test_kernel_is_asked_for_memory():

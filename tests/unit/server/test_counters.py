@@ -68,7 +68,7 @@ def test_session_and_worker_are_seen_with_what_they_do():
     table.describe(session, kind=SESSION, client="gpu01:2304", rank=3, job="4711")
     worker = table.open(WORKER, 300, 3 * SECOND, session=session, number=7)
     row = table.row(worker)
-    row.since[0], row.running[0], row.unanswered[0], row.socket[0] = 4 * SECOND, 1, 3, 77
+    row.since[0], row.running[0], row.unanswered[0] = 4 * SECOND, 1, 3
     row.traffic[0] += 10
     row.traffic[1] += 20
     _node, seen, _worker = table.look()
@@ -76,7 +76,7 @@ def test_session_and_worker_are_seen_with_what_they_do():
     assert counts(seen) == (0, 0, 0, 0, 0)
     (seen,) = rows_of(table, WORKER)
     assert (seen.pid, seen.number, seen.session, seen.started) == (300, 7, session, 3 * SECOND)
-    assert (seen.running, seen.unanswered, seen.since, seen.draining, seen.socket) == (1, 3, 4 * SECOND, 0, 77)
+    assert (seen.running, seen.unanswered, seen.since, seen.draining) == (1, 3, 4 * SECOND, 0)
     assert counts(seen) == (0, 0, 0, 10, 20)
     row.tasks[0] += 1
     row.calls[0] += 2

@@ -57,10 +57,9 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     table.close(places[0])
     row = table.row(places[1])
     row.traffic[1] = 50
-    row.since[0], row.running[0], row.unanswered[0], row.socket[0] = 4 * SECOND, 1, 3, 77
+    row.since[0], row.running[0], row.unanswered[0] = 4 * SECOND, 1, 3
     uses = {302: ProcessUse("R", 1.5, 4096)}
     monkeypatch.setattr(gate, "process_use", lambda pid: uses.get(pid, ProcessUse()))
-    monkeypatch.setattr(gate, "unread_bytes", lambda: {77: 9})
     node = describe_node(table.look(), 6 * SECOND, context, None)
     assert (node.host, node.pid, node.num_workers, node.max_connections) == ("node01", os.getpid(), 2, 8)
     assert describe_node(table.look(), time.monotonic_ns(), context, None).uptime_seconds > 0
@@ -77,7 +76,6 @@ def test_work_of_clients_and_node_is_that_of_their_workers_and_of_those_that_hav
     (worker,) = first.workers
     assert (worker.number, worker.pid, worker.tasks, worker.age_seconds) == (2, 302, 1, 4)
     assert (worker.state, worker.state_seconds, worker.queued) == ("running", 2, 2)
-    assert (worker.unread_bytes, second.workers[0].unread_bytes) == (9, None)
     assert (worker.process_state, worker.cpu_seconds, worker.memory_bytes) == ("R", 1.5, 4096)
     assert worker.stack is None
     # The clock of the copy may be a little ahead of the one who looks.

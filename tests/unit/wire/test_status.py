@@ -33,7 +33,6 @@ WORKER = WorkerStatus(
     process_state="R",
     age_seconds=10,
     queued=1,
-    unread_bytes=0,
     cpu_seconds=4.0,
     memory_bytes=2**20,
 )
