@@ -5,9 +5,8 @@ around every call, and then carries the actions out without the lock, in their o
 out the actions of two events in any order. So an action never relies on an earlier one being done, and late actions are
 answered by an event (``crew.open_failed``, :meth:`Engine.worker_lost`).
 
-Two parts are joined here. The *table* knows the place of each task (:mod:`~rpcdataloader.plan.table`); the consumer
-adds tasks to it and queries it. The *crew* knows the workers and their nodes. The engine knows what went wrong with
-each task. It decides what a worker's end means for its task.
+Two parts are joined here. The *table* knows the tasks (:mod:`~rpcdataloader.plan.table`); the consumer adds to it and
+queries it. The *crew* knows the workers and their nodes. The engine decides what a worker's end means for its task.
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ class Engine(Generic[N]):
         options = self._options
         if not options.is_iterable:
             options = replace(options, num_workers=max(1, self.crew.num_wanted))
-        self._killed: dict[int, list[str]] = {}  # how each worker at a task has ended, by undelivered task
         self.table = Table(options, batch_size_bytes, turn)
 
     # The consumer
@@ -81,8 +79,6 @@ class Engine(Generic[N]):
         task = self.table.pop_deliverable()
         if task is not None:
             self._waiting_since = None
-            if self._killed:
-                self._killed.pop(task.number, None)
         return task
 
     def consumer_waits(self, now: float) -> None:
@@ -221,11 +217,10 @@ class Engine(Generic[N]):
         self.table.worker_left(worker)
         if number is None or death is None:
             return False
-        killed = self._killed.setdefault(number, [])
-        killed.append(str(death.error))
-        if self.table.blame(number, is_too_many=len(killed) >= self._options.max_retries):
-            ends = f"has ended {len(killed)} workers in a row: {'; '.join(killed)}"
-            self.table.tasks[number].condemned = f"{self._interrupted} {ends}"
+        if self.table.blame(number, str(death.error)):
+            task = self.table.tasks[number]
+            ends = f"has ended {len(task.killed)} workers in a row: {'; '.join(task.killed)}"
+            task.condemned = f"{self._interrupted} {ends}"
         return True
 
     # Nodes

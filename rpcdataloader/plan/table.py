@@ -47,7 +47,7 @@ class Entry:
     answer: Any = None  # argument of :meth:`Table.replied`; None for a condemned task
     size_bytes: int | None = None  # bytes of the answer; None until it is here
     holders: list[WorkerPace] = field(default_factory=list)  # workers with an unanswered copy, oldest first
-    num_deaths: int = 0  # number of workers that died at work on it
+    killed: tuple[str, ...] = ()  # how each worker that died at work on it has ended
     stream: int | None = None  # stream that it belongs to; None without streams
     # Text of the error that is delivered in place of an answer, if the task has killed too many workers.
     condemned: str | None = None
@@ -89,6 +89,7 @@ class Table:
         self._in_order = options.in_order
         self._answered: deque[Entry] = deque()  # in the order of the answers; unused with in_order
         self._max_bytes = options.max_in_flight_bytes
+        self._max_deaths = options.max_retries
         self._num_in_flight = 0  # unanswered copies
         # Workers
         self._workers: dict[int, WorkerPace] = {}
@@ -244,8 +245,8 @@ class Table:
         task = None if number is None else self.tasks.get(number)
         return None if task is None or task.size_bytes is not None else number
 
-    def blame(self, number: int, *, is_too_many: bool) -> bool:
-        """Note that a worker died at work on this task, and has left; ``is_too_many`` if no other one may try.
+    def blame(self, number: int, end: str) -> bool:
+        """Note how a worker ended that died at work on this task, and has left.
 
         The death counts, but does not condemn the task while another worker has a copy, which may still be answered. If
         that worker leaves without reporting the task, the task is assigned once more. After the first death there are
@@ -258,8 +259,8 @@ class Table:
         task = self.tasks.get(number)
         if task is None or task.size_bytes is not None:
             return False  # answered by another worker
-        task.num_deaths += 1
-        if not is_too_many or task.holders:
+        task.killed += (end,)
+        if len(task.killed) < self._max_deaths or task.holders:
             return False
         self._waiting.remove(number)
         if task.stream is not None:
@@ -376,7 +377,7 @@ class Table:
             return math.inf
         else:
             task = next((task for task in self.tasks.values() if task.holders), None)
-        if task is None or not task.holders or task.size_bytes is not None or task.num_deaths:
+        if task is None or not task.holders or task.size_bytes is not None or task.killed:
             return math.inf
         if len(task.holders) > 1 and not or_doubled:
             return math.inf
@@ -387,7 +388,7 @@ class Table:
         """Send a second copy of a straggler, the oldest first."""
         for task in self.tasks.values():
             # A second copy helps: one copy is in flight, and the task has killed no worker yet.
-            is_alone = task.size_bytes is None and len(task.holders) == 1 and not task.num_deaths
+            is_alone = task.size_bytes is None and len(task.holders) == 1 and not task.killed
             if is_alone and task.holders[0].since + self._pace.late_seconds <= now:
                 record = choose_second(self._workers.values(), task.holders[0], now)
                 if record is None:

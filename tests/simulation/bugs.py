@@ -34,15 +34,15 @@ BUGS = [
     Bug(
         "a batch that has killed a worker is sent to a second one",
         "table",
-        "len(task.holders) == 1 and not task.num_deaths",
+        "len(task.holders) == 1 and not task.killed",
         "len(task.holders) == 1",
-        "task.size_bytes is not None or task.num_deaths:",
+        "task.size_bytes is not None or task.killed:",
         "task.size_bytes is not None:",
     ),
     Bug(
         "second copies are sent while a batch that has killed a worker is waited for",
         "table",
-        "task.size_bytes is not None or task.num_deaths:",
+        "task.size_bytes is not None or task.killed:",
         "task.size_bytes is not None:",
     ),
     Bug(
@@ -77,15 +77,15 @@ BUGS = [
     ),
     Bug(
         "a deadly batch kills one worker too many",
-        "engine",
-        "is_too_many=len(killed) >= self._options.max_retries",
-        "is_too_many=len(killed) > self._options.max_retries",
+        "table",
+        "if len(task.killed) < self._max_deaths or",
+        "if len(task.killed) <= self._max_deaths or",
     ),
     Bug(
         "a batch is condemned while another worker has a copy",
         "table",
-        "if not is_too_many or task.holders:",
-        "if not is_too_many:",
+        "if len(task.killed) < self._max_deaths or task.holders:",
+        "if len(task.killed) < self._max_deaths:",
     ),
     Bug(
         "the oldest batch is blamed for another one",
@@ -135,8 +135,8 @@ BUGS = [
     Bug(
         "no batch of a stream is ever deadly",
         "table",
-        "if not is_too_many or task.holders:",
-        "if not is_too_many or task.holders or task.stream is not None:",
+        "if len(task.killed) < self._max_deaths or task.holders:",
+        "if len(task.killed) < self._max_deaths or task.holders or task.stream is not None:",
     ),
     Bug(
         "what an ended stream had stays in the budget",
@@ -374,12 +374,6 @@ BUGS = [
         "loss if died else None)",
     ),
     Bug(
-        "errors of one epoch are delivered in the next",
-        "engine",
-        "        self._killed: dict[int, list[str]] = {}",
-        "        self._killed: dict[int, list[str]] = getattr(self, '_killed', {})",
-    ),
-    Bug(
         "a long wait is told again all the time",
         "engine",
         "self._report_at = now + REPORT_AGAIN",
@@ -389,8 +383,8 @@ BUGS = [
     Bug(
         "a wait that is over is told",
         "engine",
-        "            self._waiting_since = None\n            if self._killed",
-        "            if self._killed",
+        "            self._waiting_since = None\n        return task",
+        "            pass\n        return task",
     ),
     # The driver
     Bug(

@@ -57,7 +57,7 @@ class Simulation:
     def end(self, worker: int, number: int) -> None:
         self.ended.append(worker)
         self.scheduler.worker_left(worker)
-        assert not self.scheduler.blame(number, is_too_many=False)
+        assert not self.scheduler.blame(number, "it died")
         del self.queues[worker]
 
     def drive(self, num_tasks: float) -> None:

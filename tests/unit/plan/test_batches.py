@@ -456,23 +456,23 @@ def test_worker_that_leaves_does_not_put_back_what_another_one_has():
     assert scheduler.assign(10.0) == ("b", 0)
     assert scheduler.running("a") == 0
     scheduler.worker_left("a")
-    assert not scheduler.blame(0, is_too_many=False)
+    assert not scheduler.blame(0, "it died")
     scheduler.worker_left("b")
 
 
 def test_deaths_do_not_condemn_a_batch_that_another_worker_has():
     for answered in True, False:
-        scheduler = start("abc")
+        scheduler = start("abc", max_retries=1)
         hang(scheduler)
         assert scheduler.assign(10.0) == ("b", 0)
         scheduler.worker_left("a")
-        assert not scheduler.blame(0, is_too_many=True)
+        assert not scheduler.blame(0, "it died")
         if answered:
             assert reply(scheduler, "b", 0, now=12.0)
-            assert not scheduler.blame(0, is_too_many=True)
+            assert not scheduler.blame(0, "it died")
         else:
             scheduler.worker_left("b")
-            assert scheduler.blame(0, is_too_many=True)
+            assert scheduler.blame(0, "it died")
         assert deliver(scheduler) == [0, 1, 2]
 
 
@@ -518,7 +518,7 @@ def test_batch_over_its_time_at_too_many_workers_is_an_error():
         fill(scheduler, attempt * 10.0)
         ((worker, number),) = scheduler.timed_out(attempt * 10.0 + 10.0)
         scheduler.worker_left(worker)
-        assert scheduler.blame(number, is_too_many=attempt == 1) == (attempt == 1)
+        assert scheduler.blame(number, "it died") == (attempt == 1)
         scheduler.worker_joined("a", attempt * 10.0 + 10.0)
     assert deliver(scheduler) == [0]
 

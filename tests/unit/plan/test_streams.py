@@ -135,7 +135,7 @@ def test_task_that_ends_too_many_workers_counts_as_answered_and_ends_its_stream(
     fill(table)
     for attempt, worker in enumerate("ac"):
         table.worker_left(worker)
-        assert table.blame(0, is_too_many=attempt == 1) == (attempt == 1)
+        assert table.blame(0, "it died") == (attempt == 1)
         if attempt == 0:
             table.worker_joined("c", place=0)
             fill(table)
@@ -197,7 +197,7 @@ def test_task_over_its_time_at_too_many_workers_ends_its_stream():
         assert table.assign(attempt * 10.0) is not None
         ((worker, number),) = table.timed_out(attempt * 10.0 + 10.0)
         table.worker_left(worker)
-        assert table.blame(number, is_too_many=attempt == 1) == (attempt == 1)
+        assert table.blame(number, "it died") == (attempt == 1)
         table.worker_joined("a", place=0)
     assert deliver(table) == [0]
     assert table.finished
