@@ -206,7 +206,7 @@ class Nodes:
             self._places += [*where.addresses, *(lookup.open() for lookup in where.lookups)]
 
     def look(self, *, stacks: bool = False) -> Tree:
-        """Ask the node servers that are named, and then those that are registered now; each once, in this order."""
+        """Ask the node servers that are named, and those that are registered now; each once, in this order."""
         found: list[Address] = []
         problems: dict[str, str] = {}
         for place in self._places:
