@@ -221,7 +221,7 @@ def test_more_workers_than_cpus_warn_as_torch_does():
         ({"workers": "node07"}, "node07"),
         ({"workers": ["node07:6543", "node08:port"]}, "node08:port"),
         ({"workers": "node07:65536"}, "65536"),
-        ({"workers": "::1:6543"}, r"\[::1\]"),
+        ({"workers": "::1:6543"}, r"\[IPv6 address\]"),
         ({"workers": "tcp://node07:6543"}, "tcp://"),
         ({"workers": "unix:relative/path"}, "relative/path"),
         ({"workers": "local:0"}, "asks for no worker"),
