@@ -116,9 +116,8 @@ class Identity:
     torch: str
     numpy: str
     cloudpickle: str
-    # Older peers may lack these, and ignore those that they do not know.
-    job: str = ""  # of Slurm, for the log; empty outside of one
-    rpcdataloader: str = "unknown"  # version of this package
+    job: str  # of Slurm, for the log; empty outside of one
+    rpcdataloader: str  # version of this package
 
     def __str__(self) -> str:
         return f"the {_ROLE_NAMES.get(self.role, self.role)} on {self.host} (pid {self.pid})"
@@ -360,9 +359,8 @@ def _hex(content: dict[str, Any], name: str, size_bytes: int) -> bytes:
 
 
 def _load_identity(content: object) -> Identity:
-    """Build an :class:`Identity` from the words of a peer that has proved nothing yet."""
-    values = {item.name: item.default for item in fields(Identity)}
-    values |= content if isinstance(content, dict) else {}
+    """Build an :class:`Identity` from the words of a peer that has proved nothing yet; ignores unknown ones."""
+    values = content if isinstance(content, dict) else {}
     identity: dict[str, Any] = {}
     for item in fields(Identity):
         value = values.get(item.name)

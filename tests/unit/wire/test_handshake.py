@@ -457,15 +457,6 @@ def test_malformed_hello_is_a_protocol_error_and_is_answered(payload, problem):
         one.receive(reply)
 
 
-def test_peer_may_say_less_than_this_version():
-    """HELLO is the same in every version: what one adds, others may lack."""
-    hello = json.loads(hello_with())
-    del hello["identity"]["job"], hello["identity"]["rpcdataloader"]
-    two = server()
-    two.receive(Message(MessageType.HELLO, payload=json.dumps(hello).encode()))
-    assert (two._peer.job, two._peer.rpcdataloader) == ("", "unknown")
-
-
 @pytest.mark.parametrize("proof", [None, 5, "", "zz", "00" * 31, "00" * 33, ["00"]], ids=str)
 def test_malformed_proof_is_a_protocol_error(proof):
     _, two, hello = start()
