@@ -37,7 +37,7 @@ from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.exceptions import dumps_exception
-from rpcdataloader.wire.frames import Flag, Message, MessageType
+from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.messages import Call, Exited, Log, StackRequest, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Build, dumps_reply, loads
@@ -166,7 +166,7 @@ class Session:
         while self._logs and not self._channel.is_sending:
             with contextlib.suppress(IndexError):  # another thread was faster
                 log = self._logs.popleft()
-                self._channel.send(MessageType.LOG, payload=log.encode(), flags=Flag.OPTIONAL)
+                self._channel.send(MessageType.LOG, payload=log.encode())
 
     def _on_control(self) -> None:
         self._receive()

@@ -149,11 +149,7 @@ class Worker:
     def run(self) -> None:
         """Serve until a drain or a retirement; the process exits inside when the client goes."""
         if not self._context.embedded:
-            tell_client(
-                lambda fields: self._outbox.put(
-                    Outgoing(MessageType.LOG, payload=Log(**fields).encode(), flags=Flag.OPTIONAL)
-                )
-            )
+            tell_client(lambda fields: self._outbox.put(Outgoing(MessageType.LOG, payload=Log(**fields).encode())))
         sender = threading.Thread(target=self._send, name="rpcdl-send", daemon=True)
         watcher = threading.Thread(
             target=_watch, args=(self._session, self._channel, self._drain_write), name="rpcdl-watch", daemon=True

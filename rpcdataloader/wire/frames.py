@@ -90,16 +90,14 @@ class MessageType(IntEnum):
 class Flag(IntFlag):
     """Bits of the ``flags`` field."""
 
-    OPTIONAL = 1  # A receiver skips a message of unknown type; without this bit it is an error.
-    MEASURED = 2  # CALL: measure this one. REPLY to it: the payload ends with ``messages.Stages``.
+    MEASURED = 1  # CALL: measure this one. REPLY to it: the payload ends with ``messages.Stages``.
 
 
 # Plain containers: a lookup in the enumerations costs more than all other checks of a header together.
 _MESSAGE_TYPES: dict[int, MessageType] = {int(member): member for member in MessageType}
-_OPTIONAL = int(Flag.OPTIONAL)
 _WITH_BLOCK_DIGEST = frozenset((MessageType.CALL, MessageType.BUILD))
 _DIGEST_SIZE = 32
-_KNOWN_FLAGS = int(Flag.OPTIONAL | Flag.MEASURED)
+_KNOWN_FLAGS = int(Flag.MEASURED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +314,7 @@ class Decoder:
         self._is_broken = False
 
     def read(self, fill: Fill) -> Message | None:
-        """Read the next message; those of unknown type are skipped if they are optional.
+        """Read the next message.
 
         Returns:
             The message; None if the stream ends before it.
@@ -328,27 +326,26 @@ class Decoder:
         if self._is_broken:
             raise RemoteProtocolError("nothing more can be read from this connection after an error")
         try:
-            while size := fill([self._header], True):
-                if size < HEADER_SIZE:
-                    raise EOFError
-                message, payload_size, num_blocks, digest = self._read_header()
-                table_size = 8 * num_blocks
-                if num_blocks and message.type in _WITH_BLOCK_DIGEST:
-                    table_size += _DIGEST_SIZE
-                body = memoryview(bytearray(table_size + payload_size))
-                # A receive into an empty view returns 0, which looks like the end of the stream.
-                if body and fill([body], False) < len(body):
-                    raise EOFError
-                # Compared in constant time for uniformity only: guesses against an authenticated header are impossible.
-                if not hmac.compare_digest(hashlib.sha256(body).digest(), digest):
-                    raise RemoteProtocolError(f"the body of message {message.request_id} was altered on its way")
-                message.payload = body[table_size:]
-                if num_blocks:
-                    self._read_blocks(fill, message, num_blocks, body[:table_size])
-                if message.type in _MESSAGE_TYPES:
-                    return message
-                del message, body
-            return None
+            size = fill([self._header], True)
+            if not size:
+                return None
+            if size < HEADER_SIZE:
+                raise EOFError
+            message, payload_size, num_blocks, digest = self._read_header()
+            table_size = 8 * num_blocks
+            if num_blocks and message.type in _WITH_BLOCK_DIGEST:
+                table_size += _DIGEST_SIZE
+            body = memoryview(bytearray(table_size + payload_size))
+            # A receive into an empty view returns 0, which looks like the end of the stream.
+            if body and fill([body], False) < len(body):
+                raise EOFError
+            # Compared in constant time for uniformity only: guesses against an authenticated header are impossible.
+            if not hmac.compare_digest(hashlib.sha256(body).digest(), digest):
+                raise RemoteProtocolError(f"the body of message {message.request_id} was altered on its way")
+            message.payload = body[table_size:]
+            if num_blocks:
+                self._read_blocks(fill, message, num_blocks, body[:table_size])
+            return message
         except BaseException:
             self._is_broken = True
             raise
@@ -374,18 +371,17 @@ class Decoder:
                 f"the peer sent a header that this version cannot read: size {header_size}, flags {flags}, "
                 f"reserved {reserved}"
             )
-        if code not in _MESSAGE_TYPES and not (flags & _OPTIONAL and sealer is not None):
+        if (type := _MESSAGE_TYPES.get(code)) is None:
             raise RemoteProtocolError(f"the peer sent a message of the unknown type {code}")
         if (excess := self._limits.find_excess(payload_size, num_blocks)) is not None:
             raise _too_much(excess)
-        return Message(_MESSAGE_TYPES.get(code, code), flags, request_id), payload_size, num_blocks, digest
+        return Message(type, flags, request_id), payload_size, num_blocks, digest
 
     def _read_blocks(self, fill: Fill, message: Message, num_blocks: int, table: memoryview) -> None:
         sizes = struct.unpack_from(f"<{num_blocks}Q", table)
         if (excess := self._limits.find_excess(len(message.payload), num_blocks, sizes)) is not None:
             raise _too_much(excess)
-        allocate = self.allocate if message.type in _MESSAGE_TYPES else heap_blocks
-        message.blocks = allocate(message.request_id, sizes)
+        message.blocks = self.allocate(message.request_id, sizes)
         views = [block.view for block in message.blocks]
         if tuple(map(len, views)) != sizes:
             raise LocalProtocolError(f"the allocator gave blocks of other sizes than {sizes}")

@@ -31,7 +31,7 @@ from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity, open_channel
 from rpcdataloader.wire.credentials import load_credentials
 from rpcdataloader.wire.exceptions import loads_exception
-from rpcdataloader.wire.frames import HEADER_SIZE, Flag, MessageType, encode
+from rpcdataloader.wire.frames import HEADER_SIZE, MessageType, encode
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Handshake, Preamble
 from rpcdataloader.wire.messages import Call, Exited, pack_handles
 from rpcdataloader.wire.pickling import dumps
@@ -318,7 +318,6 @@ def test_requests_that_cannot_be_read_are_answered_each_and_the_next_one_is_serv
             stack.callback(channel.stream.close)
         channel.send(MessageType.RELEASE, payload=pack_handles([0, 1, 2**64 - 1]))
         channel.send(MessageType.CANCEL, 2**64 - 1)
-        channel.send(99, payload=b"of the future", flags=Flag.OPTIONAL)
         for number, (type, payload) in enumerate(itertools.product(types, UNREADABLE)):
             channel.send(type, 2**63 + number, payload)
             answer = channel.recv()

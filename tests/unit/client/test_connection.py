@@ -13,7 +13,7 @@ import torch
 from rpcdataloader.client.connection import MAX_SENT_NOW, Connection, Request
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel, local_identity
-from rpcdataloader.wire.frames import Decoder, Flag, Message, MessageType
+from rpcdataloader.wire.frames import Decoder, Message, MessageType
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Handshake, Preamble
 from rpcdataloader.wire.messages import unpack_handles
 from rpcdataloader.wire.slabs import PageablePool
@@ -282,8 +282,7 @@ def test_connection_keeps_nothing_of_a_reply_that_was_taken(pair):
 
 def test_messages_that_answer_nothing_go_to_the_listener(pair):
     pair.peer.send(MessageType.GOAWAY, payload=b"{}")
-    pair.peer.send(99, flags=Flag.OPTIONAL)  # of a later version
-    pair.peer.send(MessageType.LOG, payload=b"text", flags=Flag.OPTIONAL)
+    pair.peer.send(MessageType.LOG, payload=b"text")
     wait_until(lambda: len(pair.listener.messages) == 2)
     assert [message.type for message in pair.listener.messages] == [MessageType.GOAWAY, MessageType.LOG]
 

@@ -100,9 +100,9 @@ def test_messages_travel_in_both_directions(channels):
     message = server.recv()
     assert (message.type, message.request_id, bytes(message.payload)) == (MessageType.CALL, 7, b"payload")
     assert [bytes(block.view) for block in message.blocks] == [b"block", bytes(3)]
-    server.send(MessageType.LOG, payload=b'{"level": 30}', flags=Flag.OPTIONAL)
+    server.send(MessageType.LOG, payload=b'{"level": 30}', flags=Flag.MEASURED)
     message = client.recv()
-    assert (message.type, bytes(message.payload), message.flags) == (MessageType.LOG, b'{"level": 30}', Flag.OPTIONAL)
+    assert (message.type, bytes(message.payload), message.flags) == (MessageType.LOG, b'{"level": 30}', Flag.MEASURED)
 
 
 def test_sides_know_each_other(channels):

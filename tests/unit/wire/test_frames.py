@@ -240,7 +240,7 @@ def test_mac_is_what_the_documentation_says():
 messages_strategy = st.lists(
     st.tuples(
         st.sampled_from(MessageType),
-        st.sampled_from([0, Flag.OPTIONAL]),
+        st.sampled_from([0, Flag.MEASURED]),
         st.integers(0, 2**64 - 1),
         st.binary(max_size=40),
         st.lists(st.binary(max_size=20), max_size=4),
@@ -623,17 +623,7 @@ def test_sealed_message_before_the_keys_exist_is_refused():
 # ---------------------------------------------------------------------------------------------------- states
 
 
-def test_unknown_optional_message_is_skipped_with_its_blocks():
-    sealer = Sealer(KEY)
-    data = join(sealer, UNKNOWN_TYPE, 5, b"future", [b"block", b""], Flag.OPTIONAL)
-    data += join(sealer, UNKNOWN_TYPE, 5, flags=Flag.OPTIONAL)
-    decoder = Decoder(refuse_to_allocate, Sealer(KEY))
-    assert feed(decoder, data, [1] * len(data)) == []
-    [message] = feed(decoder, join(sealer, MessageType.REPLY, 6, b"payload"))
-    assert content(message) == (MessageType.REPLY, 0, 6, b"payload", [])
-
-
-def test_unknown_message_that_is_not_optional_is_an_error():
+def test_message_of_unknown_type_is_an_error():
     with pytest.raises(RemoteProtocolError, match="unknown type 99"):
         feed(Decoder(refuse_to_allocate), join(None, UNKNOWN_TYPE, 1, b"payload"))
 
