@@ -230,14 +230,14 @@ def main() -> None:
         sums[3] += describe_waiting(train_loader)[0]
         loss_sum, num_correct, num_images, waited = sum_over_ranks(sums)
         seconds = time.perf_counter() - start
-        if rank == 0:
+        if rank == 0 and num_images:  # none where the checkpoint is of the last batch of an epoch
             print(
                 f"epoch {epoch + 1:2}  loss {loss_sum / num_images:.4f}  accuracy {num_correct / num_images:.4f}  "
                 f"{num_images / seconds:6.0f} samples/s  waiting for data {waited / world_size:4.0%}",
                 flush=True,
             )
-            if args.checkpoint:
-                save_checkpoint(args.checkpoint, parts, epoch=epoch + 1, digest=digest)
+        if rank == 0 and args.checkpoint:
+            save_checkpoint(args.checkpoint, parts, epoch=epoch + 1, digest=digest)
 
     accuracy = evaluate(network, test_loader, device)
     if rank == 0:
