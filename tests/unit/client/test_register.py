@@ -189,7 +189,7 @@ def test_file_that_others_may_write_to_is_not_believed(tmp_path, register, mode)
     path = write(tmp_path, server("a"))
     path.chmod(mode)
     assert register.look() == {}
-    assert register.problems == {path.name: f"it is open to other users (mode {mode:04o})"}
+    assert register.problems == {path.name: f"it is open to other users (mode {mode:04o}): run chmod 600"}
     path.chmod(0o644)
     assert found(register) == (server("a"),)
 
