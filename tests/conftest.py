@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -285,10 +286,17 @@ def clean_client() -> Iterator[None]:
     # Its sessions and workers, an embedded pool, and whatever else the test has started, but for node servers.
     wait_until(lambda: not set(without_spares(os.getpid())) - processes - _server_pids, what="processes left behind")
     # A connection that was lost before is not waited for: its receiver may have a few instructions to go.
-    wait_until(lambda: not any(thread.name.startswith("rpcdl") for thread in threading.enumerate()), what="threads")
+    wait_until(lambda: not _threads(), what=lambda: f"threads left, and where they are: {_threads()}")
     left = {fd: _target(fd) for fd in set(os.listdir("/proc/self/fd")) - before}
     left = {fd: target for fd, target in left.items() if target.startswith(("socket:", "pipe:"))}
     assert not left, f"descriptors left: {left}"
+
+
+def _threads() -> dict[str, list[str]]:
+    """Ours that run, each with its last calls."""
+    frames = sys._current_frames()
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("rpcdl")]
+    return {each.name: traceback.format_stack(frames[each.ident])[-4:] for each in ours if each.ident in frames}
 
 
 def _target(descriptor: str) -> str:
