@@ -63,6 +63,7 @@ class RemoteSession:
         self._condition = settings.changed  # one for all, so that a thread can wait for any session
         # Guarded by the condition:
         self._exited: dict[int, Exited] = {}
+        self._present: dict[int, RemoteWorker] = {}  # admitted, and not reported as exited
         self._lost: RPCError | None = None
         self.draining, self.is_quiet = False, is_quiet
         self._deadline = Deadline(settings.connect_timeout)
@@ -94,6 +95,12 @@ class RemoteSession:
     def is_over(self) -> bool:
         """Whether it and its workers have ended."""
         return self._lost is not None and not self.workers
+
+    @property
+    def is_a_worker_leaving(self) -> bool:
+        """Whether a worker of it ends, whose place on the node is free as soon as its process has ended."""
+        with self._condition:
+            return not all(worker.is_usable for worker in self._present.values())
 
     def wait(self, is_wanted: Callable[[], bool] = lambda: True) -> Welcome:
         """Wait until the session is ready.
@@ -217,6 +224,12 @@ class RemoteSession:
             self._condition.wait_for(lambda: worker in self._exited or self._lost is not None, FATE_TIMEOUT)
             return self._exited.get(worker)
 
+    def admitted(self, worker: RemoteWorker) -> None:
+        """A worker has its place on the node, until the session reports that its process has ended."""
+        with self._condition:
+            if worker.number not in self._exited:
+                self._present[worker.number] = worker
+
     def open_worker(self, owner: WorkerOwner, keep_waiting: Callable[[], bool] = lambda: True) -> RemoteWorker:
         """Ask for a worker; ``owner`` is told when it is ready or lost.
 
@@ -282,6 +295,7 @@ class RemoteSession:
             exited = Exited.decode(message.payload)
             with self._condition:
                 self._exited[exited.worker] = exited
+                self._present.pop(exited.worker, None)
                 self._condition.notify_all()
         elif message.type == MessageType.GOAWAY:
             self.draining = True

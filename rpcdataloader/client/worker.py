@@ -293,29 +293,30 @@ class RemoteWorker:
         welcome = self.session.wait()
         room: Deadline | None = None
         coming = Deadline(0)  # until a place is free that was given up
-        pause = 0.05
+        pause, has_warned = 0.05, False
         while True:
+            is_leaving = self.session.is_a_worker_leaving  # before the node is asked, which hears of its end first
             limit = self._wait = Deadline(self._settings.connect_timeout)
             if self.connection.has_ended:
                 limit.cancel()
             try:
                 channel, answer = self._settings.open(self.session.address, bytes.fromhex(welcome.session), limit)
             except BusyError as exc:
-                if not coming.remaining() and self._settings.idle.give_up(self):
+                if not is_leaving and not coming.remaining() and self._settings.idle.give_up(self):
                     coming = Deadline(ROOM_TIMEOUT)
                 if is_coming := bool(coming.remaining()):
-                    self._wait, is_first = coming, False
+                    self._wait = coming
                 else:
-                    is_first = room is None
                     self._wait = room = room or Deadline(self._settings.connect_timeout)
                 reason = str(exc)
                 if holders := describe_holders(list(self.session.workers)):
                     reason += f"; this process holds {holders}"
-                is_wanted = not self.connection.has_ended and (is_coming or self._keep_waiting())
+                is_wanted = not self.connection.has_ended and (is_coming or is_leaving or self._keep_waiting())
                 if not is_wanted or not (self._wait.pause(pause) or is_coming):
                     self.was_refused = True
                     raise ConnectError(f"{self.session.name} is busy: {reason}") from None
-                if is_first:
+                if not (is_coming or is_leaving or has_warned):
+                    has_warned = True
                     logger.warning("waiting for %s, which is busy: %s", self.session.name, reason)
                 pause = min(2 * pause, 1.0)
             except ConnectError:
@@ -326,6 +327,7 @@ class RemoteWorker:
                 self.number, self.pid = answer.worker, answer.pid
                 self.name = f"worker {answer.worker} (pid {answer.pid}) on {self.session.name}"
                 self.connection.rename(f"{self.session.name}/{answer.worker}")
+                self.session.admitted(self)
                 return channel
 
     def ready(self) -> None:

@@ -129,6 +129,32 @@ def test_place_that_somebody_else_has_taken_is_waited_for(serve, shared_server, 
     assert {message.partition(";")[0] for message in caplog.messages} == {busy}
 
 
+ENDS_ARE_NOTICED_WHEN_THE_NEXT_WORKER_WAS_REFUSED = """
+from rpcdataloader.server import session
+on_worker_end = session.Session._on_worker_end
+def notice_late(self, worker):
+    if any(each.number > worker.number and each.life is session.Life.SERVING for each in self._workers.values()):
+        on_worker_end(self, worker)
+session.Session._on_worker_end = notice_late
+"""
+
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return index
+
+
+def test_place_that_a_retired_worker_is_about_to_leave_is_waited_for_in_silence(serve, caplog):
+    options = ["--num-workers", "1", "--max-connections", "1", "--max-tasks-per-worker", "4"]
+    server = serve(*options, before=ENDS_ARE_NOTICED_WHEN_THE_NEXT_WORKER_WAS_REFUSED)
+    assert [int(batch) for batch in RPCDataloader(Numbers(), num_workers=1, workers=server.address)] == [*range(6)]
+    assert "gets no further worker" in server.log
+    assert caplog.messages == []
+
+
 @pytest.mark.usefixtures("impatient")  # what is asked for after the end waits for another server in its place
 def test_drain_does_not_wait_for_a_client_that_always_wants_more(serve):
     """A worker answers what it has received when it is told, and not what is asked of it meanwhile."""
