@@ -12,7 +12,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +234,7 @@ def read_address(server: Child) -> str:
     return words[2]
 
 
-def run_job(job: Job, ranks: int, folder: Path) -> Iterator[dict[str, Any]]:
+def run_job(job: Job, ranks: int, folder: Path) -> Generator[dict[str, Any], None, None]:
     """Start the ranks; yields what they measured, run by run."""
     path = folder / "job.json"
     path.write_text(job.dumps())
@@ -277,7 +277,8 @@ def measure(
                     mounting = mount.mounted(place_of, folder / f"mount-{place}", folder / "mount.log")
                     folder_of = stack.enter_context(mounting).folder
                 job = Job(place_of, manifest, chosen, workers, args.batch_size, folder_of)
-                for run, result in zip(chosen, run_job(job, ranks, folder), strict=True):
+                results = stack.enter_context(closing(run_job(job, ranks, folder)))
+                for run, result in zip(chosen, results, strict=True):
                     speed = f"{result['samples_per_second']:.1f} samples/s"
                     progress.write(f"{run.ranks} x {run.loader}, {run.format}: {speed}")
                     progress.update()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -18,10 +19,21 @@ from examples.storage_formats.errors import StudyError
 # in a process with threads. PR_SET_PDEATHSIG is 1; the parent may have ended before the call.
 GUARD = """
 import ctypes, os, signal, sys
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 if os.getppid() == int(sys.argv[1]):
     os.execvp(sys.argv[2], sys.argv[2:])
 """
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let signals wait, as an interruption within :class:`subprocess.Popen` would leave a process that nobody knows."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 class Child:
@@ -39,16 +51,21 @@ class Child:
 
     def __init__(self, command: list[str], log: Path, piped: bool = False, env: dict[str, str] | None = None) -> None:
         self.name, self.log = Path(command[0]).name, log
-        with open(log, "ab") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid()), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if piped else file,
-                stderr=file,
-                text=True,
-                env={**os.environ, **(env or {})},
-                start_new_session=True,
-            )
+        try:
+            with open(log, "ab") as file, _uninterrupted():
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", GUARD, str(os.getpid()), *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if piped else file,
+                    stderr=file,
+                    text=True,
+                    env={**os.environ, **(env or {})},
+                    start_new_session=True,
+                )
+        except BaseException:
+            if hasattr(self, "_process"):
+                self.stop()
+            raise
 
     @property
     def pid(self) -> int:
