@@ -62,13 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--insecure",
         action="store_true",
-        help="require no secret; allowed on a Unix socket, where only this user can connect (default: off)",
-    )
-    parser.add_argument(
-        "--insecure-tcp",
-        action="store_true",
-        help="require no secret on TCP either: every user who reaches the port, other users of this machine included, "
-        "can run code as you (default: off)",
+        help="require no secret: only this user can connect to a Unix socket, but every user who reaches a TCP port, "
+        "other users of this machine included, can run code as you (default: off)",
     )
     parser.add_argument(
         "--exit-with-stdin",
@@ -96,18 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
     _hear_signals()
-    insecure, token_file = options.insecure or options.insecure_tcp, options.token_file
+    insecure, token_file = options.insecure, options.token_file
     try:
         settings = ServerSettings(**{field.name: getattr(options, field.name) for field in fields(ServerSettings)})
         if sys.stdin is None and (options.exit_with_stdin or token_file == "-"):
             raise ValueError("--exit-with-stdin and --token-file - need a standard input, and it is closed")
         if insecure and token_file:
             raise ValueError("--token-file and --insecure contradict each other")
-        if options.insecure and not options.insecure_tcp and not settings.is_unix:
-            raise ValueError(
-                "--insecure on TCP lets every user who reaches the port run code as you; "
-                "use --host unix:/path, or say --insecure-tcp if you are sure"
-            )
     except ValueError as exc:
         parser.error(str(exc))
     try:

@@ -40,7 +40,7 @@ LAST_OUTPUT_TIMEOUT = 1.0
 _READY = re.compile(rb"rpcdataloader ready (\S+) num_workers=(\d+) pid=\d+$")
 
 # Options of launch that choose the secret; without them, this module chooses.
-_SECRETS = ("--token-file", "--insecure", "--insecure-tcp")
+_SECRETS = ("--token-file", "--insecure")
 
 
 def parse_hosts(text: str) -> dict[str, list[str]]:

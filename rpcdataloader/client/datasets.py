@@ -295,7 +295,7 @@ class RemoteDataset(DatasetRef):
     def _ask(self, worker: RemoteWorker, func: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         answer = PendingReply(get_client().allocator)
         try:
-            worker.call(Call(func, args, {}, ordered=True), answer.complete)
+            worker.call(Call(func, args, {}), answer.complete)
         except ConnectionLostError as exc:
             answer.complete(exc)
         return answer.wait

@@ -31,7 +31,7 @@ def rpc_async(
     """Run ``func(*args, **kwargs)`` on a node server and return at once.
 
     All calls of this process to one node server run in the same worker process there, so that they can share objects
-    (see ``rref``); in the order of the calls, unless the server was started with ``--parallel``.
+    (see ``rref``); one after the other, in their order.
 
     Args:
         host: ``host:port``, ``[v6]:port`` or ``unix:/path`` of the node server.
@@ -40,7 +40,7 @@ def rpc_async(
         kwargs: Keyword arguments, likewise.
         pin_memory: Receive the tensors of the result into page-locked memory.
         rref: Keep the result on the worker, and return an :class:`RRef` to it.
-        timeout: Seconds for the whole call, including connecting; None leaves it to the server's own limit.
+        timeout: Seconds for the whole call, including connecting; None for no limit.
 
     Returns:
         A future of the result. It fails with ``func``'s exception, whose cause shows the remote traceback; with
@@ -66,7 +66,7 @@ def rpc_async(
     start = time.monotonic()
     client = get_client()
     allocator = (pinned_allocator() if pin_memory else None) or client.allocator
-    call = Call(func, tuple(args or ()), dict(kwargs or {}), keep=rref, limited=timeout is None)
+    call = Call(func, tuple(args or ()), dict(kwargs or {}), keep=rref)
     worker = client.node(address).rpc_worker()
     future = _CallFuture()
     answer = _PendingResult(future)

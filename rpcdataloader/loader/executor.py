@@ -171,9 +171,9 @@ class Executor:
         # Workers that join later may have a higher number.
         spec = loader_spec(settings, begun, place, max(self._num_workers, place + 1), stream)
         changes = self._dataset.changes_of_workers()
-        call = Call(remote.open_loader, (self._dataset, spec, self._dataset.key, changes), {}, ordered=True)
+        call = Call(remote.open_loader, (self._dataset, spec, self._dataset.key, changes), {})
         parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
-        job = None if spec.job is None else dumps(tuple(Call(set_rank, spec.job, {}, ordered=True)))
+        job = None if spec.job is None else dumps(tuple(Call(set_rank, spec.job, {})))
         return Opening(begun, dumps_named(tuple(call), parts, persistent_id=self._reference_of), job)
 
     def settle(self, workers: Sequence[RemoteWorker]) -> None:
@@ -189,7 +189,7 @@ class Executor:
         """Make the request that tells a worker of another epoch, and of changes to the dataset since the last one."""
         changed = self._dataset, self._dataset.key, self._changes
         args = *changed, begun.progress.epoch, begun.first
-        return dumps(tuple(Call(remote.start_epoch, args, {}, ordered=True)), persistent_id=reference_of)
+        return dumps(tuple(Call(remote.start_epoch, args, {})), persistent_id=reference_of)
 
     def _reference_of(self, value: Any) -> tuple[str, int] | None:
         """The persistent id of the dataset, also inside a user's function, such as a bound method."""

@@ -106,7 +106,7 @@ def _pickle_part(value: Any) -> bytes:
 
 # Prefix and suffix of the arguments of a call of remote.load. Pickling them each time takes longer than everything
 # else: the pickler imports a function to check its name.
-_LOAD, _, *_OPTIONS = Call(remote.load, (), {}, ordered=True, task=True)
+_LOAD, _, *_OPTIONS = Call(remote.load, (), {}, task=True)
 _BEFORE_ARGS = pickle.PROTO + b"\x03" + pickle.MARK + _pickle_part(_LOAD)
 _AFTER_ARGS = b"".join(map(_pickle_part, _OPTIONS)) + pickle.TUPLE + pickle.STOP + NO_TENSORS
 
@@ -121,7 +121,7 @@ def load_request(task: Task) -> bytes:
             return _BEFORE_ARGS + pickled + _AFTER_ARGS
     except Exception:
         logger.debug("too complex for the plain pickler: %r", task.indices, exc_info=True)
-    encoded = dumps(tuple(Call(remote.load, args, {}, ordered=True, task=True)), name="indices")
+    encoded = dumps(tuple(Call(remote.load, args, {}, task=True)), name="indices")
     if encoded.buffers:
         raise ValueError("the sampler yields large tensors or arrays; yield lists of indices")
     return encoded.payload

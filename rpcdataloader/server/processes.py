@@ -105,20 +105,17 @@ class StopSignals:
 
         Afterwards they are ignored: a process that has drained still takes torch apart, and then exits with status 0.
         """
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        numbers = STOP_SIGNALS if in_main_thread else ()
         # A signal that the kernel gives to another thread, such as one of a preloaded module, does not interrupt poll.
         # The descriptor comes first, so that no signal is lost.
-        wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False) if in_main_thread else None
-        for number in numbers:
+        wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
             signal.signal(number, lambda *_: None)
         try:
             yield
         finally:
-            for number in numbers:
+            for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
-            if wakeup is not None:
-                signal.set_wakeup_fd(wakeup)
+            signal.set_wakeup_fd(wakeup)
             self.close()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A worker's state for its client: unanswered requests, their timing, unsent messages, and objects."""
+"""A worker's state for its client: unsent messages, the timing of its requests, and objects."""
 
 from __future__ import annotations
 
@@ -23,11 +23,15 @@ from rpcdataloader.wire.transport import Stream
 MAX_WAITING_BYTES = 64 << 20
 
 
-class Backlog:
-    """Messages at hand, by number and size; thread-safe. One of any size may wait alone.
+class Outbox:
+    """Messages for the sender thread, in order: replies, warnings, the last GOAWAY.
+
+    The oldest is sent while the next one is computed. A loader limits its own requests, and stays far below the limit,
+    which is for remote calls: a script can make thousands at once, with results of any size. One of any size may wait
+    alone.
 
     Attributes:
-        num_waiting: Number of messages.
+        num_waiting: Number of messages that are not sent.
     """
 
     def __init__(self, max_bytes: int = MAX_WAITING_BYTES) -> None:
@@ -35,6 +39,7 @@ class Backlog:
         # Reentrant: a destructor may run anywhere, and warn.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._messages: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
         self.num_waiting = 0
         self._waiting_bytes = 0
 
@@ -43,71 +48,17 @@ class Backlog:
         """Whether there is no room for another message."""
         return self.num_waiting > 1 and self._waiting_bytes > self._max_bytes
 
-    def done(self, size_bytes: int) -> None:
-        """Note that a message is no longer kept."""
-        with self._lock:
-            self.num_waiting -= 1
-            self._waiting_bytes -= size_bytes
-            self._changed.notify_all()
-
-    def wait(self) -> None:
-        """Wait until there is room for another message."""
-        with self._lock:
-            self._changed.wait_for(lambda: not self.is_full)
-
-
-class Requests(Backlog):
-    """Requests by their ids.
-
-    A request is *unanswered* until its one reply is chosen, and waits until it has run: past the node server's time
-    limit, a request is answered with an error while it still runs. Both sets may be read without the lock.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.unanswered: set[int] = set()
-        self.cancelled: set[int] = set()
-
-    def received(self, request_id: int, size_bytes: int) -> None:
-        with self._lock:
-            self.num_waiting += 1
-            self._waiting_bytes += size_bytes
-            self.unanswered.add(request_id)
-
-    def cancel(self, request_id: int) -> None:
-        """Note that the client gave up a request, which may be answered already."""
-        with self._lock:
-            if request_id in self.unanswered:
-                self.cancelled.add(request_id)
-
-    def answer(self, request_id: int) -> bool | None:
-        """Choose the one reply to a request; returns whether the client wants it, or None if it has been answered."""
-        with self._lock:
-            if request_id not in self.unanswered:
-                return None
-            self.unanswered.discard(request_id)
-            is_wanted = request_id not in self.cancelled
-            self.cancelled.discard(request_id)
-            return is_wanted
-
-
-class Outbox(Backlog):
-    """Messages for the sender thread, in order: replies, warnings, the last GOAWAY.
-
-    The oldest is sent while the next one is computed. A loader limits its own requests, and stays far below the limit,
-    which is for remote calls: a script can make thousands at once, with results of any size.
-    """
-
-    def __init__(self, max_bytes: int = MAX_WAITING_BYTES) -> None:
-        super().__init__(max_bytes)
-        self._messages: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
-
     def put(self, message: Outgoing) -> None:
         """Queue a message; never blocks."""
         with self._lock:
             self.num_waiting += 1
             self._waiting_bytes += message.size_bytes
             self._messages.put(message)
+
+    def wait(self) -> None:
+        """Wait until there is room for another message."""
+        with self._lock:
+            self._changed.wait_for(lambda: not self.is_full)
 
     def close(self) -> None:
         """End the queue after the present messages."""
@@ -117,9 +68,16 @@ class Outbox(Backlog):
         """Wait for the next message, which waits until it is :meth:`done`; None at the end of the queue."""
         return self._messages.get()
 
+    def done(self, size_bytes: int) -> None:
+        """Note that a message was sent."""
+        with self._lock:
+            self.num_waiting -= 1
+            self._waiting_bytes -= size_bytes
+            self._changed.notify_all()
+
 
 class HandleTable(dict[int, Any]):
-    """Objects that a worker holds for its client, by handle; thread-safe, as each step is atomic.
+    """Objects that a worker holds for its client, by handle.
 
     Handles are counters, not addresses: one object may be held many times, and a stale handle finds nothing.
     """

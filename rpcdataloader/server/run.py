@@ -8,9 +8,7 @@ import importlib
 import logging
 import os
 import resource
-import signal
 import socket
-import threading
 from collections.abc import Callable, Sequence
 
 from rpcdataloader.host.output import Output
@@ -18,7 +16,7 @@ from rpcdataloader.host.resources import machine_id
 from rpcdataloader.server.announcement import Announcement
 from rpcdataloader.server.listening import listen_tcp, listen_unix, resolve
 from rpcdataloader.server.node import NodeServer
-from rpcdataloader.server.processes import STOP_SIGNALS, num_threads
+from rpcdataloader.server.processes import num_threads
 from rpcdataloader.server.settings import DEFAULT_PORT, ServerContext, ServerSettings
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import local_identity
@@ -32,17 +30,15 @@ logger = logging.getLogger("rpcdataloader.server")
 _CALLED = ("rpcdataloader.fetch.remote", "rpcdataloader.host.environment")
 
 
-def run_worker(host: str, port: int, timeout: float = 120, parallel: int = 1) -> None:
+def run_worker(host: str, port: int) -> None:
     """Run a node server in this process until SIGTERM or SIGINT, like ``python -m rpcdataloader.launch``.
 
-    Sessions and workers are forked from this process, which should not have started threads. It may be a daemonic
-    ``multiprocessing.Process``.
+    Sessions and workers are forked from this process, which should have no other threads and nothing to do afterwards:
+    both signals are ignored then. It may be a daemonic ``multiprocessing.Process``.
 
     Args:
         host: Address or name to listen on, or ``unix:/path``.
         port: Port to listen on; 0 for any free one. Ignored for a Unix socket.
-        timeout: Seconds that an ``rpc_async`` call may take when its caller set no limit; 0 for no limit.
-        parallel: Threads per worker that run the calls of ``rpc_async``.
 
     Raises:
         ValueError: An argument is out of range.
@@ -50,15 +46,7 @@ def run_worker(host: str, port: int, timeout: float = 120, parallel: int = 1) ->
         ConnectError: The port is in use, or the host is not an address of this machine.
     """
     given = DEFAULT_PORT if host.startswith("unix:") else str(port)
-    settings = ServerSettings(host=host, port=given, timeout=timeout, parallel=parallel)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS if in_main_thread}
-    try:
-        run_server(settings, load_credentials(), log=Output(2))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        gc.unfreeze()  # the caller may want these objects collected
+    run_server(ServerSettings(host=host, port=given), load_credentials(), log=Output(2))
 
 
 def run_server(

@@ -56,12 +56,6 @@ class ServerSettings:
         "worker processes that the server offers; 0 for one per available CPU: the least of CPU "
         "affinity, cgroup quota and SLURM_CPUS_PER_TASK",
     )
-    parallel: int = _option(
-        1, "threads per worker that run the calls of rpc_async; batches are always loaded one at a time"
-    )
-    timeout: float = _option(
-        120.0, "seconds that an rpc_async call may take when its caller set no limit; 0 for no limit"
-    )
     max_connections: int = _option(0, "cap on the workers of all clients together; 0 for 4 times --num-workers")
     max_tasks_per_worker: int = _option(
         0,
@@ -94,11 +88,8 @@ class ServerSettings:
         for name in ("num_workers", "max_connections", "max_tasks_per_worker"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
-        for name in ("timeout", "grace"):
-            if not 0 <= getattr(self, name) <= threading.TIMEOUT_MAX:
-                raise ValueError(f"{name} must be a number of seconds, 0 or more, but is {getattr(self, name)}")
-        if self.parallel < 1:
-            raise ValueError(f"parallel must be at least 1, but is {self.parallel}")
+        if not 0 <= self.grace <= threading.TIMEOUT_MAX:
+            raise ValueError(f"grace must be a number of seconds, 0 or more, but is {self.grace}")
         if not self.host:
             raise ValueError("host is empty; write 0.0.0.0 or :: to listen on every interface")
         if self.is_unix and (self.advertise or self.port != DEFAULT_PORT):

@@ -2,8 +2,7 @@
 
 Threads: the main thread receives requests, runs them one after the other, and sends small replies itself. A sender
 sends large replies while the next request is computed. A watcher notices, in the middle of a task, a drain or the end
-of the client or session. A thread of ``stacks.py`` reports the stacks of the others. With ``parallel`` above 1,
-requests of ``rpc_async`` run in a pool of threads and may overtake each other.
+of the client or session. A thread of ``stacks.py`` reports the stacks of the others.
 
 No thread only reads: between two tasks the main thread takes in everything that has arrived. So a cancelled request is
 not begun, and a small task costs no change of thread. The worker pauses computing while many bytes wait to be sent, and
@@ -19,7 +18,6 @@ import select
 import threading
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
@@ -29,7 +27,7 @@ from rpcdataloader.server.datasets import DatasetTable
 from rpcdataloader.server.events import Decided, Drain, Event, GaveUp, Link, Refused, WantsRoom
 from rpcdataloader.server.logs import Origin, redirect_output, tell_client
 from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
-from rpcdataloader.server.requests import HandleTable, Meter, Outbox, Requests
+from rpcdataloader.server.requests import MAX_WAITING_BYTES, HandleTable, Meter, Outbox
 from rpcdataloader.server.settings import ServerContext
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
 from rpcdataloader.wire.exceptions import dumps_exception
@@ -117,34 +115,32 @@ class Worker:
         self._session = session
         self._datasets = datasets
         self._context = context
-        self._settings = settings = context.settings
         self._row = row
         self._where = f"worker {number} (pid {os.getpid()}) on {context.node}"
         self._handles = HandleTable()
         pool = PageablePool()
         channel.allocate_with(lambda _id, sizes: [pool.allocate(size) for size in sizes])
         channel.stream.read_ahead()
-        # Main thread only: received requests that are not begun, in order, each with its size; and the number of the
-        # last one.
+        # Of the main thread, as all that follows but the outbox: received requests that are not begun, in order, each
+        # with its size; the number of calls among them, and their size together.
         self._inbox: collections.deque[tuple[Message, int]] = collections.deque()
-        self._last_request = 0
+        self._num_calls = 0
+        self._waiting_bytes = 0
+        self._last_request = self._last_begun = 0  # numbers of the last call received, and begun
+        self._cancelled: set[int] = set()  # calls of the inbox that the client has given up
         self._next_look = 0
         self._idle = 0  # measured wait for the first request of the inbox, in nanoseconds
         self._next_idle = 0
         self._meter = Meter(channel.stream)
         self._life = Life.SERVING
         self._num_tasks = 0  # answered
-        # From main and pool threads to the sender.
+        # To the sender.
         self._outbox = Outbox()
-        self._pool = ThreadPoolExecutor(settings.parallel, "rpcdl-call") if settings.parallel > 1 else None
         # Written by the watcher on a drain.
         self._drain_read, self._drain_write = os.pipe()
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
         self._poll.register(self._drain_read, select.POLLIN)
-        self._requests = Requests()
-        self._lock = threading.Lock()
-        self._num_running = 0  # with a pool only; guarded by the lock
 
     def run(self) -> None:
         """Serve until a drain or a retirement; the process exits inside when the client goes."""
@@ -164,8 +160,6 @@ class Worker:
                 self._receive()
                 if self._inbox:
                     self._serve(*self._inbox.popleft())
-            if self._pool is not None:
-                self._pool.shutdown()
             goaway = Goaway(self._last_request, self._life is Life.RETIRING)
             self._outbox.put(Outgoing(MessageType.GOAWAY, payload=goaway.encode()))
             self._outbox.close()
@@ -188,15 +182,11 @@ class Worker:
     def _receive(self) -> None:
         """Receive what has arrived; wait only while there is nothing to do."""
         stream = self._channel.stream
-        if self._requests.is_full:
-            if not self._inbox:  # all requests are with the threads of the pool
-                self._requests.wait()
-            return
         now = time.monotonic_ns()
-        if self._inbox and now < self._next_look:
+        if self._inbox and (now < self._next_look or self._is_full()):
             return
         self._next_look = now + LOOK_INTERVAL
-        if not self._inbox and self._pool is None:
+        if not self._inbox:
             self._row.since[0], self._row.running[0], self._row.unanswered[0] = now, 0, 0
         # Nothing that was read ahead is left: each round reads all of it.
         ready = dict(self._poll.poll(0)) if self._inbox else self._wait(now)
@@ -206,6 +196,10 @@ class Worker:
             self._take()
             while stream.has_unread:
                 self._take()
+
+    def _is_full(self) -> bool:
+        """Whether further requests stay in the kernel. One of any size may wait alone."""
+        return self._num_calls > 1 and self._waiting_bytes > MAX_WAITING_BYTES
 
     def _wait(self, now: int) -> dict[int, int]:
         """Wait for input; returns the ready descriptors.
@@ -225,7 +219,7 @@ class Worker:
     def _begin_drain(self, life: Life) -> None:
         """Begin to drain: receive what has arrived, since the client is told the last request that gets an answer."""
         stream = self._channel.stream
-        while not self._requests.is_full and (stream.has_unread or stream.has_input()):
+        while not self._is_full() and (stream.has_unread or stream.has_input()):
             self._take()
         self._life = life
         self._row.draining[0] = 1
@@ -245,13 +239,14 @@ class Worker:
             size_bytes = len(message.payload)
             for block in message.blocks:
                 size_bytes += block.view.nbytes
-            self._requests.received(message.request_id, size_bytes)
+            self._num_calls += 1
+            self._waiting_bytes += size_bytes
             self._inbox.append((message, size_bytes))
         elif message.type == MessageType.RELEASE:
             # In the order of the requests: destructors run in this thread, too.
             self._inbox.append((message, 0))
-        elif message.type == MessageType.CANCEL:
-            self._requests.cancel(message.request_id)
+        elif message.type == MessageType.CANCEL and message.request_id > self._last_begun:
+            self._cancelled.add(message.request_id)
 
     # --- the sender
 
@@ -276,131 +271,88 @@ class Worker:
         if message.type == MessageType.RELEASE:
             self._handles.release(unpack_handles(message.payload))
             return
-        request_id = message.request_id
+        try:
+            self._call(message)
+        finally:
+            self._num_calls -= 1
+            self._waiting_bytes -= size_bytes
+
+    def _call(self, message: Message) -> None:
+        """Run a call, and reply."""
+        request_id = self._last_begun = message.request_id
+        idle, self._idle = self._idle, 0
+        if request_id in self._cancelled:
+            self._cancelled.discard(request_id)
+            self._send_reply(MessageType.ERROR, request_id, self._error(RPCTimeoutError("the caller has given up")))
+            return
         try:
             call = Call(*loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))
         except BaseException as exc:
-            self._requests.done(size_bytes)
             self._reply_error(request_id, exc)
             return
-        idle, self._idle = self._idle, 0
-        # Only loaders ask for it, and their requests run in this thread.
         measured = bool(message.flags) and call.task
         if measured:
             self._meter.begin(idle / 1e9)
         del message
-        timer = self._limit(request_id) if call.limited and self._settings.timeout > 0 else None
-        if self._pool is None or call.ordered:
-            self._execute(request_id, size_bytes, call, timer, measured)
-            if call.task and self._settings.max_tasks_per_worker:
-                self._count_task()
-        else:
-            self._pool.submit(self._execute, request_id, size_bytes, call, timer)
-            self._row.unanswered[0] = len(self._requests.unanswered)
+        self._execute(request_id, call, measured)
+        if call.task and self._context.settings.max_tasks_per_worker:
+            self._count_task()
 
     def _count_task(self) -> None:
         self._num_tasks += 1
-        if self._num_tasks == self._settings.max_tasks_per_worker and self._life is Life.SERVING:
+        if self._num_tasks == self._context.settings.max_tasks_per_worker and self._life is Life.SERVING:
             self._begin_drain(Life.RETIRING)
 
-    def _execute(
-        self, request_id: int, size_bytes: int, call: Call, timer: threading.Timer | None, measured: bool = False
-    ) -> None:
-        handle = None
+    def _execute(self, request_id: int, call: Call, measured: bool) -> None:
         if self._outbox.num_waiting:
             self._outbox.wait()
-        if self._pool is None:
-            # The idle time is noted when nothing more is there, which costs less than after each request.
-            row = self._row
-            row.since[0], row.running[0], row.unanswered[0] = time.monotonic_ns(), 1, len(self._requests.unanswered)
-        else:
-            self._count_running(1)
+        # The idle time is noted when nothing more is there, which costs less than after each request.
+        row = self._row
+        row.since[0], row.running[0], row.unanswered[0] = time.monotonic_ns(), 1, self._num_calls
         try:
-            if request_id in self._requests.cancelled:
-                raise _given_up()
             result = call.func(*call.args, **call.kwargs)
-            if request_id in self._requests.cancelled:
-                raise _given_up()
             if call.keep:
-                result = handle = self._handles.add(result)
+                result = self._handles.add(result)
             if measured:
                 self._meter.encodes()
             encoded = dumps_reply(result)
         except BaseException as exc:
             # Also SystemExit and KeyboardInterrupt: without a reply the client would wait without limit.
             self._reply_error(request_id, exc)
-        else:
-            if measured:
-                encoded.payload += self._meter.end()
-            flags = Flag.MEASURED if measured else 0
-            if not self._reply(request_id, MessageType.REPLY, encoded, call.task, flags=flags) and handle is not None:
-                self._handles.release([handle])
-        finally:
-            if self._pool is not None:
-                self._count_running(-1)
-            self._requests.done(size_bytes)
-            if timer is not None:
-                timer.cancel()
-
-    def _count_running(self, change: int) -> None:
-        """Note that one request more, or one less, is running in some thread."""
-        with self._lock:
-            self._num_running += change
-            self._row.since[0], self._row.running[0] = time.monotonic_ns(), self._num_running
+            return
+        if measured:
+            encoded.payload += self._meter.end()
+        # Before the client has the answer, so that it finds it counted.
+        counter = row.tasks if call.task else row.calls
+        counter[0] += 1
+        self._send_reply(MessageType.REPLY, request_id, encoded, Flag.MEASURED if measured else 0)
 
     def _resolve(self, reference: tuple[str, int]) -> Any:
         kind, number = reference
         return self._handles[number] if kind == "handle" else self._datasets.get(number)
 
-    def _limit(self, request_id: int) -> threading.Timer:
-        seconds = self._settings.timeout
-        error = RPCTimeoutError(f"the call took longer than {seconds:g} s, the limit of the node server (--timeout)")
-        timer = threading.Timer(seconds, self._reply_error, (request_id, error))
-        timer.daemon = True
-        timer.start()
-        return timer
+    def _error(self, error: BaseException) -> Encoded:
+        return Encoded(dumps_exception(error, self._where), [])
 
     def _reply_error(self, request_id: int, error: BaseException) -> None:
-        text = " ".join("".join(traceback.format_exception_only(error)).split())
-        self._reply(request_id, MessageType.ERROR, Encoded(dumps_exception(error, self._where), []), error=text)
-
-    def _reply(
-        self,
-        request_id: int,
-        type: MessageType,
-        encoded: Encoded,
-        task: bool = False,
-        error: str | None = None,
-        flags: int = 0,
-    ) -> bool:
-        """Answer a request, once; returns False if the time limit has answered it before."""
-        if (is_wanted := self._requests.answer(request_id)) is None:
-            return False
         row = self._row
-        # Before the client has the answer, so that it finds it counted.
-        with self._lock:
-            row.unanswered[0] = len(self._requests.unanswered)
-            if is_wanted and error is not None:
-                row.errors[0] += 1
-                row.error[0], row.failed[0] = error.encode(errors="replace"), time.monotonic_ns()
-            elif is_wanted:
-                counter = row.tasks if task else row.calls
-                counter[0] += 1
+        row.errors[0] += 1
+        text = " ".join("".join(traceback.format_exception_only(error)).split())
+        row.error[0], row.failed[0] = text.encode(errors="replace"), time.monotonic_ns()
+        self._send_reply(MessageType.ERROR, request_id, self._error(error))
+
+    def _send_reply(self, type: MessageType, request_id: int, encoded: Encoded, flags: int = 0) -> None:
+        self._row.unanswered[0] = self._num_calls - 1
         try:
             is_sent = not self._outbox.num_waiting and self._channel.send_now(
                 type, request_id, encoded.payload, encoded.buffers, flags
             )
         except RPCError:
-            return True  # the main thread sees the same error and ends this process
+            return  # the next receive sees the same error and ends this process
         if not is_sent:
             self._outbox.put(Outgoing(type, request_id, encoded.payload, encoded.buffers, flags))
         elif flags:
             self._meter.left()
-        return True
-
-
-def _given_up() -> RPCTimeoutError:
-    return RPCTimeoutError("the caller has given up")
 
 
 def _watch(session: Link, channel: Channel, drain_write: int) -> None:

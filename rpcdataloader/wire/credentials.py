@@ -150,10 +150,7 @@ def forget_credentials(credentials: Credentials) -> None:
 
 
 def client_credentials(address: Address, environ: Mapping[str, str] = os.environ) -> Credentials:
-    """The secret for a connection to ``address``: a pool's; none where ``RPCDATALOADER_INSECURE`` allows that.
-
-    Args:
-        environ: Environment with ``RPCDATALOADER_INSECURE``: ``unix`` (no secret on Unix sockets) or ``tcp`` (none).
+    """The secret for a connection to ``address``: a pool's; none with ``RPCDATALOADER_INSECURE=1``.
 
     Raises:
         AuthenticationError: See :func:`load_credentials`.
@@ -162,11 +159,9 @@ def client_credentials(address: Address, environ: Mapping[str, str] = os.environ
     if address in _of_addresses:
         return _of_addresses[address]
     allowed = environ.get(INSECURE_VARIABLE)
-    if allowed not in (None, "unix", "tcp"):
-        raise ValueError(f"{INSECURE_VARIABLE} is {allowed!r}; set it to unix or tcp, or unset it")
-    if allowed == "tcp" or (allowed == "unix" and address.is_unix):
-        return INSECURE
-    return load_credentials(environ=environ)
+    if allowed not in (None, "1"):
+        raise ValueError(f"{INSECURE_VARIABLE} is {allowed!r}; set it to 1, or unset it")
+    return load_credentials(environ=environ) if allowed is None else INSECURE
 
 
 _HOW_TO_CREATE = (

@@ -160,8 +160,6 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     keep: bool = False  # hold the result on the worker and reply with its handle
-    ordered: bool = False  # run after all earlier requests, in the main thread: loaders share random generators
-    limited: bool = False  # the caller set no limit, so that the server's own applies
     task: bool = False  # a loader's batch: a worker may retire after a number of them
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from rpcdataloader import RPCDataloader, RPCDataset, rpc_async
+from rpcdataloader import RPCDataloader, RPCDataset
 from rpcdataloader.client.client import get_client
 from rpcdataloader.status.__main__ import main as status
 from rpcdataloader.wire.slabs import PageablePool, PinnedAllocator, _round_up
@@ -194,9 +194,8 @@ def produce(log, size_bytes):
 NUM_CALLS = 24
 
 
-@pytest.mark.parametrize("parallel", [1, 2])
-def test_worker_whose_client_does_not_read_stops_computing(serve, zygote, tmp_path, parallel):
-    server, log = serve("--parallel", str(parallel)), str(tmp_path / "log")
+def test_worker_whose_client_does_not_read_stops_computing(serve, zygote, tmp_path):
+    server, log = serve(), str(tmp_path / "log")
     script = zygote.start(CLIENT, server.address, log, 20 * MIB, NUM_CALLS, 0)
     wait_until(lambda: notes(log), what="first call")
     os.kill(script.pid, signal.SIGSTOP)
@@ -209,26 +208,6 @@ def test_worker_whose_client_does_not_read_stops_computing(serve, zygote, tmp_pa
     ended = script.wait()
     assert ended.output.split() == ["asked", str(NUM_CALLS * 20 * MIB)], ended.errors
     assert len(notes(log)) == NUM_CALLS
-
-
-def consume(log, fifo, tensor):
-    note(log, os.getpid())
-    if len(notes(log)) <= 2:
-        wait_for(fifo)
-    return len(tensor)
-
-
-def test_worker_that_is_busy_takes_in_only_so_much(serve, fifo, tmp_path):
-    """With threads: one without takes in nothing before it has finished."""
-    server, log = serve("--parallel", "2"), str(tmp_path / "log")
-    tensor = torch.zeros(20 * MIB, dtype=torch.uint8)
-    futures = [rpc_async(server.address, consume, (log, fifo, tensor)) for _ in range(NUM_CALLS)]
-    wait_until(lambda: len(notes(log)) == 2, what="two calls that wait")
-    worker = int(notes(log)[0])
-    wait_until(lambda: is_waiting(server, worker), what="a worker that waits")
-    assert private_bytes(worker) < 200 * MIB
-    open(fifo, "w").close()
-    assert [future.wait() for future in futures] == [20 * MIB] * NUM_CALLS
 
 
 # --- workers that leak

@@ -159,36 +159,6 @@ def test_result_that_crosses_the_news_of_its_deadline_does_not_stay(shared_serve
     wait_until(lambda: call(tasks.num_probes) == 0)
 
 
-@pytest.fixture
-def impatient_server(serve):
-    """Runs two calls at a time, and none for long."""
-    return serve("--num-workers", "1", "--parallel", "2", "--timeout", "0.3")
-
-
-def test_result_of_a_call_that_was_given_up_does_not_stay(impatient_server, fifo, monkeypatch):
-    monkeypatch.setattr(Connection, "release", lambda _self, _handle: pytest.fail("released by the client"))
-    address = impatient_server.address
-    rpc_async(address, tasks.num_calls).wait()  # what is given up before there is a connection is never sent
-    future = rpc_async(address, tasks.make_slowly, (fifo,), rref=True, timeout=1.0)
-    with pytest.raises(RPCTimeoutError):
-        future.wait()
-    # Too long to overtake the news that the first call was given up: once this is answered, the worker knows.
-    assert rpc_async(address, len, (bytes(100_000),)).wait() == 100_000
-    Path(fifo).write_bytes(b"")
-    wait_until(lambda: rpc_async(address, tasks.num_calls).wait() == 1)
-    assert rpc_async(address, tasks.num_probes).wait() == 0
-
-
-def test_result_beyond_the_limit_of_the_server_does_not_stay(impatient_server, fifo):
-    address = impatient_server.address
-    future = rpc_async(address, tasks.make_slowly, (fifo,), rref=True, timeout=None)
-    with pytest.raises(RPCTimeoutError, match="--timeout"):
-        future.wait()
-    Path(fifo).write_bytes(b"")
-    wait_until(lambda: rpc_async(address, tasks.num_calls).wait() == 1)
-    assert rpc_async(address, tasks.num_probes).wait() == 0
-
-
 def test_references_to_a_worker_that_is_gone_are_dropped_in_peace(shared_server, call, keep, fifo):
     worker, _session = call(tasks.whereabouts)
     refs = [keep(tasks.Probe) for _ in range(10)]

@@ -121,16 +121,6 @@ def test_calls_run_in_their_order(call, shared_server):
     assert call(tasks.read_log) == list(range(100))
 
 
-def test_parallel_server_runs_calls_of_one_worker_together_and_answers_in_any_order(serve):
-    address = serve("--num-workers", "1", "--parallel", "2").address
-    # The first call ends only after the second has.
-    first = rpc_async(address, tasks.wait_for_event)
-    second = rpc_async(address, tasks.set_event)
-    assert second.wait() == "set"
-    assert first.wait() == "waited"
-    assert rpc_async(address, threading.active_count).wait() >= 2
-
-
 def test_threads_may_call_at_the_same_time(shared_server):
     def work(offset):
         futures = [rpc_async(shared_server.address, tasks.add, (offset, number)) for number in range(50)]
@@ -513,26 +503,6 @@ def test_timeout_bounds_a_call_to_a_worker_that_stands_still(shared_server, call
     assert call(tasks.whereabouts)[0] == worker
 
 
-def test_without_a_timeout_the_limit_of_the_server_applies(serve, fifo):
-    address = serve("--num-workers", "1", "--timeout", "0.2").address
-    with pytest.raises(RPCTimeoutError, match=r"longer than 0\.2 s, the limit of the node server \(--timeout\)"):
-        rpc_async(address, tasks.read_all, (fifo,), timeout=None).wait()
-    open_gate(fifo)
-    # A limit of the caller's own replaces it.
-    future = rpc_async(address, tasks.read_all, (fifo,), timeout=60)
-    marker = rpc_async(address, tasks.add, (1,))
-    with pytest.raises(RPCTimeoutError):
-        rpc_async(address, tasks.add, timeout=0.4).wait()
-    assert not future.done()
-    open_gate(fifo)
-    assert future.wait() == b""
-    assert marker.wait() == 1
-
-
-# --- pinned memory
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an accelerator")
 def test_pin_memory_without_an_accelerator_warns_as_torch_does(shared_server):
     with warnings.catch_warnings(record=True) as of_torch:
         warnings.simplefilter("always")

@@ -693,7 +693,7 @@ def test_secret_is_nowhere_to_be_seen(serve, tmp_path, monkeypatch, options):
     secret = secrets.token_urlsafe(32)
     monkeypatch.delenv("RPCDATALOADER_TOKEN_FILE")
     monkeypatch.setenv("RPCDATALOADER_TOKEN", secret)
-    monkeypatch.setenv("RPCDATALOADER_INSECURE", "unix")
+    monkeypatch.setenv("RPCDATALOADER_INSECURE", "1")
     server = serve(
         *[option.format(tmp_path=tmp_path) for option in options],
         before=f"os.environ.pop('RPCDATALOADER_TOKEN_FILE'); os.environ['RPCDATALOADER_TOKEN'] = {secret!r}",

@@ -216,22 +216,6 @@ def test_what_runs_and_what_waits_is_told(serve, look_at, fifo):
     assert (worker()["queued"], worker()["calls"]) == (0, 2)
 
 
-def test_threads_of_a_worker_are_counted_together(serve, look_at, fifo):
-    server = serve("--parallel", "2")
-    calls = [rpc_async(server.address, read_text, (fifo,)) for _ in range(3)]
-
-    def numbers():
-        (worker,) = workers_of(look_at(server))
-        return worker["state"], worker["queued"], worker["calls"]
-
-    with open(fifo, "w"):  # at least one of them reads
-        wait_until(lambda: numbers() == ("running", 1, 0))
-    while not all(call.done() for call in calls):
-        with contextlib.suppress(OSError):  # nobody has opened it yet, or any more
-            os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
-    wait_until(lambda: numbers() == ("idle", 0, 3))
-
-
 def test_session_that_builds_says_so(serve, look_at, fifo):
     class Slow(Samples):
         def __init__(self, path):

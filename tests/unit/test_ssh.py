@@ -51,7 +51,7 @@ def options_of(command):
         (["--host=10.0.0.1"], ["--port", "0", "--token-file", "-", "--host=10.0.0.1"]),
         (["--host", "unix:/x"], ["--token-file", "-", "--host", "unix:/x"]),
         (["--token-file", "t"], ["--host", "0.0.0.0", "--port", "0", "--token-file", "t"]),
-        (["--insecure-tcp"], ["--host", "0.0.0.0", "--port", "0", "--insecure-tcp"]),
+        (["--insecure"], ["--host", "0.0.0.0", "--port", "0", "--insecure"]),
     ],
 )
 def test_server_listens_everywhere_with_our_secret_unless_options_say_otherwise(options, expected):

@@ -18,7 +18,7 @@ def test_defaults_listen_on_this_machine_alone():
     settings = ServerSettings()
     assert (settings.host, settings.advertised_host()) == ("127.0.0.1",) * 2
     assert list(settings.ports) == [6543]
-    assert (settings.parallel, settings.timeout, settings.grace, settings.preload) == (1, 120.0, 30.0, ())
+    assert (settings.grace, settings.preload) == (30.0, ())
 
 
 def test_settings_cannot_be_changed():
@@ -35,10 +35,7 @@ def test_every_setting_has_a_help_text():
     [
         ({"num_workers": -1}, "num_workers must not be negative, but is -1"),
         ({"max_connections": -3}, "max_connections must not be negative, but is -3"),
-        ({"parallel": 0}, "parallel must be at least 1, but is 0"),
-        ({"timeout": -0.5}, "timeout must be a number of seconds, 0 or more, but is -0.5"),
-        ({"timeout": math.inf}, "timeout must be a number of seconds, 0 or more, but is inf"),
-        ({"timeout": math.nan}, "timeout must be a number of seconds, 0 or more, but is nan"),
+        ({"grace": math.nan}, "grace must be a number of seconds"),
         ({"grace": -1.0}, "grace must be a number of seconds"),
         ({"grace": math.inf}, "grace must be a number of seconds"),
         ({"host": ""}, "host is empty; write 0.0.0.0 or :: to listen on every interface"),

@@ -360,20 +360,11 @@ def test_credentials_can_be_sent_to_another_process():
 # ---------------------------------------------------------------------------------------------------- insecure mode
 
 
-@pytest.mark.parametrize(
-    ("variable", "address", "insecure"),
-    [
-        (None, TCP, False),
-        (None, UNIX, False),
-        ("unix", TCP, False),
-        ("unix", UNIX, True),
-        ("tcp", TCP, True),
-        ("tcp", UNIX, True),
-    ],
-)
-def test_client_goes_without_a_secret_only_where_it_was_told_to(variable, address, insecure, environ, default_file):
-    if variable is not None:
-        environ["RPCDATALOADER_INSECURE"] = variable
+@pytest.mark.parametrize("address", [TCP, UNIX])
+@pytest.mark.parametrize("insecure", [False, True])
+def test_client_goes_without_a_secret_only_where_it_was_told_to(address, insecure, environ, default_file):
+    if insecure:
+        environ["RPCDATALOADER_INSECURE"] = "1"
     found = client_credentials(address, environ)
     assert found.insecure == insecure
     assert (found.secret == INSECURE_SECRET) == insecure
@@ -381,10 +372,10 @@ def test_client_goes_without_a_secret_only_where_it_was_told_to(variable, addres
     assert default_file.exists() == (not insecure)
 
 
-@pytest.mark.parametrize("value", ["", "1", "yes", "TCP", "all"])
+@pytest.mark.parametrize("value", ["", "0", "yes", "tcp"])
 def test_other_values_of_the_insecure_variable_are_refused(value, environ):
     environ["RPCDATALOADER_INSECURE"] = value
-    with pytest.raises(ValueError, match=f"RPCDATALOADER_INSECURE is '{value}'; set it to unix or tcp, or unset it"):
+    with pytest.raises(ValueError, match=f"RPCDATALOADER_INSECURE is '{value}'; set it to 1, or unset it"):
         client_credentials(UNIX, environ)
 
 
