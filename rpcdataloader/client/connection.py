@@ -17,7 +17,7 @@ from typing import Protocol
 
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel, Outgoing
-from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
+from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import pack_handles
 from rpcdataloader.wire.slabs import Allocator, Block
 
@@ -99,7 +99,7 @@ class Connection:
         """Start to connect."""
         self._receiver.start()
 
-    def submit(self, type: MessageType, payload: bytes, buffers: Sequence[BlockBytes], request: Request) -> int:
+    def submit(self, type: MessageType, payload: bytes, buffers: Sequence[memoryview], request: Request) -> int:
         """Enqueue a request; returns its number.
 
         Raises:

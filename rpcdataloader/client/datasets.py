@@ -24,7 +24,7 @@ from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, 
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
 from rpcdataloader.host.changes import Change, catch_up, without_overwritten
 from rpcdataloader.host.generators import get_states
-from rpcdataloader.wire.frames import MessageType, pieces_of
+from rpcdataloader.wire.frames import MessageType
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Build, Encoded
 
@@ -308,8 +308,7 @@ def ship(instance: object) -> RemoteDataset:
         SerializationError: The dataset cannot be pickled; the message names the attribute path.
     """
     pickled = dumps_named((instance,), {"dataset": instance})
-    pieces = itertools.chain.from_iterable(map(pieces_of, pickled.buffers))
-    found = digest(itertools.chain((memoryview(pickled.payload),), pieces))
+    found = digest((memoryview(pickled.payload), *pickled.buffers))
     with _shipped_lock:
         remote = _shipped.get(found)
         if remote is None:

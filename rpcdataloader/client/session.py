@@ -26,7 +26,7 @@ from rpcdataloader.host.environment import Additions, add, begin, collect, impor
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel
-from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
+from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Call, Exited, StackRequest, Welcome
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.transport import Deadline
@@ -165,7 +165,7 @@ class RemoteSession:
         encoded = dumps(tuple(Call(func, args, {})), persistent_id=reference_of)
         return self.submit(MessageType.CALL, encoded.payload, encoded.buffers).wait
 
-    def submit(self, type: MessageType, payload: bytes, buffers: Sequence[BlockBytes] = ()) -> PendingReply:
+    def submit(self, type: MessageType, payload: bytes, buffers: Sequence[memoryview] = ()) -> PendingReply:
         """Send a request to the session itself; if that has ended, its end is the answer."""
         answer = PendingReply(self._settings.allocator)
         try:

@@ -30,7 +30,7 @@ from rpcdataloader.host.environment import SharedAdditions
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel, local_identity, open_channel
 from rpcdataloader.wire.credentials import client_credentials
-from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
+from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.messages import Busy, Call, Exited, Goaway, Log, Welcome
 from rpcdataloader.wire.picklers import PersistentId
 from rpcdataloader.wire.pickling import Encoded, dumps, result_of
@@ -262,7 +262,7 @@ class RemoteWorker:
     def submit(
         self,
         payload: bytes,
-        buffers: Sequence[BlockBytes],
+        buffers: Sequence[memoryview],
         complete: Callable[[Message | RPCError], None],
         allocator: Allocator | None = None,
     ) -> int:

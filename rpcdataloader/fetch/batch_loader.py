@@ -21,7 +21,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from rpcdataloader.errors import RPCError
 from rpcdataloader.fetch import seeding
-from rpcdataloader.fetch.collate import TensorCollator, find_stacks
+from rpcdataloader.fetch.collate import TensorCollator
 from rpcdataloader.fetch.samples import ALL, DONE, Reduced, describe_indices, here, stopped
 from rpcdataloader.fetch.seeding import BATCH, SAMPLE
 from rpcdataloader.wire.exceptions import add_note, name_sample
@@ -94,7 +94,6 @@ class BatchLoader:
     Args:
         dataset: Map-style dataset.
         allocator: Memory for large collated tensors; None for fresh memory.
-        sends: True if batches are pickled to be sent, so that they need not be in one piece before (see ``gathering``).
         inline: True in the trainer's process: its generators, worker info and collate functions are restored after each
             call.
     """
@@ -105,12 +104,10 @@ class BatchLoader:
         spec: LoaderSpec,
         allocator: Allocator | None = None,
         *,
-        sends: bool = False,
         inline: bool = False,
     ) -> None:
         self._dataset = dataset
         self._spec = spec
-        self._sends = sends
         self._inline = inline
         # Adds to an exception what was being loaded; the worker's name is added on the way to the trainer.
         self._name: Callable[[BaseException, str], None] = add_note if inline else name_sample
@@ -200,15 +197,10 @@ class BatchLoader:
             return reduced
         if self._collate not in _TORCH_COLLATE or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
             self._begin_sample(batch_number, BATCH)
-        elif self._sends and self._collate is default_collate:
-            self._collate_tensors.stacks = find_stacks(samples)
         try:
             batch = self._collate(samples)
         except StopIteration as stop:
             raise stopped("collate_fn") from stop
-        finally:
-            if self._collate_tensors.stacks:
-                self._collate_tensors.stacks = {}
         if reduced is None:
             return batch
         reduced.batch, reduced.is_empty = batch, False

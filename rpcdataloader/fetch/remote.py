@@ -41,7 +41,7 @@ def open_loader(dataset: Any, spec: LoaderSpec, key: int = 0, changes: Sequence[
     kind = StreamLoader if spec.iterable else BatchLoader
     _loader = None
     try:
-        _loader = kind(dataset, spec, PageablePool(), sends=True)
+        _loader = kind(dataset, spec, PageablePool())
     except BaseException as error:  # SystemExit, too: an error of this call may lose the race against those of load
         _loader = _Failed(dataset, spec, error)
 

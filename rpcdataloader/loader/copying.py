@@ -14,10 +14,9 @@ from typing import Any
 import torch
 import torch.utils.data._utils.pin_memory
 
-from rpcdataloader.wire.frames import pieces_of
 from rpcdataloader.wire.pickling import dumps_reply, loads
-from rpcdataloader.wire.rebuild import Movable
 from rpcdataloader.wire.slabs import Allocator, Block, pinned_allocator_for
+from rpcdataloader.wire.tensors import Movable
 
 
 class Copies:
@@ -80,18 +79,15 @@ class Carrier:
             RuntimeError: As for :meth:`carry`.
         """
         encoded = dumps_reply(batch, name="batch")
-        blocks = [self._fill(pieces_of(buffer)) for buffer in encoded.buffers]
+        blocks = [self._fill(buffer) for buffer in encoded.buffers]
         movable = Movable()
         arrived = loads(encoded.payload, blocks, allocator=self.allocator, movable=movable)
         self.carry(movable).wait()
         return arrived
 
-    def _fill(self, pieces: Sequence[memoryview]) -> Block:
-        block = self.allocator.allocate(sum(map(len, pieces)))
-        start = 0
-        for piece in pieces:
-            block.view[start : start + len(piece)] = piece
-            start += len(piece)
+    def _fill(self, content: memoryview) -> Block:
+        block = self.allocator.allocate(content.nbytes)
+        block.view[:] = content
         return block
 
 

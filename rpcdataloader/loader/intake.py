@@ -15,8 +15,8 @@ from rpcdataloader.loader.copying import Carrier, Copies, find_busy_gpu, make_ca
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.wire.frames import Message
 from rpcdataloader.wire.pickling import result_of
-from rpcdataloader.wire.rebuild import Movable
 from rpcdataloader.wire.slabs import Allocator, pinned_allocator
+from rpcdataloader.wire.tensors import Movable
 
 
 @dataclass(slots=True)

@@ -32,7 +32,6 @@ from rpcdataloader.wire.frames import (
     HANDSHAKE_LIMITS,
     Allocate,
     Arrival,
-    BlockBytes,
     Decoder,
     Message,
     MessageType,
@@ -61,7 +60,7 @@ class Outgoing:
     type: MessageType
     request_id: int = 0
     payload: bytes = b""
-    buffers: Sequence[BlockBytes] = ()
+    buffers: Sequence[memoryview] = ()
     flags: int = 0
 
     @property
@@ -109,7 +108,7 @@ class Channel:
         type: MessageType,
         request_id: int = 0,
         payload: bytes | bytearray | memoryview = b"",
-        buffers: Sequence[BlockBytes] = (),
+        buffers: Sequence[memoryview] = (),
         flags: int = 0,
     ) -> None:
         """Seal and send one message; blocks until the kernel has taken all of it."""
@@ -117,7 +116,7 @@ class Channel:
             self.stream.send(encode(self._sealer, type, request_id, payload, buffers, flags))
 
     def send_now(
-        self, type: MessageType, request_id: int, payload: bytes, buffers: Sequence[BlockBytes], flags: int = 0
+        self, type: MessageType, request_id: int, payload: bytes, buffers: Sequence[memoryview], flags: int = 0
     ) -> bool:
         """Send a small message in this thread; returns False for a message that a sender thread should send.
 

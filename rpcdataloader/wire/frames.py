@@ -185,29 +185,6 @@ class Sealer:
         return mac.digest()
 
 
-class Pieces:
-    """A block whose bytes lie in several places, which the kernel gathers when sending it.
-
-    Args:
-        pieces: Parts in order, each as a block of its own would be.
-    """
-
-    __slots__ = ("nbytes", "pieces")
-
-    def __init__(self, pieces: Sequence[Buffer]) -> None:
-        self.pieces = [as_bytes(piece) for piece in pieces]
-        self.nbytes = sum(map(len, self.pieces))
-
-
-BlockBytes = memoryview | Pieces
-"""The bytes of a block to send."""
-
-
-def pieces_of(block: Buffer | Pieces) -> list[memoryview]:
-    """The bytes of a block, in order, wherever they are."""
-    return block.pieces if isinstance(block, Pieces) else [as_bytes(block)]
-
-
 def as_bytes(buffer: Buffer) -> memoryview:
     """A view of format ``"B"`` and one dimension; TypeError when the buffer is not contiguous."""
     view = memoryview(buffer)
@@ -234,7 +211,7 @@ def encode(
     type: int,
     request_id: int = 0,
     payload: Buffer = b"",
-    buffers: Sequence[Buffer | Pieces] = (),
+    buffers: Sequence[Buffer] = (),
     flags: int = 0,
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[bytes | memoryview]:
@@ -257,12 +234,8 @@ def encode(
     """
     if not isinstance(payload, bytes):
         payload = as_bytes(payload)
-    blocks: list[memoryview] = []
-    sizes: list[int] = []
-    for buffer in buffers:
-        pieces = pieces_of(buffer)
-        blocks += pieces
-        sizes.append(sum(map(len, pieces)))
+    blocks = [as_bytes(buffer) for buffer in buffers]
+    sizes = [len(block) for block in blocks]
     excess = limits.find_excess(len(payload), len(sizes), sizes)
     if excess is not None:
         raise LocalProtocolError(f"this cannot be sent: {excess}; send it in parts")

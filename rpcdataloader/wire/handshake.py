@@ -42,7 +42,7 @@ from rpcdataloader.errors import AuthenticationError, LocalProtocolError, Remote
 from rpcdataloader.wire.frames import HANDSHAKE_LIMITS, Message, MessageType, Sealer, encode
 from rpcdataloader.wire.messages import printable, read_json
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 _PREAMBLE = struct.Struct("<8sHHI16s")
 _PREAMBLE_MAGIC = b"RPCDLDR\x01"

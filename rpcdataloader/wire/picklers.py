@@ -30,8 +30,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from rpcdataloader.errors import SerializationError
-from rpcdataloader.wire.frames import BlockBytes
-from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, Stack, is_dense
+from rpcdataloader.wire.tensors import MIN_BLOCK_BYTES, is_dense
 
 #: Exceptions of user code while its objects are pickled or rebuilt. KeyboardInterrupt comes from the user instead.
 USER_ERRORS = (Exception, SystemExit, GeneratorExit)
@@ -53,9 +52,14 @@ def require_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.requires_grad_()
 
 
-def make_packed_sequence(*fields: torch.Tensor | None) -> PackedSequence:
-    """Call a class that is otherwise made without a call, so that an unpickler sees its parts."""
-    return PackedSequence(*fields)  # type: ignore[arg-type]
+def load_whole(pickled: bytes) -> Any:
+    """Load a tensor that is more than bytes and layout; see :class:`Unpickler`."""
+    return Unpickler(io.BytesIO(pickled)).load()
+
+
+def make_packed_sequence(data: torch.Tensor, batch_sizes: list[int], *order: torch.Tensor | None) -> PackedSequence:
+    """The CPU reads the sizes: unlike the other parts, they are no tensor of the message, which may go to a device."""
+    return PackedSequence(data, torch.tensor(batch_sizes, device="cpu"), *order)
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -73,8 +77,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     # cost a microsecond for every object, so reducer_override looks into cloudpickle's own table instead.
     dispatch_table = copyreg.dispatch_table
 
-    def __init__(self, file: io.BytesIO, buffers: list[BlockBytes] | None) -> None:
-        self.tensors: list[torch.Tensor | Stack] = []
+    def __init__(self, file: io.BytesIO, buffers: list[memoryview] | None) -> None:
+        self.tensors: list[torch.Tensor] = []
         self.modules: set[str] = set()
         self._is_in_band = buffers is None
         # Not a method: the pickler would refer to itself, and keep every tensor until the next garbage collection.
@@ -84,14 +88,16 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         """Reduce special objects; the C pickler calls this for everything but the basic types."""
         kind = type(obj)
-        if kind is torch.Tensor or kind is Stack:
-            if not self._is_in_band:
-                if kind is Stack or is_dense(obj):
-                    self.tensors.append(obj)
-                    return take_tensor, (len(self.tensors) - 1,)
-                if obj.requires_grad and not obj.__dict__ and is_dense(obj.detach()):
-                    return require_grad, (obj.detach(),)
-        elif kind is np.ndarray:
+        if issubclass(kind, torch.Tensor):
+            if self._is_in_band:
+                return NotImplemented
+            if kind is torch.Tensor and is_dense(obj):
+                self.tensors.append(obj)
+                return take_tensor, (len(self.tensors) - 1,)
+            if kind is torch.Tensor and obj.requires_grad and not obj.__dict__ and is_dense(obj.detach()):
+                return require_grad, (obj.detach(),)
+            return load_whole, (self._dump_whole(obj),)
+        if kind is np.ndarray:
             if obj.dtype.hasobject:
                 return NotImplemented
             # numpy before 2.3 loses the strides of permuted arrays.
@@ -100,7 +106,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if not obj.flags.writeable:
                 return obj.copy(order="A").__reduce_ex__(5)
         elif kind is PackedSequence:
-            return make_packed_sequence, tuple(obj)
+            return make_packed_sequence, (obj.data, obj.batch_sizes.tolist(), obj.sorted_indices, obj.unsorted_indices)
         elif kind in _CLOUDPICKLE_TABLE:
             if kind is types.ModuleType:
                 self.modules.add(obj.__name__)
@@ -108,6 +114,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         elif is_definition(obj) and obj is not take_tensor:
             return self._reduce_definition(obj)
         return NotImplemented
+
+    def _dump_whole(self, tensor: torch.Tensor) -> bytes:
+        """Pickle a tensor as torch does, with its parts: torch needs them in memory of their own, on the CPU."""
+        file = io.BytesIO()
+        pickler = type(self)(file, None)
+        pickler.dump(tensor)
+        self.modules |= pickler.modules
+        return file.getvalue()
 
     def _reduce_definition(self, obj: Any) -> Any:
         if type(obj) is LRU_CACHE:
@@ -129,7 +143,7 @@ class RequestPickler(Pickler):
     """
 
     def __init__(
-        self, file: io.BytesIO, buffers: list[BlockBytes] | None, persistent_id: PersistentId | None = None
+        self, file: io.BytesIO, buffers: list[memoryview] | None, persistent_id: PersistentId | None = None
     ) -> None:
         super().__init__(file, buffers)
         if persistent_id is not None:
@@ -166,7 +180,6 @@ class Unpickler(pickle.Unpickler):
     tensors: Sequence[torch.Tensor] = ()  # of the message
     adopt_main: bool = False  # give definitions from the client's ``__main__`` their names in this process's
     resolve: Callable[[Any], Any] | None = None  # returns the object that ``persistent_id`` replaced
-    fix: Callable[[Any], None] | None = None  # called with tensors that another one is made from; None if all stay
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object that a pickle names."""
@@ -180,17 +193,7 @@ class Unpickler(pickle.Unpickler):
             found = super().find_class(module, name)
         except AttributeError as error:
             raise SerializationError(f"module {module!r} has no {name!r} here: {error}") from error
-        if found is torch._utils._rebuild_nested_tensor:
-            found = _rebuild_nested_tensor
-        elif found is torch.storage._load_from_bytes:
-            found = _load_storage
-        if self.fix is not None:
-            if found is make_packed_sequence:
-                # The CPU reads the sizes; torch refuses others.
-                return functools.partial(_call_with_fixed, self.fix, found, slice(1, 2))
-            if module.startswith("torch.") and name.startswith("_rebuild"):
-                return functools.partial(_call_with_fixed, self.fix, found, slice(None))
-        return found
+        return _load_storage if found is torch.storage._load_from_bytes else found
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the object that was replaced on the wire."""
@@ -202,13 +205,7 @@ class Unpickler(pickle.Unpickler):
             raise UnresolvedError(error) from error
 
 
-# Not a method: the unpickler remembers the functions it has found, and would refer to itself.
-def _call_with_fixed(fix: Callable[[Any], None], function: Callable[..., Any], which: slice, *args: Any) -> Any:
-    fix(args[which])
-    return function(*args)
-
-
-def _take_buffer(buffers: list[BlockBytes], buffer: pickle.PickleBuffer) -> bool:
+def _take_buffer(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
     """Keep a large buffer out of the pickle; returning True leaves it in."""
     view = buffer.raw()
     if view.nbytes < MIN_BLOCK_BYTES:
@@ -232,12 +229,6 @@ def _reduce_array(array: np.ndarray[Any, Any]) -> tuple[Any, ...]:
 
 def _in_order_of_memory(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.transpose(sorted(range(array.ndim), key=array.strides.__getitem__, reverse=True))
-
-
-def _rebuild_nested_tensor(buffer: torch.Tensor, *layout: torch.Tensor) -> Any:
-    """In place of torch's function, which takes the beginning of the storage for the buffer's."""
-    whole: Any = buffer.clone() if buffer.storage_offset() else buffer
-    return torch._utils._rebuild_nested_tensor(whole, *layout)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def _load_storage(content: bytes) -> Any:

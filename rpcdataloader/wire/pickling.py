@@ -26,7 +26,7 @@ import torch
 
 from rpcdataloader.errors import RPCError, SerializationError
 from rpcdataloader.wire.exceptions import loads_exception
-from rpcdataloader.wire.frames import BlockBytes, Message, MessageType
+from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.picklers import (
     USER_ERRORS,
     PersistentId,
@@ -36,9 +36,8 @@ from rpcdataloader.wire.picklers import (
     Unpickler,
     UnresolvedError,
 )
-from rpcdataloader.wire.rebuild import Movable, inline_memory, rebuild, rebuild_inline
-from rpcdataloader.wire.slabs import Allocator, Block, PageablePool
-from rpcdataloader.wire.tensors import Index, pack
+from rpcdataloader.wire.slabs import Allocator, Block, PinnedAllocator
+from rpcdataloader.wire.tensors import Index, Movable, pack, rebuild, rebuild_only
 
 _LENGTHS = struct.Struct("<II")
 
@@ -60,7 +59,7 @@ class Encoded:
     payload: bytes  # the pickle with its index
     # The blocks keep and show the memory of the tensors themselves: changing a large tensor before it is sent changes
     # the message.
-    buffers: list[BlockBytes]
+    buffers: list[memoryview]
     modules: Set[str] = frozenset()  # names of the modules that unpickling imports
 
     @property
@@ -113,12 +112,12 @@ def dumps_reply(obj: Any, *, name: str = "result") -> Encoded:
 # No deeper than users nest objects on purpose.
 _MAX_DEPTH = 30
 
-_MakePickler = Callable[[io.BytesIO, "list[BlockBytes]"], Pickler]
+_MakePickler = Callable[[io.BytesIO, "list[memoryview]"], Pickler]
 
 
 def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Encoded:
     file = io.BytesIO()
-    buffers: list[BlockBytes] = []
+    buffers: list[memoryview] = []
     try:
         pickler = make_pickler(file, buffers)
         pickler.dump(obj)
@@ -131,9 +130,8 @@ def _dumps(obj: Any, make_pickler: _MakePickler, name: str, advice: str) -> Enco
     except USER_ERRORS as error:
         raise _explain(obj, make_pickler, name, advice, error) from error
     inline: bytes | memoryview = b""
-    if len(blocks) == 1 and isinstance(blocks[0], memoryview) and blocks[0].nbytes <= _MAX_INLINE_BYTES:
-        inline = blocks[0]
-        blocks = []
+    if len(blocks) == 1 and blocks[0].nbytes <= _MAX_INLINE_BYTES:
+        inline = blocks.pop()
     encoded_index = pickle.dumps(tuple(index), protocol=5)
     file.write(inline)
     file.write(encoded_index)
@@ -194,30 +192,10 @@ def loads(
         Exception: ``persistent_load`` failed.
     """
     try:
-        content = memoryview(payload)
-        index_end = len(content) - _LENGTHS.size
-        inline_bytes, index_bytes = _LENGTHS.unpack_from(content, index_end)
-        tensors: list[torch.Tensor] = []
-        num_buffers = len(blocks)
-        if index_bytes:
-            pinned = None if isinstance(allocator, PageablePool) else allocator
-            index_start = index_end - index_bytes
-            index = Index(*pickle.loads(content[index_start:index_end]))
-            if inline_bytes:
-                inline = content[index_start - inline_bytes : index_start]
-                if movable is None:
-                    tensors = rebuild_inline(index, inline, pinned)
-                else:
-                    tensors = movable.rebuild(index, [inline_memory(inline, pinned)])
-            else:
-                num_buffers -= len(index.blocks) + len(index.slabs)
-                memory = [block.tensor for block in blocks[num_buffers:]]
-                tensors = rebuild(index, memory, pinned) if movable is None else movable.rebuild(index, memory)
-        buffers = [block.view for block in blocks[:num_buffers]] if blocks else None
+        tensors, num_tensor_blocks = _load_tensors(memoryview(payload), blocks, allocator, movable)
+        buffers = [block.view for block in blocks[: len(blocks) - num_tensor_blocks]] if blocks else None
         unpickler = Unpickler(io.BytesIO(payload), buffers=buffers)
         unpickler.tensors, unpickler.adopt_main, unpickler.resolve = tensors, adopt_main, persistent_load
-        if movable is not None:
-            unpickler.fix = movable.fix
         return unpickler.load()
     except RPCError:
         raise
@@ -235,6 +213,33 @@ def loads(
         ) from error
     except USER_ERRORS as error:
         raise SerializationError(f"a message cannot be rebuilt: {_describe(error)}") from error
+
+
+def _load_tensors(
+    payload: memoryview, blocks: Sequence[Block], allocator: Allocator | None, movable: Movable | None
+) -> tuple[Sequence[torch.Tensor], int]:
+    """The tensors of a message, and the number of its blocks that they take: the last ones."""
+    index_end = len(payload) - _LENGTHS.size
+    inline_bytes, index_bytes = _LENGTHS.unpack_from(payload, index_end)
+    if not index_bytes:
+        return (), 0
+    index_start = index_end - index_bytes
+    index = Index(*pickle.loads(payload[index_start:index_end]))
+    inline = payload[index_start - inline_bytes : index_start]
+    pinned = allocator if isinstance(allocator, PinnedAllocator) else None
+    if inline and pinned is None and movable is None and index.num_tensors == 1:
+        return [rebuild_only(index, inline)], 0
+    if inline:
+        memory = [torch.frombuffer(bytearray(inline), dtype=torch.uint8)]
+        if pinned is not None:
+            memory = [pinned.allocate(inline_bytes).tensor.copy_(memory[0])]
+        num_blocks = 0
+    else:
+        num_blocks = len(index.large) + len(index.slabs)
+        memory = [block.tensor for block in blocks[len(blocks) - num_blocks :]]
+    if movable is not None:
+        return movable.rebuild(index, memory), num_blocks
+    return rebuild(index, memory, in_place=pinned is not None), num_blocks
 
 
 def result_of(reply: Message | RPCError, allocator: Allocator, movable: Movable | None = None) -> Any:

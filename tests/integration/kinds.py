@@ -231,30 +231,11 @@ def make_images() -> list[Any]:
     return [Image.new(mode, (5, 4), 3) for mode in ("1", "L", "F", "RGB", "RGBA")]
 
 
-def make_shared() -> dict[str, torch.Tensor]:
-    """Tensors on common storages."""
-    small, large, grad = torch.arange(30.0), torch.arange(300_000.0), torch.rand(4, 4, requires_grad=True)
-    made = {"grad": grad, "its values": grad.detach()}
-    for name, base in (("small", small), ("large", large)):
-        made |= {
-            name: base,
-            f"{name} part": base[3:9],
-            f"{name} transposed": base.view(-1, 10).t(),
-            f"{name} with a step": base[::2],
-            f"{name} bits": base.view(torch.int32),
-            f"{name} empty": base[3:3],
-        }
-    matrix = torch.rand(4, 400)
-    made |= {f"columns {number}": part for number, part in enumerate(matrix.split(40, dim=1))}
-    return made
-
-
 MAKERS: dict[str, Callable[[], Any]] = {
     "structures": make_structures,
     "tensors": make_tensors,
     "arrays": make_arrays,
     "images": make_images,
-    "shared": make_shared,
 }
 
 

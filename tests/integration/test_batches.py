@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import itertools
 
 import numpy as np
 import pytest
@@ -61,32 +60,13 @@ def test_every_kind_arrives_as_it_was(workers, name):
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # torch's own workers are forks, too
-@pytest.mark.parametrize("name", ["structures", "images", "shared"])
+@pytest.mark.parametrize("name", ["structures", "images"])
 def test_what_torch_delivers_is_the_same(workers, name):
     """For the others, torch's loader drops attributes and strides of arrays, and the sign of conjugate numbers."""
     options = {"sampler": [name], "batch_size": None, "collate_fn": kinds.as_is}
     (expected,) = DataLoader(kinds.Kinds(), **options, num_workers=1)
     gc.collect()  # torch's iterator
     assert_same(load(workers, name), expected)
-
-
-def test_tensors_on_one_storage_are_on_one_again(workers):
-    expected = kinds.make("shared")
-    actual = load(workers, "shared")
-    for (one, other), (there, there_other) in zip(
-        itertools.combinations(expected.values(), 2), itertools.combinations(actual.values(), 2), strict=True
-    ):
-        if one.numel() and other.numel():
-            distance = other.data_ptr() - one.data_ptr()
-            assert _share(there, there_other) == _share(one, other)
-            assert not _share(one, other) or there_other.data_ptr() - there.data_ptr() == distance
-    with torch.no_grad():
-        actual["grad"].fill_(7)
-    assert actual["its values"].unique().tolist() == [7]
-
-
-def _share(one, other):
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def test_what_a_subclass_defines_goes_on_working(workers):
@@ -127,18 +107,6 @@ def test_batch_of_more_than_four_gibibytes(workers):
 def test_objects_that_were_one_are_one_again(workers):
     first, second = load(workers, "structures")["same object twice"]
     assert first is second
-
-
-def test_tensors_that_shared_memory_share_it_again(workers):
-    def overlapping(_samples):
-        base = torch.zeros(100)
-        return [base, base[10:20], base.view(10, 10)[1]]
-
-    (batch,) = RPCDataloader([0], collate_fn=overlapping, workers=workers)
-    base, part, row = batch
-    part += 1
-    assert base.sum() == 10
-    assert row.sum() == 10
 
 
 def test_row_of_a_large_tensor_costs_a_row(workers):

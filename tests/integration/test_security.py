@@ -571,7 +571,7 @@ def test_client_of_another_version_of_the_protocol(server):
         shake_hands(sock, handshake)
     assert f"the client on {identity.host} (pid {os.getpid()}) runs rpcdataloader " in str(raised.value)
     assert re.search(
-        rf"the node server on \S+ \(pid \d+\) runs rpcdataloader {__version__} \(version 2 of the protocol\)",
+        rf"the node server on \S+ \(pid \d+\) runs rpcdataloader {__version__} \(version 3 of the protocol\)",
         str(raised.value),
     )
     wait_until(lambda: "(version 77 of the protocol)" in server.log)

@@ -64,8 +64,8 @@ def make_spec(**changes: Any) -> LoaderSpec:
     return LoaderSpec(**{**fields, **changes})
 
 
-def make_loader(dataset, allocator=None, sends=False, inline=False, **changes: Any) -> BatchLoader:
-    return BatchLoader(dataset, make_spec(**changes), allocator, sends=sends, inline=inline)
+def make_loader(dataset, allocator=None, inline=False, **changes: Any) -> BatchLoader:
+    return BatchLoader(dataset, make_spec(**changes), allocator, inline=inline)
 
 
 def load(dataset, indices=(0, 1, 2), position=0, batch_number=0, **options: Any):

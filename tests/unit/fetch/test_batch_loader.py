@@ -27,7 +27,6 @@ from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.collate import TensorCollator
 from rpcdataloader.fetch.samples import Reduced
-from rpcdataloader.wire.tensors import Stack
 from tests.unit.fetch.loading import (
     Augmented,
     Bad,
@@ -540,29 +539,10 @@ class ReusingBatches(Reusing):
 
 @pytest.mark.parametrize("dataset", [Reusing, ReusingBatches])
 def test_a_dataset_that_uses_its_memory_again_does_not_change_a_batch_on_its_way(dataset):
-    loader = make_loader(dataset(), sends=True)
+    loader = make_loader(dataset())
     _metrics, batch = loader.load([0, 1, 2], 0, 0)
     loader.load([3, 4, 5], 3, 1)
     assert batch[:, 0].tolist() == [0, 1, 2]
-
-
-class Images:
-    def __getitem__(self, index):
-        return {"image": torch.full((1 << 16,), float(index)), "label": index}
-
-
-def test_large_tensors_of_a_batch_are_sent_without_being_copied_together():
-    _metrics, batch = make_loader(Images(), sends=True).load([0, 1, 2], 0, 0)
-    assert type(batch["image"]) is Stack
-    assert batch["label"].tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize(
-    "changes", [{"sends": False}, {"sends": True, "collate_fn": lambda batch: default_collate(batch)}]
-)
-def test_who_looks_at_a_batch_sees_tensors(changes):
-    _metrics, batch = make_loader(Images(), **changes).load([0, 1, 2], 0, 0)
-    assert batch["image"][:, 0].tolist() == [0, 1, 2]
 
 
 # Skipping

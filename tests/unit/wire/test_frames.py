@@ -133,21 +133,21 @@ def test_golden_preamble():
     session_id = bytes(range(16))
     golden = bytes.fromhex(
         "525043444c445201"  # magic
-        "0200"  # version
+        "0300"  # version
         "0000"  # flags
         "00000000"  # reserved
         "000102030405060708090a0b0c0d0e0f"  # session id
     )
     assert len(golden) == PREAMBLE_SIZE == 32
     assert Preamble(session_id).encode() == golden
-    assert Preamble.decode(golden) == Preamble(session_id, version=2)
+    assert Preamble.decode(golden) == Preamble(session_id, version=3)
     golden = golden[:10] + b"\x01" + golden[11:]
     assert Preamble(session_id, tls=True).encode() == golden
-    assert Preamble.decode(golden) == Preamble(session_id, version=2, tls=True)
+    assert Preamble.decode(golden) == Preamble(session_id, version=3, tls=True)
 
 
 def test_golden_preamble_of_a_status_connection():
-    golden = bytes.fromhex("525043444c445201020000000000000001000000000000000000000000000000")
+    golden = bytes.fromhex("525043444c445201030000000000000001000000000000000000000000000000")
     assert Preamble(STATUS_ID).encode() == golden
     assert Preamble.decode(golden).session_id == STATUS_ID
 

@@ -23,7 +23,7 @@ CLIENT = Identity(
     host="trainer1",
     pid=11,
     rank=3,
-    protocol=2,
+    protocol=3,
     python_implementation="CPython",
     python_version="3.11.7",
     machine="x86_64",
@@ -147,7 +147,7 @@ def test_keys_fit_together_and_differ_by_direction_and_connection():
 def test_golden_handshake():
     one, two, hello = start({"nonce": bytes(32)}, {"nonce": b"\x01" * 32})
     identity = (
-        '{"role": "%s", "host": "%s", "pid": %d, "rank": %s, "protocol": 2, "python_implementation": "CPython", '
+        '{"role": "%s", "host": "%s", "pid": %d, "rank": %s, "protocol": 3, "python_implementation": "CPython", '
         '"python_version": "3.11.7", "machine": "x86_64", "torch": "2.13.0+%s", "numpy": "2.1.3", '
         '"cloudpickle": "3.1.2", "job": "%s", "rpcdataloader": "0.1.0"}'
     )
@@ -184,7 +184,7 @@ def test_golden_handshake():
         expected = hashlib.blake2b(bytes(8) + b"header", key=derive(label).digest(), digest_size=16).digest()
         assert seal.seal(b"header") == expected
     # So that a change of both descriptions at once is seen.
-    assert json.loads(bytes(proof.payload))["proof"].startswith("e3d9472fd676f384d4038409c385f33e")
+    assert json.loads(bytes(proof.payload))["proof"].startswith("1f74be4a2e6ceb96d5d3d4258cd33886")
 
 
 def test_nonces_are_fresh():
@@ -302,7 +302,7 @@ def test_replayed_server_is_refused_by_a_new_client():
         one.receive(counter_proof)
 
 
-@pytest.mark.parametrize("changes", [{"session_id": bytes(16)}, {"version": 3}], ids=str)
+@pytest.mark.parametrize("changes", [{"session_id": bytes(16)}, {"version": 4}], ids=str)
 def test_preamble_is_part_of_what_is_proved(changes):
     one = client()
     hello = decode_one(one.data_to_send()[PREAMBLE_SIZE:])
@@ -337,9 +337,9 @@ def test_identities_cannot_be_changed_on_the_way(name):
     ("changes", "ours", "theirs"),
     [
         (
-            {"protocol": 3, "rpcdataloader": "0.2.0"},
-            "rpcdataloader 0.1.0 (version 2 of the protocol)",
-            "rpcdataloader 0.2.0 (version 3 of the protocol)",
+            {"protocol": 4, "rpcdataloader": "0.2.0"},
+            "rpcdataloader 0.1.0 (version 3 of the protocol)",
+            "rpcdataloader 0.2.0 (version 4 of the protocol)",
         ),
         ({"python_version": "3.12.1"}, "CPython 3.11", "CPython 3.12"),
         ({"python_version": "3.1.1"}, "CPython 3.11", "CPython 3.1"),

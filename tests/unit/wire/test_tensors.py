@@ -1,9 +1,8 @@
-"""Tensors to blocks (wire/tensors.py) and back (wire/rebuild.py), always tested together."""
+"""Tensors to blocks and back, always tested together."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import pickle
 from collections.abc import Iterator
 from unittest import mock
@@ -14,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.wire import tensors
-from rpcdataloader.wire.frames import pieces_of
-from rpcdataloader.wire.rebuild import MAX_PINNED_COPIES, rebuild
 from rpcdataloader.wire.slabs import Allocator, Block, PageablePool, PinnedAllocator
-from rpcdataloader.wire.tensors import Index, Stack, is_dense, pack
+from rpcdataloader.wire.tensors import Index, is_dense, pack, rebuild
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -43,12 +40,12 @@ class FakePinned(PinnedAllocator):
 
 def transfer(sent: list[torch.Tensor], allocator: Allocator | None = None) -> list[torch.Tensor]:
     index, buffers = pack(sent)
-    assert index is not None
     blocks: list[Block] = []
     for buffer in buffers:
         blocks.append((allocator or PageablePool()).allocate(buffer.nbytes))
-        blocks[-1].view[:] = b"".join(pieces_of(buffer))
-    return rebuild(Index(*pickle.loads(pickle.dumps(tuple(index)))), [block.tensor for block in blocks], allocator)
+        blocks[-1].view[:] = buffer
+    index = Index(*pickle.loads(pickle.dumps(tuple(index))))
+    return rebuild(index, [block.tensor for block in blocks], in_place=isinstance(allocator, FakePinned))
 
 
 def content(tensor: torch.Tensor) -> bytes:
@@ -62,19 +59,15 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + elements * tensor.element_size() if tensor.numel() else start
 
 
-def is_sparse(tensor: torch.Tensor) -> bool:
+def has_gaps(tensor: torch.Tensor) -> bool:
     start, end = span(tensor)
-    return end - start > 2 * tensor.nbytes
-
-
-def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return end - start > tensor.nbytes
 
 
 def assert_same(received: torch.Tensor, sent: torch.Tensor) -> None:
     assert type(received) is torch.Tensor
     assert (received.dtype, received.shape) == (sent.dtype, sent.shape)
-    if not is_sparse(sent):
+    if not has_gaps(sent):
         assert received.stride() == sent.stride()
     assert content(received) == content(sent)
     assert not received.requires_grad
@@ -129,31 +122,6 @@ def test_any_tensors_arrive_as_they_were(pinned, sent, min_block_bytes, max_slab
         assert_same(there, here)
 
 
-@given(sent=messages(), min_block_bytes=st.sampled_from([1, 100, 1 << 16]))
-@settings(max_examples=150, deadline=None)
-def test_tensors_share_a_storage_if_their_spans_did_and_none_otherwise(sent, min_block_bytes):
-    with limits(min_block_bytes, 1 << 20):
-        received = transfer(sent)
-    for (a, b), (there_a, there_b) in zip(
-        itertools.combinations(sent, 2), itertools.combinations(received, 2), strict=True
-    ):
-        (start_a, end_a), (start_b, end_b) = span(a), span(b)
-        overlap = share_storage(a, b) and start_a < end_b and start_b < end_a and a.numel() and b.numel()
-        if overlap and not is_sparse(a) and not is_sparse(b):
-            assert share_storage(there_a, there_b)
-            assert there_b.data_ptr() - there_a.data_ptr() == start_b - start_a
-        elif not share_storage(a, b) and there_a.numel() and there_b.numel():
-            assert not share_storage(there_a, there_b)
-
-
-@given(sent=messages())
-@settings(max_examples=100, deadline=None)
-def test_no_more_than_twice_the_data_is_sent(sent):
-    _, buffers = pack(sent)
-    distinct = {(t.data_ptr(), t.dtype, t.shape, t.stride()): t.nbytes for t in sent}
-    assert sum(buffer.nbytes for buffer in buffers) <= 2 * sum(distinct.values()) + 32 * len(sent)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_elements", [1, 5, 1 << 17])
 def test_every_dtype_arrives_small_and_large_alone_and_in_company(dtype, num_elements):
@@ -175,8 +143,8 @@ def test_every_dtype_arrives_small_and_large_alone_and_in_company(dtype, num_ele
         torch.rand(3, 1).expand(3, 1000),
         torch.rand(()).expand(7),
         torch.rand(4, 6).t(),
-        torch.rand(4, 6)[1:3, 2:],
         torch.rand(10).as_strided((4, 3), (2, 1)),
+        torch.rand(2, 3, 4).permute(1, 2, 0),
         torch.rand(200, 300).t(),
         torch.rand(2, 3, 100, 150).to(memory_format=torch.channels_last),
     ],
@@ -205,44 +173,12 @@ class TestSending:
         assert buffer.nbytes == 8000
         assert torch.frombuffer(buffer, dtype=torch.int64).equal(matrix[:, 3])
 
-    def test_column_beside_its_matrix_shares_it(self):
-        matrix = torch.arange(10_000).reshape(100, 100)
-        there, column = transfer([matrix, matrix[:, 3]])
-        there.fill_(7)
-        assert column.tolist() == [7] * 100
-
-    def test_equal_columns_share_their_copy(self):
-        matrix = torch.rand(100, 100)
-        first, second = transfer([matrix[:, 3], matrix[:, 3]])
-        first.fill_(7)
-        assert second.tolist() == [7] * 100
-
-    def test_columns_that_make_up_a_matrix_are_sent_as_the_matrix(self):
-        matrix = torch.rand(100, 1000)
-        parts = matrix.split(90, dim=1)
-        _, (buffer,) = pack(list(parts))
-        assert buffer.nbytes == matrix.nbytes
-        received = transfer(list(parts))
-        for there, here in zip(received, parts, strict=True):
-            assert_same(there, here)
-            assert there.stride() == here.stride()
-        assert all(share_storage(there, received[0]) for there in received)
-
     @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
     def test_part_of_an_image_is_sent_compact_in_the_memory_format_of_the_image(self, memory_format):
         image = torch.rand(2, 3, 100, 100).to(memory_format=memory_format)
         (part,) = transfer([image[:, :, 10:30, 20:50]])
         assert_same(part, image[:, :, 10:30, 20:50])
         assert part.is_contiguous(memory_format=memory_format)
-
-    def test_types_of_different_size_on_one_storage_share_it_wherever_they_begin(self):
-        raw = torch.randint(0, 2, (160,), dtype=torch.uint8)
-        sent = [raw[1:40], raw[8:48].view(torch.float64), raw[44:60].view(torch.int32)]
-        received = transfer(sent)
-        for there, here in zip(received, sent, strict=True):
-            assert_same(there, here)
-        received[0].fill_(1)
-        assert set(content(received[1][:4])) == {1}
 
     def test_small_tensors_are_gathered_into_slabs_of_a_megabyte(self):
         sent = [torch.full((50_000,), i, dtype=torch.uint8) for i in range(50)]
@@ -271,9 +207,9 @@ class TestIndependence:
         allocator = FakePinned() if pinned else None
         return sent, transfer(sent, allocator), allocator
 
-    def test_each_has_exactly_its_own_memory_except_very_many_pinned_ones(self, count, pinned):
+    def test_each_has_exactly_its_own_memory_except_pinned_ones(self, count, pinned):
         sent, received, allocator = self.receive(count, pinned)
-        if pinned and count > MAX_PINNED_COPIES:
+        if pinned:
             assert max(t.untyped_storage().nbytes() for t in received) <= 1 << 20
         else:
             assert [t.untyped_storage().nbytes() for t in received] == [t.nbytes for t in sent]
@@ -293,14 +229,14 @@ class TestIndependence:
         assert weight.grad.equal(sent[1])
 
     def test_saving_one_saves_no_other(self, count, pinned, tmp_path):
-        if pinned and count > MAX_PINNED_COPIES:
+        if pinned:
             pytest.skip("these share a slab of at most a megabyte")
         _, received, _ = self.receive(count, pinned)
         torch.save(received[0], tmp_path / "one")
         assert (tmp_path / "one").stat().st_size < 4096
 
     def test_resizing_one_changes_no_other(self, count, pinned):
-        if pinned and count > MAX_PINNED_COPIES:
+        if pinned:
             pytest.skip("these share a slab of at most a megabyte")
         sent, received, _ = self.receive(count, pinned)
         received[0].resize_(1).fill_(9)
@@ -308,16 +244,6 @@ class TestIndependence:
             received[0].resize_(100).fill_(9)
         for there, here in zip(received[1:], sent[1:], strict=True):
             assert_same(there, here)
-
-
-def test_lone_small_tensor_stays_where_it_was_received():
-    index, (buffer,) = pack([torch.tensor([5])])
-    block = PageablePool().allocate(buffer.nbytes)
-    block.view[:] = buffer
-    assert index is not None
-    (received,) = rebuild(index, [block.tensor], None)
-    assert received.data_ptr() == block.tensor.data_ptr()
-    assert received.untyped_storage().nbytes() == 8
 
 
 def test_large_tensors_stay_where_they_were_received_on_the_storage_of_their_block():
@@ -388,23 +314,3 @@ def test_what_is_more_than_bytes_and_layout_is_not_dense(make):
 @pytest.mark.filterwarnings("ignore")
 def test_named_tensors_are_not_dense():
     assert not is_dense(torch.ones(2, names=("n",)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
-def test_a_stack_arrives_as_one_tensor(dtype):
-    tensors = [torch.randint(0, 2, (3, 200, 100)).to(dtype) for _ in range(4)]
-    label = torch.tensor(7)
-    index, buffers = pack([label, Stack(tensors), label])
-    blocks = [torch.frombuffer(bytearray(b"".join(pieces_of(buffer))), dtype=torch.uint8) for buffer in buffers]
-    first, stacked, last = rebuild(index, blocks, None)
-    assert stacked.dtype == dtype
-    assert stacked.is_contiguous()
-    assert stacked.equal(torch.stack(tensors))
-    assert first.item() == last.item() == 7
-
-
-def test_a_stack_is_not_copied_before_it_is_sent():
-    tensors = [torch.zeros(1 << 16) for _ in range(2)]
-    _index, (block,) = pack([Stack(tensors)])
-    tensors[1][0] = 1
-    assert any(bytes(pieces_of(block)[1][:4]))
