@@ -31,7 +31,7 @@ def gather_states(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The states of all ranks' loaders, in the order of the ranks, on every rank.
 
     A collective call of the default process group. The result goes into the checkpoint that one rank writes, and from
-    there into ``load_state_dict`` on every rank of a job of any number of ranks.
+    there into ``load_state_dict`` on every rank, which takes its own.
 
     Args:
         state: Result of ``state_dict()`` of this rank's loader.

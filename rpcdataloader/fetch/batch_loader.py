@@ -72,8 +72,6 @@ class LoaderSpec:
     skips: bool = False  # True to leave out samples whose dataset raises an exception
     retry_on: tuple[type[BaseException], ...] = ()  # exceptions after which a sample is retried
     max_retries: int = 0  # limit on that
-    # RANK and WORLD_SIZE for a stream of another rank; None for those of the session.
-    job: tuple[int, int] | None = None
 
     def at_epoch(self, epoch: int, first_place: int) -> LoaderSpec:
         """The same loader in another pass, from the beginning."""

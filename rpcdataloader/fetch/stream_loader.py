@@ -11,9 +11,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import IterDataPipe
-
-from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec, StreamState
+from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, StreamState
 from rpcdataloader.fetch.digests import digest
 from rpcdataloader.fetch.samples import here, stopped
 from rpcdataloader.fetch.seeding import SAMPLE
@@ -116,9 +114,7 @@ class StreamLoader(BatchLoader):
     def _open_iterator(self) -> Iterator[Any]:
         """Iterate over the dataset from the saved place."""
         saved = self._spec.stream or StreamState()
-        _check_split(self._dataset, self._spec)
         self._begin_sample(-1)
-        _refuse_pipe(self._dataset)
         _load_state("dataset", self._dataset, saved)
         iterator: Iterator[Any] = iter(self._dataset)
         _load_state("iterator", iterator, saved)
@@ -171,27 +167,6 @@ class StreamLoader(BatchLoader):
         # -1 stands for the time before the first sample.
         number += purpose is SAMPLE
         super()._begin_sample(number * self._spec.num_workers + self._spec.worker_id, purpose)
-
-
-def _check_split(dataset: Any, spec: LoaderSpec) -> None:
-    """Refuse a Hugging Face dataset that was split for the session's rank, where the stream is of another rank."""
-    split = getattr(dataset, "_distributed", None)
-    if spec.job is not None and split is not None and (split.rank, split.world_size) != spec.job:
-        raise ValueError(
-            f"this stream began on rank {spec.job[0]} of {spec.job[1]}, but its dataset is that of rank {split.rank} "
-            f"of {split.world_size}: let an RPCDataset with build='worker' call split_dataset_by_node with RANK and "
-            "WORLD_SIZE of the environment"
-        )
-
-
-def _refuse_pipe(dataset: Any) -> None:
-    """Refuse a pipe of torch: torch's loader would seed and divide its stages, and a saved pass could not repeat that.
-
-    Raises:
-        TypeError: It is one.
-    """
-    if isinstance(dataset, IterDataPipe):
-        raise TypeError("workers load no IterDataPipe, which torch deprecates: use an IterableDataset")
 
 
 def _load_state(name: str, owner: Any, saved: StreamState) -> None:

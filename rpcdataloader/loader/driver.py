@@ -118,8 +118,7 @@ class Driver:
         if os.getpid() != self.pid or not self.executor.idle.take(self):
             return False
         with self.condition:
-            # The workers of streams from other ranks have taken on the ranks of these.
-            return self.engine.failure is None and not self.is_closed and not self.progress.identities
+            return self.engine.failure is None and not self.is_closed
 
     def start(self, homes: Iterable[Node], missing: Sequence[Node], *, expects_more: bool) -> None:
         """Open the first workers; before anything else, as no node counts as up until then.
@@ -400,8 +399,6 @@ class Driver:
         self.seats[action.worker] = seat
         # Fails if the worker is lost already, which is about to be reported.
         with contextlib.suppress(RPCError):
-            if opening.job is not None:  # first, as the other request may build the dataset
-                seat.worker.submit(opening.job.payload, opening.job.buffers, lambda _reply: None)
             seat.worker.submit(opening.request.payload, opening.request.buffers, seat.started)
 
     def _end(self, ends: Sequence[End], begun: Pass) -> None:

@@ -24,7 +24,6 @@ from rpcdataloader.errors import AuthenticationError, ConnectError, ConnectionLo
 from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.host.changes import Change
-from rpcdataloader.host.environment import set_rank
 from rpcdataloader.loader.passes import Pass, loader_spec
 from rpcdataloader.loader.placement import Placement, build
 from rpcdataloader.loader.settings import PassSettings
@@ -43,11 +42,10 @@ Event = Callable[[Engine[Node], float], None]
 
 
 class Opening(NamedTuple):
-    """The first requests to a worker, and their epoch."""
+    """The first request to a worker, and its epoch."""
 
     begun: Pass
     request: Encoded
-    job: Encoded | None = None  # sets RANK and WORLD_SIZE before, for a stream of another rank
 
 
 class Executor:
@@ -173,8 +171,7 @@ class Executor:
         changes = self._dataset.changes_of_workers()
         call = Call(remote.open_loader, (self._dataset, spec, self._dataset.key, changes), {})
         parts = {"collate_fn": settings.collate_fn, "worker_init_fn": settings.worker_init_fn}
-        job = None if spec.job is None else dumps(tuple(Call(set_rank, spec.job, {})))
-        return Opening(begun, dumps_named(tuple(call), parts, persistent_id=self._reference_of), job)
+        return Opening(begun, dumps_named(tuple(call), parts, persistent_id=self._reference_of))
 
     def settle(self, workers: Sequence[RemoteWorker]) -> None:
         """Make the changes to the dataset in the sessions of the workers, and find those that the workers lack."""

@@ -2,16 +2,13 @@
 
 A pass can be resumed in the middle only where these are the same. They are compared as plain values in the state:
 classes of samplers, and their attributes that decide about the order.
-
-A stream's dataset has chosen its samples by rank, world size, worker id and number of workers, and its random numbers
-follow from these. So a stream that continues with another number of ranks keeps its :class:`Identity`, on any rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Sized
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 # Names of samplers' attributes for rank and number of ranks: torch's, Accelerate's, and others'.
 _RANKS = (("rank", "num_replicas"), ("process_index", "num_processes"), ("rank", "world_size"))
@@ -148,8 +145,6 @@ def _remedy(saved: Origin, here: Origin, what: str) -> str:
     if saved.num_ranks != here.num_ranks:
         same = f"go on with as many ranks as before, {saved.num_ranks[0]}"
     if not saved.samplers:
-        if saved.num_ranks != here.num_ranks:
-            same += f", load a list of the states of all {saved.num_ranks[0]} ranks (gather_states)"
         return f"each rank has streams of its own, so {same}, or begin the epoch anew"
     if saved.one_order:
         return f"{same}, or with a {RESUMABLE}, which takes up this state with any number of ranks and batch size"
@@ -158,98 +153,3 @@ def _remedy(saved: Origin, here: Origin, what: str) -> str:
 
 def _refused(saved: str, here: str, remedy: str) -> ValueError:
     return ValueError(f"this state is from the middle of an epoch of {saved}, and here is {here}: {remedy}")
-
-
-class Identity(NamedTuple):
-    """A stream as its dataset sees it."""
-
-    job: tuple[int, int] | None  # RANK and WORLD_SIZE of the trainer in which it began; None for this one
-    partition: tuple[int, int]  # rank and world size of its loader, which may differ (``partition=``)
-    worker_id: int
-    num_workers: int
-    base_seed: int
-
-
-def identities_of(state: Mapping[str, Any]) -> list[Identity]:
-    """The identity of each stream of a state."""
-    if state.get("identities"):
-        return [Identity(tuple(job), tuple(part), *rest) for job, part, *rest in state["identities"]]
-    origin, num_streams = state["start"]["origin"], len(state["streams"])
-    return [
-        Identity(tuple(origin["job"]), tuple(origin["partition"]), number, num_streams, state["base_seed"])
-        for number in range(num_streams)
-    ]
-
-
-def deal(
-    states: Sequence[Mapping[str, Any]], rank: int, world_size: int, origin: Mapping[str, Any], *, is_iterable: bool
-) -> Mapping[str, Any]:
-    """Combine the states of all ranks into the state from which this rank continues.
-
-    Args:
-        states: States of all ranks in any order; checked one by one.
-        origin: Origin of this rank.
-
-    Raises:
-        ValueError: A rank is missing or given twice, ranks were in different epochs, or the streams cannot be dealt out
-            evenly.
-    """
-    begun = [state for state in states if "start" in state]
-    if not begun:
-        return states[0]
-    if len(begun) < len(states):
-        raise ValueError(f"{len(states) - len(begun)} of the {len(states)} states are of ranks that had not begun")
-    ranks = [tuple(state["start"]["origin"]["partition"]) for state in states]
-    by_rank = {rank: state for (rank, _size), state in zip(ranks, states, strict=True)}
-    if sorted(ranks) != [(rank, len(states)) for rank in range(len(states))]:
-        found = ", ".join(f"{rank} of {size}" for rank, size in sorted(ranks))
-        raise ValueError(f"give the states of all ranks, each once: these are of rank {found}")
-    if world_size == len(states):
-        return by_rank[rank]
-    if not is_iterable:
-        _check_in_step(states)
-    if not is_iterable or all(state["finished"] for state in states):
-        return by_rank[rank % len(states)]
-    if len(epochs := {state["epoch"] for state in states}) > 1:
-        raise ValueError(f"the ranks were in different epochs when they were saved: {sorted(epochs)}")
-    identities: list[Identity] = []
-    streams: list[list[Any]] = []
-    for _rank, state in sorted(by_rank.items()):
-        identities += identities_of(state)
-        # A finished rank knows its end; its streams may not, where their last batch was full.
-        streams += [[*stream[:4], stream[4] or state["finished"]] for stream in state["streams"]]
-    if len(streams) % world_size:
-        raise ValueError(
-            f"{len(streams)} streams, those of {len(states)} ranks, cannot be dealt out evenly to "
-            f"{world_size} ranks: begin with a number of ranks that divides {len(streams)}"
-        )
-    size = len(streams) // world_size
-    mine = slice(rank * size, (rank + 1) * size)
-    own = by_rank[rank % len(states)]
-    return {
-        **own,
-        "streams": streams[mine],
-        "identities": [list(identity) for identity in identities[mine]],
-        "digest": None,
-        "turn": 0,
-        "num_batches": sum(stream[1] for stream in streams[mine]),
-        # Each rank has a limit of its own.
-        "num_skipped": sum(state["num_skipped"] for state in states) // len(states),
-        "whole": False,
-        "finished": False,
-        "start": {**own["start"], "origin": origin},
-    }
-
-
-def _check_in_step(states: Sequence[Mapping[str, Any]]) -> None:
-    """Check that ranks that share one order have come equally far in it, so that any state serves all."""
-    places = [
-        (state["num_batches"], state["whole"], state["finished"], (state["start"]["order"] or {}).get("start"))
-        for state in states
-    ]
-    if len(set(places)) > 1 or not all(state["in_step"] for state in states):
-        batches = ", ".join(str(state["num_batches"]) for state in states)
-        raise ValueError(
-            f"the ranks were not at the same batch when they were saved (after {batches} batches), or have left out "
-            "whole batches: go on with as many ranks as before"
-        )

@@ -11,7 +11,6 @@ import torch
 
 from rpcdataloader.fetch.batch_loader import LoaderSpec, StreamState
 from rpcdataloader.fetch.seeding import generators_restored
-from rpcdataloader.loader.origin import Identity
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
     capture_start,
@@ -102,26 +101,22 @@ def loader_spec(
 ) -> LoaderSpec:
     """Describe a pass for its workers."""
     progress = begun.progress
-    own = Identity(None, begun.ranks, worker_id, num_workers, progress.base_seed)
-    if progress.identities:
-        own = progress.identities[worker_id]
     return LoaderSpec(
         collate_fn=settings.collate_fn,
         worker_init_fn=settings.worker_init_fn,
         auto_collation=settings.auto_collation,
         iterable=settings.iterable,
         drop_last=settings.drop_last,
-        base_seed=own.base_seed,
+        base_seed=progress.base_seed,
         epoch=progress.epoch,
-        rank=own.partition[0],
-        world_size=own.partition[1],
-        worker_id=own.worker_id,
-        num_workers=own.num_workers,
+        rank=begun.ranks[0],
+        world_size=begun.ranks[1],
+        worker_id=worker_id,
+        num_workers=num_workers,
         first_place=begun.first,
         stream=stream,
         resumes=any(stream is saved for saved in begun.resumed),
         skips=settings.skips,
         retry_on=settings.retry_on,
         max_retries=settings.max_retries,
-        job=own.job,
     )

@@ -20,7 +20,7 @@ from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.generators import get_states, set_states, states_from_plain, states_to_plain
-from rpcdataloader.loader.origin import Origin, check_order, check_rank, deal, describe_sampler, identities_of
+from rpcdataloader.loader.origin import Origin, check_order, check_rank, describe_sampler
 from rpcdataloader.loader.sampler import ResumableDistributedSampler, order_of
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import OTHER_ORDER, Progress, skip
@@ -51,7 +51,6 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         "ahead": {str(number): [*batch[:2]] for number, batch in progress.ahead.items()},
         "streams": [list(stream[:-1]) for stream in progress.streams],
         "digest": [stream.digest for stream in progress.streams] if settings.iterable else progress.digest,
-        **({"identities": [list(identity) for identity in progress.identities]} if progress.identities else {}),
         "in_step": progress.in_step and settings.in_order,
         # Nothing is left on any rank, though the consumer has not reached the end.
         "whole": progress.in_step and not progress.ahead and progress.num_batches == start["num_batches"],
@@ -60,15 +59,12 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
     }
 
 
-def check_state(settings: PassSettings, state: Any, *, is_of_any_rank: bool = False) -> None:
-    """Check that this loader can resume from a state.
-
-    Args:
-        is_of_any_rank: True if the state is one of those of all ranks.
+def check_version(state: Any) -> None:
+    """Check that this is a state of this version.
 
     Raises:
         TypeError: It is not a mapping.
-        ValueError: It is not a state of such a loader.
+        ValueError: It is of another version or loader.
     """
     if not isinstance(state, Mapping):
         raise TypeError(
@@ -85,6 +81,16 @@ def check_state(settings: PassSettings, state: Any, *, is_of_any_rank: bool = Fa
             f"this is not a state of this version's RPCDataloader: its version is {state.get('version')!r}, not "
             f"{VERSION}"
         )
+
+
+def check_state(settings: PassSettings, state: Any) -> None:
+    """Check that this loader can resume from a state.
+
+    Raises:
+        TypeError: It is not a mapping.
+        ValueError: It is not a state of such a loader.
+    """
+    check_version(state)
     if state.keys() <= {"version"}:
         return
     new = to_state(settings, Progress(0, 0, start=capture_start(settings)))
@@ -92,7 +98,7 @@ def check_state(settings: PassSettings, state: Any, *, is_of_any_rank: bool = Fa
         raise ValueError(f"this state of an RPCDataloader is incomplete: {', '.join(sorted(missing))} is missing")
     kinds = ("a map-style dataset", "an iterable-style dataset")
     _check_same("dataset", kinds[bool(state["streams"])], kinds[settings.iterable])
-    if _is_midway(state) and not is_of_any_rank:
+    if _is_midway(state):
         check_order(_origin(state["start"]), _origin(new["start"]), epochs=False)
     if state["sampler"] is not None and "sampler" in state["sampler"]["state"]:
         kinds = ("one without load_state_dict", "one with a state of its own")
@@ -129,11 +135,11 @@ def _check_same(what: str, saved: str, here: str) -> None:
 
 
 def state_of_rank(settings: PassSettings, states: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the state from which this rank resumes: its own, or one combined from those of all ranks.
+    """Return the state from which this rank resumes: its own, or one that is checked as if it were.
 
     Raises:
         TypeError: A state is not a mapping.
-        ValueError: The list is empty, a state is of another kind, or they do not fit together.
+        ValueError: The list is empty, or the state is of another kind.
     """
     if isinstance(states, Mapping) or not isinstance(states, Sequence):
         check_state(settings, states)
@@ -141,12 +147,12 @@ def state_of_rank(settings: PassSettings, states: Mapping[str, Any] | Sequence[M
     if not states:
         raise ValueError("state_dict is an empty list: give the states of all ranks")
     for state in states:
-        check_state(settings, state, is_of_any_rank=True)
-    origin = _capture_samplers(settings)["origin"]
-    rank, world_size = settings.partition.rank, settings.partition.world_size
-    dealt = deal(states, rank, world_size, origin, is_iterable=settings.iterable)
-    check_state(settings, dealt)
-    return dealt
+        check_version(state)
+    ranks = [state["start"]["origin"]["partition"][0] if "start" in state else None for state in states]
+    rank = settings.partition.rank
+    own = states[ranks.index(rank) if rank in ranks else 0]
+    check_state(settings, own)
+    return own
 
 
 def check_one_stream(saved: Mapping[str, Any]) -> None:
@@ -155,8 +161,6 @@ def check_one_stream(saved: Mapping[str, Any]) -> None:
     Raises:
         ValueError: It has several streams.
     """
-    if saved.get("identities") and not saved["finished"]:
-        raise ValueError("streams of other ranks cannot resume in the training process: give workers")
     if len(saved["streams"]) > 1 and not saved["finished"]:
         raise ValueError(
             f"the state is of {len(saved['streams'])} workers, and an iterable-style dataset goes on with as many as "
@@ -231,7 +235,6 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
         ahead={int(number): _ahead(batch) for number, batch in saved["ahead"].items()},
         digest=None if saved["streams"] else saved.get("digest"),
         streams=[StreamState(*stream)._replace(digest=next(digests)) for stream in saved["streams"]],
-        identities=identities_of(saved) if saved.get("identities") else [],
         in_step=saved["in_step"],
         start=start,
     )

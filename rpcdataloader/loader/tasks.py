@@ -15,7 +15,6 @@ from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.digests import digest
 from rpcdataloader.fetch.samples import ALL, DONE, Reduced, describe_indices
-from rpcdataloader.loader.origin import Identity
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import NO_TENSORS, dumps
 
@@ -160,8 +159,6 @@ class Progress:
     digest: int | None = 0
     # States of an iterable-style dataset's streams, each after its last delivered batch.
     streams: list[StreamState] = field(default_factory=list)
-    # Identities of the streams, if they began on other ranks; empty otherwise.
-    identities: list[Identity] = field(default_factory=list)
     turn: int = 0  # stream whose batch comes next
     num_yielded: int = 0  # number of batches delivered in this process, without empty ones
     num_skipped: int = 0  # number of samples missing in the delivered batches

@@ -177,20 +177,19 @@ class LoaderTools(DataLoader[_T_co]):
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Let the next iterator resume from the saved place: the remaining batches, bit for bit.
 
-        Map-style datasets may have another number of workers; iterable-style ones get the same number as before. With
-        the states of all ranks, another number of ranks can resume, each with its share of the streams. Delivered
-        samples are not loaded again, and the global generators of this process stay as they are. A state from the end
-        of an epoch lets the next one begin.
+        Map-style datasets may have another number of workers; iterable-style ones get the same number as before.
+        Delivered samples are not loaded again, and the global generators of this process stay as they are. A state from
+        the end of an epoch lets the next one begin.
 
         Args:
             state_dict: Result of :meth:`state_dict` on this rank; or a list of the results on all ranks, as from
-                :func:`~rpcdataloader.integrations.gather_states`.
+                :func:`~rpcdataloader.integrations.gather_states`, of which this rank takes its own.
 
         Raises:
             LocalProtocolError: The loader has no workers (``num_workers=0``).
             TypeError: ``state_dict`` is neither a mapping nor a list of mappings.
-            ValueError: It belongs to another kind of loader, or the states of all ranks do not fit together. When
-                iterating: or the sampler is too short for it.
+            ValueError: It belongs to another kind of loader, or the list is empty. When iterating: or the sampler
+                is too short for it.
         """
         self._check_can_resume()
         settings = PassSettings.of(self)

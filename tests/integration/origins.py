@@ -5,7 +5,6 @@ Samples are mappings with a ``number``, by which they are counted, and the ``pid
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Collection, Iterable
@@ -85,25 +84,3 @@ def run_ranks(zygote: Zygote, function: Any, world_size: int, *args: object) -> 
     for one in ended:
         assert one.status == 0, one.errors
     return [json.loads(one.output) for one in ended]
-
-
-def run_job(make, num_ranks, pid, monkeypatch, states=None, num_batches=None):
-    """Run the loaders of all ranks of a job in this process, one after the other, from the states of another job.
-
-    Returns:
-        The samples that they gave, each up to ``num_batches`` batches, and their states afterwards.
-    """
-    numbers, after = [], []
-    for rank in range(num_ranks):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(num_ranks))
-        loader = make()
-        if states is not None:
-            loader.load_state_dict(states)
-        numbers += numbers_of(itertools.islice(loader, num_batches), [pid])
-        after.append(loader.state_dict())
-    return numbers, after
-
-
-# Numbers of ranks, before and after, and of workers of each.
-JOBS = [(2, 1, 1), (2, 4, 2), (4, 2, 1)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 
@@ -11,7 +10,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from tests.integration.origins import JOBS, Process, numbers_of, run_job, run_ranks, trace
+from tests.integration.origins import Process, numbers_of, run_ranks, trace
 from tests.integration.quick import quick_server
 
 hf = pytest.importorskip("datasets")
@@ -183,18 +182,6 @@ def uneven_stream():
 
 def split_here(make):
     return hf_distributed.split_dataset_by_node(make(), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-
-
-@pytest.mark.parametrize(("before", "after", "num_workers"), JOBS)
-def test_stream_that_is_split_on_workers_goes_on_with_other_ranks(server, monkeypatch, before, after, num_workers):
-    def make(build="worker"):
-        dataset = RPCDataset(server.address, split_here, stream, build=build)
-        return RPCDataloader(dataset, 4, collate_fn=trace, num_workers=num_workers)
-
-    begun, states = run_job(make, before, server.pid, monkeypatch, num_batches=1)
-    assert sorted(begun + run_job(make, after, server.pid, monkeypatch, states)[0]) == NUMBERS
-    with pytest.raises(ValueError, match=r"on rank 0 of \d, but its dataset is that of rank 0 of \d: .* build="):
-        run_job(functools.partial(make, "node"), after, server.pid, monkeypatch, states)
 
 
 def load_shares(address, pid):

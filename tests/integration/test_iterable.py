@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import IterDataPipe
 
 from rpcdataloader import RPCDataloader, RPCDataset
 from tests.conftest import wait_until
@@ -204,15 +203,3 @@ def test_dataset_on_a_node_can_be_iterated_over(wide_servers, tmp_path):
 
 def test_dataset_of_this_process_can_be_iterated_over():
     assert list(RPCDataset("inline", Parts, [3])) == [0, 1, 2]
-
-
-class Pipe(IterDataPipe[int]):
-    def __iter__(self):
-        return iter(range(10))
-
-
-@pytest.mark.parametrize("where", ["local:1", "inline"])
-def test_pipe_of_torch_is_refused_with_workers(where):
-    assert len(list(RPCDataloader(Pipe()))) == 10
-    with pytest.raises(TypeError, match="workers load no IterDataPipe"):
-        list(RPCDataloader(Pipe(), workers=where))

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rpcdataloader import RPCDataloader, RPCDataset
-from tests.integration.origins import JOBS, Process, numbers_of, run_job, run_ranks, trace
+from tests.integration.origins import Process, numbers_of, run_ranks, trace
 
 tfrecord = pytest.importorskip("tfrecord")
 tfrecord_tools = pytest.importorskip("tfrecord.tools")
@@ -92,17 +92,6 @@ def test_shuffled_records_are_the_same_again_and_for_a_saved_pass(shards, server
     resumed = load(indexed(shards, shuffle_queue_size=8), server)
     resumed.load_state_dict(loader.state_dict())
     assert begun + numbers_of(resumed, [server.pid], 2) == whole
-
-
-@pytest.mark.parametrize(("before", "after", "num_workers"), JOBS)
-def test_records_go_on_with_another_number_of_ranks(shards, server, monkeypatch, before, after, num_workers):
-    def make():
-        options = {"collate_fn": trace, "num_workers": num_workers, "workers": server.address}
-        return RPCDataloader(Shards(shards), 4, **options)
-
-    begun, states = run_job(make, before, server.pid, monkeypatch, num_batches=1)
-    assert len(begun) == 4 * before
-    assert sorted(begun + run_job(make, after, server.pid, monkeypatch, states)[0]) == NUMBERS
 
 
 def load_share(address, folder, pid):

@@ -84,7 +84,7 @@ class Epoch:
     """What the driver knows of an epoch."""
 
     def __init__(self, positions: list[int], turn: int) -> None:
-        self.progress = SimpleNamespace(streams=positions, turn=turn, identities=[], finished=False)
+        self.progress = SimpleNamespace(streams=positions, turn=turn, finished=False)
 
 
 class Condition:
