@@ -114,7 +114,6 @@ class BatchLoader:
         self._collate_tensors = TensorCollator(allocator)
         self._reduced: Reduced | None = None  # missing samples of the present batch
         self._worker_info: Any = None
-        self._initial_seed: int | None = None  # seed of torch's generator, if the user's init function has set one
         self._begin()
         if not spec.num_workers:
             return
@@ -133,7 +132,6 @@ class BatchLoader:
                 except BaseException as error:
                     self._name(error, f"worker_init_fn({spec.worker_id})")
                     raise
-                self._initial_seed = seeding.users_torch_seed()
 
     def start_epoch(self, epoch: int, first_place: int) -> None:
         """Begin another pass: at the beginning of the dataset, with the random numbers of ``epoch``."""
@@ -257,8 +255,7 @@ class BatchLoader:
         number = number * spec.world_size + spec.rank
         if purpose is SAMPLE:
             number += spec.first_place
-        seeds = seeding.derive_seeds(purpose, spec.base_seed, spec.epoch, number)
-        seeding.begin_sample(seeds, initial_seed=self._initial_seed)
+        seeding.begin_sample(seeding.derive_seeds(purpose, spec.base_seed, spec.epoch, number))
 
 
 def _pause(num_retries: int, what: str, error: BaseException) -> None:

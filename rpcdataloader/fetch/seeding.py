@@ -29,7 +29,6 @@ Seeds = tuple[int, int, int, int]
 SAMPLE, BATCH = b"sample", b"batch"
 
 _current_seed: int | None = None
-_torch_seed: int | None = None  # seed of torch's generator from set_random_seeds
 
 
 def get_sample_seed() -> int:
@@ -57,19 +56,11 @@ def set_random_seeds(base_seed: int, worker_id: int) -> None:
         base_seed: Seed from 0 to 2**63 - 1, the same on all workers.
         worker_id: Number from 0; workers with different ids get different random numbers.
     """
-    global _torch_seed
     random.seed(base_seed + worker_id)
     torch.default_generator.manual_seed(base_seed + worker_id)
-    _torch_seed = torch.default_generator.initial_seed()
     # numpy's and torch's generators would give the same numbers for the same seed (see below): mix, as torch does.
     entropy = np.random.SeedSequence([worker_id, base_seed & 0xFFFFFFFF, base_seed >> 32])
     np.random.seed(entropy.generate_state(4))
-
-
-def users_torch_seed() -> int | None:
-    """The seed of torch's generator, if it was set after :func:`set_random_seeds`."""
-    seed = torch.default_generator.initial_seed()
-    return None if seed == _torch_seed else seed
 
 
 def derive_seeds(purpose: bytes, base_seed: int, epoch: int, number: int) -> Seeds:
@@ -91,12 +82,11 @@ def derive_seeds(purpose: bytes, base_seed: int, epoch: int, number: int) -> See
     return seed >> 1, python_seed, numpy_seed, torch_seed  # the first fits int64, as torch and numpy need
 
 
-def begin_sample(seeds: Seeds, *, initial_seed: int | None = None) -> None:
+def begin_sample(seeds: Seeds) -> None:
     """Seed the global generators of python, numpy and torch for a sample, or for collating a batch, in 6 us.
 
     Args:
         seeds: Seeds of the sample; the first becomes the result of :func:`get_sample_seed`.
-        initial_seed: Result of ``torch.initial_seed()``, if other than the seed that torch's generator gets.
     """
     global _current_seed
     # Numpy and torch run the same Mersenne twister and start it from 32 bits in the same way (torch ignores the upper
@@ -107,10 +97,6 @@ def begin_sample(seeds: Seeds, *, initial_seed: int | None = None) -> None:
     np.random.seed(numpy_seed)
     # `torch.manual_seed` visits every device, 126 us.
     torch.default_generator.manual_seed(torch_seed)
-    if initial_seed is not None:
-        state = torch.default_generator.get_state()
-        state.numpy()[:8].view(np.uint64)[0] = initial_seed  # the numbers to come do not depend on it
-        torch.default_generator.set_state(state)
 
 
 def end_sample() -> None:
