@@ -155,7 +155,8 @@ def _sampling(loader: DataLoader[Any]) -> dict[str, Any]:
 
 def _plain(loader: DataLoader[Any]) -> DataLoader[Any]:
     """torch's loader for Accelerate to take apart, without the options that torch refuses without workers."""
-    return DataLoader(loader.dataset, **_sampling(loader), collate_fn=loader.collate_fn, generator=loader.generator)
+    options = {name: getattr(loader, name) for name in ("collate_fn", "generator", "pin_memory")}
+    return DataLoader(loader.dataset, **_sampling(loader), **options)
 
 
 def _use_workers(prepared: Any, options_of: DataLoader[Any], **changes: Any) -> Any:
@@ -167,7 +168,10 @@ def _use_workers(prepared: Any, options_of: DataLoader[Any], **changes: Any) -> 
             "batches, with DataLoaderConfiguration(dispatch_batches=True)"
         )
     options = {name: getattr(options_of, name) for name in _OPTIONS if hasattr(options_of, name)}
-    prepared.base_dataloader = RPCDataloader(inside.dataset, **_sampling(inside), **{**options, **changes})
-    if hasattr(prepared.base_dataloader, "state_dict"):  # only with workers
-        prepared.dl_state_dict = prepared.base_dataloader.state_dict()
+    loader = RPCDataloader(inside.dataset, **_sampling(inside), **{**options, **changes})
+    if loader._where is not None:
+        prepared.base_dataloader, prepared.dl_state_dict = loader, loader.state_dict()
+    else:
+        # Accelerate asks each loader that has the method for its state after each batch; this one would refuse.
+        prepared.base_dataloader = _plain(loader)
     return prepared

@@ -183,8 +183,6 @@ class RPCDataloader(LoaderTools[_T_co]):
         for name in ("env", "py_modules"):
             if arguments[name] is not None:
                 setattr(self, name, getattr(settings, name))
-        if type(self) in (RPCDataloader, _LoaderWithoutState):
-            self.__class__ = RPCDataloader if own else _LoaderWithoutState
         if isinstance(where, Local) or (isinstance(where, Remote) and where.local is not None):
             begin_local_early()
 
@@ -277,21 +275,6 @@ class RPCDataloader(LoaderTools[_T_co]):
         iterator = RemoteIterator(settings, dataset, placement, recorder, saved, self._reported_length)
         self._last, self._recorder = weakref.ref(iterator), recorder
         return iterator
-
-
-class _LoaderWithoutState(RPCDataloader[_T_co]):
-    """A loader without workers, which like torch's own has no state.
-
-    Lightning and torchdata save the state of each loader that has the methods, so a checkpoint would fail. They check a
-    protocol of :mod:`typing`, which looks at the class before the instance, and for which None is no method.
-    """
-
-    state_dict = load_state_dict = None  # type: ignore[assignment]
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("state_dict", "load_state_dict"):
-            self._check_can_resume()
-        return super().__getattribute__(name)
 
 
 def _where(dataset: object, workers: str | Iterable[str] | None, num_workers: int) -> Where | None:

@@ -53,10 +53,6 @@ _END = b"\n]\n"
 _T_co = TypeVar("_T_co", covariant=True)
 
 
-class _NoStateError(LocalProtocolError, AttributeError):
-    """The error of a missing state; an AttributeError for ``hasattr``."""
-
-
 class LoaderTools(DataLoader[_T_co]):
     """Methods of ``RPCDataloader`` beyond torch's."""
 
@@ -201,7 +197,7 @@ class LoaderTools(DataLoader[_T_co]):
 
     def _check_can_resume(self) -> None:
         if self._where is None:
-            raise _NoStateError(
+            raise LocalProtocolError(
                 "this loader has no workers, so it is torch's own, which cannot resume: give num_workers=1 or more, or "
                 "workers='inline' to load in this process"
             )

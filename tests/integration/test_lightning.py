@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SubsetRandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SubsetRandomSampler
 
 from rpcdataloader import ResumableDistributedSampler, RPCDataloader, RPCDataset
+from rpcdataloader.errors import LocalProtocolError
 from tests.integration.origins import run_ranks
 from tests.integration.training import Points, PointStream, Seen, collate, flat
 
@@ -193,20 +194,10 @@ class Plain(Model):
         return self.layer(batch["x"]).square().mean()
 
 
-def test_checkpoint_of_a_loader_without_workers_is_as_with_that_of_torch(tmp_path):
-    def train(make_loader):
-        path = tmp_path / make_loader.__name__
-        seen = []
-        for options in {}, {"ckpt_path": path, "weights_only": False}:
-            model = Plain(save=(6, path))
-            make_trainer().fit(model, make_loader(Points(10), 3, collate_fn=collate), **options)
-            seen.append(model.trained.indices)
-        return seen
-
-    ours = train(RPCDataloader)
-    # The two batches that were left, counted from the beginning.
-    assert ours == [2 * ORDERED, ORDERED[:2]]
-    assert ours == train(DataLoader)
+def test_checkpoint_of_a_loader_without_workers_says_what_to_use(tmp_path):
+    loader = RPCDataloader(Points(10), 3, collate_fn=collate)
+    with pytest.raises(LocalProtocolError, match=r"this loader has no workers, .* give num_workers=1"):
+        make_trainer().fit(Plain(save=(6, tmp_path / "checkpoint")), loader)
 
 
 def test_sampler_that_lightning_divides_goes_on_on_as_many_ranks():

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import itertools
 import json
 import os
-import pickle
 import random
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pytest
@@ -640,34 +637,6 @@ def test_loader_without_workers_has_no_state():
         loader.state_dict()
     with pytest.raises(LocalProtocolError, match=f"this loader has no workers, .* cannot resume: {advice}"):
         loader.load_state_dict(saved_by(Numbers()))
-    # Libraries look for the methods, and for protocols that have them.
-    assert not hasattr(loader, "state_dict")
-    assert not isinstance(loader, Stateful)
-    for other in copy.copy(loader), pickle.loads(pickle.dumps(loader)):
-        assert isinstance(other, RPCDataloader)
-        assert not isinstance(other, Stateful)
-        assert [int(number) for number in other] == list(range(20))
-    # They also make loaders again, from the class of one and other arguments.
-    assert isinstance(type(loader)(Numbers(), workers="inline"), Stateful)
-    assert not isinstance(type(RPCDataloader(Numbers(), workers="inline"))(Numbers()), Stateful)
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    def state_dict(self): ...
-
-    def load_state_dict(self, state): ...
-
-
-def test_subclass_without_workers_refuses_states_as_well():
-    class Own(RPCDataloader):
-        pass
-
-    loader = Own(Numbers())
-    with pytest.raises(LocalProtocolError, match="this loader has no workers"):
-        loader.state_dict()
-    with pytest.raises(LocalProtocolError, match="this loader has no workers"):
-        loader.load_state_dict({})
 
 
 @pytest.mark.parametrize(
