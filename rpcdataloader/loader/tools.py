@@ -6,12 +6,8 @@ loop without a loader.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import copy
-import fcntl
-import functools
-import io
 import itertools
 import logging
 import os
@@ -39,17 +35,6 @@ from rpcdataloader.loader.tasks import Progress
 
 logger = logging.getLogger("rpcdataloader.loader")
 
-VARIABLE = "RPCDATALOADER_TRACE"
-
-# Most bytes of a file. Then a new one begins, and its predecessor is kept: 100 MB in all.
-MAX_FILE_BYTES = 50_000_000
-
-# Bytes of pending events, or seconds since the last write, after which events are written.
-_BUFFER_BYTES = 1 << 16
-_BUFFER_SECONDS = 0.5
-
-_END = b"\n]\n"
-
 _T_co = TypeVar("_T_co", covariant=True)
 
 
@@ -58,7 +43,7 @@ class LoaderTools(DataLoader[_T_co]):
 
     _last: weakref.ref[RemoteIterator] | None = None  # iterator
     _recorder: Recorder | None = None  # of the last iterator
-    _trace: Trace | None = None  # of all passes, while active
+    _trace: Trace | None = None  # while a block is active
     _where: Where | None
     _saved: Mapping[str, Any] | None
     _progress: tuple[PassSettings, Progress] | None
@@ -82,9 +67,7 @@ class LoaderTools(DataLoader[_T_co]):
         """Write the way of every batch into a file, in the Chrome trace format, for the duration of a block.
 
         Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` show it, and :doc:`waiting` explains it. Batches
-        drawn before the block are left out. The file has at most 50 MB, and so has its predecessor,
-        ``trace.before.json``; older data is dropped. The environment variable ``RPCDATALOADER_TRACE`` does the same for
-        all loaders of a process. A file that cannot be written is a warning, and the block runs without it.
+        drawn before the block are left out. A file that cannot be written is a warning, and the block runs without it.
 
         Args:
             path: Path of the file, in which ``{rank}`` stands for the rank of this process.
@@ -97,19 +80,24 @@ class LoaderTools(DataLoader[_T_co]):
                 "this loader loads in the training process, so the loop waits for each batch: give num_workers=1 or "
                 "more for a trace"
             )
-        before, trace = self._trace, begin_trace(path)
-        self._follow_trace(trace or before)
+        try:
+            trace = Trace(path)
+        except (OSError, ValueError) as error:
+            logger.warning("cannot write the trace %s, and the training goes on without it: %s", path, error)
+            yield
+            return
+        before = self._trace
+        self._follow_trace(trace)
         try:
             yield
         finally:
             self._follow_trace(before)
-            if trace is not None:
-                trace.close()
+            trace.close()
 
     def _follow_trace(self, trace: Trace | None) -> None:
         self._trace = trace
         if self._recorder is not None:
-            self._recorder.follow(trace or trace_of_process())
+            self._recorder.follow(trace)
 
     @property
     def _current(self) -> RemoteIterator | None:
@@ -153,7 +141,7 @@ class LoaderTools(DataLoader[_T_co]):
     def _new_recorder(self) -> Recorder:
         """Return the recorder of the next pass."""
         before = None if self._recorder is None else self._recorder.snapshot()
-        return Recorder(threading.RLock(), time.monotonic(), before, self._trace or trace_of_process())
+        return Recorder(threading.RLock(), time.monotonic(), before, self._trace)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this loader's last iterator for :meth:`load_state_dict`, as torchdata's loaders do.
@@ -219,9 +207,8 @@ def _copies_of_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
 class Trace:
     """A trace file. Thread-safe.
 
-    A file is a JSON array that lacks its last bracket until it is closed. Only whole events are written, so the file of
-    a killed script can be opened, too. A problem with a file is logged once, and never ends a training. At its end, the
-    trace says how many batches it lacks.
+    It is a JSON array that lacks its last bracket until it is closed. Only whole events are written, so the file of a
+    killed script can be opened, too. A problem with the file is a warning, and never ends a training.
 
     Args:
         path: Path of the file, in which ``{rank}`` stands for the rank of this process.
@@ -237,92 +224,38 @@ class Trace:
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._tracks = Tracks(f"{partition.label}trainer (pid {os.getpid()})", time.monotonic())
-        self._buffer: bytearray
-        self._write_at: float  # time of the next write
-        self._num_unwritten = 0  # batches since the last write
-        self._begin_file()
-        with contextlib.suppress(OSError):
-            self._before.unlink()
-        self._pid = os.getpid()
-
-    @property
-    def _before(self) -> Path:
-        """The predecessor of this file."""
-        return self.path.with_name(f"{self.path.stem}.before{self.path.suffix}")
+        self._file = self.path.open("wb", buffering=0)
+        self._size_bytes = 0
+        self._write("[\n" + ",\n".join(self._tracks.names))
 
     def __call__(self, probe: Probe, setup: Setup, worker: int) -> None:
         """Add a batch that the calling thread was delivered."""
-        with self._lock, self._never_failing():
-            self._num_unwritten += 1
-            if self._file.closed or os.getpid() != self._pid:
-                return
-            consumer = f"consumer ({threading.current_thread().name})"
-            for event in self._tracks.events_of(probe, setup, worker, consumer):
-                self._buffer += b",\n" + event.encode()
-            now = time.monotonic()
-            if len(self._buffer) >= _BUFFER_BYTES or now >= self._write_at:
-                self._write_at = now + _BUFFER_SECONDS
-                self._write_buffer()
+        consumer = f"consumer ({threading.current_thread().name})"
+        with self._lock:
+            if not self._file.closed:
+                events = self._tracks.events_of(probe, setup, worker, consumer)
+                self._write("".join(f",\n{event}" for event in events))
 
     def close(self) -> None:
-        """Write pending events; idempotent."""
+        """End the file; idempotent."""
         with self._lock:
-            if os.getpid() != self._pid:
-                return
-            with self._never_failing():
-                if not self._file.closed:
-                    self._buffer += _END
-                    self._write_buffer()
-                    self._file.close()
-            if self._num_unwritten:
-                logger.warning("the trace %s lacks the last %d batches", self.path, self._num_unwritten)
-                self._num_unwritten = 0
-
-    @contextlib.contextmanager
-    def _never_failing(self) -> Iterator[None]:
-        """Close the file for good at the first failure in the block."""
-        try:
-            yield
-        except Exception as error:
-            logger.warning("the trace %s ends here, and the training goes on: %r", self.path, error)
-            with contextlib.suppress(OSError):
+            if not self._file.closed:
+                self._write("\n]\n")
                 self._file.close()
 
-    def _begin_file(self) -> None:
-        self._file = self.path.open("ab", buffering=0)
+    def _write(self, text: str) -> None:
+        data = text.encode()
+        written = 0
         try:
-            # A second trace would write into the middle.
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._file.truncate(0)
+            while written < len(data):
+                written += self._file.write(data[written:])
         except OSError as error:
+            logger.warning("the trace %s ends here, and the training goes on: %s", self.path, error)
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size_bytes)  # without half an event
             self._file.close()
-            if isinstance(error, BlockingIOError):
-                raise BlockingIOError(error.errno, "another trace is being written there") from None
-            raise
-        self._size_bytes, self._write_at = 0, 0.0
-        self._buffer = bytearray(b"[\n" + ",\n".join(self._tracks.names).encode())
-
-    def _write_buffer(self) -> None:
-        if self._size_bytes + len(self._buffer) + len(_END) > MAX_FILE_BYTES:
-            _write(self._file, _END)
-            self._file.close()
-            self.path.replace(self._before)
-            events = self._buffer
-            self._begin_file()
-            self._buffer += events
-        try:
-            _write(self._file, bytes(self._buffer))
-        except OSError:
-            self._file.truncate(self._size_bytes)  # without half an event
-            raise
-        self._size_bytes += len(self._buffer)
-        self._buffer.clear()
-        self._num_unwritten = 0
-
-
-def _write(file: io.FileIO, data: bytes) -> None:
-    while data:
-        data = data[file.write(data) :]
+        else:
+            self._size_bytes += written
 
 
 def _of_rank(path: str, partition: Partition) -> Path:
@@ -332,30 +265,3 @@ def _of_rank(path: str, partition: Partition) -> Path:
             f"{Path(path).stem}-{{rank}}{Path(path).suffix}"
         )
     return Path(path.replace("{rank}", str(partition.rank)))
-
-
-_opening = threading.Lock()
-
-
-def trace_of_process() -> Trace | None:
-    """The environment's trace, the same for all loaders; None without one, or after a failure."""
-    path = os.environ.get(VARIABLE)
-    with _opening:
-        return _begin_once(path, os.getpid()) if path else None
-
-
-@functools.cache
-def _begin_once(path: str, _pid: int) -> Trace | None:
-    trace = begin_trace(path)
-    if trace is not None:
-        atexit.register(trace.close)
-    return trace
-
-
-def begin_trace(path: str | os.PathLike[str]) -> Trace | None:
-    """Begin a trace; None, with a warning, if its file cannot be written, or is that of several ranks."""
-    try:
-        return Trace(path)
-    except (OSError, ValueError) as error:
-        logger.warning("cannot write the trace %s, and the training goes on without it: %s", path, error)
-        return None

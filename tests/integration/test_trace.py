@@ -1,17 +1,17 @@
-"""``loader.trace()`` and ``RPCDATALOADER_TRACE``: files that viewers open, whatever becomes of the script."""
+"""``loader.trace()``: files that viewers open, whatever becomes of the script."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+import resource
 import signal
 
 import pytest
 
 from rpcdataloader import RPCDataloader
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.loader import tools
 from tests.conftest import wait_until
 from tests.integration.datasets import Numbers
 from tests.traces import interval_of, load, of_kind, tracks_of
@@ -89,17 +89,6 @@ def test_file_that_cannot_be_written_is_one_warning_and_the_pass_goes_on(make, t
     assert warning.startswith(f"cannot write the trace {tmp_path / name}, and the training goes on without it: [Errno ")
 
 
-def test_file_that_another_trace_writes_is_left_alone(make, tmp_path, caplog):
-    path = tmp_path / "trace.json"
-    with make().trace(path):
-        before = path.read_text()
-        with make().trace(path):
-            pass
-        assert path.read_text() == before
-    (warning,) = warnings_of(caplog)
-    assert warning.endswith("another trace is being written there")
-
-
 @pytest.mark.parametrize("name", ["inner.json", "missing/inner.json"])
 def test_trace_goes_on_after_another_one_inside_of_it(make, tmp_path, name):
     loader = make()
@@ -133,78 +122,43 @@ def test_each_rank_writes_a_file_of_its_own(make, tmp_path, monkeypatch, caplog)
     assert any(process.startswith("[rank 1 of 4] trainer") for process, _ in tracks_of(events).values())
 
 
-def test_oldest_events_go_and_both_files_load_and_keep_the_limit(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(tools, "MAX_FILE_BYTES", 40_000)
-    monkeypatch.setattr(tools, "_BUFFER_BYTES", 1)
-    loader = make(300)
-    with loader.trace(tmp_path / "trace.json"):
-        list(loader)
-    before, last = (tmp_path / name for name in ("trace.before.json", "trace.json"))
-    found = [*numbers_of(load(before)), *numbers_of(load(last))]
-    assert found == list(range(found[0], 300))
-    assert found[0] > 0
-    assert 30_000 < before.stat().st_size <= 40_000
-    assert last.stat().st_size <= 40_000
+@pytest.fixture
+def small_files():
+    """Files of this process end after 3 kB, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_full_disk_ends_the_trace_and_not_the_training(make, tmp_path, monkeypatch, caplog):
-    written = []
-
-    def write(file, data):
-        written.append(data)
-        if len(written) > 3:
-            file.write(data[:100])
-            raise OSError(28, "No space left on device")
-        file.write(data)
-
-    monkeypatch.setattr(tools, "_write", write)
-    monkeypatch.setattr(tools, "_BUFFER_BYTES", 1)
+@pytest.mark.usefixtures("small_files")
+def test_full_disk_ends_the_trace_and_not_the_training(make, tmp_path, caplog):
     loader = make()
     with loader.trace(tmp_path / "trace.json"):
         assert len(list(loader)) == 20
-    ends, lacks = warnings_of(caplog)
-    assert "ends here, and the training goes on" in ends
-    assert lacks == f"the trace {tmp_path / 'trace.json'} lacks the last 17 batches"
-    assert numbers_of(load(tmp_path / "trace.json")) == [0, 1, 2]
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith(f"the trace {tmp_path / 'trace.json'} ends here, and the training goes on: [Errno ")
+    found = numbers_of(load(tmp_path / "trace.json"))
+    assert found == list(range(len(found)))
 
 
 SCRIPT = """
-import sys
+import sys, time
 from rpcdataloader import RPCDataloader
 from tests.integration.datasets import Numbers
-for _ in range(2):
-    loader = RPCDataloader(Numbers(), batch_size=None, workers=sys.argv[1], num_workers=1)
-    batches = iter(loader)
-    for batch in batches:
+loader = RPCDataloader(Numbers(), batch_size=None, workers=sys.argv[1], num_workers=1)
+with loader.trace(sys.argv[2]):
+    for batch in loader:
         print(batch.item(), flush=True)
+        time.sleep(0.05)
 """
-
-
-def run(zygote, address, trace, script=SCRIPT):
-    return zygote.start(f"import os; os.environ['RPCDATALOADER_TRACE'] = {str(trace)!r}\n{script}", address)
-
-
-def test_environment_variable_traces_all_loaders_of_a_process(zygote, shared_server, tmp_path):
-    ended = run(zygote, shared_server.address, tmp_path / "trace.json").wait()
-    assert ended.status == 0, ended.errors
-    assert numbers_of(load(tmp_path / "trace.json")) == [*range(20), *range(20)]
-    assert (tmp_path / "trace.json").read_text().endswith("\n]\n")
 
 
 def test_file_of_a_script_that_is_killed_loads(zygote, shared_server, tmp_path):
     path = tmp_path / "trace.json"
-    wait = "import time; from rpcdataloader.loader import tools; tools._BUFFER_SECONDS = 0"
-    script = run(zygote, shared_server.address, path, f"{wait}\n{SCRIPT}        time.sleep(0.05)\n")
+    script = zygote.start(SCRIPT, shared_server.address, path)
     wait_until(lambda: script.output.count("\n") > 5, 30)
     script.kill()
     assert script.wait().status == -signal.SIGKILL
     assert not path.read_text().endswith("]\n")
     assert len(numbers_of(load(path))) >= 5
-
-
-def test_file_of_the_environment_that_cannot_be_written_is_one_warning(zygote, shared_server, tmp_path):
-    ended = run(zygote, shared_server.address, tmp_path / "missing" / "trace.json").wait()
-    assert ended.status == 0, ended.errors
-    assert ended.output.count("\n") == 40
-    assert ended.errors.count("cannot write the trace ") == 1
-    assert "No such file or directory" in ended.errors
