@@ -11,7 +11,6 @@ from typing import Any
 
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import BadSamplesError
-from rpcdataloader.fetch import remote
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.digests import digest
 from rpcdataloader.fetch.samples import ALL, DONE, Reduced, describe_indices
@@ -95,32 +94,17 @@ class TaskSource:
             task.request = load_request(task)
 
 
-def _pickle_part(value: Any) -> bytes:
-    """Return a pickle without its first and last opcodes, PROTO and STOP, to be joined to others.
-
-    Protocol 3 is the last one without frames, whose lengths would become wrong.
-    """
-    return pickle.dumps(value, protocol=3)[2:-1]
-
-
-# Prefix and suffix of the arguments of a call of remote.load. Pickling them each time takes longer than everything
-# else: the pickler imports a function to check its name.
-_LOAD, _, *_OPTIONS = Call(remote.load, (), {}, task=True)
-_BEFORE_ARGS = pickle.PROTO + b"\x03" + pickle.MARK + _pickle_part(_LOAD)
-_AFTER_ARGS = b"".join(map(_pickle_part, _OPTIONS)) + pickle.TUPLE + pickle.STOP + NO_TENSORS
-
-
 def load_request(task: Task) -> bytes:
-    """Return the payload of a call of ``remote.load``."""
-    args = task.indices, task.position, task.number
+    """Return the payload of a request for a batch."""
+    call = tuple(Call(None, (task.indices, task.position, task.number), {}))
     try:
-        pickled = pickle.dumps(args, protocol=3)[2:-1]  # as in _pickle_part
+        pickled = pickle.dumps(call, protocol=5)
         # Not of a class of the training script, which must be sent along.
         if b"_main__" not in pickled:
-            return _BEFORE_ARGS + pickled + _AFTER_ARGS
+            return pickled + NO_TENSORS
     except Exception:
         logger.debug("too complex for the plain pickler: %r", task.indices, exc_info=True)
-    encoded = dumps(tuple(Call(remote.load, args, {}, task=True)), name="indices")
+    encoded = dumps(call, name="indices")
     if encoded.buffers:
         raise ValueError("the sampler yields large tensors or arrays; yield lists of indices")
     return encoded.payload

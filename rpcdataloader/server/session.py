@@ -39,7 +39,7 @@ from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Message, MessageType
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Preamble
-from rpcdataloader.wire.messages import Call, Exited, Log, StackRequest, Welcome, unpack_handles
+from rpcdataloader.wire.messages import Exited, Log, StackRequest, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Build, dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.transport import Stream
@@ -234,8 +234,10 @@ class Session:
         return {"shared": True, "length": length_of(dataset), "kind": kind_of(dataset)}
 
     def _call(self, message: Message) -> Any:
-        call = Call(*loads(message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True))
-        return call.func(*call.args, **call.kwargs)
+        func, args, kwargs, _keep = loads(
+            message.payload, message.blocks, persistent_load=self._resolve, adopt_main=True
+        )
+        return func(*args, **kwargs)
 
     def _resolve(self, reference: tuple[str, int]) -> Any:
         _kind, key = reference

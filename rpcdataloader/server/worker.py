@@ -21,6 +21,7 @@ import traceback
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
+from rpcdataloader.fetch.remote import load
 from rpcdataloader.fetch.samples import keep_whereabouts
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable
@@ -290,12 +291,13 @@ class Worker:
         except BaseException as exc:
             self._reply_error(request_id, exc)
             return
-        measured = bool(message.flags) and call.task
+        is_task = call.func is None
+        measured = bool(message.flags) and is_task
         if measured:
             self._meter.begin(idle / 1e9)
         del message
         self._execute(request_id, call, measured)
-        if call.task and self._context.settings.max_tasks_per_worker:
+        if is_task and self._context.settings.max_tasks_per_worker:
             self._count_task()
 
     def _count_task(self) -> None:
@@ -310,7 +312,7 @@ class Worker:
         row = self._row
         row.since[0], row.running[0], row.unanswered[0] = time.monotonic_ns(), 1, self._num_calls
         try:
-            result = call.func(*call.args, **call.kwargs)
+            result = (call.func or load)(*call.args, **call.kwargs)
             if call.keep:
                 result = self._handles.add(result)
             if measured:
@@ -323,7 +325,7 @@ class Worker:
         if measured:
             encoded.payload += self._meter.end()
         # Before the client has the answer, so that it finds it counted.
-        counter = row.tasks if call.task else row.calls
+        counter = row.calls if call.func else row.tasks
         counter[0] += 1
         self._send_reply(MessageType.REPLY, request_id, encoded, Flag.MEASURED if measured else 0)
 

@@ -156,11 +156,11 @@ class Log(Json):
 class Call(NamedTuple):
     """Run ``func(*args, **kwargs)``. Pickled as a plain tuple, which is smaller and faster."""
 
-    func: Callable[..., Any]
+    # None to load a batch: pickling a function by name takes longer than everything else in such a request.
+    func: Callable[..., Any] | None
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     keep: bool = False  # hold the result on the worker and reply with its handle
-    task: bool = False  # a loader's batch: a worker may retire after a number of them
 
 
 def pack_handles(handles: Iterable[int]) -> bytes:

@@ -84,9 +84,9 @@ def test_build_round_trip():
 
 
 def test_call_fields_round_trip():
-    call = Call(len, ([1, 2],), {"key": 1}, keep=True, task=True)
+    call = Call(len, ([1, 2],), {"key": 1}, keep=True)
     assert Call(*call) == call
-    assert Call(len, (), {}) == Call(len, (), {}, keep=False, task=False)
+    assert Call(len, (), {}) == Call(len, (), {}, keep=False)
 
 
 @settings(max_examples=50, deadline=None)
