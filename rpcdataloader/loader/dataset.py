@@ -8,12 +8,11 @@ import operator
 import os
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset
 
 from rpcdataloader.client.client import get_client
 from rpcdataloader.client.datasets import RemoteDataset
@@ -119,8 +118,6 @@ class RPCDataset(Dataset[Any]):
     def __getattr__(self, name: str) -> Any:
         # Protocols (copying, pickling, numpy's) look for special methods; the dataset does not answer these.
         if name.startswith("__") and name.endswith("__"):
-            if name == "__getitems__":
-                self._warn_of_trips()
             raise AttributeError(name)
         if name in ("_access", "_where"):
             raise AttributeError(f"this RPCDataset was not initialised: {name}")
@@ -152,20 +149,6 @@ class RPCDataset(Dataset[Any]):
             "an RPCDataset belongs to this process and cannot be sent: to use a part of it, give RPCDataloader a "
             "sampler, or wrap what is built, RPCDataset(workers, lambda: Subset(MyDataset(), indices)); to load it, "
             "use RPCDataloader"
-        )
-
-    def _warn_of_trips(self) -> None:
-        """Warn, once, that torch's own loader loads from this dataset: only that looks for ``__getitems__`` per batch.
-
-        A process that torch has started gets an exception next.
-        """
-        if self.__dict__.get("_warned") or isinstance(self._access, _Inline) or get_worker_info() is not None:
-            return
-        self.__dict__["_warned"] = True
-        warnings.warn(
-            f"{self!r} is loaded by torch's own loader, in this process: every sample makes a trip of its own. Use "
-            "RPCDataloader; where another library makes the loader, see rpcdataloader.integrations.",
-            stacklevel=6,  # the user's loop, below this, __getattr__, and three functions of torch
         )
 
 
