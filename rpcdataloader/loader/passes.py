@@ -13,6 +13,7 @@ from rpcdataloader.fetch.batch_loader import LoaderSpec, StreamState
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.states import (
+    begin_sampler,
     capture_start,
     progress_of,
     restore_start,
@@ -72,7 +73,7 @@ def begin_pass(
     first, ranks = 0, (settings.partition.rank, settings.partition.world_size)
     if (sampler := settings.resumable) is not None:
         first, ranks = sampler.start, (sampler.rank, sampler.num_replicas)
-    samples = iter(settings.sampler)
+    samples = begin_sampler(settings, None if saved is None else saved["sampler"])
     if before is None and (saved is None or saved["epoch"] == 0):
         before = draw_base_seed(settings.generator), -1  # for a resumed pass, only for its effect on the generator
     get_state = sampler_state(settings, samples)
@@ -82,10 +83,11 @@ def begin_pass(
         progress = Progress(before[0], before[1] + 1, start=start, streams=streams)
     else:
         progress = progress_of(saved, start)
-        samples, progress.num_samples, progress.digest = skip_delivered(settings, saved, samples)
+        samples = skip_delivered(settings, progress, saved, samples)
     source = TaskSource(
         samples,
         auto_collation=settings.auto_collation,
+        progress=progress,
         number=progress.num_batches,
         position=progress.num_samples,
         leave_out={number: digest for number, (_num_samples, digest, _state) in progress.ahead.items()},

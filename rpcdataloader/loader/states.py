@@ -2,8 +2,8 @@
 
 It has the states of the random generators at the beginning of the pass, and the number of delivered batches. To resume,
 the sampler is started again in the same state and skips that many batches, without loading samples. A sampler with a
-state of its own, as torchdata's, is queried after each batch and skips nothing. The state also has the rank and the
-order (see ``origin``), so that inexact resuming is refused.
+state of its own, as torchdata's, is queried after each batch and skips nothing. The state also has the order (see
+``order``), so that inexact resuming is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rpcdataloader.client.sharing import current_partition
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.seeding import generators_restored
 from rpcdataloader.host.generators import get_states, set_states, states_from_plain, states_to_plain
-from rpcdataloader.loader.origin import Origin, check_order, check_rank, describe_sampler
+from rpcdataloader.loader.order import check_order, describe_sampler
 from rpcdataloader.loader.sampler import ResumableDistributedSampler, order_of
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.loader.tasks import OTHER_ORDER, Progress, skip
@@ -31,16 +31,12 @@ VERSION = 2
 # Fields of a progress that a state has as they are.
 _PLAIN = ("base_seed", "epoch", "num_batches", "num_samples", "turn", "num_skipped", "finished", "sampler")
 
-# Modules of samplers whose len is the number of batches of the next pass.
-_SIZED = ("torch.utils.data.sampler", "torch.utils.data.distributed")
-
 
 def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
     """Return the state of a pass: plain containers, numbers and strings, apart from states of other objects."""
     if progress.ahead and settings.resumable is not None:
         raise ValueError("a ResumableDistributedSampler cannot be saved with in_order=False: batches are missing")
-    start = progress.start
-    order, sampler = start["order"], settings.distributed
+    order, sampler = progress.start["order"], settings.distributed
     if order is not None and sampler is not None:
         # Place of all ranks together in the order.
         consumed = order["start"] + progress.num_samples * sampler.num_replicas
@@ -48,14 +44,14 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
     return {
         "version": VERSION,
         **{name: getattr(progress, name) for name in _PLAIN},
-        "ahead": {str(number): [*batch[:2]] for number, batch in progress.ahead.items()},
+        "ahead": {str(number): list(batch) for number, batch in progress.ahead.items()},
         "streams": [list(stream[:-1]) for stream in progress.streams],
         "digest": [stream.digest for stream in progress.streams] if settings.iterable else progress.digest,
         "in_step": progress.in_step and settings.in_order,
-        # Nothing is left on any rank, though the consumer has not reached the end.
-        "whole": progress.in_step and not progress.ahead and progress.num_batches == start["num_batches"],
+        # Nothing is left, though the consumer has not reached the end.
+        "whole": progress.in_step and progress.num_batches == progress.end,
         "generators": _generator_states(settings),
-        "start": {**start, "order": order},
+        "start": {**progress.start, "order": order},
     }
 
 
@@ -99,8 +95,8 @@ def check_state(settings: PassSettings, state: Any) -> None:
     kinds = ("a map-style dataset", "an iterable-style dataset")
     _check_same("dataset", kinds[bool(state["streams"])], kinds[settings.iterable])
     if _is_midway(state):
-        check_order(_origin(state["start"]), _origin(new["start"]), epochs=False)
-    if state["sampler"] is not None and "sampler" in state["sampler"]["state"]:
+        check_order(state["start"], new["start"])
+    if "sampler" in (state["sampler"] or {}):
         kinds = ("one without load_state_dict", "one with a state of its own")
         _check_same("sampler", kinds[1], kinds[any(map(_is_stateful, settings.samplers))])
     num_saved, num_here = len(state["generators"]), len(settings.own_generators)
@@ -112,21 +108,11 @@ def check_state(settings: PassSettings, state: Any) -> None:
 
 
 def _is_midway(state: Mapping[str, Any]) -> bool:
-    """Whether a part of the pass was delivered, and a part may be left. Any pass can follow a finished one."""
+    """Whether a part of the pass was delivered, and a part may be left. Any pass can follow one without a rest."""
     if state["finished"] or state["whole"]:
         return False
     order = state["start"]["order"]
     return bool(state["num_batches"] or state["ahead"] or (order is not None and order["start"]))
-
-
-def _check_samplers(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise a ``ValueError`` unless the samplers here would yield again what was delivered."""
-    check_order(_origin(saved["start"]), _origin(here))
-    check_rank(_origin(saved["start"]), _origin(here), in_step=saved["in_step"])
-
-
-def _origin(start: Mapping[str, Any]) -> Origin:
-    return Origin(**start["origin"], one_order=start["order"] is not None)
 
 
 def _check_same(what: str, saved: str, here: str) -> None:
@@ -142,15 +128,13 @@ def state_of_rank(settings: PassSettings, states: Mapping[str, Any] | Sequence[M
         ValueError: The list is empty, or the state is of another kind.
     """
     if isinstance(states, Mapping) or not isinstance(states, Sequence):
-        check_state(settings, states)
-        return states
+        states = [states]
     if not states:
         raise ValueError("state_dict is an empty list: give the states of all ranks")
     for state in states:
         check_version(state)
-    ranks = [state["start"]["origin"]["partition"][0] if "start" in state else None for state in states]
-    rank = settings.partition.rank
-    own = states[ranks.index(rank) if rank in ranks else 0]
+    ranks = _capture_order(settings)["ranks"]
+    own = next((state for state in states if "start" in state and state["start"]["ranks"] == ranks), states[0])
     check_state(settings, own)
     return own
 
@@ -173,29 +157,24 @@ def capture_start(settings: PassSettings) -> dict[str, Any]:
     return {
         "global": states_to_plain(get_states()),
         "generators": _generator_states(settings),
-        **_capture_samplers(settings),
+        **_capture_order(settings),
     }
 
 
-def _capture_samplers(settings: PassSettings) -> dict[str, Any]:
-    """Describe the ranks and the samplers with their order."""
-    job, partition = current_partition(), settings.partition
-    order: dict[str, Any] | None = None  # from which a ResumableDistributedSampler resumes, if one can
+def _capture_order(settings: PassSettings) -> dict[str, Any]:
+    """Describe the order, see :data:`rpcdataloader.loader.order.Order`."""
+    samplers = [] if settings.iterable else [describe_sampler(sampler) for sampler in settings.chain]
+    ranks = [[sampler["rank"], sampler["num_ranks"]] for sampler in samplers if "num_ranks" in sampler]
+    if not ranks:
+        # The process's, and those that the loader was given, which are usually equal.
+        pairs = [(each.rank, each.world_size) for each in (current_partition(), settings.partition)]
+        ranks = [list(pair) for pair in dict.fromkeys(pairs)]
+    order: dict[str, Any] | None = None
     if settings.resumable is not None:
         order = settings.resumable.state_dict()
     elif (sampler := settings.distributed) is not None:
         order = order_of(sampler, len(sampler.dataset), 0)  # type: ignore[arg-type]  # it has one
-    samplers = [] if settings.iterable else settings.chain
-    is_sized = bool(samplers) and all(type(sampler).__module__ in _SIZED for sampler in samplers)
-    return {
-        "origin": {
-            "job": [job.rank, job.world_size],
-            "partition": [partition.rank, partition.world_size],
-            "samplers": [describe_sampler(sampler) for sampler in samplers],
-        },
-        "order": order,
-        "num_batches": len(settings.sampler) if is_sized else None,
-    }
+    return {"ranks": ranks, "samplers": samplers, "order": order}
 
 
 def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,24 +186,33 @@ def restore_start(settings: PassSettings, saved: Mapping[str, Any]) -> dict[str,
     start = saved["start"]
     set_states(states_from_plain(start["global"]))
     _restore_generators(settings, start["generators"])
-    if not saved["finished"]:
-        # The order of the saved pass; the user may have chosen another since, or none.
-        for sampler, before in zip(settings.chain, start["origin"]["samplers"], strict=False):
-            if type(sampler).__qualname__ == before["kind"] and "set_epoch" in before and hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(before["set_epoch"])
-    resumable = settings.resumable
-    if resumable is not None:
-        if start["order"] is not None:
-            resumable.load_state_dict(start["order"])
-    elif saved["sampler"] is not None and "sampler" in saved["sampler"]["state"]:
-        sampler = next(filter(_is_stateful, settings.samplers))
-        sampler.load_state_dict(copy.deepcopy(saved["sampler"]["state"]["sampler"]))
-    new = {**start, **_capture_samplers(settings)}
+    # The order of the saved pass; the user may have chosen another since, or none.
+    for sampler, before in zip(settings.chain, start["samplers"], strict=False):
+        if type(sampler).__qualname__ == before["kind"] and "set_epoch" in before and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(before["set_epoch"])
+    if settings.resumable is not None and start["order"] is not None:
+        settings.resumable.load_state_dict(start["order"])
+    new = {**start, **_capture_order(settings)}
     if _is_midway(saved):
-        _check_samplers(saved, new)
-    if saved["whole"]:
-        new["num_batches"] = start["num_batches"]
+        check_order(start, new, in_step=saved["in_step"])
     return new
+
+
+def begin_sampler(settings: PassSettings, state: Mapping[str, Any] | None = None) -> Iterator[Any]:
+    """Iterate over the sampler; from its own saved state, if it has one.
+
+    Raises:
+        ValueError: Its iterator has no state here.
+    """
+    state = state or {}
+    if "sampler" in state:
+        next(filter(_is_stateful, settings.samplers)).load_state_dict(copy.deepcopy(state["sampler"]))
+    samples: Any = iter(settings.sampler)
+    if "iterator" in state:
+        if not _is_stateful(samples):
+            raise ValueError("the state is of a sampler whose iterator has load_state_dict, but here it has none")
+        samples.load_state_dict(copy.deepcopy(state["iterator"]))
+    return samples  # type: ignore[no-any-return]
 
 
 def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
@@ -232,7 +220,7 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
     digests = iter(saved.get("digest") or itertools.repeat(None)) if saved["streams"] else iter(())
     return Progress(
         **{name: saved[name] for name in _PLAIN},
-        ahead={int(number): _ahead(batch) for number, batch in saved["ahead"].items()},
+        ahead={int(number): (*batch,) for number, batch in saved["ahead"].items()},
         digest=None if saved["streams"] else saved.get("digest"),
         streams=[StreamState(*stream)._replace(digest=next(digests)) for stream in saved["streams"]],
         in_step=saved["in_step"],
@@ -240,63 +228,51 @@ def progress_of(saved: Mapping[str, Any], start: dict[str, Any]) -> Progress:
     )
 
 
-def _ahead(batch: Any) -> tuple[int, int | None, None]:
-    # States of earlier versions have the number of samples alone.
-    num_samples, digest = batch if isinstance(batch, (list, tuple)) else (batch, None)
-    return num_samples, digest, None
-
-
 def skip_delivered(
-    settings: PassSettings, saved: Mapping[str, Any], samples: Iterator[Any]
-) -> tuple[Iterator[Any], int, int | None]:
-    """Return the rest of a sampler that has just begun, and the number and digest of delivered samples.
+    settings: PassSettings, progress: Progress, saved: Mapping[str, Any], samples: Iterator[Any]
+) -> Iterator[Any]:
+    """Return the rest of a sampler that has just begun, and complete the progress of its saved pass.
 
     Raises:
         ValueError: The sampler is too short, or gives other samples.
     """
-    delivered = saved["num_samples"], saved.get("digest")
     if saved["whole"]:
-        try:
-            _check_samplers(saved, _capture_samplers(settings))
-        except ValueError:
-            # Nothing is left for other samplers and ranks, either.
-            _restore_generators(settings, saved["generators"])
-            return iter(()), *delivered
+        end_pass(settings, saved)
+        if settings.resumable is not None:
+            settings.resumable.start = 0
+        progress.end = progress.num_batches
+        return iter(())
     if saved["streams"]:
-        return samples, 0, None
-    # The place at which the sampler begins: where it was saved itself, or else at its beginning.
-    anchor = saved["sampler"] or {"state": {}, "num_batches": 0, "num_samples": 0}
-    if "iterator" in anchor["state"]:
-        if not _is_stateful(samples):
-            raise ValueError("the state is of a sampler whose iterator has load_state_dict, but here it has none")
-        samples.load_state_dict(copy.deepcopy(anchor["state"]["iterator"]))  # type: ignore[attr-defined]
-    # A ResumableDistributedSampler knows its place. It is reset now, so that its length is that of a whole epoch.
-    num_batches = 0 if settings.resumable is not None else saved["num_batches"] - anchor["num_batches"]
+        return samples
+    # A ResumableDistributedSampler begins at its place, which is that of all ranks, and so does a sampler with a state.
+    begins_there = settings.resumable is not None or progress.sampler is not None
+    num_batches = 0 if begins_there else progress.num_batches
     samples, num_samples, digest = skip(samples, num_batches, auto_collation=settings.auto_collation)
-    if settings.resumable is not None or saved["sampler"] is not None:
-        return samples, anchor["num_samples"] + num_samples, delivered[1]
-    if num_samples != saved["num_samples"]:
+    if settings.resumable is not None:
+        progress.num_samples = 0
+    if begins_there:
+        return samples
+    if num_samples != progress.num_samples:
         raise ValueError(
-            f"the saved pass had delivered {saved['num_samples']} samples in {saved['num_batches']} batches, but the "
-            f"sampler gives {num_samples} in as many now: have dataset, batch size or sampler changed?"
+            f"the saved pass had delivered {progress.num_samples} samples in {num_batches} batches, but the sampler "
+            f"gives {num_samples} in as many now: have dataset, batch size or sampler changed?"
         )
-    if delivered[1] is None:
-        return samples, num_samples, None
     # The state may be that of another rank, which has taken its own part of the same order.
-    ranks, ranks_here = _origin(saved["start"]).ranks, _origin({**saved["start"], **_capture_samplers(settings)}).ranks
-    if digest != delivered[1] and ranks == ranks_here and not saved["whole"]:
+    is_own = saved["start"]["ranks"] == progress.start["ranks"]
+    if is_own and progress.digest not in (None, digest):
         raise ValueError(OTHER_ORDER)
-    return samples, num_samples, digest
+    if progress.digest is not None:
+        progress.digest = digest
+    return samples
 
 
 def end_pass(settings: PassSettings, saved: Mapping[str, Any]) -> None:
-    """Bring the loader's own generators and its sampler to their state after a finished saved pass."""
-    anchor = saved["sampler"]
-    if anchor is not None:
+    """Bring the loader's own generators and its sampler to their state after a saved pass of which nothing is left."""
+    if saved["sampler"] is not None:
         with generators_restored():
-            restore_start(settings, saved)
-            samples, *_delivered = skip_delivered(settings, saved, iter(settings.sampler))
-            collections.deque(samples, maxlen=0)
+            set_states(states_from_plain(saved["start"]["global"]))
+            _restore_generators(settings, saved["start"]["generators"])
+            collections.deque(begin_sampler(settings, saved["sampler"]), maxlen=0)
     _restore_generators(settings, saved["generators"])
 
 

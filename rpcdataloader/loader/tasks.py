@@ -47,6 +47,7 @@ class TaskSource:
 
     samples: Iterator[Any]
     auto_collation: bool
+    progress: Progress | None = None  # learns where the sampler ends
     number: int = 0  # number of the next batch
     position: int = 0  # place of its first sample
     # Batches to leave out: the number of each, and its digest, if known.
@@ -68,7 +69,12 @@ class TaskSource:
         """
         num_samples = 1
         while True:
-            indices = next(self.samples)
+            try:
+                indices = next(self.samples)
+            except StopIteration:
+                if self.progress is not None:
+                    self.progress.end = self.number
+                raise
             if self.auto_collation:
                 if not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
                     # A sampler may yield tensors, arrays or generators; torch only iterates over them.
@@ -151,8 +157,8 @@ class Progress:
     finished: bool = False
     # State at the beginning of the pass: generators, rank and samplers.
     start: dict[str, Any] = field(default_factory=dict)
-    # Last state of a sampler that has one, and its number of batches and samples then.
-    sampler: dict[str, Any] | None = None
+    end: int | None = None  # number of batches of the sampler, once it is at its end
+    sampler: dict[str, Any] | None = None  # state of a sampler that has one, after the batches without a gap
 
     def delivered(self, task: Task, stream: int | None = None, state: StreamState | None = None) -> None:
         """Note that a batch, or an exception in its place, was delivered to the consumer.
@@ -179,8 +185,7 @@ class Progress:
                 total += num_samples
                 if found is not None:
                     found = None if batch_digest is None else join_digests(found, batch_digest)
-                if sampler_state is not None:
-                    sampler = {"state": sampler_state, "num_batches": num_batches, "num_samples": total}
+                sampler = sampler_state
                 if num_batches not in ahead:
                     break
                 ahead = ahead.copy()

@@ -59,7 +59,7 @@ def test_each_rank_takes_its_own_of_the_states_of_all(run):
 def test_streams_on_another_number_of_ranks_are_refused(run, after):
     _begun, states = run(2, num_batches=2)
     for given in states, states[0]:
-        with pytest.raises(ValueError, match=r"rank 0 of 2, and here is .*: .* go on with as many ranks as before, 2"):
+        with pytest.raises(ValueError, match=r"rank 0 of 2, and here is .*: .*go on with as many ranks as before, 2"):
             run(after, given)
 
 

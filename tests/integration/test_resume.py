@@ -459,7 +459,7 @@ def test_what_was_delivered_ahead_is_not_loaded_again(address):
     iterator = iter(loader)
     next(iterator)
     state = loader.state_dict()
-    state["ahead"] = {"2": 2, "9": 2}
+    state["ahead"] = {"2": [2, None, None], "9": [2, None, None]}
     for where in "inline", address:
         rest = RPCDataloader(Numbers(SIZE), 2, in_order=False, workers=where)
         rest.load_state_dict(through_json(state))
@@ -609,7 +609,7 @@ def test_order_that_is_drawn_anew_is_refused(address, where, is_stream, in_order
 
 def test_other_batch_is_refused_where_one_was_delivered_ahead():
     state = saved_by(Numbers(SIZE), batch_sampler=Given([[0], [1], [2], [3]]), in_order=False, stop=1)
-    state["ahead"] = {"2": [1, digest([2])]}
+    state["ahead"] = {"2": [1, digest([2]), None]}
     for batches, rest in ([[0], [1], [2], [3]], [1, 3]), ([[0], [1], [3], [2]], None):
         loader = RPCDataloader(Numbers(SIZE), batch_sampler=Given(batches), in_order=False, workers="inline")
         loader.load_state_dict(through_json(state))

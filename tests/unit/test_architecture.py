@@ -58,7 +58,7 @@ PURE = {
     "rpcdataloader.diagnosis.trace",
     "rpcdataloader.diagnosis.verdict",
     "rpcdataloader.diagnosis.words",
-    "rpcdataloader.loader.origin",
+    "rpcdataloader.loader.order",
 }
 IMPURE = {
     "asyncio",
