@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import math
 import queue
 import threading
 import time
@@ -247,8 +246,9 @@ def _find_nodes(
 
     It waits for the first node, and :data:`PATIENCE` longer for all others, once; longer if the share is too small.
     """
-    limit, began, patient_until = connect_timeout(), time.monotonic(), math.inf
-    named, is_followed = (where.addresses, bool(where.lookups)) if isinstance(where, Remote) else ((), False)
+    limit = connect_timeout()
+    deadline, is_enough = time.monotonic() + limit, False
+    is_followed = isinstance(where, Remote) and bool(where.lookups)
     sessions: dict[Node, RemoteSession] = {}
     while True:
         nodes = get_client().nodes(where)
@@ -258,42 +258,46 @@ def _find_nodes(
         connecting = [node for node in missing if sessions[node].is_usable]
         for node in connecting:
             sessions[node].is_quiet = bool(there)
-        now, is_enough = time.monotonic(), bool(there) and count(there) >= min_workers
-        if is_enough:
-            patient_until = min(patient_until, now + PATIENCE)
-            if now >= patient_until or all(node.is_missed for node in connecting):
-                break
-        elif now >= began + limit or not (connecting or (there and is_followed)):
-            if there:
-                break
-            sessions[nodes[0]].wait()  # raises its error, at the latest after the same time
-            continue  # it has just connected
-        pause = (patient_until if is_enough else began + limit) - now
-        waited_for = [sessions[node] for node in connecting]
-        get_client().wait_for_any(waited_for, min(pause, _LOOK_PAUSE) if is_followed else pause)
-    awaited = []
+        if not is_enough and there and count(there) >= min_workers:
+            is_enough, deadline = True, time.monotonic() + PATIENCE
+        may_come = [node for node in connecting if not (is_enough and node.is_missed)]
+        pause = deadline - time.monotonic()
+        if pause > 0 and (may_come or (there and is_followed and not is_enough)):
+            waited_for = [sessions[node] for node in connecting]
+            get_client().wait_for_any(waited_for, min(pause, _LOOK_PAUSE) if is_followed else pause)
+        elif there:
+            break
+        else:
+            sessions[nodes[0]].wait()  # raises its error, at the latest after the same time; or it has just connected
     for node in missing:
-        try:
-            sessions[node].wait(lambda: False)
-        except RPCError as error:
-            if node.address in named and isinstance(error, AuthenticationError):
-                raise
-            if not sessions[node].is_usable:  # otherwise it has not answered this time
-                node.is_foreign = isinstance(error, RemoteProtocolError)
-            if not node.is_missed:
-                until = "" if node.is_foreign else " until it comes"
-                # Only the text: an error keeps its frames alive, and with them the iterator to be.
-                label = current_partition().label
-                logger.warning("%sgoing on without %s%s: %s", label, node, until, told_of(node, error))
-        node.is_missed = True
-        if not node.is_foreign:
-            awaited.append(node)
+        _miss(node, sessions[node], is_named=isinstance(where, Remote) and node.address in where.addresses)
     if not is_enough:
         raise ConnectError(
             f"min_workers={min_workers}, but {count(there)} workers were there for this process within {limit:g} s; "
             f"missing: {', '.join(map(str, missing)) or 'no node'}"
         )
-    return there, awaited
+    return there, [node for node in missing if not node.is_foreign]
+
+
+def _miss(node: Node, session: RemoteSession, *, is_named: bool) -> None:
+    """Go on without a node, and tell the user once.
+
+    Raises:
+        AuthenticationError: A node that the user has named refuses this client.
+    """
+    try:
+        session.wait(lambda: False)
+    except RPCError as error:
+        if is_named and isinstance(error, AuthenticationError):
+            raise
+        if not session.is_usable:  # otherwise it has not answered this time
+            node.is_foreign = isinstance(error, RemoteProtocolError)
+        if not node.is_missed:
+            until = "" if node.is_foreign else " until it comes"
+            # Only the text: an error keeps its frames alive, and with them the iterator to be.
+            label = current_partition().label
+            logger.warning("%sgoing on without %s%s: %s", label, node, until, told_of(node, error))
+    node.is_missed = True
 
 
 @functools.cache
