@@ -7,10 +7,14 @@ warning: they may be unused, and a copy of the dataset in each worker may not fi
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
+import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -25,6 +29,9 @@ logger = logging.getLogger("rpcdataloader.server")
 
 # Seconds in which a joined thread, such as that of a pool, disappears: some instructions, on a busy machine.
 THREAD_END_TIMEOUT = 0.5
+
+# Seconds of a construction after which the user is told where it is. It may hang, for example at a file server.
+SLOW_BUILD_SECONDS = 60.0
 
 # A collection that visits frozen objects copies everything inherited from the node server: 90 ms, and 100 MB.
 WORTH_COLLECTING_BYTES = 16 << 20
@@ -48,7 +55,8 @@ class DatasetTable:
         key, reason = recipe.key, None
         if recipe.shared:
             threads, files, connections = num_threads(), open_files(), open_connections()
-            dataset = build(recipe, blocks)
+            with _told_if_slow(recipe.name):
+                dataset = build(recipe, blocks)
             reason = why_not_shared(threads, files)
             if reason is None:
                 self._built[key] = dataset
@@ -94,6 +102,27 @@ class DatasetTable:
         """Forget all datasets, at the end of the process; those in cycles stay, as a collection would take longer."""
         self._recipes.clear()
         self._built.clear()
+
+
+@contextlib.contextmanager
+def _told_if_slow(name: str) -> Iterator[None]:
+    """Log the stack of this thread if it takes long to build a dataset."""
+    is_built, builder = threading.Event(), threading.get_ident()
+
+    def watch() -> None:
+        if not is_built.wait(SLOW_BUILD_SECONDS):
+            frames = traceback.extract_stack(sys._current_frames()[builder])
+            first = max(place for place, frame in enumerate(frames) if frame.filename == __file__)
+            stack = "".join(traceback.format_list(frames[first + 1 :]))
+            logger.warning("dataset %s is being built for %g s, and is here:\n%s", name, SLOW_BUILD_SECONDS, stack)
+
+    watcher = threading.Thread(target=watch, name="rpcdl-slow", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        is_built.set()
+        watcher.join()
 
 
 def build(recipe: Build, blocks: Sequence[Block]) -> Any:

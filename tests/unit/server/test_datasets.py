@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import queue
+import threading
 import weakref
 
 import pytest
@@ -53,6 +55,27 @@ def test_datasets_that_are_left_stay_out_of_the_collector_when_another_is_let_go
         add(table, key, ["sample"])
     table.release([1])
     assert not any(known is table.get(2) for known in gc.get_objects())
+
+
+_told = queue.SimpleQueue()
+
+
+class Patient:
+    """Its constructor waits until the log says where it is."""
+
+    def __init__(self):
+        self.text = _told.get(timeout=20)
+
+
+def test_a_slow_construction_tells_where_it_is(monkeypatch):
+    monkeypatch.setattr(datasets, "SLOW_BUILD_SECONDS", 0.01)
+    monkeypatch.setattr(datasets.logger, "warning", lambda text, *values: _told.put(text % values))
+    num_threads = threading.active_count()
+    text = add(DatasetTable(), 1, Patient, (), {}).text
+    assert text.startswith("dataset test is being built for 0.01 s, and is here:")
+    assert "in __init__\n    self.text = " in text
+    assert "server/datasets.py" not in text
+    assert threading.active_count() == num_threads
 
 
 class Knot:
