@@ -138,6 +138,7 @@ class Worker:
     is_sending: bool = False
     idle_since: float = 0.0
     stopped_until: float = 0.0
+    received_until: float = 0.0  # in the trainer
     num_left: float = math.inf  # batches of its stream
 
 
@@ -394,11 +395,12 @@ class Pipeline:
             received = self.now
             self._lock.run(cpu, lambda: self._answer(table, worker, task, stages, arrived, received))
         else:
-            received = self.now + scenario.receive_cpu
+            arrived = max(arrived, worker.received_until)  # a receiver reads one reply after the other
+            received = worker.received_until = max(self.now, worker.received_until) + scenario.receive_cpu
             decode = lambda: self._lock.run(  # noqa: E731
                 scenario.decode_cpu, lambda: self._answer(table, worker, task, stages, arrived, received)
             )
-            self.after(scenario.receive_cpu, decode)
+            self.after(received - self.now, decode)
 
     def _answer(self, table: Any, worker: Worker, task: int, stages: Stages, arrived: float, received: float) -> None:
         if table is not self._table:
