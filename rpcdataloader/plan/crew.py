@@ -104,6 +104,7 @@ class Crew(Generic[N]):
         # Nodes
         self._incarnations: dict[N, Hashable] = {}
         self._gone: set[N] = set()  # nodes lost with all of their workers
+        self._mute: set[N] = set()  # nodes where a worker has not come in time, until one comes
         self._joining: set[N] = set()  # tried to learn what they offer
         self._sought: dict[N, float] = {}  # time at which the present attempt to reach each node is late
         self.late_at = math.inf
@@ -133,6 +134,7 @@ class Crew(Generic[N]):
     def ready(self, worker: Member[N], now: float) -> list[Member[N]]:
         """Note that a worker takes requests; returns the other workers of its place, which are no longer needed."""
         self.is_changed = True
+        self._mute.discard(worker.node)
         self._promised.pop(worker.place, None)
         for other in self.members.values():
             if other.node == worker.node and other.late_at != math.inf and not other.is_sent_away:  # that node answers
@@ -184,6 +186,8 @@ class Crew(Generic[N]):
             died: True if only the worker ended, and not its node.
         """
         place, node = worker.place, worker.node
+        if loss.was_refused:
+            self._mute.discard(node)
         self.roster.vacated(place, node, self._stand_in(place), was_refused=loss.was_refused)
         # News of an earlier session says nothing about the node's present one.
         is_current = self._incarnations.get(node) == worker.incarnation
@@ -238,6 +242,8 @@ class Crew(Generic[N]):
         elif node in self._gone and self._incarnations.get(node) != incarnation:
             self.say(f"{node} is back")
         self._gone.discard(node)
+        if self._incarnations.get(node) != incarnation:  # otherwise its session has answered, perhaps not its server
+            self._mute.discard(node)
         self._incarnations[node] = incarnation
         self._reasons.pop(node, None)
         self.roster.node_up(node)
@@ -319,8 +325,9 @@ class Crew(Generic[N]):
         self.is_changed = False
         limit = self._options.connect_timeout
         wanted = [worker for worker in self if not worker.is_sent_away]
-        unreached = [node for node in self.roster.pauses if self._sought.get(node) == math.inf]
-        self.roster.note_workers([(worker.place, worker.node, worker.is_late) for worker in wanted], unreached)
+        unreached = {node for node in self.roster.pauses if self._sought.get(node) == math.inf}
+        workers = [(worker.place, worker.node, worker.is_late) for worker in wanted]
+        self.roster.note_workers(workers, self._mute | unreached)
         self._out += [Seek(node, FIRST_PAUSE) for node in self.roster.to_try()]
         for place, node in self.roster.to_open():
             number = self._num_opened = self._num_opened + 1
@@ -346,8 +353,8 @@ class Crew(Generic[N]):
         self._sought = {node: math.inf if late_at <= now else late_at for node, late_at in self._sought.items()}
         for worker in self:
             if worker.late_at <= now and not worker.is_sent_away:
-                if worker.node not in self.roster.mute:
-                    self.roster.mute.add(worker.node)
+                if worker.node not in self._mute:
+                    self._mute.add(worker.node)
                     self.say(f"no worker has started on {worker.node} within {limit:g} s; perhaps it builds a dataset")
                 worker.is_late, worker.late_at = True, now + limit
                 self.roster.ask_again(worker.place)

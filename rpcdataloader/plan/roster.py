@@ -146,14 +146,14 @@ class Roster(Generic[N]):
 
     # Places
 
-    def note_workers(self, workers: Iterable[tuple[int, N, bool]], unreached: Iterable[N]) -> None:
+    def note_workers(self, workers: Iterable[tuple[int, N, bool]], mute: Iterable[N]) -> None:
         """Note which workers are there or were asked for.
 
         Args:
             workers: Place and node of each worker, and whether it has not come in time.
-            unreached: Nodes that are tried, and have not answered in time.
+            mute: Nodes that have not answered in time.
         """
-        self._asked, self._coming, self.mute = set(), set(), set(unreached)
+        self._asked, self._coming, self.mute = set(), set(), set(mute)
         for place, node, is_late in workers:
             self._asked.add((place, node))
             if is_late:
@@ -177,7 +177,16 @@ class Roster(Generic[N]):
                 load[node] += 1
                 if (number, node) not in self._asked:
                     opened.append((number, node))
+        # A mute home may answer at last, whatever stands in for it.
+        for number, place in enumerate([] if self._needs_all else self._places):
+            is_unasked = (number, place.home) not in self._asked and (number, place.home) not in opened
+            if not place.is_closed and self._is_mute_home(place) and is_unasked:
+                place.node = place.home if place.node is None else place.node
+                opened.append((number, place.home))
         return opened
+
+    def _is_mute_home(self, place: _Place[N]) -> bool:
+        return place.home in self.mute and place.home in self._up and place.home not in place.refused_by
 
     def filled(self, number: int, node: N) -> None:
         """Note that a place has, or will soon have, the worker that was asked for at ``node``."""

@@ -336,6 +336,61 @@ BUGS = [
         "unreached = [node for node in self.roster.pauses if self._sought.get(node) == math.inf]",
         "unreached: list[N] = []",
     ),
+    Bug(
+        "a node that has not answered is forgotten with its worker",
+        "crew",
+        "workers, self._mute | unreached)",
+        "workers, unreached)",
+    ),
+    Bug(
+        "a node server that is stopped seems to be back as its session answers",
+        "crew",
+        "        if self._incarnations.get(node) != incarnation:  # otherwise",
+        "        if True:  # otherwise",
+    ),
+    Bug(
+        "a home that does not answer is not asked again",
+        "roster",
+        "if not place.is_closed and self._is_mute_home(place) and is_unasked:",
+        "if False:",
+    ),
+    # Workers that cannot begin
+    Bug(
+        "a worker that cannot begin ends the pass though others work",
+        "crew",
+        "        if not self._has_begun:\n            return False\n",
+        "        if self._num_opened:\n            return False\n",
+    ),
+    Bug(
+        "a constructor that always raises is tried again",
+        "engine",
+        "            self.failure = self.failure or error\n",
+        "            pass\n",
+    ),
+    Bug(
+        "a node whose workers cannot begin is used for ever",
+        "crew",
+        "if self._num_failed[node] < MAX_FAILED_STARTS:",
+        "if self._num_failed[node] < 1e9:",
+    ),
+    Bug(
+        "exceptions of first requests count though others begin",
+        "crew",
+        "        self._num_failed.pop(worker.node, None)\n",
+        "",
+    ),
+    Bug(
+        "tasks of a worker that cannot begin stay there",
+        "engine",
+        "            worker.has_joined = False\n            self._leave(number)\n        self._send_away(worker)",
+        "            worker.has_joined = False\n        self._send_away(worker)",
+    ),
+    Bug(
+        "a worker that cannot begin is kept",
+        "engine",
+        "        self._send_away(worker)\n        if not self.crew.start_failed",
+        "        if not self.crew.start_failed",
+    ),
     # The engine
     Bug(
         "the other copy of an answered task is not cancelled",

@@ -17,8 +17,8 @@ class Node:
     """A node server, or its absence."""
 
     __slots__ = (
-        "broken_until", "flapping_until", "foreign_until", "full_until", "incarnation", "is_draining", "is_up",
-        "mute_until", "name", "offered", "room", "used",
+        "broken_until", "flapping_until", "foreign_until", "full_until", "has_mute_sessions", "incarnation",
+        "is_building", "is_draining", "is_up", "mute_until", "name", "offered", "raising_until", "room", "used",
     )  # fmt: skip
 
     def __init__(self, name: str, offered: int, room: int) -> None:
@@ -29,11 +29,18 @@ class Node:
         self.is_up = True
         self.is_draining = False
         self.incarnation = 1
-        self.flapping_until = self.full_until = self.foreign_until = self.broken_until = self.mute_until = 0.0
+        # While it is mute: whether its sessions are, too, and whether clients wait for as long as that takes.
+        self.has_mute_sessions = self.is_building = False
+        self.flapping_until = self.full_until = self.foreign_until = self.broken_until = 0.0
+        self.mute_until = self.raising_until = 0.0
 
     @property
     def answers(self) -> bool:
         return self.is_up and not self.is_draining
+
+    def has_mute_sessions_at(self, now: float) -> bool:
+        """Whether its sessions do not answer."""
+        return self.has_mute_sessions and self.mute_until > now
 
 
 class Session:
@@ -70,6 +77,7 @@ class Worker:
         "error",
         "exited",
         "has_come",
+        "has_failed",
         "hung_until",
         "index",
         "is_alive",
@@ -106,7 +114,7 @@ class Worker:
         self.cancelled: set[int] = set()
         self.is_busy = True  # with its opening
         self.is_alive = True
-        self.is_draining = self.is_lost = self.will_retire = self.retired = self.has_come = False
+        self.is_draining = self.is_lost = self.will_retire = self.retired = self.has_come = self.has_failed = False
         self.was_refused = False
         self.dies_answering = False
         self.hung_until = 0.0
@@ -235,6 +243,8 @@ class Cluster:
                 last.index = worker.index
             worker.index = -1
         worker.wire = max(worker.wire, self.now) + 0.02 * self.random.random() ** 3
+        if worker.has_come and worker.node.has_mute_sessions_at(self.now):
+            worker.wire += FATE_TIMEOUT  # until its client stops waiting for the reason
         self.at_time(worker.wire, worker.crew.lose, worker)
 
     # Nodes
@@ -249,6 +259,8 @@ class Cluster:
     def return_node(self, node: Node, incarnation: int) -> None:
         node.is_up = node.is_up or node.incarnation == incarnation
 
+
+FATE_TIMEOUT = 2.0
 
 LOST = ConnectionLostError("the node is lost")
 CLOSED = ConnectionLostError("it was closed")

@@ -39,7 +39,8 @@ def heal(cluster: Cluster) -> None:
     now = cluster.now
     cluster.noise = NO_NOISE
     for node in cluster.nodes.values():
-        node.flapping_until = node.full_until = node.foreign_until = node.broken_until = node.mute_until = now
+        node.flapping_until = node.full_until = node.foreign_until = node.broken_until = now
+        node.mute_until = node.raising_until = now
         if not node.is_up:
             node.is_up = True
     for worker in cluster.alive:
@@ -136,11 +137,18 @@ def _break(cluster: Cluster, node: Node, fault: Fault) -> None:
 
 
 def _mute(cluster: Cluster, node: Node, fault: Fault) -> None:
-    """It accepts everything, and answers nothing; by chance, its workers do not answer either."""
+    """It accepts everything, and answers nothing: sessions build, or the server is stopped, or all processes are."""
     node.mute_until = cluster.now + 10 * fault.size**2 * cluster.scenario.connect_timeout
-    for worker in cluster.alive if fault.pick & 1 else []:
+    kind = fault.pick % 3
+    node.is_building, node.has_mute_sessions = kind == 0, kind != 1
+    for worker in cluster.alive if kind == 2 else []:
         if worker.node is node:
             worker.hung_until = max(worker.hung_until, node.mute_until)
+
+
+def _raise(cluster: Cluster, node: Node, fault: Fault) -> None:
+    """User code raises in most first requests of its workers."""
+    node.raising_until = cluster.now + fault.size * 100 * cluster.scenario.seconds
 
 
 # Ranks
@@ -243,6 +251,7 @@ _NODE_FAULTS: dict[str, Callable[[Cluster, Node, Fault], None]] = {
     "foreign node": _be_foreign,
     "broken node": _break,
     "mute node": _mute,
+    "raising node": _raise,
 }
 _RANK_FAULTS: dict[str, Callable[[Cluster, Rank, Pass, Fault], None]] = {
     "pause": _pause,

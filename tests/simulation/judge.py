@@ -30,6 +30,8 @@ from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import REPORT_AFTER, REPORT_AGAIN
 from rpcdataloader.plan.table import Entry
 
+MAX_RAISED = 3  # first requests that raise in a row, after which a node is no longer used
+
 _TINY = 1e-9
 _SHORTEST = 1e-6  # shorter times of tasks count as this
 
@@ -100,6 +102,9 @@ class Judge:
         self.is_iterable = options.is_iterable
         self.places = [Place(home) for home in homes]
         self.known = list(dict.fromkeys([*homes, *others]))
+        self.has_begun = False  # a worker has answered its first request
+        self.has_raised = False  # user code, before any of them has
+        self.num_raised: dict[str, int] = {}  # on each node since one has
         self.members: dict[int, Member] = {}
         self.num_opened = 0
         self.num_deaths = 0
@@ -112,6 +117,7 @@ class Judge:
         self.tried: set[str] = set()  # sought, and failed once
         self.seek_late_at: dict[str, float] = {}  # when the present try has taken too long
         self.joining: set[str] = set()
+        self.silent: set[str] = set()  # where a worker has not come in time, until one comes
         self.incarnations: dict[str, Hashable] = {}
         self.told: set[tuple[str, int | None]] = set()  # nodes whose loss the user knows of
         self.expects_more = False
@@ -265,6 +271,7 @@ class Judge:
             return
         member.joined = True
         member.late_at = math.inf
+        self.silent.discard(member.node)
         place = self.places[member.place]
         place.promised, place.worker = "", number
         for other in self.members.values():
@@ -292,7 +299,27 @@ class Judge:
         self._rank(number, member)
 
     def at_work(self, number: int) -> None:
-        self.members[number].at_work = True
+        member = self.members[number]
+        member.at_work = self.has_begun = True
+        self.num_raised[member.node] = 0
+
+    def could_not_begin(self, number: int) -> bool:
+        """User code raises in a worker's first request; returns whether that ends the pass."""
+        member = self.members.get(number)
+        if member is None or member.sent_away:
+            return False
+        if member.joined:
+            self._leave(number, member)
+            member.joined = False
+        member.sent_away = True
+        self._rank(number, member)
+        self.is_changed = True
+        self.has_raised = self.has_raised or not self.has_begun
+        if self.has_begun:
+            self.num_raised[member.node] = self.num_raised.get(member.node, 0) + 1
+            if self.num_raised[member.node] >= MAX_RAISED and member.node not in self.hopeless:
+                self.node_hopeless(member.node)
+        return not self.has_begun
 
     def draining(self, number: int) -> None:
         member = self.members[number]
@@ -327,8 +354,10 @@ class Judge:
             self._blame(running)
         self._vacate(number, member)
         if was_refused:
+            self.silent.discard(member.node)
             place.refused.add(member.node)
-            if not self.is_iterable and not place.worker and member.node == place.home:
+            others = [other for other in self.members.values() if other.place == member.place and not other.sent_away]
+            if not self.is_iterable and not others and member.node == place.home:
                 place.closed = True
         is_current = self.incarnations.get(member.node) == member.incarnation
         if is_current and (not node_is_up or (not came and not was_refused)):
@@ -389,6 +418,8 @@ class Judge:
         if node in self.joining:
             self.joining.discard(node)
             self._add_places(node, num_offered)
+        if self.incarnations.get(node) != incarnation:
+            self.silent.discard(node)
         self.incarnations[node] = incarnation
         self.up.add(node)
         for place in self.places:
@@ -602,9 +633,10 @@ class Judge:
             self.fail(f"{action}: the node has refused it")
         if self._is_at(place_number, node):
             self.fail(f"{action}: the place has a worker there")
-        if node in mute and (place.worker or self.up - mute - place.refused):
+        is_home = not self.is_iterable and node == place.home
+        if node in mute and not is_home and (place.worker or self.up - mute - place.refused):
             self.fail(f"{action}: the node does not answer")
-        if self._is_filled(place_number) and (self.is_iterable or node != place.home):
+        if self._is_filled(place_number, or_leaving=False) and (self.is_iterable or node != place.home):
             self.fail(f"{action}: worker {place.worker} is there already")
         if node != place.home:
             if place.home in self.up - mute - place.refused:
@@ -715,7 +747,10 @@ class Judge:
                 is_home = self.is_iterable or self._is_at(number, place.home)
                 if not is_filled or not (is_home or (member is not None and member.node == place.home)):
                     self.fail(f"place {number} is empty, and nothing is opened at home, {place.home}")
-            elif is_filled or not (self.is_iterable or is_deserted):
+                continue
+            if place.home in there and not self.is_iterable and not self._is_at(number, place.home):
+                self.fail(f"{place.home}, the home of place {number}, does not answer, and is not asked again")
+            if is_filled or not (self.is_iterable or is_deserted):
                 pass
             elif there - mute or (there and member is None):
                 self.fail(f"place {number} is empty, and nothing is opened at {sorted(there)}; {sorted(mute)} are mute")
@@ -799,9 +834,12 @@ class Judge:
         for member in self.members.values():
             if member.late_at <= now and not member.sent_away:
                 member.is_late, member.late_at = True, now + self.options.connect_timeout
+                self.silent.add(member.node)
                 self.places[member.place].refused.clear()
                 self.is_changed = True
-        if failure is None:
+        if self.has_raised:
+            pass
+        elif failure is None:
             if self.stuck_since is not None and not self.is_hopeful:
                 self.fail("there are no workers, and no node is looked for, and the pass does not end")
         elif self.stuck_since is None:
@@ -822,12 +860,13 @@ class Judge:
     def _mute(self) -> set[str]:
         """Nodes that were asked for something, and have not answered in time."""
         unreached = {node for node in self.seeking if self.seek_late_at.get(node) == math.inf}
-        return unreached | {member.node for member in self.members.values() if member.is_late and not member.sent_away}
+        late = {member.node for member in self.members.values() if member.is_late and not member.sent_away}
+        return unreached | late | self.silent
 
-    def _is_filled(self, number: int) -> bool:
-        """Whether a place has a worker that is not late."""
+    def _is_filled(self, number: int, *, or_leaving: bool = True) -> bool:
+        """Whether a place has a worker that is not late; perhaps one that leaves, whose end may be waited for."""
         last = self.members.get(self.places[number].worker)
-        return (last is not None and not last.is_late) or any(
+        return (or_leaving and last is not None and not last.is_late) or any(
             other.place == number and not (other.is_late or other.sent_away) for other in self.members.values()
         )
 

@@ -107,6 +107,15 @@ class JudgedEngine(Engine[str]):
         self.judge.at_work(number)
         super().worker_at_work(number)
 
+    def worker_failed(self, number: int, error: BaseException) -> None:
+        has_failed = self.failure is not None
+        ends_pass = self.judge.could_not_begin(number)
+        super().worker_failed(number, error)
+        if not has_failed and (self.failure is not None) != ends_pass:
+            raise ViolationError(
+                f"the exception of worker {number}, which cannot begin, ends the pass: {not ends_pass}"
+            )
+
     def worker_draining(self, number: int) -> None:
         self.judge.draining(number)
         super().worker_draining(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,7 +34,7 @@ NUM_PLACES = 3  # samples of a batch
 BETWEEN = NUM_PLACES + 1  # no place of a sample
 END_LIMIT = 2.5  # seconds after which a worker that was ended is closed, whatever its session says
 
-BATCH, EXCEPTION, LAST, CANCELLED = range(4)
+BATCH, EXCEPTION, LAST, CANCELLED, FAILED = range(5)
 
 
 class Task:
@@ -249,19 +250,19 @@ class Pass:
         patience = cluster.latency() if node.answers else cluster.random.random()
         if node.mute_until > cluster.now and node.answers:
             cluster.count("mute node")
-            known = self.rank.sessions.get(name)
-            if known is not None and known.is_ready:
+            if self.session(name) is None:
+                patience = cluster.scenario.connect_timeout
+            elif node.has_mute_sessions:
                 # It builds, for as long as that takes.
                 cluster.at(node.mute_until - cluster.now, self._seek, name, feed)
                 return
-            patience = cluster.scenario.connect_timeout
         cluster.at(patience, self._sought, name, feed)
 
     def _sought(self, name: str, feed: Callable[[Any], None]) -> None:
         if self.is_closed:
             return
         node, now = self.cluster.nodes[name], self.cluster.now
-        if not node.answers or node.mute_until > now:
+        if not node.answers or (node.mute_until > now and (node.has_mute_sessions or self.session(name) is None)):
             feed(lambda engine, _now: engine.crew.node_failed(name, UNREACHABLE))
         elif node.foreign_until > now:
             self.cluster.count("foreign node")
@@ -318,7 +319,8 @@ class Pass:
 
     def end(self, late: Sequence[tuple[Worker, Task]]) -> None:
         for worker, _task in late:
-            delay = END_LIMIT if worker.node.mute_until > self.cluster.now else self.cluster.latency()
+            is_mute = worker.node.has_mute_sessions_at(self.cluster.now)
+            delay = END_LIMIT if is_mute else self.cluster.latency()
             self.cluster.at(delay, self.cluster.die, worker, LATE)
 
     def close(self, workers: Sequence[Worker]) -> None:
@@ -336,7 +338,8 @@ class Pass:
     allocator = carrier = None
 
     def check(self, reply: Reply) -> None:
-        pass
+        if reply.kind == FAILED:
+            raise ERROR
 
     def decode(self, reply: Reply) -> Answer:
         kind, result = reply.kind, reply.result
@@ -344,7 +347,7 @@ class Pass:
             stream, position = result
             self.lengths[stream] = min(self.lengths[stream], position)
             return Answer()
-        state: Any = result[1] + 1 if self.lengths and kind != CANCELLED else None
+        state: Any = result[1] + 1 if self.lengths and kind not in (CANCELLED, FAILED) else None
         if kind == BATCH:
             return Answer((kind, result), self.rank.size(result), timings=(reply.seconds, 0.0), stream=state)
         if result in self.cluster.bad:
@@ -361,7 +364,10 @@ class Pass:
         if not worker.session.is_ready:
             cluster.die(worker, GONE)
         elif node.mute_until > now:
-            if now < deadline:
+            if node.is_building:
+                cluster.count("mute node")
+                cluster.at_time(node.mute_until, self.connect, worker, math.inf)
+            elif now < deadline:
                 cluster.count("mute node")
                 cluster.at_time(min(deadline, node.mute_until), self.connect, worker, deadline)
             else:
@@ -398,12 +404,14 @@ class Pass:
         """A worker has done the first request of an epoch."""
         if not worker.is_alive:
             return
-        until = max(worker.hung_until, worker.node.mute_until)
-        if until > self.cluster.now:
+        if (until := worker.hung_until) > self.cluster.now:
             self.cluster.at(until - self.cluster.now, self.started, worker, complete)
             return
         worker.is_busy = False
-        complete(Reply(BATCH, None, 0.0))
+        if worker.node.raising_until > self.cluster.now and self.cluster.random.random() < 0.7:
+            self.cluster.count("raising node")
+            worker.has_failed = True
+        complete(Reply(FAILED if worker.has_failed else BATCH, None, 0.0))
         if not worker.is_busy:
             self.work(worker)
 
@@ -429,9 +437,9 @@ class Pass:
             worker.cancelled.discard(request_id)
             cluster.at(0.0, self.done, worker, complete, Reply(CANCELLED, batch, 0.0))
             return
-        kind = BATCH
+        kind = FAILED if worker.has_failed else BATCH
         result: Any = batch
-        if self.lengths:
+        if self.lengths and not worker.has_failed:
             stream = worker.place
             result = stream, worker.position
             if worker.position >= self.lengths[stream] or cluster.has_ended:
@@ -460,8 +468,7 @@ class Pass:
         if not worker.is_alive:
             return
         cluster = self.cluster
-        until = max(worker.hung_until, worker.node.mute_until)
-        if until > cluster.now:
+        if (until := worker.hung_until) > cluster.now:
             cluster.at(until - cluster.now, self.done, worker, complete, reply)
             return
         worker.is_busy = False
@@ -529,7 +536,8 @@ class Pass:
             return
         error = worker.error
         assert error is not None
-        if worker.has_come and worker.at is not None and worker.session.is_ready:
+        is_told = worker.session.is_ready and not worker.node.has_mute_sessions_at(self.cluster.now)
+        if worker.has_come and worker.at is not None and is_told:
             # What it was at when it ended; by chance, nothing is known of that, or it was at none of the samples.
             batch, place = worker.at
             if self.cluster.random.random() >= 0.1:
@@ -565,8 +573,8 @@ class Pass:
     def take(self, delivery: Entry) -> None:
         """The consumer gets what comes next."""
         condemned = delivery.condemned
-        if condemned is None and delivery.answer.result[0] == CANCELLED:
-            raise ViolationError(f"task {delivery.number} was to be dropped, and is delivered")
+        if condemned is None and delivery.answer.result[0] in (CANCELLED, FAILED):
+            raise ViolationError(f"task {delivery.number} was to be dropped, or not begun, and is delivered")
         if self.lengths:
             self.take_of_stream(delivery)
             return

@@ -66,6 +66,7 @@ KINDS = {
     "foreign node": 0.1,
     "broken node": 0.05,
     "mute node": 0.3,
+    "raising node": 0.2,
     "add node": 0.3,
     "remove node": 0.4,
     "leave": 0.2,

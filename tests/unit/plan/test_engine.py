@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rpcdataloader.errors import ConnectionLostError
+from rpcdataloader.errors import ConnectError, ConnectionLostError
 from rpcdataloader.plan.actions import Action, Close, Load, Open, PlanOptions, ReportWait, Say, Seek
 from rpcdataloader.plan.crew import Loss
 from rpcdataloader.plan.engine import REPORT_AFTER, REPORT_AGAIN, Engine
@@ -265,6 +265,43 @@ def test_a_worker_that_does_not_come_is_asked_for_elsewhere_and_the_first_that_c
     actions = engine.act(12.0)
     assert of(Close, actions) == [Close(1)]
     assert [load.worker for load in of(Load, actions)] == [2, 2]
+
+
+def late(node: str) -> Loss:
+    return Loss(ConnectError(f"{node} accepts connections, and answers nothing"), node_is_up=True, came=False)
+
+
+def test_two_nodes_that_do_not_answer_are_not_asked_in_turns_while_another_could_help():
+    """Node servers that are stopped, while their sessions answer: each seemed back when its worker was lost."""
+    engine = start(["a", "b"], ["c"], is_iterable=True, connect_timeout=10.0)
+    engine.act(0.0)
+    begin(engine, 1)
+    engine.tick(10.0)
+    assert of(Open, engine.act(10.0)) == [Open(3, 1, "a", False)]
+    engine.worker_lost(2, late("b"))
+    engine.worker_lost(1, Loss(DIED, node_is_up=True))
+    engine.crew.node_up("b", 1)
+    assert of(Open, engine.act(10.0)) == [Open(4, 0, "a", False)]
+    engine.tick(20.0)
+    actions = engine.act(20.0)
+    assert of(Open, actions) == []
+    assert of(Seek, actions) == [Seek("c", 0.1)]
+    engine.crew.node_up("c", 1)
+    assert {action.node for action in of(Open, engine.act(20.0))} == {"c"}
+
+
+def test_a_home_that_does_not_answer_is_asked_again_while_others_work():
+    engine = start(["a", "b"], connect_timeout=10.0)
+    engine.act(0.0)
+    begin(engine, 1)
+    engine.tick(10.0)
+    engine.act(10.0)
+    engine.worker_lost(2, late("b"))
+    assert of(Seek, engine.act(10.0)) == [Seek("b", 0.1)]
+    engine.crew.node_up("b", 1)
+    assert of(Open, engine.act(11.0)) == [Open(3, 1, "b", False)]
+    begin(engine, 3)
+    assert engine.workers == {1: "a", 3: "b"}
 
 
 def test_the_summary_tells_tasks_workers_nodes_and_the_next_deadline():

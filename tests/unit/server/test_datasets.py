@@ -57,7 +57,7 @@ def test_datasets_that_are_left_stay_out_of_the_collector_when_another_is_let_go
     assert not any(known is table.get(2) for known in gc.get_objects())
 
 
-_told = queue.SimpleQueue()
+_told: queue.SimpleQueue[str] = queue.SimpleQueue()
 
 
 class Patient:
