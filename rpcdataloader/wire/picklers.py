@@ -1,11 +1,10 @@
 """The picklers of both directions and the unpickler.
 
 They differ from cloudpickle's in three kinds of objects: dense tensors and large numpy arrays go out of band, every
-received array is writable, and *definitions* that travel by value, functions and classes, keep their identity.
+received array is writable, and functions and classes of a client's ``__main__`` come back by name.
 
-A worker cannot import the functions and classes of a client's ``__main__``, its lambdas and its local classes:
-cloudpickle sends their code. Each gets a random token when it is first sent, and both sides remember, weakly, which
-object goes by which token. So a definition that comes back is the client's own object, and never changes it: a
+A worker cannot import what a client's ``__main__`` defines: cloudpickle sends the code. The worker's ``__main__`` gets
+it under the same name. So a worker's reply names it, and the client finds its own object, which never changes: a
 definition is applied only where it was received, not where it was made.
 """
 
@@ -13,16 +12,13 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import importlib
 import io
 import pickle
-import secrets
 import sys
 import types
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 import numpy as np
@@ -52,9 +48,11 @@ def require_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.requires_grad_()
 
 
-def load_whole(pickled: bytes) -> Any:
-    """Load a tensor that is more than bytes and layout; see :class:`Unpickler`."""
-    return Unpickler(io.BytesIO(pickled)).load()
+def load_whole(pickled: bytes, adopt_main: bool = False) -> Any:
+    """Load a tensor that is more than bytes and layout."""
+    unpickler = Unpickler(io.BytesIO(pickled))
+    unpickler.adopt_main = adopt_main
+    return unpickler.load()
 
 
 def make_packed_sequence(data: torch.Tensor, batch_sizes: list[int], *order: torch.Tensor | None) -> PackedSequence:
@@ -124,14 +122,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return file.getvalue()
 
     def _reduce_definition(self, obj: Any) -> Any:
-        if type(obj) is LRU_CACHE:
-            by_value = importable_name(obj) is None or obj.__module__ in MAIN_NAMES
-            reduction = _reduce_lru_cache(obj) if by_value else NotImplemented
-        else:
-            reduction = super().reducer_override(obj)
-        if isinstance(reduction, tuple) and len(reduction) == 6:  # code and state, as against a name
-            return reduce_by_value(obj, reduction)
-        self.modules.add(str(obj.__module__))
+        reduction = super().reducer_override(obj)
+        if reduction is NotImplemented:  # by name
+            self.modules.add(str(obj.__module__))
         return reduction
 
 
@@ -152,17 +145,19 @@ class RequestPickler(Pickler):
         if spawned_main is not None:  # cloudpickle takes this name for a module importable anywhere
             cloudpickle.register_pickle_by_value(spawned_main)
 
+    def _reduce_definition(self, obj: Any) -> Any:
+        reduction = super()._reduce_definition(obj)
+        if reduction is not NotImplemented and obj.__module__ in _MAIN_NAMES and _is_importable(obj):
+            make, args, state, _, _, set_state = reduction
+            return make, args, (set_state, state, obj.__module__, obj.__qualname__), None, None, complete
+        return reduction
+
 
 class ReplyPickler(Pickler):
-    """Pickles a worker's messages: objects from the client go back by name."""
+    """Pickles a worker's messages: what has a name here has it at the client, ``__main__`` included."""
 
     def _reduce_definition(self, obj: Any) -> Any:
-        origin = _origins.get(obj)
-        if origin is not None and not origin.is_ours and origin.name is not None:  # its maker can find it again
-            return find, (origin.token, *origin.name)
-        if importable_name(obj) is not None:  # of this process's __main__ too: never by value
-            return NotImplemented
-        return super()._reduce_definition(obj)
+        return NotImplemented if _is_importable(obj) else super()._reduce_definition(obj)
 
 
 class UnresolvedError(BaseException):
@@ -178,7 +173,7 @@ class Unpickler(pickle.Unpickler):
 
     # Set before load, if different: a constructor in Python would be a good part of the cost of a small batch.
     tensors: Sequence[torch.Tensor] = ()  # of the message
-    adopt_main: bool = False  # give definitions from the client's ``__main__`` their names in this process's
+    adopt_main: bool = False  # see :func:`complete`
     resolve: Callable[[Any], Any] | None = None  # returns the object that ``persistent_id`` replaced
 
     def find_class(self, module: str, name: str) -> Any:
@@ -187,12 +182,15 @@ class Unpickler(pickle.Unpickler):
         if module.startswith("rpcdataloader.wire."):
             if name == take_tensor.__name__:
                 return self.tensors.__getitem__
+            if name == load_whole.__name__:
+                return functools.partial(load_whole, adopt_main=self.adopt_main)
             if name == complete.__name__:
-                return complete_and_adopt if self.adopt_main else complete
+                return functools.partial(complete, adopt_main=self.adopt_main)
         try:
             found = super().find_class(module, name)
         except AttributeError as error:
-            raise SerializationError(f"module {module!r} has no {name!r} here: {error}") from error
+            advice = "; put it into a module of its own, and send that with py_modules=" * (module in _MAIN_NAMES)
+            raise SerializationError(f"module {module!r} has no {name!r} here: {error}{advice}") from error
         return _load_storage if found is torch.storage._load_from_bytes else found
 
     def persistent_load(self, pid: Any) -> Any:
@@ -236,110 +234,38 @@ def _load_storage(content: bytes) -> Any:
     return torch.load(io.BytesIO(content), weights_only=False)
 
 
-def _reduce_lru_cache(cached: Any) -> tuple[Any, ...]:
-    parameters = cached.cache_parameters()
-    args = (cached.__wrapped__, parameters["maxsize"], parameters["typed"])
-    return _make_lru_cache, args, None, None, None, _set_nothing
-
-
-def _make_lru_cache(function: Callable[..., Any], maxsize: int | None, typed: bool) -> Any:
-    return functools.lru_cache(maxsize, typed)(function)
-
-
-def _set_nothing(cached: Any, state: None) -> None:
-    """A cached function is its arguments; its cached results stay where they are."""
-
-
 #: multiprocessing's name for ``__main__`` in a spawned child, where it is the same module under two names.
-MAIN_NAMES = ("__main__", "__mp_main__")
-
-LRU_CACHE = type(functools.lru_cache(id))
-
-
-class Origin(NamedTuple):
-    """The process that made a definition."""
-
-    token: bytes  # name of the definition on both sides
-    is_ours: bool  # made by this process
-    name: tuple[str, str] | None  # module and qualified name under which its maker finds it; None if it cannot
-
-
-# No lock: each operation on these is atomic, and both threads of a race write the same.
-_origins: weakref.WeakKeyDictionary[Any, Origin] = weakref.WeakKeyDictionary()
-_definitions: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
+_MAIN_NAMES = ("__main__", "__mp_main__")
 
 
 def is_definition(obj: object) -> bool:
-    """Whether this is a function or a class, or a cached function, which pickle treats as one."""
+    """Whether this is a function or a class."""
     kind = type(obj)
-    return kind is types.FunctionType or issubclass(kind, type) or kind is LRU_CACHE
+    return kind is types.FunctionType or issubclass(kind, type)
 
 
-def importable_name(definition: Any) -> tuple[str, str] | None:
-    """Return the module and qualified name under which this process finds exactly this object."""
-    module, name = getattr(definition, "__module__", None), getattr(definition, "__qualname__", None)
-    if not isinstance(module, str) or not isinstance(name, str):
-        return None
+def _is_importable(definition: Any) -> bool:
+    """Whether this process finds exactly this object under its module and qualified name."""
     try:
-        found = attrgetter(name)(sys.modules[module])
-    except (KeyError, AttributeError):  # missing, or "<locals>"
-        return None
-    return (module, name) if found is definition else None
+        found = attrgetter(definition.__qualname__)(sys.modules[definition.__module__])
+    except (KeyError, AttributeError, TypeError):  # missing, or "<locals>"
+        return False
+    return found is definition
 
 
-def reduce_by_value(definition: Any, reduction: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Extend cloudpickle's recipe for a definition by its origin.
+def complete(definition: Any, recipe: tuple[Callable[[Any, Any], None], Any, str, str], adopt_main: bool) -> None:
+    """Fill a function or class of the client's ``__main__``.
 
     Args:
-        reduction: Result of ``reducer_override``: make, args, state, None, None, set_state.
+        recipe: cloudpickle's function and state, the client's name of ``__main__``, the qualified name.
+        adopt_main: Whether to give it its name in this process's ``__main__``. So code there that pickles it by name,
+            as deep copies and child processes do, works too.
     """
-    make, args, state, _, _, set_state = reduction
-    slots = vars(definition).get("__slots__") if isinstance(definition, type) else None
-    if slots:
-        # cloudpickle adds them too late to have an effect: instances would have a dictionary, and come back with a
-        # state that does not fit. They belong into the namespace in which it makes the class.
-        args = tuple(arg | {"__slots__": slots} if isinstance(arg, dict) else arg for arg in args)
-    origin = _origins.get(definition)
-    if origin is None:
-        ours = Origin(secrets.token_bytes(12), True, importable_name(definition))
-        origin = _origins.setdefault(definition, ours)
-        _definitions[origin.token] = definition
-    return receive, (origin.token, origin.name, make, args), (set_state, state), None, None, complete
-
-
-def receive(token: bytes, name: tuple[str, str] | None, make: Callable[..., Any], args: Any) -> Any:
-    """Return the definition of this token: this process's own, or else one begun by ``make(*args)``."""
-    definition = _definitions.get(token)
-    if definition is None or not _origins[definition].is_ours:
-        definition = make(*args)
-        _origins[definition] = Origin(token, False, name)
-        _definitions[token] = definition
-    return definition
-
-
-def complete(definition: Any, recipe: tuple[Callable[[Any, Any], None], Any]) -> None:
-    """Fill a received function or class, unless this process made it."""
-    if not _origins[definition].is_ours:
-        set_state, state = recipe
-        set_state(definition, state)
-
-
-def complete_and_adopt(definition: Any, recipe: tuple[Callable[[Any, Any], None], Any]) -> None:
-    """On a worker, also give a definition from the client's ``__main__`` its name in the worker's.
-
-    So code there that pickles it by name, as deep copies and child processes do, works too.
-    """
-    complete(definition, recipe)
-    origin = _origins[definition]
-    if origin.name and not origin.is_ours:
-        module, name = origin.name
-        if module in MAIN_NAMES and "." not in name:
-            main = sys.modules["__main__"]
-            sys.modules.setdefault(module, main)
+    set_state, state, module, name = recipe
+    set_state(definition, state)
+    if adopt_main:
+        main = sys.modules["__main__"]
+        sys.modules.setdefault(module, main)
+        definition.__qualname__ = name  # which cloudpickle leaves out of a class
+        if "." not in name:
             setattr(main, name, definition)
-
-
-def find(token: bytes, module: str, name: str) -> Any:
-    """Return this process's own definition: the one sent, or else the current one of that name."""
-    definition = _definitions.get(token)
-    return attrgetter(name)(importlib.import_module(module)) if definition is None else definition
