@@ -47,14 +47,6 @@ class WithArray(Exception):
         self.brightest = pixels.max()
 
 
-class WithSlots(Exception):
-    __slots__ = ("code",)
-
-    def __init__(self, code: int) -> None:
-        super().__init__("in slots")
-        self.code = code
-
-
 @dataclasses.dataclass
 class AsDataclass(Exception):
     code: int
@@ -125,7 +117,6 @@ MAKERS: dict[str, Callable[[], BaseException]] = {
     "required arguments": lambda: RequiredArguments("cat.jpg", Reason.TRUNCATED),
     "keyword": lambda: KeywordOnly(reason="it rained"),
     "array": lambda: WithArray("here", np.arange(5)),
-    "slots": lambda: WithSlots(3),
     "dataclass": lambda: AsDataclass(3),
     "of the system": call(open, "/no/such/file"),
     "of the system, two files": call(os.rename, "/no/such/file", "/nor/this"),
@@ -154,7 +145,10 @@ MAKERS: dict[str, Callable[[], BaseException]] = {
     "local class": of_a_local_class,
 }
 if Group:
-    MAKERS["group"] = lambda: Group("several", [KeyError("k"), Group("inner", [KeywordOnly(reason="r")])])
+    MAKERS["group"] = lambda: Group("several", [KeyError("k"), Group("inner", [ValueError("r")])])
+
+#: Those whose pickles cannot be loaded.
+AS_TEXT = {"required arguments", "keyword", "of the system, own class", "lock", "local class"}
 
 #: What is no ``Exception``.
 EXITS: dict[str, Callable[[], BaseException]] = {

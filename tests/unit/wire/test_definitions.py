@@ -197,7 +197,7 @@ class Typed(typing.NamedTuple):
 
 class Failure(Exception):
     def __init__(self, code, text):
-        super().__init__(f"{code}: {text}")
+        super().__init__(code, text)
         self.code = code
 
 CLASSES = [Plain, Plain.Inner, Plain.Inner.Innermost, Derived, Meta, WithMeta, Abstract, Concrete, Box]
@@ -406,7 +406,7 @@ def check_exceptions_of_the_script_keep_their_type():
     try:
         call(fail)
     except Failure as error:
-        assert type(error) is Failure and error.code == 3 and str(error) == "3: text"
+        assert type(error) is Failure and error.code == 3 and error.args == (3, "text")
         assert "in fail" in str(error.__cause__)
     else:
         raise AssertionError("not raised")
