@@ -9,7 +9,7 @@ Apart from exceptions, received bytes are unpickled here only, and after their m
 
 from __future__ import annotations
 
-import copyreg
+import contextlib
 import functools
 import inspect
 import io
@@ -17,7 +17,8 @@ import os
 import pickle
 import struct
 import types
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -265,57 +266,19 @@ def _describe(error: BaseException) -> str:
 
 
 def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the parts that are pickled with an object, and their paths."""
-    if isinstance(obj, tuple):
+    """The items of an object, the variables of a function, and the attributes; each with its path."""
+    if isinstance(obj, Mapping):
+        yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
+    elif isinstance(obj, (list, tuple, deque, set, frozenset)):
         yield from ((f"{path}[{i}]", item) for i, item in enumerate(obj))
-    elif isinstance(obj, (set, frozenset)):
-        yield from ((f"an element of {path}", item) for item in obj)
     elif isinstance(obj, types.FunctionType):
-        yield from _function_parts(obj, path)
-    elif isinstance(obj, type):
-        members = vars(obj).items()
-        yield from ((f"{path}.{n}", v) for n, v in members if not n.startswith("__") or inspect.isfunction(v))
-    elif isinstance(obj, functools.partial):
-        yield f"{path}.func", obj.func
-        yield from _parts(obj.args, f"{path}.args")
-        yield from _parts(obj.keywords, f"{path}.keywords")
-    elif isinstance(obj, types.MethodType):
-        yield from ((f"{path}.__self__", obj.__self__), (f"{path}.__func__", obj.__func__))
-    else:
-        yield from _reduction_parts(obj, path)
-
-
-def _function_parts(function: types.FunctionType, path: str) -> Iterator[tuple[str, Any]]:
-    try:
-        used = inspect.getclosurevars(function)
-    except ValueError:  # a variable of the closure has no value yet
-        return
-    yield from ((f"{path}.<closure>.{name}", value) for name, value in used.nonlocals.items())
-    yield from ((f"{path}.<globals>.{name}", value) for name, value in used.globals.items())
-    yield from ((f"{path}.__defaults__[{i}]", value) for i, value in enumerate(function.__defaults__ or ()))
-    yield from ((f"{path}.{name}", value) for name, value in vars(function).items())
-
-
-def _reduction_parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
-    reduce: Any = copyreg.dispatch_table.get(type(obj))
-    try:
-        reduction: Any = reduce(obj) if reduce else obj.__reduce_ex__(5)
-    except USER_ERRORS:  # this is why it cannot be pickled
-        return
-    if not isinstance(reduction, tuple):
-        return
-    parts: list[Any] = [*reduction, None, None, None, None]
-    _, args, state, items, pairs, *_ = parts
-    # Instances with slots have two states: those of their dictionary and of their slots.
-    states = state if isinstance(state, tuple) and len(state) == 2 else (state,)
-    for part in states:
-        if isinstance(part, dict):
-            yield from ((f"{path}.{name}", value) for name, value in part.items())
-        elif part is not None:
-            yield f"{path}.__getstate__()", part
-    for i, arg in enumerate(args or ()):
-        yield f"{path}.__class__" if arg is type(obj) else f"{path}.__reduce__()[1][{i}]", arg
-    yield from ((f"{path}[{i}]", item) for i, item in enumerate(items or ()))
-    for key, value in pairs or ():
-        yield f"{path}[{key!r}]", value
-        yield f"a key of {path}", key
+        with contextlib.suppress(ValueError):  # a variable of the closure has no value yet
+            used = inspect.getclosurevars(obj)
+            yield from ((f"{path}.<closure>.{name}", value) for name, value in used.nonlocals.items())
+            yield from ((f"{path}.<globals>.{name}", value) for name, value in used.globals.items())
+    names = [*getattr(obj, "__dict__", ()), *getattr(type(obj), "__slots__", ())]
+    if isinstance(obj, functools.partial):
+        names += ["func", "args", "keywords"]
+    for name in [name for name in names if not name.startswith("__")] + ["__self__", "__class__"]:
+        with contextlib.suppress(Exception):  # unset, or a property that fails
+            yield f"{path}.{name}", getattr(obj, name)
