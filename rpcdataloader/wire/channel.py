@@ -69,15 +69,63 @@ class Outgoing:
         return len(self.payload) + sum(buffer.nbytes for buffer in self.buffers)
 
 
+class Receiver:
+    """The messages of one direction.
+
+    Args:
+        deadline: Bounds each receive call; None for no limit.
+    """
+
+    def __init__(self, stream: Stream, decoder: Decoder, deadline: Deadline | None = None) -> None:
+        self._stream = stream
+        self._decoder = decoder
+        self._deadline = deadline
+        self._arrival: Arrival | None = None  # of the present message
+
+    def receive(self) -> Message | None:
+        """Receive the next message; None when the peer has closed between two messages.
+
+        Raises:
+            RemoteProtocolError: The peer sent something forbidden, or the message was altered on its way.
+            ConnectionLostError: The connection broke, perhaps in the middle of a message.
+        """
+        self._arrival = None
+        try:
+            message = self._decoder.read(self._fill)
+        except EOFError:
+            raise ConnectionLostError(f"connection to {self._stream.name} lost in the middle of a message") from None
+        if message is not None:
+            message.arrival = self._arrival
+        return message
+
+    def _fill(self, views: list[memoryview], is_first: bool) -> int:
+        stream = self._stream
+        filled, missing = 0, sum(map(len, views))
+        while True:
+            if self._deadline is not None:
+                # For each receive anew: a peer that sends a byte now and then must not hold this side without limit.
+                stream.limit(self._deadline)
+            if not is_first and not stream.unread:
+                # Nothing is read ahead, so that this takes another receive call.
+                if self._arrival is None:
+                    self._arrival = Arrival(time.monotonic(), time.thread_time(), True)
+                if self._arrival.was_here and stream.count_waiting() < missing:
+                    self._arrival = self._arrival._replace(was_here=False)
+            size = stream.recv_into(views)
+            filled += size
+            missing -= size
+            if not size or not missing:
+                return filled
+            views, is_first = without_start(views, size), False
+
+
 class Channel:
     """An authenticated connection.
 
     Attributes:
         name: Name of the peer in messages: an address or ``"client host:pid"``.
         differences: Versions that differ between the two sides without being refused.
-        recv: Function that receives the next message; None when the peer has closed between two messages. Raises
-            RemoteProtocolError when the peer sent something forbidden, or the message was altered on its way, and
-            ConnectionLostError when the connection broke, perhaps in the middle of a message.
+        recv: :meth:`Receiver.receive`.
     """
 
     def __init__(self, stream: Stream, established: Established, name: str) -> None:
@@ -88,7 +136,7 @@ class Channel:
         self._sealer = established.send
         self._send_lock = threading.Lock()
         self._decoder = Decoder(heap_blocks, established.receive)
-        self.recv = functools.partial(_recv, stream, self._decoder)
+        self.recv = Receiver(stream, self._decoder).receive
 
     def fileno(self) -> int:
         """The descriptor, for polling."""
@@ -137,38 +185,6 @@ class Channel:
             raise
         finally:
             self._send_lock.release()
-
-
-def _recv(stream: Stream, decoder: Decoder, deadline: Deadline | None = None) -> Message | None:
-    arrival: Arrival | None = None
-
-    def fill(views: list[memoryview], is_first: bool) -> int:
-        nonlocal arrival
-        filled, missing = 0, sum(map(len, views))
-        while True:
-            if deadline is not None:
-                # For each receive anew: a peer that sends a byte now and then must not hold this side without limit.
-                stream.limit(deadline)
-            if not is_first and not stream.unread:
-                # Nothing is read ahead, so that this takes another receive call.
-                if arrival is None:
-                    arrival = Arrival(time.monotonic(), time.thread_time(), True)
-                if arrival.was_here and stream.count_waiting() < missing:
-                    arrival = arrival._replace(was_here=False)
-            size = stream.recv_into(views)
-            filled += size
-            missing -= size
-            if not size or not missing:
-                return filled
-            views, is_first = without_start(views, size), False
-
-    try:
-        message = decoder.read(fill)
-    except EOFError:
-        raise ConnectionLostError(f"connection to {stream.name} lost in the middle of a message") from None
-    if message is not None:
-        message.arrival = arrival
-    return message
 
 
 def open_channel(
@@ -292,7 +308,7 @@ def _accept_tls(stream: Stream, handshake: Handshake, preamble: Preamble, files:
 
 
 def _shake_hands(stream: Stream, handshake: Handshake, deadline: Deadline) -> Established:
-    decoder = Decoder(heap_blocks, None, HANDSHAKE_LIMITS)
+    receiver = Receiver(stream, Decoder(heap_blocks, None, HANDSHAKE_LIMITS), deadline)
     while True:
         stream.limit(deadline)
         if data := handshake.data_to_send():
@@ -300,7 +316,7 @@ def _shake_hands(stream: Stream, handshake: Handshake, deadline: Deadline) -> Es
         if handshake.established is not None:
             return handshake.established
         try:
-            message = _recv(stream, decoder, deadline)
+            message = receiver.receive()
             if message is None:
                 raise ConnectionLostError(
                     f"{stream.name} closed the connection during the handshake "

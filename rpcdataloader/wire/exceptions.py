@@ -73,12 +73,11 @@ def loads_exception(payload: bytes | bytearray | memoryview) -> Exception:
     except USER_ERRORS as error:
         return RemoteError(f"a task raised an exception whose message cannot be read ({type(error).__name__}: {error})")
     cause = RemoteTraceback("\n".join([f"{where}:\n\n{text}", *([] if _HAS_NOTES else notes)]))
-    exc: Any = None
-    if pickled is not None:
-        with contextlib.suppress(*USER_ERRORS):  # its class is missing here
-            exc = _unpickle(pickled)
-    if not isinstance(exc, Exception):  # SystemExit or KeyboardInterrupt of a worker must not end the trainer
-        exc = RemoteError(f"{where} raised {summary}")
+    exc: Exception = RemoteError(f"{where} raised {summary}")
+    with contextlib.suppress(*USER_ERRORS):  # its class is missing here
+        found = None if pickled is None else _unpickle(pickled)
+        if isinstance(found, Exception):  # SystemExit or KeyboardInterrupt of a worker must not end the trainer
+            exc = found
     # Also of a class that refuses changes.
     object.__setattr__(exc, "__cause__", cause)
     for note in notes:

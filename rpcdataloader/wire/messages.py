@@ -50,10 +50,9 @@ def from_json(kind: type[_Made], fields: dict[str, Any]) -> _Made:
     """
     values, hints = {}, _hints(kind)
     for field in dataclasses.fields(typing.cast(Any, kind)):
-        if field.name in fields:
-            values[field.name] = _convert(hints[field.name], fields[field.name], field.name)
-        elif field.default is field.default_factory:  # both are missing
+        if field.name not in fields:
             raise ValueError(f"{field.name} is missing")
+        values[field.name] = _convert(hints[field.name], fields[field.name], field.name)
     return kind(**values)
 
 

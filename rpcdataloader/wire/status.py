@@ -231,7 +231,6 @@ class Registration:
             raise ValueError("it is empty")
         if len(data) > MAX_FILE_BYTES:
             raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes")
-        fields = {item.name: None for item in dataclasses.fields(cls)} | read_json(data)
-        address = fields["address"]
-        fields["address"] = Address.parse(address) if isinstance(address, str) else None
-        return from_json(cls, fields)
+        fields = read_json(data)
+        address = fields.get("address")
+        return from_json(cls, fields | {"address": Address.parse(address) if isinstance(address, str) else None})

@@ -309,7 +309,7 @@ class TestUnpicklable:
 
     def test_exception_with_a_lock_is_told_as_text(self):
         exc = ValueError("held")
-        exc.lock = LOCK  # type: ignore[attr-defined]
+        exc.lock = LOCK
         assert type(transfer(exc)) is RemoteError
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteProtocolError
-from rpcdataloader.wire.channel import _recv
+from rpcdataloader.wire.channel import Receiver
 from rpcdataloader.wire.frames import (
     HEADER_SIZE,
     MAC_SIZE,
@@ -75,7 +75,7 @@ def feed(decoder, data, step_sizes=None):
     messages = []
     source = Source(data, step_sizes)
     with contextlib.suppress(ConnectionLostError):
-        while (message := _recv(source, decoder)) is not None:
+        while (message := Receiver(source, decoder).receive()) is not None:
             messages.append(message)
     return messages
 
@@ -280,7 +280,7 @@ def test_messages_survive_one_byte_at_a_time_and_all_two_way_splits():
 def test_blocks_of_one_message_are_offered_together_and_refilled_from_where_they_stopped(split):
     data = join(None, MessageType.CALL, 7, b"p", [b"abcdef", b"", b"ghi", b"jklmnopqr"])
     source = Source(data, [HEADER_SIZE, len(data) - HEADER_SIZE - 18, split])
-    message = _recv(source, Decoder(allocate))
+    message = Receiver(source, Decoder(allocate)).receive()
     assert source.asked[2] == [6, 3, 9]
     assert sum(source.asked[3]) == 18 - split
     assert content(message) == (MessageType.CALL, 0, 7, b"p", [b"abcdef", b"", b"ghi", b"jklmnopqr"])
@@ -637,11 +637,11 @@ def test_header_of_the_future_is_an_error(changes):
 
 def test_end_of_stream_is_clean_only_between_messages():
     data = join(None, MessageType.CALL, 1, b"payload", [b"block"])
-    assert _recv(Source(b""), Decoder(allocate)) is None
-    assert _recv(Source(data), Decoder(allocate)) is not None
+    assert Receiver(Source(b""), Decoder(allocate)).receive() is None
+    assert Receiver(Source(data), Decoder(allocate)).receive() is not None
     for size in range(1, len(data)):
         with pytest.raises(ConnectionLostError, match="connection to the peer lost in the middle of a message"):
-            _recv(Source(data[:size]), Decoder(allocate))
+            Receiver(Source(data[:size]), Decoder(allocate)).receive()
 
 
 def test_allocator_that_gives_other_sizes_is_caught():

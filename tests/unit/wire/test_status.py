@@ -109,7 +109,7 @@ def test_what_a_later_version_tells_besides_is_left_alone():
     told = fields() | {"temperature": 40}
     told["clients"][0]["workers"][0]["mood"] = "good"
     assert NodeStatus.decode(json.dumps(told).encode()) == NODE
-    assert StatusRequest.decode(b'{"more": 1}') == StatusRequest()
+    assert StatusRequest.decode(b'{"stacks": true, "more": 1}') == StatusRequest(stacks=True)
 
 
 @pytest.mark.parametrize("payload", [b"", b"{", b"[]", b"null", b"\xff", b"{}", b"[" * 100_000])
