@@ -114,7 +114,7 @@ def _shorten(text: str) -> str:
 
 
 def _pickle(exc: BaseException) -> bytes | None:
-    """A pickle that gives the same type and text again; None if there is none."""
+    """A pickle that gives the same type and text again; or None."""
     file = io.BytesIO()
     ReplyPickler(file, None).dump(exc)
     again = _unpickle(file.getvalue())

@@ -258,7 +258,7 @@ def complete(definition: Any, recipe: tuple[Callable[[Any, Any], None], Any, str
 
     Args:
         recipe: cloudpickle's function and state, the client's name of ``__main__``, the qualified name.
-        adopt_main: Whether to give it its name in this process's ``__main__``. So code there that pickles it by name,
+        adopt_main: True to give it its name in this process's ``__main__``. So code there that pickles it by name,
             as deep copies and child processes do, works too.
     """
     set_state, state, module, name = recipe
