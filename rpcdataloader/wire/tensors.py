@@ -43,7 +43,7 @@ _memmove = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, 
 _has_names = getattr(torch.Tensor, "has_names", None)
 
 # dtype, shape, strides; no strides for the usual ones of a type that torch copies by the thousand.
-Layout = tuple[str, tuple[int, ...], "tuple[int, ...] | None"]
+Layout = tuple[str, tuple[int, ...], tuple[int, ...] | None]
 
 # Tensors of one layout, without gaps between them: offset in the slab, size of each in bytes, layout, numbers.
 Run = tuple[int, int, int, list[int]]
