@@ -114,11 +114,16 @@ def _shorten(text: str) -> str:
 
 
 def _pickle(exc: BaseException) -> bytes | None:
-    """A pickle that gives the same type and text again; or None."""
+    """A pickle that gives the same type and texts again; or None."""
     file = io.BytesIO()
     ReplyPickler(file, None).dump(exc)
     again = _unpickle(file.getvalue())
-    return file.getvalue() if type(again) is type(exc) and str(again) == str(exc) else None
+    return file.getvalue() if type(again) is type(exc) and _texts(again) == _texts(exc) else None
+
+
+def _texts(exc: BaseException) -> list[str]:
+    # A constructor that makes a text of its argument makes another one of that text.
+    return [arg for arg in exc.args if isinstance(arg, str)]
 
 
 def _unpickle(data: bytes) -> Any:

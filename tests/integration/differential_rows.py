@@ -133,7 +133,10 @@ class Picky(Exception):
     """Its constructor wants more than a text."""
 
     def __init__(self, name: str, code: int) -> None:
-        super().__init__(f"{name} failed with {code}")
+        super().__init__(name, code)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} failed with {self.args[1]}"
 
 
 class Initialised(Numbers):

@@ -140,12 +140,15 @@ class Box:
 
 
 class Picky(Exception):
-    """An exception whose constructor wants two arguments and that keeps more than it tells its base."""
+    """An exception whose constructor wants two arguments, with attributes."""
 
     def __init__(self, name: str, code: int) -> None:
-        super().__init__(f"{name} failed with {code}")
+        super().__init__(name, code)
         self.name = name
         self.code = code
+
+    def __str__(self) -> str:
+        return f"{self.name} failed with {self.code}"
 
 
 def raise_picky() -> None:

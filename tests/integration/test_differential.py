@@ -194,8 +194,11 @@ class Picky(Exception):
     """Takes two arguments."""
 
     def __init__(self, name, code):
-        super().__init__(f"{name} failed with {code}")
+        super().__init__(name, code)
         self.code = code
+
+    def __str__(self):
+        return f"{self.args[0]} failed with {self.code}"
 
 
 def test_difference_exceptions_are_themselves(addresses):

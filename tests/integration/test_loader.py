@@ -405,9 +405,11 @@ class PickyError(Exception):
     """Its constructor wants two arguments."""
 
     def __init__(self, name, code):
-        super().__init__(f"{name} failed with {code}")
-        self.name = name
+        super().__init__(name, code)
         self.code = code
+
+    def __str__(self):
+        return f"{self.args[0]} failed with {self.code}"
 
 
 @pytest.mark.parametrize("persistent_workers", [False, True])

@@ -35,7 +35,7 @@ Place = namedtuple("Place", "row column")
 
 class DecodeError(Exception):
     def __init__(self, name, code):
-        super().__init__(f"{name}: {code}")
+        super().__init__(name, code)
         self.code = code
 
 

@@ -249,7 +249,7 @@ class Point:
 
 class Refused(Exception):
     def __init__(self, sample, why):
-        super().__init__(why)
+        super().__init__(sample, why)
         self.sample = sample
 
 def refuse(sample):
@@ -300,7 +300,7 @@ for batch in RPCDataloader(Samples(), batch_size=2, collate_fn=collate, workers=
 try:
     call(refuse, sample)
 except Refused as exc:
-    assert type(exc.sample) is Sample and exc.args == ("not today",)
+    assert type(exc.sample) is Sample and exc.args[1] == "not today"
     assert isinstance(exc.__cause__, RemoteTraceback) and "in refuse" in str(exc.__cause__)
 else:
     raise AssertionError("no exception")
@@ -344,7 +344,7 @@ def test_exceptions_keep_type_arguments_and_attributes(call):
     error = caught.value
     assert (str(error), error.args, error.name, error.code) == (
         "decoder failed with 7",
-        ("decoder failed with 7",),
+        ("decoder", 7),
         "decoder",
         7,
     )

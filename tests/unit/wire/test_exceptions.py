@@ -289,10 +289,14 @@ class TestUnpicklable:
         assert type(received) is RemoteError
         assert str(received) == f"{WHERE} raised only_there.Missing: gone"
 
-    def test_exception_that_cannot_be_shown_is_told_by_its_name(self):
+    def test_exception_that_cannot_be_shown_still_arrives(self):
         received = transfer(Unprintable("x"))
-        assert type(received) is RemoteError
-        assert "Unprintable" in str(received)
+        assert type(received) is Unprintable
+        assert "Unprintable" in str(received.__cause__)
+
+    def test_exception_of_an_object_without_a_text_of_its_own_arrives(self):
+        received = transfer(ValueError(TestUnpicklable(), "x"))
+        assert type(received.args[0]) is TestUnpicklable
 
     def test_exception_that_does_not_let_itself_be_changed_arrives_with_a_cause(self):
         received = transfer(ReadOnly("x"))
