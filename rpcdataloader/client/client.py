@@ -203,6 +203,7 @@ class Client:
             thread.join(timeout)
         for node in nodes:
             node.close()
+        self._settings.sender.close()
         self.callers.close(CALLBACK_TIMEOUT)
         if self._local is not None:
             self._local.stop()
@@ -210,6 +211,7 @@ class Client:
 
     def forget_in_child(self) -> None:
         """After a fork, in the child, where the descriptors of connections are closed already."""
+        self._settings.sender.forget()
         if self._local is not None:
             self._local.forget_in_child()
 

@@ -1,20 +1,23 @@
 """One connection of a client: requests are numbered, pipelined, and answered in any order.
 
-Each has a receiver thread, which also connects, and a sender thread. Callers only enqueue, from any thread, and never
-wait. The receiver never sends and holds no lock across I/O; an error in a thread fails all pending requests.
+Each has a receiver thread, which also connects; one thread sends for all. Callers, in any thread, never wait: what the
+kernel has no room for is left to the sender. The receiver never sends and holds no lock across I/O; an error in a
+thread fails all pending requests.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-import queue
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from rpcdataloader.client.sender import Sender
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel, Outgoing
 from rpcdataloader.wire.frames import Message, MessageType
@@ -23,10 +26,8 @@ from rpcdataloader.wire.slabs import Allocator, Block
 
 logger = logging.getLogger("rpcdataloader.client")
 
-# With at most this many requests pending, callers send small ones themselves: the peer's kernel has room for all of
-# them (64 KB), whatever the peer does, so the send cannot wait.
-MAX_SENT_NOW = 16
-
+# Larger messages take the caller too long to seal.
+MAX_SENT_NOW_BYTES = 1 << 16
 
 _ALL_SIGNALS = signal.valid_signals()
 
@@ -65,13 +66,19 @@ class Connection:
     Args:
         name: Name in messages and threads; see :meth:`rename` for a better one, such as ``node07:6543/2``.
         open_channel: Function that connects, authenticates, and reads the welcome, in the receiver thread.
+        sender: Thread that sends what callers do not.
 
     Attributes:
         has_ended: True if requests are refused, before the first pending one fails.
     """
 
     def __init__(
-        self, name: str, open_channel: Callable[[], Channel], listener: Listener, allocator: Allocator
+        self,
+        name: str,
+        open_channel: Callable[[], Channel],
+        listener: Listener,
+        allocator: Allocator,
+        sender: Sender,
     ) -> None:
         self.name = name
         self.error: RPCError | None = None
@@ -79,21 +86,24 @@ class Connection:
         self._listener = listener
         self._allocator = allocator
         self._channel: Channel | None = None
-        # Another put of the same thread may interrupt SimpleQueue.put, so finalizers may use it.
-        self._outbox: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
+        self._sender = sender
+        # Appended to by any thread, and by finalizers: an append is atomic.
+        self._outbox: deque[Outgoing] = deque()
         self._lock = threading.Lock()
         # Guarded by the lock:
         self._pending: dict[int, Request] = {}
         self._last_request = 0
-        self._num_queued = 0
         self.has_ended = False
-        self._sender = threading.Thread(target=self._send, name=f"rpcdl-send {name}", daemon=True)
+        # Held while a message is taken from the outbox, sealed and sent, so that messages keep their order.
+        self._sending = threading.Lock()
+        # Guarded by that lock: whether a part of the last message waits for room in the kernel.
+        self._is_blocked = False
         self._receiver = threading.Thread(target=self._receive, name=f"rpcdl-recv {name}", daemon=True)
 
     def rename(self, name: str) -> None:
-        """Use another name from now on; also for the threads, as py-spy and faulthandler show them."""
+        """Use another name from now on; also for the thread, as py-spy and faulthandler show it."""
         self.name = name
-        self._sender.name, self._receiver.name = f"rpcdl-send {name}", f"rpcdl-recv {name}"
+        self._receiver.name = f"rpcdl-recv {name}"
 
     def start(self) -> None:
         """Start to connect."""
@@ -111,19 +121,35 @@ class Connection:
             number = self._last_request = self._last_request + 1
             self._pending[number] = request
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it serves.
-            if request.cancellable and self._channel is not None and not self._num_queued:
-                # Only requests of a loader, which owns its workers: Ctrl-C in the middle ends the connection.
-                try:
-                    if len(self._pending) <= MAX_SENT_NOW and self._channel.send_now(
-                        type, number, payload, buffers, request.flags
-                    ):
-                        return number
-                except RPCError:
-                    # The receiver sees the same error and reports it.
-                    return number
-            self._num_queued += 1
-            self._outbox.put(Outgoing(type, number, payload, buffers, request.flags))
+            # Only requests of a loader, which owns its workers: Ctrl-C in the middle ends the connection.
+            if not (request.cancellable and self._send_now(type, number, payload, buffers, request.flags)):
+                self._put(Outgoing(type, number, payload, buffers, request.flags))
         return number
+
+    def _put(self, message: Outgoing) -> None:
+        self._outbox.append(message)
+        self._sender.wake(self)
+
+    def _send_now(
+        self, type: MessageType, number: int, payload: bytes, buffers: Sequence[memoryview], flags: int
+    ) -> bool:
+        """Send a small request, or begin to, unless others are to be sent before it; returns whether that was done.
+
+        Waking the sender costs two changes of the GIL's holder, which is more than the message does.
+        """
+        channel = self._channel
+        if channel is None or buffers or len(payload) > MAX_SENT_NOW_BYTES or not self._sending.acquire(False):
+            return False
+        try:
+            if self._is_blocked or self._outbox:
+                return False
+            with contextlib.suppress(RPCError):  # the receiver sees the same error and reports it
+                self._is_blocked = not channel.begin(type, number, payload, buffers, flags)
+        finally:
+            self._sending.release()
+        if self._is_blocked:
+            self._sender.wake(self)
+        return True
 
     def cancel(self, number: int) -> None:
         """Ask the server not to begin a request, or not to send its result. The server still answers it.
@@ -134,14 +160,14 @@ class Connection:
             if self._channel is None:
                 self._pending.pop(number, None)
             elif number in self._pending:
-                self._outbox.put(Outgoing(MessageType.CANCEL, number))
+                self._put(Outgoing(MessageType.CANCEL, number))
 
     def cancel_all(self) -> None:
         """Cancel every request that is cancellable."""
         with self._lock:
             for number, request in list(self._pending.items()):
                 if request.cancellable:
-                    self._outbox.put(Outgoing(MessageType.CANCEL, number))
+                    self._put(Outgoing(MessageType.CANCEL, number))
 
     def fail_above(self, number: int, error: RPCError) -> None:
         """Fail the requests above ``number``, each with a copy of ``error``; for the receiver thread."""
@@ -152,12 +178,12 @@ class Connection:
 
     def release(self, handle: int) -> None:
         """Let an object of the server go; for finalizers: never blocks, takes no lock."""
-        self._outbox.put(Outgoing(MessageType.RELEASE, payload=pack_handles([handle])))
+        self._put(Outgoing(MessageType.RELEASE, payload=pack_handles([handle])))
 
     def tell(self, type: MessageType, payload: bytes) -> None:
         """Send a message without reply, unless others wait to be sent; never blocks."""
-        if self._channel is not None and self._outbox.empty():
-            self._outbox.put(Outgoing(type, payload=payload))
+        if self._channel is not None and not self._outbox:
+            self._put(Outgoing(type, payload=payload))
 
     @property
     def is_open(self) -> bool:
@@ -174,22 +200,20 @@ class Connection:
         return len(self._pending)
 
     def close(self, error: RPCError | None = None) -> None:
-        """End the connection and fail pending requests; idempotent, without waiting for the threads."""
+        """End the connection and fail pending requests; idempotent, without waiting for the thread."""
         with self._lock:
             if self.has_ended:
                 return
             self.has_ended = True
             self.error = error or ConnectionLostError(f"connection to {self.name} was closed by this process")
             channel = self._channel
-        self._outbox.put(None)
         if channel is not None:
             channel.stream.shutdown()
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait for the threads of a closed connection, at most ``timeout`` seconds each; never for the caller's own."""
-        for thread in (self._receiver, self._sender):
-            if thread.ident is not None and thread is not threading.current_thread():
-                thread.join(timeout)
+        """Wait for the thread of a closed connection, at most ``timeout`` seconds; not for the caller's own."""
+        if self._receiver.ident is not None and self._receiver is not threading.current_thread():
+            self._receiver.join(timeout)
 
     # --- receiver
 
@@ -203,10 +227,9 @@ class Connection:
                 self._serve(channel)
             finally:
                 channel.stream.shutdown()
-                self._outbox.put(None)
-                if self._sender.ident is not None:
-                    self._sender.join()
-                channel.stream.close()
+                with self._sending:
+                    channel.stream.close()
+                self._sender.wake(self)  # which may wait for room
             error = ConnectionLostError(f"{self.name} closed the connection")
         except RPCError as exc:
             error = _without_frames(exc)
@@ -225,6 +248,7 @@ class Connection:
         channel.stream.read_ahead()
         self._sender.start()
         self._listener.ready()
+        self._sender.wake(self)  # for earlier requests
         while (message := channel.recv()) is not None:
             if message.type in (MessageType.REPLY, MessageType.ERROR):
                 # Without the lock, which may be held during a send: one dict operation is atomic.
@@ -255,6 +279,7 @@ class Connection:
             if self.error is None:
                 self.error = error
             pending, self._pending = self._pending, {}
+        self._outbox.clear()
         for request in pending.values():
             request.complete(self._reason())
         self._listener.lost(self.error)
@@ -269,37 +294,42 @@ class Connection:
 
     # --- sender
 
-    def _send(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ALL_SIGNALS)
+    def fileno(self) -> int:
+        return -1 if self._channel is None else self._channel.fileno()
+
+    def flush(self) -> bool:
         channel = self._channel
-        assert channel is not None
-        released = bytearray()
+        if channel is None:
+            return True  # once it is ready
         try:
-            while True:
-                message = self._outbox.get()
-                if message is not None and message.type == MessageType.RELEASE:
-                    released += message.payload
-                    if not self._outbox.empty():
-                        continue  # others may follow, to be sent as one message
-                if released:
-                    channel.send(MessageType.RELEASE, payload=released)
-                    released = bytearray()
-                if message is None:
-                    return
-                is_wanted = message.request_id in self._pending or not message.request_id
-                if is_wanted and message.type != MessageType.RELEASE:
-                    channel.send(message.type, message.request_id, message.payload, message.buffers, message.flags)
-                if message.request_id and message.type != MessageType.CANCEL:
-                    with self._lock:
-                        self._num_queued -= 1
-                # This frame must not keep the request while it waits for the next one.
-                del message
+            with self._sending:
+                while not self.has_ended:
+                    if self._is_blocked and not channel.go_on():
+                        return False
+                    self._is_blocked = False
+                    if (message := self._next_message()) is None:
+                        return True
+                    self._is_blocked = not channel.begin(
+                        message.type, message.request_id, message.payload, message.buffers, message.flags
+                    )
         except RPCError:
-            # The receiver sees the same error and reports it.
-            channel.stream.shutdown()
+            channel.stream.shutdown()  # the receiver sees the same error and reports it
         except BaseException:
-            logger.exception("the sender of %s failed", self.name)
+            logger.exception("sending to %s failed", self.name)
             channel.stream.shutdown()
+        return True
+
+    def _next_message(self) -> Outgoing | None:
+        while self._outbox:
+            message = self._outbox.popleft()
+            if message.type == MessageType.RELEASE:
+                payloads = [message.payload]
+                while self._outbox and self._outbox[0].type == MessageType.RELEASE:
+                    payloads.append(self._outbox.popleft().payload)
+                return Outgoing(MessageType.RELEASE, payload=b"".join(payloads))
+            if not message.request_id or message.request_id in self._pending:
+                return message
+        return None
 
 
 def _without_frames(error: RPCError) -> RPCError:

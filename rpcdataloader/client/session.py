@@ -67,7 +67,7 @@ class RemoteSession:
         self._lost: RPCError | None = None
         self.draining, self.is_quiet = False, is_quiet
         self._deadline = Deadline(settings.connect_timeout)
-        self.connection = Connection(self.name, self._open, self, settings.allocator)
+        self.connection = Connection(self.name, self._open, self, settings.allocator, settings.sender)
         self.workers: set[RemoteWorker] = set()
         self._partition = current_partition()  # as the session knows it
         self._additions: Additions | None = None  # as the session was told

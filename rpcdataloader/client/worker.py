@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rpcdataloader.client.background import Alarm, Printer
 from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.idle import ROOM_TIMEOUT, IdleWorkers, describe_holders
+from rpcdataloader.client.sender import Sender
 from rpcdataloader.errors import (
     ConnectError,
     ConnectionLostError,
@@ -57,6 +58,7 @@ class ClientSettings:
     waits_for_servers: bool = True  # True if a server that refuses connections may be about to start
     additions: SharedAdditions = field(default_factory=SharedAdditions)
     printer: Printer = field(default_factory=Printer)
+    sender: Sender = field(default_factory=Sender)
     idle: IdleWorkers = field(default_factory=IdleWorkers)
     # Guards what sessions have been told; notified when a session is ready or lost, or its worker ends.
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -238,7 +240,7 @@ class RemoteWorker:
         self._keep_waiting = keep_waiting
         self._settings = settings
         self._wait = Deadline(None)  # for the present wait, to connect or for room
-        self.connection = Connection(session.name, self._open, self, settings.allocator)
+        self.connection = Connection(session.name, self._open, self, settings.allocator, settings.sender)
 
     @property
     def is_usable(self) -> bool:

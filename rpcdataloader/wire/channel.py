@@ -186,6 +186,24 @@ class Channel:
         finally:
             self._send_lock.release()
 
+    def begin(
+        self, type: MessageType, request_id: int, payload: bytes, buffers: Sequence[memoryview], flags: int
+    ) -> bool:
+        """Seal a message, and send what the kernel takes of it without a wait; True if that is all.
+
+        Otherwise :meth:`go_on` sends the rest, before another message begins. For a single thread at a time.
+        """
+        try:
+            return self.stream.send_now(encode(self._sealer, type, request_id, payload, buffers, flags))
+        except BaseException:
+            # A KeyboardInterrupt between sealing and sending: the peer would take the next message for an altered one.
+            self.stream.shutdown()
+            raise
+
+    def go_on(self) -> bool:
+        """Send what the kernel takes of the rest of a message; True if that is all."""
+        return self.stream.send_now()
+
 
 def open_channel(
     address: Address,

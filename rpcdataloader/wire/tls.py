@@ -15,6 +15,7 @@ import os
 import ssl
 import stat
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,8 +23,9 @@ from typing import Literal
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.host import safe_files
 from rpcdataloader.host.safe_files import UnsafeFileError
+from rpcdataloader.wire.frames import as_bytes
 from rpcdataloader.wire.handshake import TlsError
-from rpcdataloader.wire.transport import Deadline, Stream
+from rpcdataloader.wire.transport import Deadline, Stream, Views
 
 # The unit of one system call and of one hold of the lock: some 50 us of encryption.
 CHUNK_BYTES = 128 * 1024
@@ -162,6 +164,7 @@ class TlsStream(Stream):
         self._host = host
         self._deadline = Deadline(None)
         self._agreed = False
+        self._plain: deque[bytes | bytearray | memoryview] = deque()  # to encrypt
         self._ended = False  # the peer has said so, in TLS's terms
         self._received = memoryview(bytearray(CHUNK_BYTES))
         # Guards the two buffers and their users. Reentrant: a finalizer, in the middle of a receive, may warn, and a
@@ -207,21 +210,35 @@ class TlsStream(Stream):
             if not self._receive(0):
                 raise ConnectionLostError(f"{self.name} closed the connection during the handshake of TLS")
 
-    def send(self, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
+    def send(self, pieces: Views) -> None:
         """Encrypt and send all of ``pieces`` in order; one thread at a time."""
-        for piece in pieces:
-            rest = memoryview(piece).cast("B")
-            while rest:
-                try:
-                    with self._lock:
-                        rest = rest[self._tls.write(rest[:CHUNK_BYTES]) :]
-                except ssl.SSLError as exc:
-                    raise ConnectionLostError(
-                        f"connection to {self.name} lost while sending: {reason_of(exc)}"
-                    ) from exc
-                if self._outgoing.pending >= CHUNK_BYTES:  # small pieces travel together
-                    self._flush()
-        self._flush()
+        self._plain.extend(pieces)
+        while encrypted := self._encrypt():
+            super().send([encrypted])
+
+    def send_now(self, pieces: Views = ()) -> bool:
+        """Encrypt and send what the kernel takes without a wait; see :meth:`Stream.send_now`."""
+        self._plain.extend(pieces)
+        encrypted = b""
+        while super().send_now([encrypted] if encrypted else ()):
+            if not (encrypted := self._encrypt()):
+                return True
+        return False
+
+    def _encrypt(self) -> bytes:
+        """Encrypt further pieces, about :data:`CHUNK_BYTES` of them; empty if there are none."""
+        try:
+            while self._plain and self._outgoing.pending < CHUNK_BYTES:  # small pieces travel together
+                if not (piece := as_bytes(self._plain.popleft())):
+                    continue
+                with self._lock:
+                    size = self._tls.write(piece[:CHUNK_BYTES])
+                if size < len(piece):
+                    self._plain.appendleft(piece[size:])
+        except ssl.SSLError as exc:
+            raise ConnectionLostError(f"connection to {self.name} lost while sending: {reason_of(exc)}") from exc
+        with self._lock:
+            return self._outgoing.read()
 
     def _flush(self) -> None:
         with self._lock:

@@ -25,6 +25,9 @@ from rpcdataloader.errors import AuthenticationError, ConnectionLostError, RPCTi
 
 logger = logging.getLogger("rpcdataloader.client")
 
+# Views of bytes, to be sent in order.
+Views = Sequence[bytes | bytearray | memoryview]
+
 # Most pieces of one sendmsg or recvmsg (IOV_MAX of Linux).
 MAX_PIECES = 1024
 
@@ -78,6 +81,7 @@ class Stream:
         self._sock = sock
         self._is_tcp = sock.family != socket.AF_UNIX
         self._is_wide = False  # its window holds several times LOW_WATER_BYTES
+        self._rest: Views = ()  # what the kernel did not take
         self._ahead: memoryview | None = None
         self.unread = memoryview(b"")
         self._readable = select.poll()
@@ -102,12 +106,28 @@ class Stream:
             raise RPCTimeoutError(f"no answer from {self.name} in time")
         self._sock.settimeout(remaining)
 
-    def send(self, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
-        """Send all of ``pieces``, which are views of bytes, in order, without joining or copying them.
+    def send(self, pieces: Views) -> None:
+        """Send all of ``pieces`` in order, without joining or copying them.
 
         Raises:
             ConnectionLostError: The peer is gone.
         """
+        self._send(pieces, 0)
+
+    def send_now(self, pieces: Views = ()) -> bool:
+        """Send what the kernel takes without a wait, of the rest of earlier calls and then of ``pieces``.
+
+        Returns:
+            True if that is all; False if a rest is kept for the next call, to be made when the descriptor is writable.
+
+        Raises:
+            ConnectionLostError: The peer is gone.
+        """
+        self._rest = self._send([*self._rest, *pieces] if self._rest else pieces, socket.MSG_DONTWAIT)
+        return not self._rest
+
+    def _send(self, pieces: Views, flags: int) -> Views:
+        """Send ``pieces``; returns those that the kernel did not take, which under ``MSG_DONTWAIT`` may be some."""
         size = 0
         try:
             while pieces:
@@ -115,17 +135,20 @@ class Stream:
                 size = sum(map(len, window))
                 # Counted before: a peer that has all of it may close at any moment, which may end this process.
                 self._traffic[1] += size
-                sent = self._sock.sendmsg(window)
+                sent = self._sock.sendmsg(window, (), flags)
                 if sent == size:
                     pieces = pieces[MAX_PIECES:]
                 else:
                     self._traffic[1] -= size - sent
                     pieces = without_start(pieces, sent)
+        except BlockingIOError:
+            self._traffic[1] -= size
         except OSError as exc:
             self._traffic[1] -= size
             if _is_limit(exc):
                 raise RPCTimeoutError(f"timed out sending to {self.name}") from exc
             raise ConnectionLostError(f"connection to {self.name} lost while sending: {exc.strerror or exc}") from exc
+        return pieces
 
     def recv_into(self, views: Sequence[memoryview]) -> int:
         """Fill ``views`` in order; returns how many bytes arrived: all of them, fewer, or 0 at the end of file.
@@ -263,7 +286,7 @@ class Stream:
             )
 
 
-def without_start(views: Sequence[bytes | bytearray | memoryview], size_bytes: int) -> list[Any]:
+def without_start(views: Views, size_bytes: int) -> list[Any]:
     """Drop the first ``size_bytes`` bytes of ``views``, which hold more."""
     position = 0
     while len(views[position]) <= size_bytes:

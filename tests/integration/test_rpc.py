@@ -449,8 +449,8 @@ def test_fractional_timeouts_bound_the_call(shared_server, call, fifo, seconds):
 
 def test_call_that_timed_out_before_its_turn_does_not_run(shared_server, call, fifo, monkeypatch):
     sent = []
-    send = Channel.send
-    monkeypatch.setattr(Channel, "send", lambda self, *args: (send(self, *args), sent.append(args[0])))
+    begin = Channel.begin
+    monkeypatch.setattr(Channel, "begin", lambda self, *args: (begin(self, *args), sent.append(args[0]))[0])
     address = shared_server.address
     call(tasks.whereabouts)  # what is given up before there is a connection is never sent
     first = rpc_async(address, tasks.read_all, (fifo,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import socket
 import threading
@@ -10,7 +11,8 @@ import weakref
 import pytest
 import torch
 
-from rpcdataloader.client.connection import MAX_SENT_NOW, Connection, Request
+from rpcdataloader.client.connection import Connection, Request
+from rpcdataloader.client.sender import Sender
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel, local_identity
 from rpcdataloader.wire.frames import Decoder, Message, MessageType
@@ -129,7 +131,7 @@ class Answer:
 class Pair:
     """A connection and its peer."""
 
-    def __init__(self):
+    def __init__(self, sender):
         channel, self.peer = open_channels()
         self.listener = Listener()
         self.may_open = threading.Event()
@@ -138,7 +140,7 @@ class Pair:
             self.may_open.wait()
             return channel
 
-        self.connection = Connection("node/1", open_channel, self.listener, POOL)
+        self.connection = Connection("node/1", open_channel, self.listener, POOL, sender)
         self.connection.start()
 
     def open(self):
@@ -171,16 +173,23 @@ class Pair:
 
 
 @pytest.fixture
-def make_pair():
+def sender():
+    with contextlib.closing(Sender()) as made:
+        yield made
+
+
+@pytest.fixture
+def make_pair(sender):
     pairs = []
 
     def make():
-        pairs.append(Pair())
+        pairs.append(Pair(sender))
         return pairs[-1]
 
     yield make
     for pair in pairs:
         pair.close()
+    sender.close()
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("rpcdl")]
     assert not left
 
@@ -299,11 +308,36 @@ def test_peer_that_reads_nothing_delays_no_caller(pair):
     tensor = torch.zeros(1 << 22, dtype=torch.uint8)
     for _ in range(10):
         pair.submit(b"", [memoryview(tensor.numpy())])
-    for _ in range(10 * MAX_SENT_NOW):
+    for _ in range(160):
         pair.submit(bytes(4000))
     pair.connection.release(1)
     pair.connection.cancel(1)
-    assert pair.connection.num_pending == 10 + 10 * MAX_SENT_NOW
+    assert pair.connection.num_pending == 10 + 160
+
+
+def test_peer_that_reads_nothing_holds_up_no_other_connection(make_pair):
+    pairs = [make_pair().open() for _ in range(3)]
+    for pair in pairs[:2]:
+        for _ in range(3):
+            pair.submit(b"large", [memoryview(bytes(50_000_000))])
+    for number in range(1, 4):
+        pairs[2].submit(b"small", [memoryview(bytes(1_000_000))])
+        assert pairs[2].recv() == (MessageType.CALL, number, b"small")
+    assert [pairs[0].recv() for _ in range(3)] == [(MessageType.CALL, number, b"large") for number in (1, 2, 3)]
+
+
+def test_small_request_that_a_caller_sends_waits_for_those_before_it(pair):
+    pair.submit(b"large", [memoryview(bytes(50_000_000))])
+    for number in range(1000):
+        pair.submit(b"%d" % number, cancellable=True)
+    assert [pair.recv()[2] for _ in range(1001)] == [b"large", *(b"%d" % number for number in range(1000))]
+
+
+def test_requests_that_the_kernel_has_no_room_for_arrive_later(pair):
+    payloads = [b"%d" % number * 1000 for number in range(1000)]  # some are sent in part
+    for payload in payloads:
+        pair.submit(payload, cancellable=True)
+    assert [pair.recv()[2] for _ in payloads] == payloads
 
 
 # --- cancelling and releasing
@@ -493,7 +527,7 @@ def test_completion_that_raises_ends_the_connection_and_fails_the_others(pair, c
 
 
 @pytest.mark.parametrize("error", [ConnectError("nobody there"), RemoteProtocolError("another version")])
-def test_requests_fail_with_the_reason_why_there_is_no_connection(error):
+def test_requests_fail_with_the_reason_why_there_is_no_connection(error, sender):
     listener, answer = Listener(), Answer()
 
     def open_channel():
@@ -501,7 +535,7 @@ def test_requests_fail_with_the_reason_why_there_is_no_connection(error):
         raise error
 
     may_open = threading.Event()
-    connection = Connection("node", open_channel, listener, POOL)
+    connection = Connection("node", open_channel, listener, POOL, sender)
     connection.start()
     connection.submit(MessageType.CALL, b"", (), Request(answer, POOL))
     may_open.set()
@@ -510,7 +544,7 @@ def test_requests_fail_with_the_reason_why_there_is_no_connection(error):
     assert listener.loss is error
 
 
-def test_mistake_while_connecting_fails_the_requests(caplog):
+def test_mistake_while_connecting_fails_the_requests(caplog, sender):
     listener, answer = Listener(), Answer()
 
     def open_channel():
@@ -518,7 +552,7 @@ def test_mistake_while_connecting_fails_the_requests(caplog):
         raise ZeroDivisionError("a mistake of ours")
 
     may_open = threading.Event()
-    connection = Connection("node", open_channel, listener, POOL)
+    connection = Connection("node", open_channel, listener, POOL, sender)
     connection.start()
     connection.submit(MessageType.CALL, b"", (), Request(answer, POOL))
     may_open.set()
@@ -557,6 +591,7 @@ def test_close_ends_a_sender_that_is_stuck(pair):
     pair.connection.close()
     pair.connection.join(10 * TIMEOUT_SCALE)
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("node/1")]
+    assert pair.listener.is_lost.is_set()
 
 
 def test_close_while_connecting_fails_what_is_pending_when_that_is_over(make_pair):
@@ -572,9 +607,9 @@ def test_close_while_connecting_fails_what_is_pending_when_that_is_over(make_pai
 
 
 @pytest.mark.usefixtures("pair")
-def test_threads_carry_the_name_of_the_connection_and_block_all_signals():
-    threads = {thread.name: thread for thread in threading.enumerate() if thread.name.endswith("node/1")}
-    assert sorted(threads) == ["rpcdl-recv node/1", "rpcdl-send node/1"]
+def test_receiver_carries_the_name_of_the_connection_and_all_threads_block_signals():
+    threads = {thread.name: thread for thread in threading.enumerate() if thread.name.startswith("rpcdl")}
+    assert sorted(threads) == ["rpcdl-recv node/1", "rpcdl-send"]
     for thread in threads.values():
 
         def is_deaf(tid=thread.native_id):
@@ -602,10 +637,10 @@ def test_message_that_has_no_reply_is_dropped_while_others_wait_or_nobody_is_the
     pair.connection.tell(MessageType.REPORT, b"too early")
     pair.open()
     answer = pair.submit(bytes(50_000_000))  # more than the kernel takes, which stops the sender
-    wait_until(lambda: pair.connection._outbox.empty())
+    wait_until(lambda: not pair.connection._outbox)
     for number in range(10):
         pair.connection.tell(MessageType.REPORT, b"%d" % number)
-    assert pair.connection._outbox.qsize() == 1
+    assert len(pair.connection._outbox) == 1
     assert [pair.recv()[0] for _ in range(2)] == [MessageType.CALL, MessageType.REPORT]
     pair.reply(answer.number)
     assert isinstance(answer.wait(), Message)

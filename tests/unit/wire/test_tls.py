@@ -6,6 +6,7 @@ Both sides in one process, over a socket pair.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import ssl
 import threading
@@ -87,6 +88,20 @@ def test_pieces_arrive_in_order_whatever_their_number_and_kind(pair, threads):
     assert read(theirs, len(expected)) == expected
     sending.result(FOREVER)
     assert not theirs.has_unread
+
+
+def test_send_that_must_not_wait_keeps_the_rest(pair, threads):
+    ours, theirs = pair
+    pieces = [b"", *(bytes([number % 251]) * 1000 for number in range(3000)), bytes(5_000_000)]
+    assert not ours.send_now(pieces)
+    assert not ours.send_now([b"more"])
+    expected = b"".join(pieces) + b"more"
+    received = threads.submit(read, theirs, len(expected))
+    while not ours.send_now():
+        select.select([], [ours], [])
+    assert received.result(FOREVER) == expected
+    assert ours.send_now([b"again"])
+    assert read(theirs, 5) == b"again"
 
 
 def test_nothing_of_it_can_be_read_on_the_way(join, plain):

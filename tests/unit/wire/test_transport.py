@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import socket
 import struct
 import sys
@@ -97,9 +98,30 @@ def test_partial_sends_go_on_where_the_kernel_stopped(pair):
     assert traffic == [0, len(expected)]
 
 
+def test_send_that_must_not_wait_keeps_the_rest(pair):
+    ours, theirs = pair
+    traffic = ours._traffic
+    pieces = [bytes([number % 251]) * 1000 for number in range(3 * transport.MAX_PIECES)]
+    assert not ours.send_now(pieces)
+    assert not ours.send_now([b"more"])
+    received = traffic[1]
+    assert read(theirs, received) == b"".join(pieces)[:received]
+    expected = (b"".join(pieces) + b"more")[received:]
+    rest = in_thread(read, theirs, len(expected))
+    while not ours.send_now():
+        select.select([], [ours], [])
+    assert rest.result(FOREVER) == expected
+    assert traffic[1] == received + len(expected)
+    assert ours.send_now([b"again"])
+    assert read(theirs, 5) == b"again"
+    theirs.close()
+    with pytest.raises(ConnectionLostError, match="lost while sending"):
+        ours.send_now([b"too late"])
+
+
 def test_what_the_peer_may_have_is_counted_and_what_was_not_sent_is_not(pair):
     class Watched:
-        def sendmsg(self, pieces):
+        def sendmsg(self, pieces, *_flags):
             seen.append(list(ours._traffic))
             if len(seen) > 1:
                 raise ConnectionResetError(errno.ECONNRESET, "reset")
@@ -120,9 +142,9 @@ def test_pieces_are_not_copied(pair):
         def __init__(self, sock):
             self.sock, self.seen = sock, []
 
-        def sendmsg(self, pieces):
+        def sendmsg(self, pieces, *flags):
             self.seen += pieces
-            return self.sock.sendmsg(pieces)
+            return self.sock.sendmsg(pieces, *flags)
 
     ours, theirs = pair
     sock, ours._sock = ours._sock, Recorder(ours._sock)
