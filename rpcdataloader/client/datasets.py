@@ -112,13 +112,13 @@ class RemoteDataset(DatasetRef):
         def warn() -> None:
             logger.warning("dataset %s is being built on %s for %.0f s", name, session.name, time.monotonic() - began)
 
-        told = session.follow()  # before the build, as the session answers in order
+        wait_until_updated = session.update()  # before the build, as the session answers in order
         if not self._shared:
             session.import_early(self._pickled.modules)
         slow = get_client().alarm.call_after(SLOW_BUILD_SECONDS, warn)
         try:
             answer = session.submit(MessageType.BUILD, payload, self._pickled.buffers)
-            told(None)
+            wait_until_updated(None)
             reply: dict[str, Any] = answer.wait()
             if reply["shared"]:
                 if not reply["kind"]:
@@ -161,7 +161,7 @@ class RemoteDataset(DatasetRef):
         with self._lock:
             changes, made = self._settled, self._sessions.get(session)
         if made is not None and (late := _after(made, changes)):
-            session.call(catch_up, self, self.key, late)()
+            session.call(catch_up, self, self.key, late).wait()
             with self._lock:
                 self._sessions[session] = late[-1].number
 

@@ -5,14 +5,13 @@ The loss of the control connection ends the session and all of its workers.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from rpcdataloader.client.connection import Connection, Request
-from rpcdataloader.client.sharing import current_partition
+from rpcdataloader.client.sharing import Partition, current_partition
 from rpcdataloader.client.worker import (
     ClientSettings,
     PendingReply,
@@ -22,7 +21,7 @@ from rpcdataloader.client.worker import (
     reference_of,
 )
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
-from rpcdataloader.host.environment import Additions, add, begin, collect, import_modules, set_rank
+from rpcdataloader.host.environment import Additions, apply, begin, collect, import_modules, set_rank
 from rpcdataloader.wire import transport
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.channel import Channel
@@ -69,11 +68,11 @@ class RemoteSession:
         self._deadline = Deadline(settings.connect_timeout)
         self.connection = Connection(self.name, self._open, self, settings.allocator, settings.sender)
         self.workers: set[RemoteWorker] = set()
-        self._partition = current_partition()  # as the session knows it
-        self._additions: Additions | None = None  # as the session was told
+        self._partition = current_partition()
+        # What the session was told last, and its answers since it was told of these additions.
+        self._told: tuple[Additions, Partition] | None = None
+        self._answers: list[PendingReply] = []
         self._imported: set[str] = set()
-        # Each waits until the session has done as told, perhaps with these additions.
-        self._told: list[tuple[Callable[..., Any], Additions | None]] = []
         self.connection.start()
 
     @property
@@ -124,35 +123,30 @@ class RemoteSession:
         with self._condition:
             self._condition.notify_all()
 
-    def follow(self) -> Callable[[float | None], Any]:
-        """Tell the session of changes: a rank set by ``init_process_group``, and additions.
+    def update(self) -> Callable[[float | None], None]:
+        """Tell the session of what it does not know: additions, and a rank set by ``init_process_group``.
 
         Returns:
-            A function that waits until the session has applied them, and raises its errors, or ``RPCTimeoutError``
-            after as many seconds as its argument.
+            A function that waits until the session has applied it, and raises its errors, or ``RPCTimeoutError`` after
+            as many seconds as its argument.
         """
         additions, partition = self._settings.additions.current, current_partition()
-        if additions is not self._additions:
-            self._told.append((self.call(add, additions), additions))
-            self._additions = additions
-        if partition != self._partition:
-            self._told.append((self.call(set_rank, partition.rank, partition.world_size), None))
-            self._partition = partition
-        return self._wait_until_told
+        if self._told is None or additions is not self._told[0]:
+            self._answers = [self.call(apply, additions, partition.rank, partition.world_size)]
+        elif partition != self._told[1]:
+            self._answers.append(self.call(set_rank, partition.rank, partition.world_size))
+        self._told = additions, partition
+        return self._wait_until_updated
 
-    def _wait_until_told(self, timeout: float | None) -> None:
-        for told in list(self._told):
-            wait, additions = told
-            try:
-                wait(timeout)
-            except (ConnectionLostError, RPCTimeoutError):
-                raise
-            except Exception:
-                with contextlib.suppress(ValueError):  # another thread was faster
-                    self._told.remove(told)
-                if additions is None or additions is self._settings.additions.current:
-                    self._additions = None  # told anew if these are still wanted, or wanted again
-                    raise
+    def _wait_until_updated(self, timeout: float | None) -> None:
+        try:
+            for answer in list(self._answers):
+                answer.wait(timeout)
+        except (ConnectionLostError, RPCTimeoutError):
+            raise
+        except Exception:
+            self._told = None  # for another loader that wants the same
+            raise
 
     def import_early(self, modules: Set[str]) -> None:
         """Let the session import modules, so that workers forked later have them; returns at once."""
@@ -160,10 +154,10 @@ class RemoteSession:
             self._imported |= new
             self.call(import_modules, sorted(new))
 
-    def call(self, func: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-        """Run ``func(*args)`` in the session; returns a function that waits for the result."""
+    def call(self, func: Callable[..., Any], *args: Any) -> PendingReply:
+        """Run ``func(*args)`` in the session."""
         encoded = dumps(tuple(Call(func, args, {})), persistent_id=reference_of)
-        return self.submit(MessageType.CALL, encoded.payload, encoded.buffers).wait
+        return self.submit(MessageType.CALL, encoded.payload, encoded.buffers)
 
     def submit(self, type: MessageType, payload: bytes, buffers: Sequence[memoryview] = ()) -> PendingReply:
         """Send a request to the session itself; if that has ended, its end is the answer."""
@@ -271,10 +265,11 @@ class RemoteSession:
         return channel
 
     def ready(self) -> None:
-        self._additions = self._settings.additions.current
+        additions = self._settings.additions.current
         environment = collect(self._partition.rank, self._partition.world_size)
         # First, so that all later requests find the modules of the training script.
-        self._told.append((self.call(begin, environment, self._additions), self._additions))
+        self._answers = [self.call(begin, environment, additions)]
+        self._told = additions, self._partition
         with self._condition:
             self.welcome = self._welcome
             self._condition.notify_all()

@@ -293,6 +293,12 @@ def begin(environment: Environment, additions: Additions) -> None:
     add(additions)
 
 
+def apply(additions: Additions, rank: int, world_size: int) -> None:
+    """Apply what has changed since the session began: see :func:`set_rank` and :func:`add`."""
+    set_rank(rank, world_size)
+    add(additions)
+
+
 def add(additions: Additions) -> None:
     """Apply them to this session, and to its later workers. Modules come before all others of the same name.
 

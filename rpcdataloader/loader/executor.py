@@ -110,7 +110,7 @@ class Executor:
         try:
             session = node.session()
             session.wait(lambda: not self._closed.is_set())
-            session.follow()(None)
+            session.update()(None)
             self._dataset.build_on(session)
             num_offered = node.num_workers()
         except (ConnectError, ConnectionLostError, RemoteProtocolError, AuthenticationError) as exc:

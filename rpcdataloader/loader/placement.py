@@ -94,7 +94,7 @@ def place(
 
     least = min(min_workers, num_workers or min_workers)  # resumed streams may be fewer
     nodes, missing = _find_nodes(where, lambda nodes: len(choose(nodes)), least)
-    _let_follow([session for session in (node.session() for node in nodes) if session.is_ready])
+    _update([session for session in (node.session() for node in nodes) if session.is_ready])
     homes = choose(nodes)
     if isinstance(where, Local):
         return Placement(tuple(homes))
@@ -127,12 +127,12 @@ def _num_local_workers(num_cpus: int) -> int:
     return share
 
 
-def _let_follow(sessions: Sequence[RemoteSession]) -> None:
+def _update(sessions: Sequence[RemoteSession]) -> None:
     """Send the changes to all sessions at the same time. Sessions that are lost, or busy, are noticed later."""
     waits = []
     for session in sessions:
         with contextlib.suppress(ConnectionLostError):
-            waits.append(session.follow())
+            waits.append(session.update())
     limit = Deadline(connect_timeout())
     for wait in waits:
         with contextlib.suppress(ConnectionLostError, RPCTimeoutError):

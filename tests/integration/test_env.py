@@ -58,7 +58,7 @@ def test_instance_and_workers_of_a_loader_see_it_and_nothing_else_comes(server, 
 
 def test_session_that_comes_to_be_too_late_to_be_told_gets_it_before_it_builds(server, monkeypatch):
     assert rpc_async(server.address, look).wait() is None
-    monkeypatch.setattr(placement, "_let_follow", lambda _sessions: None)
+    monkeypatch.setattr(placement, "_update", lambda _sessions: None)
     assert seen_by(RPCDataset(server.address, Looks, env=["PROFILE"])) == ("mine", "mine")
 
 
