@@ -25,6 +25,7 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 # jemalloc comes with pyarrow, and would start a thread as soon as that is imported.
 os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")
 
+from rpcdataloader import __version__  # noqa: E402
 from rpcdataloader.errors import RPCError  # noqa: E402
 from rpcdataloader.host.output import Output  # noqa: E402
 from rpcdataloader.server.run import run_server  # noqa: E402
@@ -79,6 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="lowest level to log: debug adds each worker, info each client, then warning and error "
         "(default: %(default)s)",
     )
+    parser.add_argument("--version", action="version", version=f"rpcdataloader {__version__}")
     return parser
 
 

@@ -102,9 +102,10 @@ def test_every_command_is_listed_and_has_help(command, capsys):
         assert expected in capsys.readouterr().out
 
 
-def test_version_is_printed(capsys):
+@pytest.mark.parametrize("words", [["--version"], ["launch", "--version"]])
+def test_version_is_printed(words, capsys):
     with pytest.raises(SystemExit) as exited:
-        commands.main(["--version"])
+        commands.main(words)
     assert exited.value.code == 0
     assert capsys.readouterr().out == f"rpcdataloader {rpcdataloader.__version__}\n"
 
