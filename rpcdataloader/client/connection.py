@@ -109,8 +109,18 @@ class Connection:
         """Start to connect."""
         self._receiver.start()
 
-    def submit(self, type: MessageType, payload: bytes, buffers: Sequence[memoryview], request: Request) -> int:
+    def submit(
+        self,
+        type: MessageType,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+        request: Request,
+        digest_of_blocks: bytes = b"",
+    ) -> int:
         """Enqueue a request; returns its number.
+
+        Args:
+            digest_of_blocks: Digest of ``buffers``, which the sender computes otherwise.
 
         Raises:
             ConnectionLostError: The connection has ended. ``request`` is not completed.
@@ -123,7 +133,7 @@ class Connection:
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it serves.
             # Only requests of a loader, which owns its workers: Ctrl-C in the middle ends the connection.
             if not (request.cancellable and self._send_now(type, number, payload, buffers, request.flags)):
-                self._put(Outgoing(type, number, payload, buffers, request.flags))
+                self._put(Outgoing(type, number, payload, buffers, request.flags, digest_of_blocks))
         return number
 
     def _put(self, message: Outgoing) -> None:
@@ -310,7 +320,12 @@ class Connection:
                     if (message := self._next_message()) is None:
                         return True
                     self._is_blocked = not channel.begin(
-                        message.type, message.request_id, message.payload, message.buffers, message.flags
+                        message.type,
+                        message.request_id,
+                        message.payload,
+                        message.buffers,
+                        message.flags,
+                        message.digest_of_blocks,
                     )
         except RPCError:
             channel.stream.shutdown()  # the receiver sees the same error and reports it

@@ -24,7 +24,7 @@ from rpcdataloader.client.worker import DatasetRef, PendingReply, RemoteWorker, 
 from rpcdataloader.errors import ConnectError, ConnectionLostError, LocalProtocolError
 from rpcdataloader.host.changes import Change, catch_up, without_overwritten
 from rpcdataloader.host.generators import get_states
-from rpcdataloader.wire.frames import MessageType
+from rpcdataloader.wire.frames import MessageType, digest_blocks
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import Build, Encoded
 
@@ -54,6 +54,8 @@ class RemoteDataset(DatasetRef):
         super().__init__(next(_keys))
         self.name = name
         self._pickled = pickled
+        # Once for all nodes: the one thread that sends would compute it for each, one after the other.
+        self._digest_of_blocks = digest_blocks(pickled.buffers)
         self._shared = shared
         self._generators = get_states()
         self._pid = os.getpid()
@@ -117,7 +119,7 @@ class RemoteDataset(DatasetRef):
             session.import_early(self._pickled.modules)
         slow = get_client().alarm.call_after(SLOW_BUILD_SECONDS, warn)
         try:
-            answer = session.submit(MessageType.BUILD, payload, self._pickled.buffers)
+            answer = session.submit(MessageType.BUILD, payload, self._pickled.buffers, self._digest_of_blocks)
             wait_until_updated(None)
             reply: dict[str, Any] = answer.wait()
             if reply["shared"]:

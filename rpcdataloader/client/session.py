@@ -159,11 +159,14 @@ class RemoteSession:
         encoded = dumps(tuple(Call(func, args, {})), persistent_id=reference_of)
         return self.submit(MessageType.CALL, encoded.payload, encoded.buffers)
 
-    def submit(self, type: MessageType, payload: bytes, buffers: Sequence[memoryview] = ()) -> PendingReply:
+    def submit(
+        self, type: MessageType, payload: bytes, buffers: Sequence[memoryview] = (), digest_of_blocks: bytes = b""
+    ) -> PendingReply:
         """Send a request to the session itself; if that has ended, its end is the answer."""
         answer = PendingReply(self._settings.allocator)
         try:
-            self.connection.submit(type, payload, buffers, Request(answer.complete, self._settings.allocator))
+            request = Request(answer.complete, self._settings.allocator)
+            self.connection.submit(type, payload, buffers, request, digest_of_blocks)
         except ConnectionLostError as exc:
             answer.complete(exc)
         return answer

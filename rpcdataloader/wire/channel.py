@@ -62,6 +62,7 @@ class Outgoing:
     payload: bytes = b""
     buffers: Sequence[memoryview] = ()
     flags: int = 0
+    digest_of_blocks: bytes = b""
 
     @property
     def size_bytes(self) -> int:
@@ -187,14 +188,22 @@ class Channel:
             self._send_lock.release()
 
     def begin(
-        self, type: MessageType, request_id: int, payload: bytes, buffers: Sequence[memoryview], flags: int
+        self,
+        type: MessageType,
+        request_id: int,
+        payload: bytes,
+        buffers: Sequence[memoryview],
+        flags: int,
+        digest_of_blocks: bytes = b"",
     ) -> bool:
         """Seal a message, and send what the kernel takes of it without a wait; True if that is all.
 
         Otherwise :meth:`go_on` sends the rest, before another message begins. For a single thread at a time.
         """
         try:
-            return self.stream.send_now(encode(self._sealer, type, request_id, payload, buffers, flags))
+            return self.stream.send_now(
+                encode(self._sealer, type, request_id, payload, buffers, flags, digest_of_blocks)
+            )
         except BaseException:
             # A KeyboardInterrupt between sealing and sending: the peer would take the next message for an altered one.
             self.stream.shutdown()

@@ -213,6 +213,7 @@ def encode(
     payload: Buffer = b"",
     buffers: Sequence[Buffer] = (),
     flags: int = 0,
+    digest_of_blocks: bytes = b"",
     limits: Limits = DEFAULT_LIMITS,
 ) -> list[bytes | memoryview]:
     """Encode one message as the buffers to send, in this order.
@@ -224,6 +225,7 @@ def encode(
         request_id: Number of the request; 0 for a message without one.
         payload: Bytes of the payload, usually a pickle.
         buffers: The blocks: C-contiguous, of any format and shape, also empty.
+        digest_of_blocks: Result of :func:`digest_blocks` for a CALL or BUILD, if the caller has it already.
         limits: Limits of the receiver. Checked here too: it would answer by closing the connection.
 
     Returns:
@@ -243,7 +245,7 @@ def encode(
     if sizes:
         table = struct.pack(f"<{len(sizes)}Q", *sizes)
         if type in _WITH_BLOCK_DIGEST:
-            table += _digest(blocks)
+            table += digest_of_blocks or digest_blocks(blocks)
     digest = hashlib.sha256(table)
     digest.update(payload)
     header = _SEALED_PART.pack(
@@ -259,7 +261,8 @@ def encode(
     return encoded
 
 
-def _digest(blocks: Sequence[memoryview]) -> bytes:
+def digest_blocks(blocks: Sequence[memoryview]) -> bytes:
+    """The SHA-256 of the bytes of all blocks."""
     digest = hashlib.sha256()
     for block in blocks:
         digest.update(block)
@@ -361,7 +364,7 @@ class Decoder:
         if any(sizes) and fill(list(filter(None, views)), False) < sum(sizes):
             raise EOFError
         digest = table[8 * num_blocks :]
-        if digest and not hmac.compare_digest(_digest(views), digest):
+        if digest and not hmac.compare_digest(digest_blocks(views), digest):
             raise RemoteProtocolError(f"the blocks of message {message.request_id} were altered on their way")
 
 
