@@ -648,7 +648,6 @@ def test_loader_without_workers_has_no_state():
             "or a list of what it returned on all ranks, but is a int",
         ),
         (dict, {}, "ValueError: this is not a state of this version's RPCDataloader: its version is None"),
-        (lambda: without(saved_by(Numbers()), "turn", "start"), {}, "is incomplete: start, turn is missing"),
         (lambda: saved_by(Parts([9])), {}, "ValueError: the state is of a loader with an iterable-style dataset"),
         (lambda: saved_by(Numbers()), {"dataset": Parts([9])}, "ValueError: the state is of a loader with a map-style"),
         (lambda: saved_by(Numbers(), generator=own()), {}, "draw from 1 generators of their own, but here there are 0"),
