@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import json
 import random
 
@@ -39,6 +40,26 @@ class Own:
             yield [number] * (number + 1)
 
 
+class Counted(BatchSampler):
+    """With a state of its own."""
+
+    def __init__(self):
+        super().__init__(range(22), 3, False)
+        self.given = self.first = 0
+
+    def __iter__(self):
+        self.given, self.first = self.first, 0
+        for batch in itertools.islice(super().__iter__(), self.given, None):
+            self.given += 1
+            yield batch
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.first = state["given"]
+
+
 def batched(sampler, batch_size=4, drop_last=False):
     return {"sampler": BatchSampler(sampler, batch_size, drop_last)}
 
@@ -61,6 +82,7 @@ SAMPLERS = {
     "subset": lambda: batched(SubsetRandomSampler(range(5, 20))),
     "without batches": lambda: {"sampler": RandomSampler(range(22)), "auto_collation": False},
     "own batches": lambda: {"sampler": Own()},
+    "own state": lambda: {"sampler": Counted()},
     "list of batches": lambda: {"sampler": [[1], [2, 3], (4,), np.arange(3)]},
 }
 
