@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rpcdataloader.client.worker import RRef
     from rpcdataloader.diagnosis.verdict import Diagnosis
     from rpcdataloader.fetch.seeding import get_sample_seed, set_random_seeds
+    from rpcdataloader.loader.costs import CostBatchSampler, measure_costs
     from rpcdataloader.loader.dataloader import RPCDataloader
     from rpcdataloader.loader.dataset import RPCDataset
     from rpcdataloader.server.run import run_worker
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CostBatchSampler",
     "Diagnosis",
     "RPCDataloader",
     "RPCDataset",
@@ -28,18 +30,21 @@ __all__ = [
     "ResumableDistributedSampler",
     "__version__",
     "get_sample_seed",
+    "measure_costs",
     "rpc_async",
     "run_worker",
     "set_random_seeds",
 ]
 
 _MODULES = {
+    "CostBatchSampler": "rpcdataloader.loader.costs",
     "Diagnosis": "rpcdataloader.diagnosis.verdict",
     "RPCDataloader": "rpcdataloader.loader.dataloader",
     "RPCDataset": "rpcdataloader.loader.dataset",
     "RRef": "rpcdataloader.client.worker",
     "ResumableDistributedSampler": "rpcdataloader.loader.sampler",
     "get_sample_seed": "rpcdataloader.fetch.seeding",
+    "measure_costs": "rpcdataloader.loader.costs",
     "rpc_async": "rpcdataloader.client.rpc",
     "run_worker": "rpcdataloader.server.run",
     "set_random_seeds": "rpcdataloader.fetch.seeding",

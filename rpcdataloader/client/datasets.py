@@ -53,7 +53,7 @@ class RemoteDataset(DatasetRef):
     def __init__(self, name: str, pickled: Encoded, *, shared: bool, is_iterable: bool | None = None) -> None:
         super().__init__(next(_keys))
         self.name = name
-        self._pickled = pickled
+        self.pickled = pickled
         # Once for all nodes: the one thread that sends would compute it for each, one after the other.
         self._digest_of_blocks = digest_blocks(pickled.buffers)
         self._shared = shared
@@ -108,7 +108,7 @@ class RemoteDataset(DatasetRef):
         return session in self._sessions
 
     def _build(self, session: RemoteSession) -> None:
-        payload = Build(self.key, self.name, self._shared, self._generators, self._pickled.payload).encode()
+        payload = Build(self.key, self.name, self._shared, self._generators, self.pickled.payload).encode()
         began, name = time.monotonic(), self.name
 
         def warn() -> None:
@@ -116,10 +116,10 @@ class RemoteDataset(DatasetRef):
 
         wait_until_updated = session.update()  # before the build, as the session answers in order
         if not self._shared:
-            session.import_early(self._pickled.modules)
+            session.import_early(self.pickled.modules)
         slow = get_client().alarm.call_after(SLOW_BUILD_SECONDS, warn)
         try:
-            answer = session.submit(MessageType.BUILD, payload, self._pickled.buffers, self._digest_of_blocks)
+            answer = session.submit(MessageType.BUILD, payload, self.pickled.buffers, self._digest_of_blocks)
             wait_until_updated(None)
             reply: dict[str, Any] = answer.wait()
             if reply["shared"]:

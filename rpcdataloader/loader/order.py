@@ -24,6 +24,9 @@ _ORDERED = ("SequentialSampler", "list", "tuple", "range")
 
 _RESUMABLE = "ResumableDistributedSampler"
 
+# Its state checks the plan, and continues with any number of ranks.
+_PLANNED = "CostBatchSampler"
+
 # ``ranks``: rank and number of ranks, for each pair that decides about the samples. ``samplers``: their descriptions,
 # from the outermost to the innermost; none for an iterable-style dataset. ``order``: that of all ranks together, for a
 # ResumableDistributedSampler; None if the sampler does not know it.
@@ -71,7 +74,8 @@ def check_order(saved: Order, here: Order, *, in_step: bool | None = None) -> No
         ValueError: The ranks here draw other samples, or this rank does; the text says what to do.
     """
     is_resumable = _RESUMABLE in [sampler["kind"] for sampler in here["samplers"][-1:]]
-    if None in (saved["order"], here["order"]) or not is_resumable:
+    is_planned = _kinds(saved) == _kinds(here) == _PLANNED
+    if not is_planned and (None in (saved["order"], here["order"]) or not is_resumable):
         _check_samplers(saved, here, ["rank", "num_ranks", "set_epoch", *(["epoch"] if in_step is None else [])])
     if in_step is not None and saved["ranks"] != here["ranks"] and (reason := _needs_own(saved, in_step=in_step)):
         remedy = f"{reason}, so save a state on each rank, and load it there"

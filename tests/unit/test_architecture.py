@@ -207,6 +207,7 @@ def test_a_wrong_import_is_found(module, statement, fault):
 
 def test_public_names():
     assert sorted(rpcdataloader.__all__) == [
+        "CostBatchSampler",
         "Diagnosis",
         "RPCDataloader",
         "RPCDataset",
@@ -214,6 +215,7 @@ def test_public_names():
         "ResumableDistributedSampler",
         "__version__",
         "get_sample_seed",
+        "measure_costs",
         "rpc_async",
         "run_worker",
         "set_random_seeds",

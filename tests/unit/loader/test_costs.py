@@ -1,0 +1,277 @@
+"""Batches of equal cost: what all ranks together get, and how far their costs differ."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import itertools
+import json
+import time
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from rpcdataloader import CostBatchSampler, RPCDataloader, RPCDataset, measure_costs
+
+MAX_COST = 16_384
+
+
+def lengths(number, seed=0):
+    """Lengths of texts, as they are often distributed."""
+    return np.clip(np.random.default_rng(seed).lognormal(5, 1, number), 16, 1024).astype(np.int64)
+
+
+def ranks(costs, num_replicas, max_cost=MAX_COST, **options):
+    return [
+        CostBatchSampler(costs, max_cost, num_replicas=num_replicas, rank=rank, **options)
+        for rank in range(num_replicas)
+    ]
+
+
+def steps_of(samplers):
+    """The batches of all ranks, step by step."""
+    return list(zip(*samplers, strict=True))
+
+
+def samples_of(steps):
+    return sorted(index for step in steps for batch in step for index in batch)
+
+
+def cost_of(costs, batch, padded=True):
+    chosen = costs[np.array(batch)]
+    return chosen.max() * len(batch) if padded else chosen.sum()
+
+
+@pytest.mark.parametrize(("num_ranks", "number"), [(2, 100_000), (8, 100_000), (64, 40_000)])
+@pytest.mark.parametrize("padded", [True, False])
+def test_all_ranks_have_batches_of_equal_cost_at_each_step(num_ranks, number, padded):
+    costs = lengths(number)
+    steps = steps_of(ranks(costs, num_ranks, padded=padded))
+    table = np.array([[cost_of(costs, batch, padded) for batch in step] for step in steps])
+    assert samples_of(steps) == list(range(len(costs)))
+    assert table.max() <= MAX_COST
+    assert (table.max(1) / table.mean(1)).mean() <= 1.05
+    assert table.sum() <= 1.1 * costs.sum()  # at most a tenth is padding
+    # The budget is used: but for the last step, and the last batches of the windows.
+    assert table.mean() >= 0.9 * MAX_COST
+
+
+OPTIONS = {
+    "costs": st.lists(st.integers(1, 50), min_size=1, max_size=60).map(np.array),
+    "num_replicas": st.integers(1, 5),
+    "padded": st.booleans(),
+    "window": st.integers(1, 70),
+    "shuffle": st.booleans(),
+    "drop_last": st.booleans(),
+    "seed": st.integers(0, 2**70),
+}
+
+
+@settings(max_examples=80, deadline=None)
+@given(max_cost=st.integers(50, 120), epoch=st.integers(0, 3), **OPTIONS)
+def test_every_rank_plans_the_same(costs, num_replicas, max_cost, epoch, **options):
+    samplers = ranks(costs, num_replicas, max_cost, **options)
+    for sampler in samplers:
+        sampler.set_epoch(epoch)
+    promised = {len(sampler) for sampler in samplers}
+    steps = steps_of(samplers)
+    assert promised == {len(steps)}
+    assert all(cost_of(costs, batch, options["padded"]) <= max_cost for step in steps for batch in step)
+    counts = collections.Counter(samples_of(steps))
+    if options["drop_last"]:
+        assert set(counts.values()) <= {1}
+    else:
+        assert counts.keys() == set(range(len(costs)))
+        # Only where there are fewer samples than ranks, in the last step.
+        assert set(counts.values()) == {1} or len(set(itertools.chain(*steps[-1]))) < num_replicas
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), max_cost=st.integers(50, 120), **OPTIONS)
+def test_other_ranks_continue_with_each_sample_once(data, costs, num_replicas, max_cost, **options):
+    """Also a second time, from the state of any rank."""
+    options["drop_last"] = False
+    seen, samplers, padded = [], ranks(costs, num_replicas, max_cost, **options), set()
+    for _ in range(3):
+        steps = steps_of(copy.deepcopy(samplers))
+        number = data.draw(st.integers(0, len(steps)))
+        states = []
+        for sampler in samplers:
+            iterator = iter(sampler)
+            for _ in range(number):
+                next(iterator)
+            states.append(json.loads(json.dumps(sampler.state_dict())))
+        assert states.count(states[0]) == len(states)
+        seen += samples_of(steps[:number])
+        if number == len(steps):  # of fewer samples than ranks, some are repeated
+            padded |= {index for index, count in collections.Counter(samples_of(steps[-1:])).items() if count > 1}
+        num_replicas = data.draw(st.integers(1, 5))
+        samplers = ranks(costs, num_replicas, max_cost, **{**options, "seed": 0, "shuffle": True})
+        for sampler in samplers:
+            sampler.load_state_dict(states[0])
+    steps = steps_of(samplers)
+    padded |= {index for index, count in collections.Counter(samples_of(steps[-1:])).items() if count > 1}
+    seen += samples_of(steps)
+    assert set(seen) == set(range(len(costs)))
+    assert {index for index, count in collections.Counter(seen).items() if count > 1} <= padded
+
+
+def test_eight_ranks_stop_and_three_continue():
+    costs = lengths(10_000)
+    samplers = ranks(costs, 8, seed=3)
+    whole = steps_of(samplers)
+    iterators = [iter(sampler) for sampler in samplers]
+    begun = [[next(iterator) for iterator in iterators] for _ in range(7)]
+    assert [list(step) for step in whole[:7]] == begun
+    again = ranks(costs, 8)
+    others = ranks(costs, 3)
+    for sampler in again + others:
+        sampler.load_state_dict(samplers[5].state_dict())
+    assert steps_of(again) == whole[7:]
+    assert samples_of(begun + steps_of(others)) == list(range(len(costs)))
+    # The next epoch is whole again.
+    assert samples_of(steps_of(others)) == list(range(len(costs)))
+
+
+def test_epochs_differ_and_repeat():
+    (sampler,) = ranks(lengths(2000), 1)
+    epochs = []
+    for epoch in (0, 1, 0):
+        sampler.set_epoch(epoch)
+        epochs.append(list(sampler))
+    assert epochs[0] == epochs[2] != epochs[1]
+    (other,) = ranks(lengths(2000), 1, seed=1)
+    assert list(other) != epochs[0]
+
+
+def test_a_new_epoch_begins_at_its_start():
+    (sampler,) = ranks(lengths(2000), 1)
+    whole = len(sampler)
+    iterator = iter(sampler)
+    next(iterator)
+    (other,) = ranks(lengths(2000), 1)
+    other.load_state_dict(sampler.state_dict())
+    assert len(other) == whole - 1
+    other.set_epoch(1)
+    assert len(other) == whole
+
+
+def test_samples_meet_others_in_the_next_epoch():
+    """Neighbours in a batch meet again at most twice as often as chance would have it among samples of their cost."""
+    costs, window = lengths(20_000), 2_000
+    (sampler,) = ranks(costs, 1, window=window)
+    number_of = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        numbers = np.empty(len(costs), dtype=int)
+        for number, batch in enumerate(sampler):
+            numbers[batch] = number
+        number_of.append(numbers)
+    again = expected = 0.0
+    by_cost = np.sort(costs)
+    first = collections.defaultdict(list)
+    for index, number in enumerate(number_of[0]):
+        first[number].append(index)
+    for batch in first.values():
+        second = number_of[1][np.array(batch)]
+        again += (second[:, None] == second[None, :]).sum() - len(batch)
+        # Of the samples of these costs, a batch takes this share.
+        chosen = costs[np.array(batch)]
+        bucket = np.searchsorted(by_cost, chosen.max(), "right") - np.searchsorted(by_cost, chosen.min(), "left")
+        expected += len(batch) * (len(batch) - 1) * min(1.0, len(batch) / bucket)
+    assert again <= 2 * expected
+
+
+def test_a_million_lengths_are_planned_in_time():
+    began = time.process_time()
+    (sampler,) = ranks(lengths(1_000_000), 1)
+    assert len(sampler) > 10_000
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("costs", "options", "message"),
+    [
+        ([], {}, r"one number per sample, but their shape is \(0,\)"),
+        ([[1, 2]], {}, r"one number per sample, but their shape is \(1, 2\)"),
+        ([1, -2], {}, "that of sample 1 is -2.0"),
+        ([1, 0], {}, "that of sample 1 is 0.0"),
+        ([1, float("nan")], {}, "that of sample 1 is nan"),
+        ([1, 30], {}, "sample 1 costs 30 alone, which is above max_cost=20"),
+        ([1], {"window": 0}, "window must be at least 1, but is 0"),
+        ([1], {"num_replicas": 2, "rank": 2}, "rank must be between 0 and 1, but is 2"),
+        ([1], {"seed": -1}, "seed must be at least 0, but is -1"),
+    ],
+)
+def test_bad_input_is_refused(costs, options, message):
+    with pytest.raises(ValueError, match=message):
+        CostBatchSampler(costs, 20, **options)
+
+
+def test_state_of_other_costs_is_refused():
+    (one,), (other,) = ranks(lengths(100), 1), ranks(lengths(100, seed=1), 1)
+    with pytest.raises(ValueError, match="belongs to other costs, or to another max_cost"):
+        other.load_state_dict(one.state_dict())
+
+
+class Texts:
+    """Counts in a file how often it was loaded."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def __len__(self):
+        return 700
+
+    def __getitem__(self, index):
+        if index == 0:
+            with open(self.log, "a") as file:
+                file.write("loaded\n")
+        return "x" * (index + 1)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_costs_are_measured_once(tmp_path, remote):
+    log = tmp_path / "log"
+    for _ in range(2):
+        dataset = RPCDataset("inline", Texts, log) if remote else Texts(log)
+        found = measure_costs(dataset, len, cache=tmp_path / "costs", workers=None if remote else "inline")
+        assert found.tolist() == list(range(1, 701))
+    assert log.read_text() == "loaded\n"
+    assert len(list((tmp_path / "costs").iterdir())) == 1
+    measure_costs(dataset, str.__len__, cache=tmp_path / "costs", workers=None if remote else "inline")
+    assert len(list((tmp_path / "costs").iterdir())) == 2
+
+
+def make_loaders(log, num_ranks, **options):
+    return [
+        RPCDataloader(Texts(log), batch_sampler=sampler, collate_fn=list, workers="inline", **options)
+        for sampler in ranks(np.arange(1, 701), num_ranks, 5000)
+    ]
+
+
+def test_loaders_of_other_ranks_continue_within_an_epoch(tmp_path):
+    whole = steps_of(make_loaders(tmp_path / "log", 2))
+    loaders = make_loaders(tmp_path / "log", 2)
+    iterators = [iter(loader) for loader in loaders]
+    begun = [tuple(next(iterator) for iterator in iterators) for _ in range(3)]
+    state = json.loads(json.dumps(loaders[1].state_dict()))
+    again, others = make_loaders(tmp_path / "log", 2), make_loaders(tmp_path / "log", 3)
+    for loader in again + others:
+        loader.load_state_dict(state)
+    assert begun + steps_of(again) == whole
+    texts = itertools.chain(*itertools.chain(*begun, *steps_of(others)))
+    assert sorted(map(len, texts)) == list(range(1, 701))
+
+
+def test_ranks_out_of_step_cannot_continue_as_others(tmp_path):
+    loader, _other = make_loaders(tmp_path / "log", 2, in_order=False)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    (loader,) = make_loaders(tmp_path / "log", 1)
+    loader.load_state_dict(state)
+    with pytest.raises(ValueError, match="save a state on each rank"):
+        next(iter(loader))
