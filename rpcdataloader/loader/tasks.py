@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import pickle
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rpcdataloader.diagnosis.records import Probe
-from rpcdataloader.errors import BadSamplesError
+from rpcdataloader.errors import BadSamplesError, SerializationError
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.digests import digest
 from rpcdataloader.fetch.samples import ALL, DONE, Reduced, describe_indices
@@ -23,6 +24,11 @@ OTHER_ORDER = (
     "the sampler gives other indices now than those that were delivered: if it draws from a generator of its own, seed "
     "that, or keep it as a torch.Generator in the sampler's attribute generator, which is saved; or give the sampler "
     "state_dict() and load_state_dict()"
+)
+
+INTERRUPTED = (
+    "{} has ended the sampler before its end; begin another pass over the loader, or go on after the last batch with "
+    "load_state_dict(state_dict())"
 )
 
 
@@ -55,6 +61,8 @@ class TaskSource:
     # Function that gives the sampler's state after each batch; None without a state.
     get_state: Callable[[], Any] | None = None
     makes_requests: bool = False
+    _drawn: list[Any] = field(default_factory=list)  # the next batch, from when it is drawn until it is a task
+    _error: str = ""  # name of the exception that has ended the sampler
 
     def __iter__(self) -> Iterator[Task]:
         return self
@@ -64,17 +72,21 @@ class TaskSource:
 
         Raises:
             StopIteration: The sampler is at its end.
+            RuntimeError: An exception has ended the sampler before.
             ValueError: The indices are large arrays or tensors.
             SerializationError: They cannot be pickled.
         """
         num_samples = 1
         while True:
-            try:
-                indices = next(self.samples)
-            except StopIteration:
+            if not self._drawn:
+                self._draw()
+            if not self._drawn:
+                if self._error:
+                    raise RuntimeError(INTERRUPTED.format(self._error))
                 if self.progress is not None:
                     self.progress.end = self.number
-                raise
+                raise StopIteration
+            indices = self._drawn[0]
             if self.auto_collation:
                 if not isinstance(indices, (list, tuple)) and isinstance(indices, Iterable):
                     # A sampler may yield tensors, arrays or generators; torch only iterates over them.
@@ -83,15 +95,29 @@ class TaskSource:
                 num_samples = len(indices) if isinstance(indices, (list, tuple)) else 1
             task = Task(indices, self.number, self.position, num_samples)
             is_wanted = task.number not in self.leave_out
-            if is_wanted:
-                self._complete(task)
+            try:
+                if is_wanted:
+                    self._complete(task)
+            except (SerializationError, ValueError):
+                self._drawn = []
+                raise
             # Now, without a call in between: what has raised leaves no gap.
             self.position += num_samples
             self.number += 1
+            self._drawn = []
             if is_wanted:
                 return task
             if self.leave_out[task.number] not in (None, digest(indices)):
                 raise ValueError(OTHER_ORDER)
+
+    def _draw(self) -> None:
+        try:
+            # In one step: a signal handler may raise between two, and the batch would be lost.
+            self._drawn.extend(map(next, (self.samples,)))
+        except BaseException as exc:
+            # A generator gives nothing more then, as at its end.
+            self._error = type(exc).__name__ if inspect.isgenerator(self.samples) else ""
+            raise
 
     def _complete(self, task: Task) -> None:
         if self.get_state is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
@@ -168,6 +169,62 @@ def test_pass_that_a_signal_handler_interrupts_goes_on_or_says_how_to(workers):
             loader.load_state_dict(loader.state_dict())
             assert received + flat(loader) == list(range(60))
     assert num_told == num_failed > 0
+
+
+@pytest.mark.parametrize("where", ["local:1", "inline"])
+def test_no_batch_is_lost_where_a_signal_handler_raises_after_the_draw(where):
+    num_interrupted = 0
+
+    def interrupt(frame, event, _argument):
+        # Handlers run when a function begins, and when a call is over, as this one does.
+        nonlocal left, num_interrupted
+        is_next = event == "return" and frame.f_code.co_name == "__next__"
+        if frame.f_globals["__name__"] == "rpcdataloader.loader.tasks" and event != "c_call" and not is_next:
+            left -= 1
+            if left < 0:
+                num_interrupted += 1
+                raise Alarm
+
+    for num_calls in range(20):
+        left = num_calls
+        loader = RPCDataloader(range(24), batch_sampler=[[i, i + 1] for i in range(0, 24, 2)], workers=where)
+        received, batches = [], iter(loader)
+        received += flat([next(batches)])
+        sys.setprofile(interrupt)
+        try:
+            received += flat([next(batches)])
+        except Alarm:
+            pass
+        finally:
+            sys.setprofile(None)
+        assert received + flat(batches) == list(range(24))
+    assert num_interrupted > 10
+
+
+class Ending(Tensors):
+    """A generator, which gives nothing more after it has raised."""
+
+    def __iter__(self):
+        for number, indices in enumerate(super().__iter__()):
+            if number == 2:
+                raise Alarm
+            yield indices
+
+
+@pytest.mark.parametrize("where", ["local:1", "inline"])
+def test_sampler_that_an_exception_has_ended_is_not_at_its_end(where):
+    loader = RPCDataloader(range(12), batch_sampler=Ending(), workers=where, prefetch_factor=1)
+    received, batches = [], iter(loader)
+
+    def receive():
+        while True:
+            with contextlib.suppress(Alarm):
+                received.extend(flat([next(batches)]))
+
+    with pytest.raises(RuntimeError, match="Alarm has ended the sampler before its end"):
+        receive()
+    assert loader.state_dict()["num_samples"] == len(received)
+    assert not loader.state_dict()["finished"]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
