@@ -104,14 +104,9 @@ def process_name(pid: int) -> str:
         return ""
 
 
-def without_spares(pid: int) -> list[int]:
-    """Live processes below ``pid`` but for the gates of node servers that wait: there may be more of them any time."""
-    return [pid for pid in descendants(pid) if process_name(pid) != "rpcdl-spare"]
-
-
 def occupied(server_pid: int) -> list[int]:
-    """The same of a node server; a gate that was just forked still has the name of that."""
-    return [pid for pid in without_spares(server_pid) if process_name(pid) != process_name(server_pid)]
+    """Live processes below a node server; a gate that was just forked still has the name of that."""
+    return [pid for pid in descendants(server_pid) if process_name(pid) != process_name(server_pid)]
 
 
 @dataclass
@@ -284,7 +279,7 @@ def clean_client() -> Iterator[None]:
     yield
     pool.close_client()
     # Its sessions and workers, an embedded pool, and whatever else the test has started, but for node servers.
-    wait_until(lambda: not set(without_spares(os.getpid())) - processes - _server_pids, what="processes left behind")
+    wait_until(lambda: not set(descendants(os.getpid())) - processes - _server_pids, what="processes left behind")
     # A connection that was lost before is not waited for: its receiver may have a few instructions to go.
     wait_until(lambda: not _threads(), what=lambda: f"threads left, and where they are: {_threads()}")
     left = {fd: _target(fd) for fd in set(os.listdir("/proc/self/fd")) - before}

@@ -10,7 +10,6 @@ import contextlib
 import heapq
 import itertools
 import logging
-import math
 import queue
 import sys
 import threading
@@ -19,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rpcdataloader.wire.messages import MAX_CHARS, LineLimit, escaped
+from rpcdataloader.wire.messages import MAX_CHARS, escaped
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -201,16 +200,12 @@ class Printer:
         self._changed = threading.Condition()
         # Guarded by the condition:
         self._lines: deque[str] = deque()
-        self._limit = LineLimit(self._note)
+        self._num_left_out = 0
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def put(self, origin: str, text: str, *, is_note: bool = False) -> None:
-        """Queue a line, or leave it out; never blocks.
-
-        Args:
-            is_note: True for a node server's own count of lines left out, at most one per second.
-        """
+    def put(self, origin: str, text: str) -> None:
+        """Queue a line, or leave it out; never blocks."""
         line = f"({escaped(origin[:MAX_CHARS])}) {escaped(text[:MAX_CHARS])}\n"
         with self._changed:
             if self._closed:
@@ -218,11 +213,10 @@ class Printer:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="rpcdl-print", daemon=True)
                 self._thread.start()
-            if is_note or self._limit.admits(line, time.monotonic()):
-                if len(self._lines) < MAX_WAITING:
-                    self._lines.append(line)
-                else:
-                    self._limit.leave_out()
+            if len(self._lines) < MAX_WAITING:
+                self._lines.append(line)
+            else:
+                self._num_left_out += 1
             self._changed.notify_all()
 
     def linger(self) -> None:
@@ -235,15 +229,10 @@ class Printer:
     def close(self) -> None:
         """Print the waiting lines, and end the thread; does not wait for a blocked one."""
         with self._changed:
-            self._limit.tell(math.inf)
             self._closed = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(LINGER_SECONDS)
-
-    def _note(self, text: str) -> bool:
-        self._lines.append(f"(rpcdataloader) {text}\n")
-        return True
 
     def _run(self) -> None:
         while text := self._next():
@@ -255,10 +244,10 @@ class Printer:
     def _next(self) -> str:
         """Wait for lines; empty once closed."""
         with self._changed:
-            while not self._lines and not self._closed:
-                pause = self._limit.due - time.monotonic()
-                self._changed.wait(None if pause == math.inf else max(pause, 0.0))
-                self._limit.tell(time.monotonic())
+            self._changed.wait_for(lambda: self._lines or self._closed)
+            if self._num_left_out:
+                self._lines.append(f"(rpcdataloader) {self._num_left_out} lines left out\n")
+                self._num_left_out = 0
             text = "".join(self._lines)
             self._lines.clear()
             return text

@@ -191,7 +191,7 @@ def log_from_server(name: str, message: Message, printer: Printer) -> None:
     """Pass a worker's warning or log record on to this process's logging, and a line of its output to the printer."""
     log: Log = Log.decode(message.payload)
     if log.printed_by is not None:
-        printer.put(f"{name} {log.printed_by}".rstrip(), log.text, is_note=not log.printed_by)
+        printer.put(f"{name} {log.printed_by}".rstrip(), log.text)
         return
     worker_logger.log(log.level, "%s: %s: %s", name, log.logger, log.text)
 

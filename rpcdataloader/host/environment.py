@@ -276,7 +276,7 @@ class SharedAdditions:
             raise
 
 
-def become_session(folder: str, forward_output: Callable[[], object]) -> None:
+def prepare_session(folder: str, forward_output: Callable[[], object]) -> None:
     """Prepare this process as a session.
 
     Args:

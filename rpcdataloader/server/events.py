@@ -15,22 +15,28 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from rpcdataloader.server.logs import Origin
 from rpcdataloader.server.processes import Process, fork
+from rpcdataloader.wire.handshake import Identity
 from rpcdataloader.wire.messages import from_json, read_json
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A client, in its own words."""
+
+    client: str  # host and process id, ``"gpu01:2304"``
+    rank: int | None  # rank in a distributed job; None outside of one
+    job: str  # Slurm job; empty outside of one
+
+    @classmethod
+    def of(cls, identity: Identity) -> Origin:
+        """The origin of an authenticated peer."""
+        return cls(f"{identity.host}:{identity.pid}", identity.rank, identity.job)
 
 
 @dataclass(frozen=True)
 class Event:
     """A message from one process to another."""
-
-
-@dataclass(frozen=True)
-class Accepted(Event):
-    """Node server to gate, with the connection: serve it."""
-
-    peer: str
-    row: int
 
 
 @dataclass(frozen=True)
@@ -43,43 +49,6 @@ class Refused(Event):
     peer: str
     reason: str
     level: int
-
-
-@dataclass(frozen=True)
-class TellsStatus(Event):
-    """Gate to node server: the connection is for status, and a drain does not wait for it."""
-
-
-@dataclass(frozen=True)
-class WantsStacks(Event):
-    """Status gate to node server, and node server to session: write the stacks of all workers.
-
-    Its descriptors are a file, for one line of JSON per worker, with its process id and its stacks, and the end of a
-    pipe, which the session closes when it has written all lines.
-    """
-
-
-@dataclass(frozen=True)
-class StacksBegun(Event):
-    """Session to node server: it has read :class:`WantsStacks`, and can be asked again."""
-
-
-@dataclass(frozen=True)
-class IsForWorker(Event):
-    """Gate to node server: the connection belongs to a session. Its id and the preamble are hexadecimal."""
-
-    session: str
-    preamble: str
-
-
-@dataclass(frozen=True)
-class HandedOver(Event):
-    """Node server to gate: the session has the connection, and the gate may get another one."""
-
-
-@dataclass(frozen=True)
-class UnknownSession(Event):
-    """Node server to gate: the session is unknown."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +69,69 @@ class SessionKnown(Event):
 
 @dataclass(frozen=True)
 class WorkerConnection(Event):
-    """Node server to session, with the connection of a future worker; ``peer`` is its remote address."""
+    """Node server to session, with the connection of a future worker and, unless it is refused, a pipe for its output.
 
+    ``peer`` is its remote address.
+    """
+
+    worker: int  # its number
+    row: int  # its place among the counters; 0 if it is refused
     peer: str
-    preamble: str
+    refusal: str | None  # what to tell its client in place of a welcome
+
+
+@dataclass(frozen=True)
+class WorkerBegun(Event):
+    """Worker to node server: its client has authenticated itself."""
+
+    worker: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class WorkerEnded(Event):
+    """Session to node server, once for each :class:`WorkerConnection` that was not refused."""
+
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class GaveUp(Event):
+    """Worker to session, as its only event, before it exits."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Reported(Event):
+    """Session to node server: the training loops of its client, as the JSON of a ``Report``."""
+
+    report: str
+
+
+@dataclass(frozen=True)
+class WantsStatus(Event):
+    """Status gate to node server: write a line of JSON with the status of the node, and let sessions write stacks.
+
+    Its descriptors are those of :class:`WantsStacks`.
+    """
+
+    stacks: bool
+
+
+@dataclass(frozen=True)
+class WantsStacks(Event):
+    """Node server to session: write the stacks of all workers. Session to worker: write its own.
+
+    Descriptors, for a session: a file, for one line of JSON per worker, with its process id and its stacks, and the end
+    of a pipe, which the session closes when it has written all lines.
+    """
+
+
+@dataclass(frozen=True)
+class StacksBegun(Event):
+    """Session to node server: it has read :class:`WantsStacks`, and can be asked again."""
 
 
 @dataclass(frozen=True)
@@ -117,40 +145,6 @@ class Printed(Event):
 
     text: str
     printed_by: str
-
-
-@dataclass(frozen=True)
-class WantsRoom(Event):
-    """Worker to node server, with the pipe of its output: may it serve its client, which has authenticated itself?"""
-
-    worker: int
-    pid: int
-    peer: str
-    origin: Origin
-
-
-@dataclass(frozen=True)
-class Decided(Event):
-    """Node server to session, and session to worker."""
-
-    worker: int
-    reason: str | None  # why the worker is refused; None if it is admitted
-    row: int  # place of the worker among the counters; 0 if it is refused
-
-
-@dataclass(frozen=True)
-class GaveUp(Event):
-    """Worker to session, as its only event, before it exits."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class WorkerEnded(Event):
-    """Session to node server."""
-
-    worker: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -174,7 +168,8 @@ def decode(data: bytes) -> Event:
     return from_json(kind, fields)
 
 
-MAX_MESSAGE = 16384
+# A report of a client, each of whose characters may be escaped twice, has 16 KiB.
+MAX_MESSAGE = 32768
 MAX_DESCRIPTORS = 4
 
 # Errors of a full queue, or of too many descriptors in transit.

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rpcdataloader.host.output import Output
-from rpcdataloader.wire.handshake import Identity
+from rpcdataloader.server import events
+from rpcdataloader.server.events import Link
+from rpcdataloader.server.processes import Loop
+from rpcdataloader.wire.messages import MAX_CHARS, escaped
+
+logger = logging.getLogger("rpcdataloader.server")
 
 # Longest line of output, so that a worker without line feeds cannot grow the node server.
 MAX_LINE = 8192
@@ -27,15 +30,23 @@ MAX_LINE = 8192
 # Bytes read from a pipe after the end of its process; more than a pipe holds by default.
 MAX_LEFT_BYTES = 1 << 20
 
+# Limit on the lines that are forwarded to a client: a loop that prints in every sample reaches it. With a line's
+# overhead, at most a thousand pass in a second.
+MAX_BYTES_PER_SECOND = 64 << 10
+_LINE_BYTES = 64
+
+# Limit on the log lines about strangers, who can be refused at any rate: so many per period, in seconds.
+MAX_REFUSALS = 20
+REFUSALS_PERIOD = 10.0
+
 # Limit on the warnings that a client gets: each text once, and this many different ones per ten seconds.
 MAX_RECORDS = 20
 RECORDS_PERIOD = 10.0
 MAX_REMEMBERED = 1000
 
 
-def redirect_output() -> int:
-    """Send this process's output, and its log, into a new pipe; returns the read end, which the caller owns."""
-    read_end, write_end = os.pipe()
+def redirect_output(write_end: int) -> None:
+    """Send this process's output, and its log, into a pipe, whose descriptor is closed."""
     os.dup2(write_end, 1)
     os.dup2(write_end, 2)
     os.close(write_end)
@@ -45,7 +56,6 @@ def redirect_output() -> int:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.StreamHandler) and isinstance(handler.stream, Output):
             handler.setStream(sys.stderr)
-    return read_end
 
 
 class OutputReader:
@@ -92,28 +102,86 @@ class OutputReader:
         os.close(self._descriptor)
 
 
-class SharedLimit:
-    """A rate limit, shared with all processes that are forked from here on.
+class Forwarding:
+    """Forwards lines of output to a client, as events for its session, within a limit of bytes per second.
 
-    It has no lock: processes that count at the same instant may miss each other, which a limit can bear.
+    After the first line left out, all are until the second is over, so that the note stands in their place.
     """
+
+    def __init__(self, session: Link, loop: Loop) -> None:
+        self._session = session
+        self._loop = loop
+        self._end = 0.0  # of the present second
+        self._room = 0
+        self._num_left_out = 0
+
+    def take(self, line: str, name: str) -> None:
+        """Forward a line of ``name``, such as ``worker 3``, or count it."""
+        # A progress bar rewrites its line: only its last state counts.
+        text = line.rstrip("\r").rpartition("\r")[2][:MAX_CHARS]
+        now = time.monotonic()
+        if now >= self._end and not self._num_left_out:
+            self._end, self._room = now + 1.0, MAX_BYTES_PER_SECOND
+        self._room -= len(text.encode(errors="replace")) + _LINE_BYTES
+        # The session may be busy, and the node server never waits for it.
+        if self._room >= 0 and self._session.offer(events.Printed(text, name)):
+            return
+        self._room = -1
+        self._num_left_out += 1
+        if self._num_left_out == 1:
+            self._loop.call_at(self._end, self._note)
+
+    def _note(self) -> None:
+        if self._session.offer(events.Printed(f"{self._num_left_out} lines left out", "")):
+            self._num_left_out = 0
+        else:
+            self._loop.call_at(time.monotonic() + 1.0, self._note)
+
+
+class RateLimit:
+    """A number of turns per period, in seconds."""
 
     def __init__(self, count: int, period: float) -> None:
         self._count = count
         self._period = period
-        # Anonymous memory, which forks share: start of the period, and number of requests in it.
-        self._shared = memoryview(mmap.mmap(-1, 16)).cast("d")
+        self._start = 0.0
+        self._num_asked = 0
 
     def take(self) -> int | None:
         """Request one turn: None if it is refused, else the number of refusals in the period before."""
-        start, num_asked = self._shared
         now = time.monotonic()
         num_refused = 0
-        if now - start > self._period:
-            num_refused = max(0, int(num_asked) - self._count)
-            self._shared[0], num_asked = now, 0
-        self._shared[1] = num_asked + 1
-        return num_refused if num_asked < self._count else None
+        if now - self._start > self._period:
+            num_refused = max(0, self._num_asked - self._count)
+            self._start, self._num_asked = now, 0
+        self._num_asked += 1
+        return num_refused if self._num_asked <= self._count else None
+
+
+class LimitedLog:
+    """The node server's lines that strangers, or a client that tries repeatedly, could cause at any rate.
+
+    Attributes:
+        num_refused: Number of connections refused so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_refused = 0
+        self._limit = RateLimit(MAX_REFUSALS, REFUSALS_PERIOD)
+
+    def refused(self, refused: events.Refused) -> None:
+        """Count a refused connection, and log it."""
+        self.num_refused += 1
+        self.log(refused.level, "refused %s: %s", refused.peer, escaped(refused.reason))
+
+    def log(self, level: int, text: str, *values: object) -> None:
+        """Log a line, or count it."""
+        num_left_out = self._limit.take()
+        if num_left_out is None:
+            return
+        if num_left_out:
+            logger.info("left %d lines about connections out of this log", num_left_out)
+        logger.log(level, text, *values)
 
 
 class ClientHandler(logging.Handler):
@@ -126,7 +194,7 @@ class ClientHandler(logging.Handler):
         super().__init__(logging.WARNING)
         self._send = send
         self._seen: set[tuple[str, str]] = set()
-        self._limit = SharedLimit(MAX_RECORDS, RECORDS_PERIOD)
+        self._limit = RateLimit(MAX_RECORDS, RECORDS_PERIOD)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -146,15 +214,15 @@ class ClientHandler(logging.Handler):
         self._send({"level": record.levelno, "logger": record.name, "text": text})
 
 
-def tell_client(send: Callable[[dict[str, Any]], None]) -> None:
+def forward_warnings(send: Callable[[dict[str, Any]], None]) -> None:
     """Pass this process's warnings and log records to the client (see :class:`ClientHandler`), and to no other one."""
-    tell_nobody()
+    stop_forwarding()
     logging.getLogger().addHandler(ClientHandler(send))
     warnings.showwarning = _show_warning
 
 
-def tell_nobody() -> None:
-    """Undo :func:`tell_client`, in a fork with another connection."""
+def stop_forwarding() -> None:
+    """Undo :func:`forward_warnings`, in a fork with another connection."""
     for handler in _client_handlers():
         logging.getLogger().removeHandler(handler)
 
@@ -177,17 +245,3 @@ def _show_warning(
     text = f"{category.__name__}: {message} ({filename}:{lineno})"
     for handler in _client_handlers():
         handler.handle(logging.LogRecord("py.warnings", logging.WARNING, filename, lineno, text, (), None))
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """A client, in its own words."""
-
-    client: str  # host and process id, ``"gpu01:2304"``
-    rank: int | None  # rank in a distributed job; None outside of one
-    job: str  # Slurm job; empty outside of one
-
-    @classmethod
-    def of(cls, identity: Identity) -> Origin:
-        """The origin of an authenticated peer."""
-        return cls(f"{identity.host}:{identity.pid}", identity.rank, identity.job)

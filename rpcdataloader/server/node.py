@@ -1,53 +1,51 @@
-"""The node server: listen, fork a gate per connection, reap, drain; ``sessions.py`` handles the sessions.
+"""The node server: listen, tell connections apart, fork gates, reap, drain; ``clients.py`` handles the clients.
 
-The server has one thread, which never reads from the network and runs no user code: forks do both.
+The server has one thread, which never waits for the network and runs no user code. It looks at the first 32 bytes of a
+connection and leaves them where they are: one that names a session here goes to that session, and everything else is
+read by a gate, which is forked for it. Such peers have proved nothing, so their number and their time are limited.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-import math
 import os
 import select
 import socket
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from rpcdataloader.errors import ConnectError
+from rpcdataloader.errors import ConnectError, RemoteProtocolError
 from rpcdataloader.host.output import Output
 from rpcdataloader.server import events
 from rpcdataloader.server.announcement import Announcement
-from rpcdataloader.server.counters import GATE
+from rpcdataloader.server.clients import Client, Clients
+from rpcdataloader.server.counters import Row
 from rpcdataloader.server.events import Link, fork_linked
 from rpcdataloader.server.gate import run_gate
 from rpcdataloader.server.listening import accept
-from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, StopSignals, reap_orphans
-from rpcdataloader.server.sessions import Child, Connection, Sessions
+from rpcdataloader.server.logs import LimitedLog
+from rpcdataloader.server.processes import EXHAUSTED_PAUSE, Loop, Process, StopSignals, Timer, reap_orphans
 from rpcdataloader.server.settings import ServerContext
+from rpcdataloader.server.status import describe_node
+from rpcdataloader.wire.frames import MessageType, encode
+from rpcdataloader.wire.handshake import PREAMBLE_SIZE, STATUS_ID, Preamble
+from rpcdataloader.wire.status import RENEWAL_PERIOD
 
 logger = logging.getLogger("rpcdataloader.server")
 
 # Seconds in which a connection must prove that it knows the secret, and the most connections that may be at it. At the
 # limit, a connection older than the patience makes room. Until there is one, new connections wait in the kernel's
 # queue: the workers of a large job come all at once.
-GATE_TIMEOUT = 10.0
-GATE_PATIENCE = 1.0
-MAX_GATES = 128
+PROOF_TIMEOUT = 10.0
+PROOF_PATIENCE = 1.0
+MAX_UNPROVED = 128
 
-# Seconds between two looks at what is due, such as the end of a time limit, or another attempt to send an event to a
-# session that had no room for it.
-TICK = 0.05
-
-# The same while all gates are at hand and nothing is under way: an idle server should leave the CPU alone.
-IDLE_TICK = 1.0
-
-# Most spare gates: the first batch comes from one of the first workers. Each takes 2.4 MB.
-MAX_SPARES = 4
-
-# Seconds without connections after which spare gates are forked: otherwise they would compete with starting workers.
-QUIET_SECONDS = 0.2
+# Seconds between two attempts to send an event to a session that had no room for it.
+RETRY_PAUSE = 0.05
 
 # Seconds for the kernel to end all children. One that waits for a file server may take longer.
 END_TIMEOUT = 5.0
@@ -55,6 +53,52 @@ END_TIMEOUT = 5.0
 # Seconds of silence after which an owner that writes to the lifeline counts as gone: a machine that vanished does not
 # close it.
 LIFELINE_SILENCE = 60.0
+
+_PEER_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+_UNKNOWN_SESSION = b"".join(
+    encode(
+        None,
+        MessageType.REFUSED,
+        payload=json.dumps(
+            {
+                "code": "protocol",
+                "text": "there is no such session on this node server: it ended, or the server was restarted",
+            }
+        ).encode(),
+    )
+)
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    """A connection whose peer has proved nothing yet."""
+
+    sock: socket.socket
+    source: str  # its peer's host or user
+    peer: str  # the same with the port
+    since: float
+    gate: Child | None = None
+    timer: Timer | None = None  # the end of its time
+    is_refused: bool = False  # True while its peer is expected to close it
+
+
+@dataclass(slots=True, eq=False)
+class Child:
+    """A process of the node server: a gate, or what it has become."""
+
+    process: Process
+    link: Link
+    place: int  # of its row
+    row: Row
+    connection: Connection | None  # of a gate, until its peer has proved itself
+    client: Client | None = None  # of a session
+
+    def forget_in_child(self) -> None:
+        self.link.close()
+        os.close(self.process.fileno())
+        if self.client is not None:
+            self.client.sock.close()
 
 
 class NodeServer:
@@ -80,23 +124,21 @@ class NodeServer:
         lifeline: int | None = None,
     ) -> None:
         self._context = context
-        self._grace = context.settings.grace
         self._loop = Loop()
         # A connection may go away between poll and accept.
         listener.setblocking(False)
         self._listener = listener
-        self._accept_at = 0.0  # time from which connections are accepted; infinite while they are, and in a drain
         self._log = log
-        self._sessions = Sessions(context, self._loop, log)
+        self._strangers = LimitedLog()
+        self._clients = Clients(context, self._loop, log, self._strangers)
         self._lifeline = lifeline
-        self._owner_gone_at = math.inf
+        self._silence: Timer | None = None  # of the owner
         self.announcement: Announcement | None = None
+        self._unproved: set[Connection] = set()
         self._children: dict[int, Child] = {}  # by process id
-        # Gates are forked in advance, so that no connection waits for the fork of a large process: enough for the
-        # session and the workers of one client.
-        self._num_spares = min(context.num_workers + 1, MAX_SPARES)
-        self._fork_at = time.monotonic() + QUIET_SECONDS
-        self._drain_deadline: float | None = None
+        self._started = time.monotonic_ns()
+        self._is_draining = False
+        self._grace_over: Timer | None = None
         self._num_stops = 0
         self.signals = StopSignals()
 
@@ -105,122 +147,168 @@ class NodeServer:
         self._loop.watch(self.signals.fileno(), self._on_signals)
         if self._lifeline is not None:
             self._loop.watch(self._lifeline, self._on_lifeline)
+        if self.announcement is not None:
+            self._call_after(RENEWAL_PERIOD, self._renew)
+        self._accept_again()
         try:
-            while self._drain_deadline is None or self._sessions:
-                self._do_what_is_due(time.monotonic())
-                self._loop.wait(_tick(self._children.values(), self._num_spares))
+            while not self._is_draining or self._clients:
+                unsent = [child for child in self._children.values() if not child.link.flush()]
+                if self._log.is_waiting:
+                    self._loop.watch(self._log.fileno(), self._log.flush, select.POLLOUT)
+                else:
+                    self._loop.unwatch(self._log.fileno())
+                self._loop.wait(RETRY_PAUSE if unsent else None)
         finally:
             self._close()
 
     def _close(self) -> None:
         for child in self._children.values():
-            child.end("the node server has ended")
+            child.process.kill("the node server has ended")
         deadline = time.monotonic() + END_TIMEOUT
         for child in self._children.values():
             if child.process.reap(wait=deadline - time.monotonic()) is None:
                 logger.warning("process %d does not end: it waits in the kernel", child.process.pid)
-            child.close()
-        self._sessions.close()
+            child.link.close()
+        self._clients.close()
         self._listener.close()
         self._log.finish()
 
-    def _gates(self) -> list[tuple[Child, Connection]]:
-        """The gates whose connections are still undecided."""
-        pairs = [(child, child.connection) for child in self._children.values()]
-        return [(gate, connection) for gate, connection in pairs if connection and connection.deadline < math.inf]
-
-    def _spares(self) -> list[Child]:
-        """The gates without a connection, oldest first."""
-        return [child for child in self._children.values() if child.connection is None]
+    def _call_after(self, seconds: float, function: Callable[[], object]) -> Timer:
+        return self._loop.call_at(time.monotonic() + seconds, function)
 
     # --- connections
+
+    def _accept_again(self) -> None:
+        if not self._is_draining:
+            self._loop.watch(self._listener.fileno(), self._on_connection)
+
+    def _pause_accepting(self, seconds: float) -> None:
+        """Leave connections in the kernel's queue for a while, or until one of the unproved ones makes room."""
+        self._loop.unwatch(self._listener.fileno())
+        self._call_after(seconds, self._accept_again)
 
     def _on_connection(self) -> None:
         if not self._has_room():
             return
-        now = time.monotonic()
-        self._fork_at = now + QUIET_SECONDS
         try:
-            # Before the connection is accepted, as a gate that is forked later would inherit it.
-            gate = self._free_gate()
-            with contextlib.ExitStack() as failed:
-                row = self._context.counters.open(GATE, gate.process.pid, time.monotonic_ns())
-                failed.callback(self._context.counters.close, row)
-                if (accepted := accept(self._listener)) is None:
-                    return
-                sock, source, peer = accepted
-                failed.callback(sock.close)
-                has_it = gate.link.send(events.Accepted(peer, row), [sock.fileno()])
-                failed.pop_all()
-        except (ConnectError, OSError) as exc:
-            logger.warning("cannot accept a connection now: %s", getattr(exc, "strerror", exc))
-            self._accept_after(EXHAUSTED_PAUSE)
+            accepted = accept(self._listener)
+        except ConnectError as exc:
+            self._warn_of_exhaustion(exc)
+            self._pause_accepting(EXHAUSTED_PAUSE)
             return
-        gate.connection = Connection(sock, source, peer, row, now + GATE_TIMEOUT)
-        if not has_it:
-            gate.end("its connection could not be handed over")
+        if accepted is not None:
+            connection = Connection(*accepted, time.monotonic())
+            self._unproved.add(connection)
+            connection.timer = self._call_after(PROOF_TIMEOUT, lambda: self._on_late(connection))
+            self._look_at(connection)
 
-    def _free_gate(self) -> Child:
-        """Return a gate without a connection; raises ``OSError`` if the system has no room for it."""
-        for gate in self._spares():
-            self._on_end(gate.process.pid)  # if it was killed from outside
-            if gate.process.ended is None:
-                return gate
-        return self._fork_gate()
+    def _has_room(self) -> bool:
+        """Whether a connection may come; at the limit, the oldest one of the busiest source makes room for it."""
+        if len(self._unproved) < MAX_UNPROVED:
+            return True
+        num_connections = Counter(connection.source for connection in self._unproved)
+        victim = min(self._unproved, key=lambda each: (-num_connections[each.source], each.since))
+        youth = victim.since + PROOF_PATIENCE - time.monotonic()
+        if youth > 0:
+            self._pause_accepting(youth)
+            return False
+        reason = "too many unauthenticated connections"
+        self._strangers.log(logging.INFO, "closed a connection from %s: %s", victim.peer, reason)
+        self._drop(victim, reason)
+        return True
 
-    def _fork_gate(self) -> Child:
+    def _look_at(self, connection: Connection) -> None:
+        """Decide who reads a connection, once its first bytes are there."""
+        if connection not in self._unproved:
+            return
+        sock = connection.sock
+        try:
+            start = sock.recv(PREAMBLE_SIZE, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            self._loop.watch(sock.fileno(), lambda: self._look_at(connection))
+            return
+        except OSError:
+            start = b""
+        self._loop.unwatch(sock.fileno())
+        if not start:
+            self._drop(connection, "its peer has gone")
+        elif (session_id := _named_session(start)) is None:
+            self._fork_gate(connection)
+        elif (client := self._clients.find(session_id)) is None:
+            self._refuse(connection)
+        elif self._clients.hand_over(client, sock, connection.peer):
+            self._drop(connection, "its session has it")
+        else:
+            self._call_after(RETRY_PAUSE, lambda: self._look_at(connection))
+
+    def _refuse(self, connection: Connection) -> None:
+        """Tell a peer that its session is unknown, and wait until it has read that: closing now would discard it."""
+        logger.debug("there is no session for a connection from %s", connection.peer)
+        connection.is_refused = True
+        with contextlib.suppress(OSError):
+            connection.sock.send(_UNKNOWN_SESSION, socket.MSG_DONTWAIT)
+            connection.sock.shutdown(socket.SHUT_WR)
+        self._loop.watch(connection.sock.fileno(), lambda: self._drop(connection, "it was refused"), _PEER_GONE)
+
+    def _fork_gate(self, connection: Connection) -> None:
         def run(node: Link) -> None:
-            self._forget_in_child()
-            run_gate(node, self._context)
+            self._forget_in_child(connection)
+            run_gate(connection.sock, connection.peer, node, self._context, row)
 
-        process, link = fork_linked(run)
+        place = 0
+        try:
+            place = self._context.counters.open()
+            row = self._context.counters.row(place)
+            process, link = fork_linked(run)
+        except OSError as exc:
+            if place:
+                self._context.counters.close(place)
+            self._warn_of_exhaustion(exc)
+            self._call_after(EXHAUSTED_PAUSE, lambda: self._look_at(connection))
+            return
         pid = process.pid
         self._loop.watch(link.fileno(), lambda: self._on_link(pid))
         self._loop.watch(process.fileno(), lambda: self._on_end(pid))
-        gate = self._children[pid] = Child(process, link)
-        return gate
+        connection.gate = self._children[pid] = Child(process, link, place, row, connection)
 
-    def _fork_spare(self, now: float) -> None:
-        """Fork a gate in advance, if one is missing."""
-        if now < self._fork_at or self._drain_deadline is not None or len(self._spares()) >= self._num_spares:
-            return
-        try:
-            self._fork_gate()
-        except OSError as exc:
-            logger.info("cannot fork a gate in advance: %s", exc.strerror or exc)
-            self._fork_at = now + EXHAUSTED_PAUSE
+    def _warn_of_exhaustion(self, exc: Exception) -> None:
+        logger.warning("cannot accept a connection now: %s", getattr(exc, "strerror", None) or exc)
 
-    def _accept_after(self, seconds: float) -> None:
-        """Leave connections in the kernel's queue for a while."""
-        self._loop.unwatch(self._listener.fileno())
-        self._accept_at = time.monotonic() + seconds
+    def _on_late(self, connection: Connection) -> None:
+        if not connection.is_refused:
+            reason = f"no handshake within {PROOF_TIMEOUT:g} s"
+            self._strangers.refused(events.Refused(connection.peer, reason, logging.INFO))
+        self._drop(connection, "no handshake in time")
 
-    def _has_room(self) -> bool:
-        """Whether a gate may be forked; at the limit, the oldest gate of the busiest source is ended to make room."""
-        gates = self._gates()
-        if len(gates) < MAX_GATES:
-            return True
-        num_gates = Counter(connection.source for _gate, connection in gates)
-        victim, connection = min(gates, key=lambda pair: (-num_gates[pair[1].source], pair[1].deadline))
-        youth = connection.deadline - GATE_TIMEOUT + GATE_PATIENCE - time.monotonic()
-        if youth > 0:
-            self._accept_after(youth)
-            return False
-        reason = "too many unauthenticated connections"
-        self._context.log_within_limits(logging.INFO, "closed a connection from %s: %s", connection.peer, reason)
-        victim.end(reason)
-        return True
+    def _drop(self, connection: Connection, reason: str) -> None:
+        """Close this process's side of an unproved connection, and end its gate."""
+        self._settle(connection)
+        if connection.gate is not None:
+            connection.gate.process.kill(reason)
+        connection.sock.close()
 
-    def _forget_in_child(self) -> None:
-        """Close the node server's descriptors in a fork."""
+    def _settle(self, connection: Connection) -> None:
+        """Count a connection no longer among the unproved ones."""
+        self._unproved.discard(connection)
+        self._loop.unwatch(connection.sock.fileno())
+        if connection.timer is not None:
+            connection.timer.cancel()
+        if connection.gate is not None:
+            connection.gate.connection = None
+        self._accept_again()
+
+    def _forget_in_child(self, own: Connection) -> None:
+        """Close the node server's descriptors in a gate, but for its own connection."""
         self._log.forget()
         self._listener.close()
         self.signals.close()
         if self._lifeline is not None:
             os.close(self._lifeline)
-        self._sessions.forget_in_child()
+        self._clients.forget_in_child()
         for child in self._children.values():
             child.forget_in_child()
+        for connection in self._unproved - {own}:
+            connection.sock.close()
 
     # --- events and ends of children
 
@@ -237,46 +325,45 @@ class NodeServer:
         except Exception as exc:
             # User code may write anything to a descriptor of ours. No room for the descriptors of an event is another
             # case: a gate, or a client that had just begun, tries again.
-            whose = "a gate" if child.session is None else f"the session of {child.session.client}"
+            whose = "a gate" if child.client is None else f"the session of {child.client.name}"
             logger.error("%s has lost its link: %s", whose, exc)
-            child.end(f"its link to the node server broke ({exc})")
+            child.process.kill(f"its link to the node server broke ({exc})")
         self._loop.unwatch(child.link.fileno())
         return False
 
     def _receive(self, child: Child, event: events.Event, descriptors: list[int]) -> None:
-        if child.session is not None:
-            self._sessions.receive(child.session, event, descriptors)
-        elif child.connection is not None:
-            match event:
-                case events.SessionBegun():
-                    child.session = self._sessions.begin(child, child.connection, event, descriptors[0])
-                case events.IsForWorker():
-                    self._hand_over(child, child.connection, event)
-                case events.Refused():
-                    child.connection.is_refused = True
-                    self._context.log_refusal(event)
-                case events.TellsStatus():
-                    child.connection.deadline = math.inf
-                case events.WantsStacks():
-                    self._sessions.ask_for_stacks(descriptors)
+        connection = child.connection
+        match event:
+            case events.SessionBegun() if connection is not None and descriptors:
+                self._settle(connection)
+                how = child.process, child.link, connection.sock, connection.peer, child.row
+                child.client = self._clients.begin(*how, event, descriptors[0])
+            case events.WantsStatus() if child.client is None:
+                if connection is not None:
+                    self._settle(connection)
+                    connection.sock.close()
+                self._tell_status(event.stacks, descriptors)
+            case events.Refused() if connection is not None:
+                connection.is_refused = True
+                self._strangers.refused(event)
+            case _:
+                for descriptor in descriptors:  # of user code, or of a gate whose time was over
+                    os.close(descriptor)
+                if child.client is not None:
+                    self._clients.receive(child.client, event)
 
-    def _hand_over(self, gate: Child, connection: Connection, wanted: events.IsForWorker) -> None:
-        """Pass a connection to its session, if it has room, and keep the gate for the next one."""
-        if not self._sessions.hand_over(gate.link, connection, wanted):
-            return
-        is_ending = connection.deadline == math.inf or gate.process.ended
-        if is_ending or len(self._spares()) >= self._num_spares or not gate.link.post(events.HandedOver()):
-            gate.end("its session has its connection")
-        else:
-            self._drop_connection(gate, connection)
-
-    def _drop_connection(self, child: Child, connection: Connection) -> None:
-        self._loop.unwatch(connection.sock.fileno())
-        connection.sock.close()
-        self._context.counters.close(connection.row)
-        child.connection = None
-        if self._drain_deadline is None:
-            self._accept_at = 0.0
+    def _tell_status(self, stacks: bool, descriptors: list[int]) -> None:
+        try:
+            # Without descriptors, there was no room for them here.
+            if descriptors:
+                refused = self._strangers.num_refused
+                status = describe_node(self._clients, self._context, self._started, self._is_draining, refused)
+                os.write(descriptors[0], status.encode() + b"\n")
+                if stacks:
+                    self._clients.ask_for_stacks(descriptors)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _on_end(self, pid: int) -> None:
         child = self._children[pid]
@@ -289,12 +376,12 @@ class NodeServer:
         del self._children[pid]
         self._loop.unwatch(child.link.fileno())
         child.link.close()
-        if child.session is not None:
-            self._sessions.ended(child.session, reason)
+        self._context.counters.close(child.place)
+        if child.client is not None:
+            self._clients.ended(child.client, reason)
+            child.client.sock.close()
         if child.connection is not None:
-            self._drop_connection(child, child.connection)
-        else:
-            self._fork_at = time.monotonic() + EXHAUSTED_PAUSE
+            self._drop(child.connection, reason)
         if os.getpid() == 1:
             reap_orphans(self._children)
 
@@ -309,74 +396,58 @@ class NodeServer:
 
     def _on_lifeline(self) -> None:
         assert self._lifeline is not None
-        self._owner_gone_at = 0.0
+        if self._silence is not None:
+            self._silence.cancel()
         with contextlib.suppress(OSError):  # a terminal that was closed
             if os.read(self._lifeline, 4096):
-                self._owner_gone_at = time.monotonic() + LIFELINE_SILENCE
+                self._silence = self._call_after(LIFELINE_SILENCE, self._on_owner_gone)
+                return
+        self._on_owner_gone()
 
-    def _on_owner_gone(self, lifeline: int) -> None:
-        self._loop.unwatch(lifeline)
-        self._owner_gone_at = math.inf
+    def _on_owner_gone(self) -> None:
+        assert self._lifeline is not None
+        self._loop.unwatch(self._lifeline)
         logger.info("the owner of this server has gone")
         self._drain()
-        if self._grace == 0:
-            self._drain_deadline = math.inf
-            self._sessions.disconnect()
+        if self._context.settings.grace == 0 and self._grace_over is not None:
+            self._grace_over.cancel()
+            self._clients.disconnect()
 
     def _drain(self) -> None:
-        if self._drain_deadline is not None:
+        if self._is_draining:
             return
-        self._context.counters.row(0).draining[0] = 1
-        self._drain_deadline = time.monotonic() + self._grace
+        self._is_draining = True
+        grace = self._context.settings.grace
         if self.announcement is not None:
             self.announcement.close()
         self._loop.unwatch(self._listener.fileno())
         self._listener.close()
-        self._accept_at = math.inf
         # Readers of this line may start another server at the same address.
-        logger.info("draining: %d sessions, at most %g s", len(self._sessions), self._grace)
-        for child in [*self._spares(), *(gate for gate, _connection in self._gates())]:
-            child.end("the node server is draining")
-        self._sessions.drain()
+        logger.info("draining: %d sessions, at most %g s", len(self._clients), grace)
+        for connection in list(self._unproved):
+            self._drop(connection, "the node server is draining")
+        self._clients.drain()
+        self._grace_over = self._call_after(grace, self._on_grace_over)
+
+    def _on_grace_over(self) -> None:
+        grace = self._context.settings.grace
+        logger.warning("ended %d sessions that were still busy after %g s", len(self._clients), grace)
+        self._end_all(f"still busy {grace:g} s after it was told to drain")
 
     def _end_all(self, reason: str) -> None:
-        self._drain_deadline = math.inf
         for child in self._children.values():
-            child.end(reason)
+            child.process.kill(reason)
 
-    def _do_what_is_due(self, now: float) -> None:
-        for gate, connection in self._gates():
-            if now > connection.deadline:
-                if not connection.is_refused:
-                    reason = f"no handshake within {GATE_TIMEOUT:g} s"
-                    self._context.log_refusal(events.Refused(connection.peer, reason, logging.INFO))
-                gate.end("no handshake in time")
-            if connection.wanted is not None:
-                self._hand_over(gate, connection, connection.wanted)
-        for child in self._children.values():
-            child.link.flush()
-        self._fork_spare(now)
-        if self.announcement is not None and now > self.announcement.due:
+    def _renew(self) -> None:
+        if self.announcement is not None and not self._is_draining:
             self.announcement.renew()
-        self._sessions.do_what_is_due(now)
-        if self._log.is_waiting:
-            self._loop.watch(self._log.fileno(), self._log.flush, select.POLLOUT)
-        else:
-            self._loop.unwatch(self._log.fileno())
-        if self._lifeline is not None and now > self._owner_gone_at:
-            self._on_owner_gone(self._lifeline)
-        if now > self._accept_at:
-            self._loop.watch(self._listener.fileno(), self._on_connection)
-            self._accept_at = math.inf
-        if self._drain_deadline is not None and now > self._drain_deadline and self._sessions:
-            logger.warning("ended %d sessions that were still busy after %g s", len(self._sessions), self._grace)
-            self._end_all(f"still busy {self._grace:g} s after it was told to drain")
+            self._call_after(RENEWAL_PERIOD, self._renew)
 
 
-def _tick(children: Collection[Child], num_spares: int) -> float:
-    """Seconds until the next look at what is due."""
-    connections = [child.connection for child in children]
-    is_ending = any(child.session is not None and child.session.is_client_gone for child in children)
-    is_unsent = any(child.link.unsent for child in children)
-    is_idle = connections.count(None) >= num_spares and not is_unsent and not is_ending
-    return IDLE_TICK if is_idle and all(one is None or one.deadline == math.inf for one in connections) else TICK
+def _named_session(start: bytes) -> str | None:
+    """The session that the first bytes of a connection name; None if a gate has to read them."""
+    try:
+        session_id = Preamble.decode(start).session_id
+    except RemoteProtocolError:
+        return None
+    return session_id.hex() if any(session_id) and session_id != STATUS_ID else None

@@ -9,7 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import heapq
+import itertools
 import logging
+import math
 import multiprocessing.util
 import os
 import random
@@ -18,7 +21,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
 
 # Under its full name: numpy imports it at first use, which would be in every fork.
 import numpy.random
@@ -30,7 +35,6 @@ from rpcdataloader.host.resources import read
 class Life(enum.Enum):
     """Stages of a process, which only advance."""
 
-    STARTING = "has not authenticated its client"
     SERVING = "takes requests"
     DRAINING = "finishes its requests, as the node server ends"
     RETIRING = "finishes its requests, as it has served its share of tasks"
@@ -55,12 +59,25 @@ WORKER_OOM_SCORE = 500
 _QUIET_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
+@dataclass(slots=True)
+class Timer:
+    """A function that a loop calls at a time."""
+
+    function: Callable[[], object] | None
+
+    def cancel(self) -> None:
+        """Drop the function; idempotent."""
+        self.function = None
+
+
 class Loop:
-    """Waits for descriptors, in a node server or a session."""
+    """Waits for descriptors and times, in a node server or a session."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
         self._handlers: dict[int, Callable[[], object]] = {}
+        self._timers: list[tuple[float, int, Timer]] = []  # a heap of times, with a tie-break
+        self._order = itertools.count()
 
     def watch(self, descriptor: int, handler: Callable[[], object], events: int = select.POLLIN) -> None:
         """Call ``handler`` on any of ``events``. The handler must cope with finding nothing to read."""
@@ -72,12 +89,26 @@ class Loop:
         if self._handlers.pop(descriptor, None):
             self._poll.unregister(descriptor)
 
-    def wait(self, timeout: float | None) -> None:
-        """Wait for events at most ``timeout`` seconds, and call their handlers."""
-        for descriptor, _events in self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000 + 1):
+    def call_at(self, when: float, function: Callable[[], object]) -> Timer:
+        """Call ``function`` at a time of :func:`time.monotonic`."""
+        timer = Timer(function)
+        heapq.heappush(self._timers, (when, next(self._order), timer))
+        return timer
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for events and times, at most ``timeout`` seconds, and call their handlers and functions."""
+        seconds = math.inf if timeout is None else timeout
+        if self._timers:
+            seconds = min(seconds, self._timers[0][0] - time.monotonic())
+        for descriptor, _events in self._poll.poll(None if seconds == math.inf else max(0.0, seconds) * 1000 + 1):
             # An earlier handler of this round may have dropped the descriptor, or even reused its number.
             if handler := self._handlers.get(descriptor):
                 handler()
+        now = time.monotonic()
+        while self._timers and self._timers[0][0] <= now:
+            timer = heapq.heappop(self._timers)[2]
+            if timer.function is not None:
+                timer.function()
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -329,6 +360,18 @@ def keep_freed_memory() -> None:
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         _libc.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
+
+
+@contextlib.contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """Let the kernel end this process by SIGALRM, unless the block ends in time."""
+    before = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def prefer_for_oom() -> None:

@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
@@ -24,22 +24,27 @@ MAX_WAITING_BYTES = 64 << 20
 
 
 class Outbox:
-    """Messages for the sender thread, in order: replies, warnings, the last GOAWAY.
+    """Messages for the sender, a thread that is started for the first of them: replies, warnings, the last GOAWAY.
 
     The oldest is sent while the next one is computed. A loader limits its own requests, and stays far below the limit,
     which is for remote calls: a script can make thousands at once, with results of any size. One of any size may wait
     alone.
 
+    Args:
+        send: Function that sends a message; must not raise.
+
     Attributes:
         num_waiting: Number of messages that are not sent.
     """
 
-    def __init__(self, max_bytes: int = MAX_WAITING_BYTES) -> None:
+    def __init__(self, send: Callable[[Outgoing], None], max_bytes: int = MAX_WAITING_BYTES) -> None:
+        self._send = send
         self._max_bytes = max_bytes
         # Reentrant: a destructor may run anywhere, and warn.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._messages: queue.SimpleQueue[Outgoing | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Outgoing] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self.num_waiting = 0
         self._waiting_bytes = 0
 
@@ -54,26 +59,30 @@ class Outbox:
             self.num_waiting += 1
             self._waiting_bytes += message.size_bytes
             self._messages.put(message)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="rpcdl-send", daemon=True)
+                self._thread.start()
 
     def wait(self) -> None:
         """Wait until there is room for another message."""
         with self._lock:
             self._changed.wait_for(lambda: not self.is_full)
 
-    def close(self) -> None:
-        """End the queue after the present messages."""
-        self._messages.put(None)
-
-    def get(self) -> Outgoing | None:
-        """Wait for the next message, which waits until it is :meth:`done`; None at the end of the queue."""
-        return self._messages.get()
-
-    def done(self, size_bytes: int) -> None:
-        """Note that a message was sent."""
+    def join(self) -> None:
+        """Wait until all messages are sent."""
         with self._lock:
-            self.num_waiting -= 1
-            self._waiting_bytes -= size_bytes
-            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self.num_waiting)
+
+    def _run(self) -> None:
+        while True:
+            message = self._messages.get()
+            self._send(message)
+            with self._lock:
+                self.num_waiting -= 1
+                self._waiting_bytes -= message.size_bytes
+                self._changed.notify_all()
+            # This frame must not keep the reply while it waits for the next one.
+            del message
 
 
 class HandleTable(dict[int, Any]):

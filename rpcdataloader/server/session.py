@@ -23,28 +23,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rpcdataloader.errors import ConnectionLostError, RPCError
-from rpcdataloader.host.environment import become_session
+from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
+from rpcdataloader.host.environment import prepare_session
 from rpcdataloader.server import events
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable, kind_of, length_of
-from rpcdataloader.server.events import Link, fork_linked
-from rpcdataloader.server.logs import Origin, redirect_output, tell_client, tell_nobody
+from rpcdataloader.server.events import Link, Origin, fork_linked
+from rpcdataloader.server.logs import forward_warnings, redirect_output, stop_forwarding
 from rpcdataloader.server.processes import Life, Loop, Process, name_process, name_threads, num_threads
 from rpcdataloader.server.settings import ServerContext
-from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackFile, StackPipe
+from rpcdataloader.server.stacks import STACK_LOOK_INTERVAL, StackFile, WorkerStacks
 from rpcdataloader.server.worker import run_worker_process
 from rpcdataloader.wire.channel import Channel
 from rpcdataloader.wire.credentials import TOKEN_VARIABLE
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Preamble
 from rpcdataloader.wire.messages import Exited, Log, StackRequest, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Build, dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
+from rpcdataloader.wire.status import MAX_REPORT_BYTES, Report
 from rpcdataloader.wire.transport import Stream
 
 logger = logging.getLogger("rpcdataloader.server")
+
+# Seconds in which a worker must have authenticated its client, and one that was refused must have gone.
+HANDSHAKE_TIMEOUT = 10.0
 
 # The most workers whose clients are not authenticated yet; above that, the oldest is ended. Session ids travel in the
 # clear, so a listener on the network can make a session fork. The limit exceeds the workers that a client asks for at
@@ -60,14 +63,15 @@ def run_session(channel: Channel, node: Link, context: ServerContext, row: Row) 
     # A process group of its own, so that user code that signals its group does not end the node server.
     os.setpgid(0, 0)
     session_id = os.urandom(16)
-    output = redirect_output()
+    output, theirs = os.pipe()
+    redirect_output(theirs)
     node.send(events.SessionBegun(session_id.hex(), channel.name, Origin.of(channel.peer)), [output])
     os.close(output)
     # The node server knows the session before the client does, so that no worker connection comes too early.
     received = node.recv()
     if received is None or not isinstance(received[0], events.SessionKnown):
         return
-    become_session(received[0].folder, lambda: node.send(events.WantsOutput()))
+    prepare_session(received[0].folder, lambda: node.send(events.WantsOutput()))
     welcome = Welcome(context.node, os.getpid(), session_id.hex(), context.num_workers)
     forget_inherited_exits()
     session = Session(channel, node, context, row)
@@ -108,9 +112,9 @@ class ForkedWorker:
     peer: str
     process: Process
     link: Link
-    stack: StackPipe
-    life: Life = Life.STARTING
-    row: int = 0
+    stacks: WorkerStacks
+    place: int  # of its row; 0 if it is refused
+    row: Row
 
 
 class Session:
@@ -136,14 +140,14 @@ class Session:
     def serve(self) -> None:
         """Run until the client has gone, or a drain is over; raises the error of a connection that ends otherwise."""
         if not self._context.embedded:
-            tell_client(self._tell_client)
+            forward_warnings(self._tell_client)
         self._loop.watch(self._channel.fileno(), self._on_control)
         self._loop.watch(self._node.fileno(), self._on_node)
         while self._life is not Life.ENDED:
-            is_asked = any(worker.stack.is_asked for worker in self._workers.values())
+            is_asked = any(worker.stacks.is_asked for worker in self._workers.values())
             self._loop.wait(STACK_LOOK_INTERVAL if is_asked else None)
             for worker in self._workers.values():
-                worker.stack.finish()
+                worker.stacks.finish()
             self._flush_logs()
 
     def close(self) -> None:
@@ -187,8 +191,14 @@ class Session:
         elif message.type == MessageType.RELEASE:
             self._datasets.release(unpack_handles(message.payload))
         elif message.type == MessageType.REPORT:
-            self._context.counters.report(self._row.place, message.payload, time.monotonic_ns())
+            self._pass_on(bytes(message.payload))
         # CANCEL: requests before it are answered already.
+
+    def _pass_on(self, report: bytes) -> None:
+        """Pass a report to the node server, if it is one; clients may send anything."""
+        with contextlib.suppress(RemoteProtocolError):
+            if len(report) <= MAX_REPORT_BYTES and report.isascii() and Report.decode(report):
+                self._node.send(events.Reported(report.decode()))
 
     def _ask_for_stack(self, request_id: int, request: StackRequest) -> None:
         def reply(text: str) -> None:
@@ -199,7 +209,7 @@ class Session:
 
         worker = self._workers.get(request.worker)
         if worker is not None:
-            worker.stack.ask(reply)
+            worker.stacks.ask(reply)
         elif 0 < request.worker <= self._last_number:
             reply(f"worker {request.worker} has ended")
         else:
@@ -256,22 +266,16 @@ class Session:
             return
         event, descriptors = received
         match event:
-            case events.WorkerConnection() if not descriptors:
-                # Its client sees the connection closed.
-                logger.warning("cannot accept a connection: %s", os.strerror(errno.EMFILE))
             case events.WorkerConnection():
-                self._fork_worker(descriptors[0], event.peer, bytes.fromhex(event.preamble))
-            case events.Decided():
-                worker = self._workers.get(event.worker)
-                if worker is not None and worker.life is Life.STARTING:
-                    worker.life, worker.row = Life.SERVING, event.row
-                    worker.link.send(event)
+                self._last_number = event.worker
+                if (problem := self._fork_worker(event, descriptors)) is not None and event.row:
+                    self._node.send(events.WorkerEnded(event.worker, problem))
             case events.Printed():
                 self._logs.append(Log(0, "", event.text, event.printed_by))  # sent in the loop's next round
             case events.WantsStacks():
                 self._node.send(events.StacksBegun())
                 if descriptors:
-                    self._stack_files.add(StackFile([worker.stack for worker in self._workers.values()], *descriptors))
+                    self._stack_files.add(StackFile([worker.stacks for worker in self._workers.values()], *descriptors))
             case events.Drain():
                 self._life = Life.DRAINING
                 self._channel.send(MessageType.GOAWAY)
@@ -286,13 +290,63 @@ class Session:
 
     # --- workers
 
-    def _fork_worker(self, descriptor: int, peer: str, preamble: bytes) -> None:
-        waiting = [worker for worker in self._workers.values() if worker.life is Life.STARTING]
+    def _fork_worker(self, event: events.WorkerConnection, descriptors: list[int]) -> str | None:
+        """Fork a worker for a connection; returns why there is none, and then its client sees the connection closed."""
+        if not descriptors:
+            logger.warning("cannot accept a connection: %s", os.strerror(errno.EMFILE))
+            return "there was no descriptor for its connection"
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as failed:
+            sock = ours.enter_context(socket.socket(fileno=descriptors[0]))
+            for output in descriptors[1:]:
+                ours.callback(os.close, output)
+            if _has_hung_up(sock):
+                # Session ids travel in the clear: strangers' connections must not cost a fork each.
+                return "its client has gone"
+            self._make_room()
+            self._warn_of_threads()
+            row = self._context.counters.row(event.row)
+            try:
+                stacks = WorkerStacks()
+                failed.callback(stacks.close)
+
+                def run(link: Link) -> None:
+                    self._forget_in_child()
+                    stream = Stream(sock, event.peer)
+                    run_worker_process(
+                        stream,
+                        descriptors[1:],
+                        self._node,
+                        link,
+                        self._datasets,
+                        self._context,
+                        event,
+                        row,
+                        stacks,
+                        HANDSHAKE_TIMEOUT,
+                    )
+
+                process, link = fork_linked(run)
+            except OSError as exc:
+                logger.warning("cannot fork a worker: %s", exc)
+                return f"it could not be forked: {exc}"
+            failed.pop_all()
+        stacks.watch(process.pid, event.worker, link)
+        worker = ForkedWorker(event.worker, event.peer, process, link, stacks, event.row, row)
+        self._workers[event.worker] = worker
+        self._loop.watch(process.fileno(), lambda: self._on_worker_end(worker))
+        return None
+
+    def _make_room(self) -> None:
+        """End the oldest worker whose client is not authenticated, if there are too many of these."""
+        waiting = [worker for worker in self._workers.values() if not worker.row.began[0]]
         if len(waiting) >= MAX_UNAUTHENTICATED:
             reason = "too many unauthenticated connections"
             self._node.send(events.Refused(waiting[0].peer, reason, logging.INFO))
-            waiting[0].life = Life.ENDED
             waiting[0].process.kill(reason)
+            waiting[0].process.reap(wait=1.0)
+            self._on_worker_end(waiting[0])
+
+    def _warn_of_threads(self) -> None:
         if not self._has_warned and num_threads() > 1:
             self._has_warned = True
             logger.warning(
@@ -300,42 +354,16 @@ class Session:
                 "these hold stay locked in them; start threads on first use",
                 name_threads(),
             )
-        self._last_number += 1
-        number = self._last_number
-        with socket.socket(fileno=descriptor) as sock, contextlib.ExitStack() as failed:
-            if _has_hung_up(sock):
-                # Session ids travel in the clear: strangers' connections must not cost a fork each.
-                return
-            try:
-                stacks = StackPipe()
-                failed.callback(stacks.close)
-
-                def run(link: Link) -> None:
-                    stacks.become_worker()
-                    self._forget_in_child()
-                    stream = Stream(sock, peer, [PREAMBLE_SIZE, 0])  # already read by the gate
-                    links = self._node, link
-                    run_worker_process(stream, Preamble.decode(preamble), *links, self._datasets, number, self._context)
-
-                process, link = fork_linked(run)
-            except OSError as exc:
-                logger.warning("cannot fork a worker: %s", exc)
-                return
-            failed.pop_all()
-        stacks.become_session(process.pid, number)
-        worker = self._workers[number] = ForkedWorker(number, peer, process, link, stacks)
-        self._loop.watch(stacks.fileno(), lambda: self._on_stack(worker))
-        self._loop.watch(process.fileno(), lambda: self._on_worker_end(worker))
 
     def _forget_in_child(self) -> None:
         """Close the session's descriptors in a forked worker, but for the link to the node server."""
-        tell_nobody()
+        stop_forwarding()
         self._channel.stream.close()
         for file in self._stack_files:
             file.close()
         for worker in self._workers.values():
             worker.link.close()
-            worker.stack.close()
+            worker.stacks.close()
             os.close(worker.process.fileno())
 
     def _on_worker_end(self, worker: ForkedWorker) -> None:
@@ -347,18 +375,16 @@ class Session:
                 case events.GaveUp(why), _descriptors:
                     reason = f"gave up: {why}"
         worker.link.close()
-        self._loop.unwatch(worker.stack.fileno())
-        worker.stack.close()
+        worker.stacks.close()
         del self._workers[worker.number]
-        row = self._context.counters.row(worker.row)
-        exited = Exited(worker.number, worker.process.pid, reason, row.batch[0] - 1, row.sample[0])
-        self._node.send(events.WorkerEnded(worker.number, reason))  # which frees the row
-        if worker.life is Life.SERVING:
+        row = worker.row
+        if row.began[0]:
+            exited = Exited(worker.number, worker.process.pid, reason, row.batch[0] - 1, row.sample[0])
             self._channel.send(MessageType.EXITED, payload=exited.encode())
-        worker.stack.tell(f"worker {worker.number} has ended")
+        elif reason.startswith("was killed by SIGALRM"):
+            late = f"no handshake within {HANDSHAKE_TIMEOUT:g} s"
+            self._node.send(events.Refused(worker.peer, late, logging.INFO))
+        if worker.place:
+            self._node.send(events.WorkerEnded(worker.number, reason))  # which frees the row
+        worker.stacks.answer(f"worker {worker.number} has ended")
         self._finish_drain()
-
-    def _on_stack(self, worker: ForkedWorker) -> None:
-        if not worker.stack.read():
-            # Its code has closed the pipe, or the worker ends.
-            self._loop.unwatch(worker.stack.fileno())

@@ -14,13 +14,9 @@ from rpcdataloader.errors import AuthenticationError, RPCError
 from rpcdataloader.host.resources import available_cpus
 from rpcdataloader.server.counters import CounterTable
 from rpcdataloader.server.events import Refused
-from rpcdataloader.server.logs import SharedLimit
 from rpcdataloader.wire.credentials import Credentials
 from rpcdataloader.wire.handshake import TlsError
-from rpcdataloader.wire.messages import escaped
 from rpcdataloader.wire.tls import TlsFiles, name_files
-
-logger = logging.getLogger("rpcdataloader.server")
 
 WILDCARDS = ("0.0.0.0", "::")
 DEFAULT_PORT = "6543"
@@ -141,9 +137,7 @@ class ServerSettings:
         return socket.gethostname() if self.host in WILDCARDS else self.host
 
 
-# Strangers who reach the port can be refused at any rate: limit on the log lines about them per period, in seconds.
-MAX_REFUSALS = 20
-REFUSALS_PERIOD = 10.0
+# Longest reason of a refusal in the log, in characters.
 MAX_REASON_CHARS = 600
 
 
@@ -160,8 +154,6 @@ class ServerContext:
     # Files for TLS, with absolute paths: sessions change the working directory, and workers the environment.
     tls: TlsFiles | None = None
     node: str = field(default_factory=socket.gethostname)
-    # Limit on the lines of :meth:`log_within_limits`.
-    refusals: SharedLimit = field(default_factory=lambda: SharedLimit(MAX_REFUSALS, REFUSALS_PERIOD))
     counters: CounterTable = field(default_factory=CounterTable)
 
     @property
@@ -176,17 +168,3 @@ class ServerContext:
             text += f" (this server's secret: {self.credentials.source}, fingerprint {self.credentials.fingerprint})"
         level = logging.WARNING if isinstance(error, AuthenticationError) else logging.INFO
         return Refused(peer, text[:MAX_REASON_CHARS], level)
-
-    def log_refusal(self, refused: Refused) -> None:
-        """Count a refused connection and log it; in the node server."""
-        self.counters.refused()
-        self.log_within_limits(refused.level, "refused %s: %s", refused.peer, escaped(refused.reason))
-
-    def log_within_limits(self, level: int, text: str, *values: object) -> None:
-        """Log a line that strangers, or a client that tries again and again, could cause at any rate."""
-        num_left_out = self.refusals.take()
-        if num_left_out is None:
-            return
-        if num_left_out:
-            logger.info("left %d lines about connections out of this log", num_left_out)
-        logger.log(level, text, *values)

@@ -1,8 +1,8 @@
 """A forked worker and its connection: authenticate, decode, execute, reply.
 
 Threads: the main thread receives requests, runs them one after the other, and sends small replies itself. A sender
-sends large replies while the next request is computed. A watcher notices, in the middle of a task, a drain or the end
-of the client or session. A thread of ``stacks.py`` reports the stacks of the others.
+sends large replies while the next request is computed, and is started for the first of them. A watcher notices, in the
+middle of a task, a drain or the end of the client or session, and writes the stacks of all threads when asked.
 
 No thread only reads: between two tasks the main thread takes in everything that has arrived. So a cancelled request is
 not begun, and a small task costs no change of thread. The worker pauses computing while many bytes wait to be sent, and
@@ -15,9 +15,11 @@ import collections
 import logging
 import os
 import select
+import signal
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
@@ -25,15 +27,15 @@ from rpcdataloader.fetch.remote import load
 from rpcdataloader.fetch.samples import keep_whereabouts
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable
-from rpcdataloader.server.events import Decided, Drain, Event, GaveUp, Link, Refused, WantsRoom
-from rpcdataloader.server.logs import Origin, redirect_output, tell_client
-from rpcdataloader.server.processes import Life, keep_freed_memory, name_process, prefer_for_oom
+from rpcdataloader.server.events import Drain, GaveUp, Link, WantsStacks, WorkerBegun, WorkerConnection
+from rpcdataloader.server.logs import forward_warnings, redirect_output
+from rpcdataloader.server.processes import Life, ended_after, keep_freed_memory, name_process, prefer_for_oom
 from rpcdataloader.server.requests import MAX_WAITING_BYTES, HandleTable, Meter, Outbox
 from rpcdataloader.server.settings import ServerContext
-from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity
+from rpcdataloader.server.stacks import WorkerStacks
+from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity, recv_preamble
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Flag, Message, MessageType
-from rpcdataloader.wire.handshake import Preamble
 from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, unpack_handles
 from rpcdataloader.wire.pickling import Encoded, dumps_reply, loads
 from rpcdataloader.wire.slabs import PageablePool
@@ -45,78 +47,76 @@ logger = logging.getLogger("rpcdataloader.worker")
 # a good part of a task of a hundred microseconds.
 LOOK_INTERVAL = 1_000_000
 
-# Seconds in which a worker must have authenticated its client, and one that was refused must have gone.
-HANDSHAKE_TIMEOUT = 10.0
-
 
 def run_worker_process(
     stream: Stream,
-    preamble: Preamble,
+    output: Sequence[int],
     node: Link,
     session: Link,
     datasets: DatasetTable,
-    number: int,
     context: ServerContext,
+    connection: WorkerConnection,
+    row: Row,
+    stacks: WorkerStacks,
+    handshake_timeout: float,
 ) -> None:
     """Serve one worker connection until its client has gone."""
     name_process("rpcdl-worker")
     prefer_for_oom()
     keep_freed_memory()
-    peer = stream.name
-    # Here and not in the session, which may be busy.
-    timer = threading.Timer(HANDSHAKE_TIMEOUT, _end_late_handshake, (node, peer))
-    timer.daemon = True
-    timer.start()
     try:
-        channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
+        # The kernel ends this process if it takes longer: the session may be busy.
+        with ended_after(handshake_timeout):
+            try:
+                preamble = recv_preamble(stream)
+                if preamble is None:
+                    return
+                channel = accept_channel(stream, preamble, context.credentials, local_identity("server"), context.tls)
+            except RPCError as exc:
+                if not isinstance(exc, ConnectionLostError):
+                    node.send(context.refusal(connection.peer, exc))
+                    # It has had its word in the log, however long it stays.
+                    signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
+                    stream.linger()
+                return
+        if connection.refusal is not None:
+            channel.send(MessageType.BUSY, payload=Busy(connection.refusal).encode())
+            channel.stream.finish()
+            return
+        number = connection.worker
+        redirect_output(*output)
+        node.send(WorkerBegun(number, os.getpid()))
+        node.close()
+        row.since[0], row.began[0] = time.monotonic_ns(), 1
+        welcome = Welcome(context.node, os.getpid(), preamble.session_id.hex(), context.num_workers, number)
+        channel.send(MessageType.WELCOME, payload=welcome.encode())
     except ConnectionLostError:
         # The pass was over before its last worker had started.
         return
-    except RPCError as exc:
-        node.send(context.refusal(peer, exc))
-        stream.linger()
-        return
-    timer.cancel()
-    output = redirect_output()
-    node.send(WantsRoom(number, os.getpid(), peer, Origin.of(channel.peer)), [output])
-    os.close(output)
-    node.close()
-    decided: Event = Drain()  # a node server that drains says so in its decision, too
-    while not isinstance(decided, Decided):
-        if (received := session.recv()) is None:
-            return
-        decided = received[0]
-    welcome = Welcome(context.node, os.getpid(), preamble.session_id.hex(), context.num_workers, number)
-    try:
-        if decided.reason is not None:
-            channel.send(MessageType.BUSY, payload=Busy(decided.reason).encode())
-            channel.stream.finish()
-            return
-        channel.send(MessageType.WELCOME, payload=welcome.encode())
-    except ConnectionLostError:
-        return
-    row = context.counters.row(decided.row)
     keep_whereabouts(row.batch, row.sample)
     channel.stream.count_in(row.traffic)
-    Worker(channel, session, datasets, number, context, row).run()
-
-
-def _end_late_handshake(node: Link, peer: str) -> None:
-    node.send(Refused(peer, f"no handshake within {HANDSHAKE_TIMEOUT:g} s", logging.INFO))
-    os._exit(0)
+    Worker(channel, session, datasets, number, context, row, stacks).run()
 
 
 class Worker:
     """The threads of one worker, and their shared state."""
 
     def __init__(
-        self, channel: Channel, session: Link, datasets: DatasetTable, number: int, context: ServerContext, row: Row
+        self,
+        channel: Channel,
+        session: Link,
+        datasets: DatasetTable,
+        number: int,
+        context: ServerContext,
+        row: Row,
+        stacks: WorkerStacks,
     ) -> None:
         self._channel = channel
         self._session = session
         self._datasets = datasets
         self._context = context
         self._row = row
+        self._stacks = stacks
         self._where = f"worker {number} (pid {os.getpid()}) on {context.node}"
         self._handles = HandleTable()
         pool = PageablePool()
@@ -135,8 +135,7 @@ class Worker:
         self._meter = Meter(channel.stream)
         self._life = Life.SERVING
         self._num_tasks = 0  # answered
-        # To the sender.
-        self._outbox = Outbox()
+        self._outbox = Outbox(self._send)
         # Written by the watcher on a drain.
         self._drain_read, self._drain_write = os.pipe()
         self._poll = select.poll()
@@ -146,13 +145,9 @@ class Worker:
     def run(self) -> None:
         """Serve until a drain or a retirement; the process exits inside when the client goes."""
         if not self._context.embedded:
-            tell_client(lambda fields: self._outbox.put(Outgoing(MessageType.LOG, payload=Log(**fields).encode())))
-        sender = threading.Thread(target=self._send, name="rpcdl-send", daemon=True)
-        watcher = threading.Thread(
-            target=_watch, args=(self._session, self._channel, self._drain_write), name="rpcdl-watch", daemon=True
-        )
-        sender.start()
-        watcher.start()
+            forward_warnings(lambda fields: self._outbox.put(Outgoing(MessageType.LOG, payload=Log(**fields).encode())))
+        self._stacks.write_when_locked()
+        threading.Thread(target=self._watch, name="rpcdl-watch", daemon=True).start()
         try:
             while self._life is Life.SERVING or self._inbox:
                 # Before receiving, so that a request that is cancelled meanwhile is not begun.
@@ -163,8 +158,7 @@ class Worker:
                     self._serve(*self._inbox.popleft())
             goaway = Goaway(self._last_request, self._life is Life.RETIRING)
             self._outbox.put(Outgoing(MessageType.GOAWAY, payload=goaway.encode()))
-            self._outbox.close()
-            sender.join()
+            self._outbox.join()
             # Closing with unread input would reset the connection and lose replies that the client has not read yet.
             self._channel.stream.finish()
             while self._channel.recv() is not None:
@@ -251,14 +245,11 @@ class Worker:
 
     # --- the sender
 
-    def _send(self) -> None:
+    def _send(self, message: Outgoing) -> None:
         try:
-            while (message := self._outbox.get()) is not None:
-                self._channel.send(message.type, message.request_id, message.payload, message.buffers, message.flags)
-                if message.flags & Flag.MEASURED:
-                    self._meter.left()
-                self._outbox.done(message.size_bytes)
-                del message
+            self._channel.send(message.type, message.request_id, message.payload, message.buffers, message.flags)
+            if message.flags & Flag.MEASURED:
+                self._meter.left()
         except RPCError:
             # The client left while we wrote.
             os._exit(0)
@@ -340,7 +331,7 @@ class Worker:
         row = self._row
         row.errors[0] += 1
         text = " ".join("".join(traceback.format_exception_only(error)).split())
-        row.error[0], row.failed[0] = text.encode(errors="replace"), time.monotonic_ns()
+        row.error, row.failed[0] = text, time.monotonic_ns()
         self._send_reply(MessageType.ERROR, request_id, self._error(error))
 
     def _send_reply(self, type: MessageType, request_id: int, encoded: Encoded, flags: int = 0) -> None:
@@ -356,19 +347,20 @@ class Worker:
         elif flags:
             self._meter.left()
 
+    # --- the watcher
 
-def _watch(session: Link, channel: Channel, drain_write: int) -> None:
-    """Notice a drain, and the end of the client or the session, in the middle of a task."""
-    poll = select.poll()
-    poll.register(session.fileno(), select.POLLIN)
-    # Only the end of the connection, never its data, so this thread sleeps while requests come in.
-    poll.register(channel.fileno(), select.POLLRDHUP)
-    while True:
-        for descriptor, _events in poll.poll():
-            if descriptor != session.fileno():
-                os._exit(0)
-            received = session.recv()
-            if received is None:
-                os._exit(0)
-            if isinstance(received[0], Drain):
-                os.write(drain_write, b".")
+    def _watch(self) -> None:
+        poll = select.poll()
+        poll.register(self._session.fileno(), select.POLLIN)
+        # Only the end of the connection, never its data, so this thread sleeps while requests come in.
+        poll.register(self._channel.fileno(), select.POLLRDHUP)
+        while True:
+            for descriptor, _events in poll.poll():
+                received = self._session.recv() if descriptor == self._session.fileno() else None
+                if received is None:
+                    os._exit(0)
+                match received[0]:
+                    case Drain():
+                        os.write(self._drain_write, b".")
+                    case WantsStacks():
+                        self._stacks.write()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import struct
 import types
 import typing
@@ -236,58 +235,8 @@ def _checked(seconds: float) -> float:
     return seconds if 0 <= seconds < _LONGEST else 0.0
 
 
-# Workers print for users to read; a loop that prints in every sample reaches this limit.
-MAX_BYTES_PER_SECOND = 64 << 10
-
-# Longer lines are cut. With a line's overhead, at most a thousand pass in a second.
+# Longer lines of output are cut.
 MAX_CHARS = 1000
-
-_LINE_BYTES = 64
-
-
-class LineLimit:
-    """A limit on forwarded lines, in bytes per second, and a count of the others.
-
-    After the first line left out, all are until the second is over, so that the note stands in their place.
-
-    Args:
-        emit: Function that takes the note of how many were left out; returns whether it could.
-
-    Attributes:
-        due: Time to call :meth:`tell`; infinite if nothing was left out.
-    """
-
-    def __init__(self, emit: Callable[[str], bool]) -> None:
-        self.due = math.inf
-        self._emit = emit
-        self._end = -math.inf
-        self._room = 0
-        self._num_left_out = 0
-
-    def admits(self, text: str, now: float) -> bool:
-        """Whether a line fits at this time, in seconds."""
-        self.tell(now)
-        if now >= self._end:
-            self._end, self._room = now + 1.0, MAX_BYTES_PER_SECOND
-        self._room -= len(text.encode(errors="replace")) + _LINE_BYTES
-        if self._room < 0:
-            self.leave_out()
-        return self._room >= 0
-
-    def leave_out(self) -> None:
-        """Leave out the line that was just admitted."""
-        self._room = -1
-        self._num_left_out += 1
-        self.due = min(self.due, self._end)
-
-    def tell(self, now: float) -> None:
-        """Emit the number of lines left out, if it is time."""
-        if now < self.due or not self._num_left_out:
-            return
-        if self._emit(f"{self._num_left_out} lines left out"):
-            self._num_left_out, self.due = 0, math.inf
-        else:
-            self.due = now + 1.0
 
 
 def printable(text: str, keep: str = "") -> str:

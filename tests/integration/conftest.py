@@ -33,7 +33,7 @@ def wide_servers(zygote: Zygote) -> Iterator[list[QuickServer]]:
 
 @pytest.fixture
 def serve(zygote: Zygote, clean_client: None) -> Iterator[Callable[..., QuickServer]]:  # noqa: ARG001  # ends after
-    """Start node servers that end with the test: ``serve("--grace", "1", before="node.GATE_TIMEOUT = 1")``."""
+    """Start node servers that end with the test: ``serve("--grace", "1", before="node.PROOF_TIMEOUT = 1")``."""
     with contextlib.ExitStack() as stack:
         yield lambda *options, before="": stack.enter_context(quick_server(zygote, *options, before=before))
 

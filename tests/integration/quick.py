@@ -17,7 +17,7 @@ from tests.integration.zygote import Ended, Script, Zygote
 _LAUNCH = """
 import os, sys
 from rpcdataloader import launch
-from rpcdataloader.server import announcement, events, gate, node, run, session, settings, worker
+from rpcdataloader.server import announcement, clients, events, logs, node, session, status, worker
 {before}
 os._exit(launch.main(sys.argv[1:]))  # taking torch apart takes half a second
 """
@@ -28,7 +28,7 @@ class QuickServer:
 
     Args:
         options: Of the command line.
-        before: Statements that run first, to change limits: ``node.GATE_TIMEOUT = 0.5``.
+        before: Statements that run first, to change limits: ``node.PROOF_TIMEOUT = 0.5``.
     """
 
     def __init__(self, zygote: Zygote, options: tuple[str, ...], before: str = "") -> None:
@@ -65,7 +65,7 @@ class QuickServer:
         if self._ended is None:
             self._ended = self._script.wait(seconds * TIMEOUT_SCALE)
             if self._ended.status == -signal.SIGKILL:
-                # A spare that it had just forked may end a moment later.
+                # A gate that it had just forked may end a moment later.
                 wait_until(lambda: not self._listens(), what="the end of all that listens")
             assert READY_LINE.fullmatch(self._ended.output), "more than the ready line on standard output"
         return self._ended.status

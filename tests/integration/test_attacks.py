@@ -36,7 +36,7 @@ from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Handshake, Preamble
 from rpcdataloader.wire.messages import Call, Exited, pack_handles
 from rpcdataloader.wire.pickling import dumps
 from rpcdataloader.wire.transport import Deadline
-from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, wait_until
+from tests.conftest import TIMEOUT_SCALE, descendants, is_running, wait_until
 from tests.integration.quick import quick_server
 from tests.integration.tampering import recv_frame
 
@@ -59,10 +59,9 @@ FEW = settings(
 @pytest.fixture(scope="module")
 def server(zygote):
     """A server that does not wait long for strangers; at the end of the module, nothing is left of them in it."""
-    limits = "node.GATE_TIMEOUT = 1.0; worker.HANDSHAKE_TIMEOUT = 1.0; node.MAX_GATES = 8; node.GATE_PATIENCE = 0.05"
-    limits += "; settings.MAX_REFUSALS = 10000; node.MAX_SPARES = 1"
+    limits = "node.PROOF_TIMEOUT = 1.0; session.HANDSHAKE_TIMEOUT = 1.0; node.MAX_UNPROVED = 8"
+    limits += "; node.PROOF_PATIENCE = 0.05; logs.MAX_REFUSALS = 10000"
     with quick_server(zygote, "--max-connections", "64", before=limits) as server:
-        wait_until(lambda: list(map(process_name, descendants(server.pid))) == ["rpcdl-spare"])
         descriptors = descriptors_of(server)
         yield server
         assert serves(server)

@@ -636,7 +636,7 @@ def test_dataset_whose_nodes_have_gone_says_so(serve):
     server = serve()
     dataset = RPCDataset(server.address, State)
     server.signal(signal.SIGKILL)
-    assert server.wait() == -signal.SIGKILL  # nor does a spare gate of it take a connection any more
+    assert server.wait() == -signal.SIGKILL
     wait_until(lambda: dataset_session_is_lost(dataset), what="news of the end of the session")
     for use in (lambda: dataset[0], lambda: setattr(dataset, "epoch", 1)):
         with pytest.raises(ConnectionLostError, match=f"State is lost with its nodes: {server.address}: .*refused"):

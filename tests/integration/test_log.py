@@ -62,16 +62,16 @@ def test_bytes_of_a_worker_that_was_killed_are_known(serve):
     assert int(received) > MEGABYTE
 
 
-def test_connection_waits_while_the_table_of_processes_has_no_room(serve, monkeypatch):
+def test_worker_waits_while_the_table_of_processes_has_no_room(serve, monkeypatch):
     monkeypatch.setenv("RPCDATALOADER_CONNECT_TIMEOUT", "1")
     before = """
 from rpcdataloader.server.counters import CounterTable
-CounterTable.__init__.__defaults__ = (2, *CounterTable.__init__.__defaults__[1:])
+CounterTable.__init__.__defaults__ = (2,)
 """
     server = serve(before=before)
     with pytest.raises(ConnectError):  # it has a session, and no worker
         rpc_async(server.address, os.getpid).wait()
-    assert "cannot accept a connection now: at most 1 processes can serve connections" in server.log
+    assert "gets no further worker: no room for another process" in server.log
     assert f"{CLIENT} of job 4711 has come from" in server.log
 
 

@@ -274,8 +274,7 @@ def test_memory_goes_back_with_the_last_loader(server):
 
 @pytest.mark.parametrize("num_rounds", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_many_epochs_leave_nothing_behind(serve, num_rounds):
-    # Gates that wait have descriptors, too.
-    server = serve("--num-workers", "2", before="node.QUIET_SECONDS = 1000")
+    server = serve("--num-workers", "2")
     loaders = [
         RPCDataloader(Samples(), batch_size=2, workers=server.address, shuffle=True, persistent_workers=persistent)
         for persistent in (False, True)

@@ -106,11 +106,11 @@ def test_worker_that_serves_calls_does_not_retire(serve):
 
 
 ONE_RETIRES_AND_ITS_PLACE_IS_TAKEN = """
-from rpcdataloader.server import sessions, worker
-busy, numbers = sessions.Sessions._busy, iter(range(1000))
+from rpcdataloader.server import clients, worker
+busy, numbers = clients.Clients._busy, iter(range(1000))
 def busy_for_others(self, session):
     return "taken by somebody else" if next(numbers) in (2, 3, 4) else busy(self, session)
-sessions.Sessions._busy = busy_for_others
+clients.Clients._busy = busy_for_others
 count_task = worker.Worker._count_task
 def count_first(self):
     if self._where.startswith("worker 1 "):
@@ -133,7 +133,7 @@ ENDS_ARE_NOTICED_WHEN_THE_NEXT_WORKER_WAS_REFUSED = """
 from rpcdataloader.server import session
 on_worker_end = session.Session._on_worker_end
 def notice_late(self, worker):
-    if any(each.number > worker.number and each.life is session.Life.SERVING for each in self._workers.values()):
+    if any(each.number > worker.number and each.row.began[0] for each in self._workers.values()):
         on_worker_end(self, worker)
 session.Session._on_worker_end = notice_late
 """

@@ -51,7 +51,7 @@ PROMPTLY = 8 * TIMEOUT_SCALE
 @pytest.fixture(scope="module")
 def server(zygote):
     """A server that does not wait long for strangers."""
-    limits = "node.GATE_TIMEOUT = 1.0; worker.HANDSHAKE_TIMEOUT = 1.0; settings.MAX_REFUSALS = 1000"
+    limits = "node.PROOF_TIMEOUT = 1.0; session.HANDSHAKE_TIMEOUT = 1.0; logs.MAX_REFUSALS = 1000"
     with quick_server(zygote, before=limits) as server:
         yield server
         # Whatever the tests have done to it, the next client is served.
@@ -693,7 +693,8 @@ def test_secret_is_nowhere_to_be_seen(serve, tmp_path, monkeypatch, options):
     secret = secrets.token_urlsafe(32)
     monkeypatch.delenv("RPCDATALOADER_TOKEN_FILE")
     monkeypatch.setenv("RPCDATALOADER_TOKEN", secret)
-    monkeypatch.setenv("RPCDATALOADER_INSECURE", "1")
+    if "--insecure" in options:
+        monkeypatch.setenv("RPCDATALOADER_INSECURE", "1")
     server = serve(
         *[option.format(tmp_path=tmp_path) for option in options],
         before=f"os.environ.pop('RPCDATALOADER_TOKEN_FILE'); os.environ['RPCDATALOADER_TOKEN'] = {secret!r}",

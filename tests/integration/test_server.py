@@ -27,7 +27,7 @@ from rpcdataloader.client import node as local
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Preamble
-from tests.conftest import TIMEOUT_SCALE, descendants, is_running, process_name, stat_of, wait_until
+from tests.conftest import TIMEOUT_SCALE, descendants, is_running, stat_of, wait_until
 from tests.integration.zygote import FORK_POOLS
 
 pytestmark = pytest.mark.usefixtures("clean_client")
@@ -98,10 +98,6 @@ def read_all(sock):
 
 def num_descriptors(pid):
     return len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def spares_of(server):
-    return [pid for pid in descendants(server.pid) if process_name(pid) == "rpcdl-spare"]
 
 
 def connections_of(pid):
@@ -464,7 +460,6 @@ def test_full_disk_under_the_log_ends_nobody(serve):
 
 def test_connections_in_a_row_leave_nothing_behind(serve):
     server = serve("--num-workers", "1")
-    wait_until(lambda: len(spares_of(server)) == 2)
     # Not after the first call: the server closes what belonged to a process a little later than that has ended.
     before = num_descriptors(server.pid)
     call(server, os.getpid)
@@ -487,7 +482,7 @@ def zombies_of(pid):
 
 def test_many_at_once_are_all_served_although_few_gates_may_be_open(serve):
     """The workers of a large job: none is turned away for coming together with others."""
-    server = serve(before="node.MAX_GATES = 4")
+    server = serve(before="node.MAX_UNPROVED = 4")
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(dial(server, Preamble(bytes([7] * 16)).encode())) for _ in range(100)]
         for sock in socks:
@@ -497,7 +492,7 @@ def test_many_at_once_are_all_served_although_few_gates_may_be_open(serve):
 
 
 def test_log_of_refused_connections_has_a_limit(serve):
-    server = serve(before="settings.REFUSALS_PERIOD = 1000")
+    server = serve(before="logs.REFUSALS_PERIOD = 1000")
     for _ in range(60):
         with dial(server, b"x" * PREAMBLE_SIZE) as sock:
             assert read_all(sock) == b""
@@ -513,13 +508,39 @@ def read_exactly(sock):
 
 def test_silent_strangers_do_not_keep_others_out(serve):
     """One of them goes for everybody who comes, once it has had its time."""
-    server = serve(before="node.MAX_GATES = 4; node.GATE_PATIENCE = 0.05")
+    server = serve(before="node.MAX_UNPROVED = 4; node.PROOF_PATIENCE = 0.05")
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(dial(server)) for _ in range(12)]
         assert call(server, os.getpid) > 0
         wait_until(lambda: len(server.processes()) <= 4 + 1 + 2, 5)  # before they have had all of their time
         assert re.search("closed a connection from 127.0.0.1:.*: too many unauthenticated connections", server.log)
         assert read_all(silent[0]) == b""
+
+
+def test_silent_strangers_cost_no_process(serve):
+    server = serve()
+    _session_id, session = session_of(server)
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(dial(server))
+        worker = call(server, os.getpid)
+        assert set(server.processes()) == {session, worker}
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_stranger_that_stops_in_the_middle_of_the_first_bytes_stops_nobody_and_is_ended(serve, known):
+    server = serve(before="node.PROOF_TIMEOUT = 0.5")
+    session_id, _session = session_of(server)
+    with dial(server, Preamble(session_id if known else bytes(16)).encode()[:-1]) as sock:
+        assert call(server, os.getpid) > 0
+        assert read_all(sock) == b""
+    wait_until(lambda: "no handshake within 0.5 s" in server.log)
+
+
+def test_worker_at_rest_has_two_threads(serve):
+    server = serve()
+    pid = call(server, os.getpid)
+    assert len(os.listdir(f"/proc/{pid}/task")) == 2
 
 
 def test_server_without_descriptors_waits_and_goes_on(serve):
@@ -555,56 +576,14 @@ def fail_at_first():
     return fork()
 os.fork = fail_at_first
 node.EXHAUSTED_PAUSE = 0.01
-node.QUIET_SECONDS = 1000
 """
     server = serve(before=failing)
     descriptors = num_descriptors(server.pid)
-    with dial(server):  # it waits meanwhile
+    with dial(server, b"RPCDLDR"):  # it waits meanwhile
         wait_until(lambda: server.log.count("cannot accept a connection now: ") == 3)
     assert call(server, os.getpid) > 0
     pool.close_client()
-    # A gate that waits has two.
-    wait_until(lambda: num_descriptors(server.pid) == descriptors + 2 * len(spares_of(server)))
-
-
-def test_gate_of_a_worker_gets_another_connection(serve):
-    server = serve("--num-workers", "1")
-    wait_until(lambda: len(spares_of(server)) == 2)
-    waiting = set(spares_of(server))
-    assert call(server, os.getpid) > 0
-    wait_until(lambda: len(waiting & set(spares_of(server))) == 1)  # the other one is the session
-    pool.close_client()
-    assert call(server, os.getpid) > 0
-
-
-def test_gates_that_cannot_be_forked_in_advance_are_forked_later(serve):
-    failing = """
-import errno
-fork, failures = events.fork, iter(range(3))
-def fail_at_first(run):
-    for _ in failures:
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-    return fork(run)
-events.fork = fail_at_first
-node.EXHAUSTED_PAUSE = 0.01
-"""
-    server = serve("--num-workers", "1", before=failing)
-    wait_until(lambda: len(spares_of(server)) == 2)
-    assert server.log.count("cannot fork a gate in advance") == 3
-    assert call(server, os.getpid) > 0
-
-
-def test_gates_that_wait_and_are_killed_leave_nothing_behind(serve):
-    server = serve("--num-workers", "1")
-    wait_until(lambda: len(spares_of(server)) == 2)
-    waiting = spares_of(server)
-    for pid in waiting:
-        os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not any(map(is_running, waiting)))
-    assert call(server, os.getpid) > 0
-    pool.close_client()
-    wait_until(lambda: len(spares_of(server)) == 2)
-    wait_until(lambda: not zombies_of(server.pid))
+    wait_until(lambda: num_descriptors(server.pid) == descriptors)
 
 
 def session_of(server):
@@ -616,12 +595,12 @@ def session_of(server):
 def test_connection_that_is_handed_to_a_session_that_ends_ends_too(serve):
     """And not only when somebody's patience does: the socket must be nowhere else."""
     telling = """
-from rpcdataloader.server import sessions
-hand_over = sessions.Sessions.hand_over
+hand_over = clients.Clients.hand_over
 def tell(*args):
-    hand_over(*args)
+    has_it = hand_over(*args)
     os.write(2, b"handed over\\n")
-sessions.Sessions.hand_over = tell
+    return has_it
+clients.Clients.hand_over = tell
 """
     server = serve(before=telling)
     session_id, session = session_of(server)
@@ -643,7 +622,7 @@ def make_short_pair():
         end._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return ends
 events.Link.pair = make_short_pair
-node.GATE_TIMEOUT = 2; node.MAX_GATES = 16; node.GATE_PATIENCE = 0.05
+node.PROOF_TIMEOUT = 2; node.MAX_UNPROVED = 16; node.PROOF_PATIENCE = 0.05
 """
     server = serve(before=short_queues)
     session_id, session = session_of(server)
@@ -661,7 +640,7 @@ node.GATE_TIMEOUT = 2; node.MAX_GATES = 16; node.GATE_PATIENCE = 0.05
 
 def test_session_survives_workers_that_never_say_who_they_are(serve):
     """Session ids travel in the clear, so that anybody may open worker connections, and nothing more."""
-    server = serve(before="worker.HANDSHAKE_TIMEOUT = 0.3; session.MAX_UNAUTHENTICATED = 8")
+    server = serve(before="session.HANDSHAKE_TIMEOUT = 0.3; session.MAX_UNAUTHENTICATED = 8")
     session_id, session = session_of(server)
     pid = call(server, os.getpid)
     with contextlib.ExitStack() as stack:
@@ -674,7 +653,7 @@ def test_session_survives_workers_that_never_say_who_they_are(serve):
 
 
 def test_refusal_is_logged_once_even_if_the_other_end_stays(serve):
-    server = serve(before="node.GATE_TIMEOUT = 0.3")
+    server = serve(before="node.PROOF_TIMEOUT = 0.3")
     with dial(server, b"x" * PREAMBLE_SIZE) as sock:
         assert read_all(sock) == b""
         wait_until(lambda: not server.processes())
@@ -682,28 +661,27 @@ def test_refusal_is_logged_once_even_if_the_other_end_stays(serve):
 
 
 def test_client_is_kept_by_a_server_without_descriptors_for_its_worker(serve):
-    """The message of a worker comes with a descriptor, for which there is no room; the next attempt has room."""
+    """The output of a worker takes a descriptor, for which there is no room; the next attempt has room."""
     server = serve(
         before="""
 import resource
-from rpcdataloader.server import sessions
-hand_over, decide = node.NodeServer._hand_over, sessions.Sessions._decide
+hand_over = clients.Clients.hand_over
 _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-held = []
-def hand_over_and_fill_up(self, *args):
-    hand_over(self, *args)
-    node.NodeServer._hand_over = hand_over
+def hand_over_without_room(self, *args):
+    clients.Clients.hand_over = hand_over
     resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+    held = []
     try:
         while True:
             held.append(os.dup(0))
     except OSError:
         pass
-def decide_and_empty(self, *args):
-    while held:
-        os.close(held.pop())
-    decide(self, *args)
-node.NodeServer._hand_over, sessions.Sessions._decide = hand_over_and_fill_up, decide_and_empty
+    try:
+        return hand_over(self, *args)
+    finally:
+        while held:
+            os.close(held.pop())
+clients.Clients.hand_over = hand_over_without_room
 """
     )
     _session_id, session = session_of(server)
@@ -715,8 +693,7 @@ class Forger:
     """Writes what no process of the server would to the session's links."""
 
     def __init__(self):
-        origin = {"client": "x", "rank": None, "job": ""}
-        event = {"event": "WantsRoom", "worker": 1, "pid": 10**30, "peer": "", "origin": origin}
+        event = {"event": "WorkerBegun", "worker": 1, "pid": 10**30}
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as sock:
                 if sock.type == socket.SOCK_SEQPACKET:
@@ -747,8 +724,9 @@ processes.Process.kill = lambda self, reason: None  # as while it waits for a fi
 node.END_TIMEOUT = 0.2
 """
     )
-    call(server, os.getpid)
-    server.stop()
+    with dial(server, b"RPCDLDR"):
+        wait_until(server.processes, what="the gate that waits for the rest")
+        server.stop()
     assert "does not end: it waits in the kernel" in server.log
 
 

@@ -584,7 +584,7 @@ def test_full_server_answers(serve, look_at):
 
 def test_open_status_connections_take_nobody_elses_place(serve, asker):
     """They are authenticated, so neither the limit of time nor the number of gates is for them."""
-    limits = "node.MAX_GATES = 3; node.GATE_TIMEOUT = 0.5; node.GATE_PATIENCE = 0.3"
+    limits = "node.MAX_UNPROVED = 3; node.PROOF_TIMEOUT = 0.5; node.PROOF_PATIENCE = 0.3"
     server = serve("--max-connections", "1", before=limits)
     with contextlib.ExitStack() as stack:
         others = [stack.enter_context(contextlib.closing(Nodes(["localhost:1"], None, PROMPTLY))) for _ in range(3)]
@@ -690,7 +690,7 @@ def test_stacks_of_the_workers_of_all_clients(serve, zygote, look_at):
 
 
 def test_worker_of_a_session_that_stands_still_is_listed(serve, look_at):
-    server = serve(before="gate.STACK_TIMEOUT = 0.3")
+    server = serve(before="status.STACK_TIMEOUT = 0.3")
     pid = rpc_async(server.address, os.getpid).wait()
     session = look_at(server)["clients"][0]["session_pid"]
     os.kill(session, signal.SIGSTOP)

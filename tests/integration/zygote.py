@@ -235,8 +235,8 @@ if __name__ == "__main__":
     import rpcdataloader.loader.dataset
 
     # Most of a node server, but for rpcdataloader.server.node, which tells the package that it runs in one.
-    import rpcdataloader.server.gate
-    import rpcdataloader.server.sessions  # noqa: F401
+    import rpcdataloader.server.clients
+    import rpcdataloader.server.gate  # noqa: F401
 
     for module in sys.argv[1:]:
         importlib.import_module(module)

@@ -43,37 +43,6 @@ def test_long_line_is_cut(printer, capsys):
     assert capsys.readouterr().err == f"(node) {'x' * 1000}\n"
 
 
-def test_too_many_lines_are_left_out_and_counted(printer, capsys):
-    for _ in range(200):
-        printer.put("node", "x" * 1000)
-    printer.close()
-    *lines, last = capsys.readouterr().err.splitlines()
-    assert set(lines) == {f"(node) {'x' * 1000}"}
-    assert last == f"(rpcdataloader) {200 - len(lines)} lines left out"
-    assert len(lines) < 150  # of two seconds, at most
-
-
-def test_what_a_node_server_says_of_its_limit_is_not_left_out(printer, capsys):
-    for _ in range(200):
-        printer.put("node", "x" * 1000)
-    printer.put("node", "79000 lines left out", is_note=True)
-    printer.close()
-    assert "(node) 79000 lines left out" in capsys.readouterr().err.splitlines()
-
-
-def test_note_comes_by_itself(printer, capsys):
-    for _ in range(100):
-        printer.put("node", "x" * 1000)
-    shown = ""
-
-    def is_noted():
-        nonlocal shown
-        shown += capsys.readouterr().err
-        return "lines left out" in shown
-
-    wait_until(is_noted, 5)
-
-
 class Stopped(io.StringIO):
     """Standard error of a terminal that is stopped."""
 

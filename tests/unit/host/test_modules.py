@@ -12,7 +12,7 @@ import zipfile
 import pytest
 
 from rpcdataloader.host import environment
-from rpcdataloader.host.environment import Additions, Module, add, become_session, pack, unpack
+from rpcdataloader.host.environment import Additions, Module, add, pack, prepare_session, unpack
 
 FILES = {
     "shapes/__init__.py": b"from shapes.round import circle\n",
@@ -27,7 +27,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(environment, "_installed", {})
     monkeypatch.setattr(environment, "_folder", "")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "earlier"), *sys.path])
-    become_session(str(tmp_path / "session"), lambda: None)
+    prepare_session(str(tmp_path / "session"), lambda: None)
     yield tmp_path / "session"
     for name in [name for name in sys.modules if name.partition(".")[0] in ("shapes", "squares")]:
         del sys.modules[name]
@@ -119,6 +119,6 @@ def test_folder_of_somebody_else_is_not_used(folder):
 
 
 def test_without_a_folder_the_error_says_what_to_set(folder):  # noqa: ARG001
-    become_session("", lambda: None)
+    prepare_session("", lambda: None)
     with pytest.raises(FileNotFoundError, match="has no folder for temporary files: set its TMPDIR"):
         install_modules([pack("squares", {"squares.py": b"side = 2"})])

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from rpcdataloader.server.events import Decided, Drain, Printed, SessionBegun, WantsRoom, decode, encode
-from rpcdataloader.server.logs import Origin
+from rpcdataloader.server.events import (
+    Drain,
+    Origin,
+    Printed,
+    SessionBegun,
+    WorkerBegun,
+    WorkerConnection,
+    decode,
+    encode,
+)
 
 ORIGIN = Origin("gpu01:2304", None, "4711")
 
@@ -15,10 +23,10 @@ ORIGIN = Origin("gpu01:2304", None, "4711")
     [
         Drain(),
         SessionBegun("00ff", "client é", ORIGIN),
-        WantsRoom(3, 4711, "10.0.0.7:5", Origin("gpu01:2304", 2, "")),
-        Decided(1, None, 17),
+        WorkerBegun(3, 4711),
+        WorkerConnection(1, 17, "10.0.0.7:5", None),
         Printed("10 %\x00 é", "worker 3"),
-        Decided(2, "all connections are in use", 0),
+        WorkerConnection(2, 0, "10.0.0.7:6", "all connections are in use"),
     ],
 )
 def test_events_arrive_as_they_were(event):
@@ -33,8 +41,8 @@ def test_events_arrive_as_they_were(event):
         (b"[" * 100_000, "is nested too deeply"),
         (b"{}", "unknown event None"),
         (b'{"event": "Event"}', "unknown event 'Event'"),
-        (b'{"event": "Decided", "worker": 1, "reason": null}', "row is missing"),
-        (b'{"event": "Decided", "worker": true, "reason": null, "row": 0}', "worker is of another type"),
+        (b'{"event": "WorkerBegun", "worker": 1}', "pid is missing"),
+        (b'{"event": "WorkerBegun", "worker": true, "pid": 1}', "worker is of another type"),
         (b'{"event": "SessionBegun", "id": "", "name": "", "origin": {}}', "client is missing"),
     ],
 )

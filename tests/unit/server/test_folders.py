@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-from rpcdataloader.server.sessions import Folders
+from rpcdataloader.server.clients import Folders
 from tests.conftest import wait_until
 
 

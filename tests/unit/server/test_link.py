@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from rpcdataloader.server.events import Drain, GaveUp, Link, TellsStatus, WantsStacks, WorkerEnded
+from rpcdataloader.server.events import Drain, GaveUp, Link, StacksBegun, WantsStacks, WorkerEnded
 
 
 @pytest.fixture
@@ -174,10 +174,10 @@ def test_several_processes_may_write_to_one_end(pair):
     """Gates write sockets to the node server's end of a session's link."""
     ours, theirs = pair
     other = Link(socket.socket(fileno=os.dup(ours.fileno())))
-    other.send(TellsStatus())
+    other.send(StacksBegun())
     other.close()
     ours.send(Drain())
-    assert [theirs.recv()[0] for _ in range(2)] == [TellsStatus(), Drain()]
+    assert [theirs.recv()[0] for _ in range(2)] == [StacksBegun(), Drain()]
 
 
 @pytest.mark.parametrize(

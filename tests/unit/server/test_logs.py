@@ -17,11 +17,12 @@ from rpcdataloader.server.logs import (
     MAX_RECORDS,
     RECORDS_PERIOD,
     ClientHandler,
+    Forwarding,
     OutputReader,
-    SharedLimit,
+    RateLimit,
+    forward_warnings,
     redirect_output,
-    tell_client,
-    tell_nobody,
+    stop_forwarding,
 )
 
 
@@ -125,7 +126,8 @@ def test_redirected_output_is_that_of_the_descriptors(tmp_path):
         status = 1
         try:
             sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
-            descriptor = redirect_output()
+            descriptor, theirs = os.pipe()
+            redirect_output(theirs)
             print("printed")  # noqa: T201
             os.write(1, b"written to 1\n")
             print("error", file=sys.stderr)  # noqa: T201
@@ -160,9 +162,9 @@ def told(monkeypatch):
     monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
     records = []
-    tell_client(records.append)
+    forward_warnings(records.append)
     yield records, clock
-    tell_nobody()
+    stop_forwarding()
 
 
 def test_records_of_warning_level_and_above_reach_the_client(told):
@@ -243,9 +245,9 @@ def test_record_that_cannot_be_formatted_harms_nobody(told, monkeypatch):
 def test_telling_again_replaces_and_telling_nobody_undoes(told):
     records, _clock = told
     others = []
-    tell_client(others.append)
+    forward_warnings(others.append)
     logging.getLogger("user").warning("to the new one")
-    tell_nobody()
+    stop_forwarding()
     logging.getLogger("user").warning("to nobody")
     assert (records, [record["text"] for record in others]) == ([], ["to the new one"])
     assert not any(isinstance(handler, ClientHandler) for handler in logging.getLogger().handlers)
@@ -257,7 +259,7 @@ def test_telling_again_replaces_and_telling_nobody_undoes(told):
 def test_limit_holds_for_a_period_and_tells_how_much_it_has_refused(monkeypatch):
     now = 100.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
-    limit = SharedLimit(3, 10.0)
+    limit = RateLimit(3, 10.0)
     assert [limit.take() for _ in range(5)] == [0, 0, 0, None, None]
     now += 10.5
     assert [limit.take() for _ in range(4)] == [2, 0, 0, None]
@@ -267,13 +269,72 @@ def test_limit_holds_for_a_period_and_tells_how_much_it_has_refused(monkeypatch)
     assert limit.take() == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_limit_counts_what_forks_do():
-    limit = SharedLimit(3, 1000.0)
-    for _ in range(2):
-        pid = os.fork()
-        if pid == 0:
-            limit.take()
-            os._exit(0)
-        os.waitpid(pid, 0)
-    assert [limit.take() for _ in range(2)] == [0, None]
+class Session:
+    """The link to a session, with room or without."""
+
+    def __init__(self):
+        self.texts = []
+        self.has_room = True
+
+    def offer(self, event):
+        if self.has_room:
+            self.texts.append((event.text, event.printed_by))
+        return self.has_room
+
+
+class Timers:
+    """A loop whose functions are called by hand."""
+
+    def __init__(self):
+        self.waiting = []
+
+    def call_at(self, when, function):
+        self.waiting.append((when, function))
+
+    def call(self):
+        (_when, function), *self.waiting = self.waiting
+        function()
+
+
+@pytest.fixture
+def forwarding(monkeypatch):
+    clock, session, timers = Clock(), Session(), Timers()
+    monkeypatch.setattr(module, "time", clock)
+    return Forwarding(session, timers), session, timers, clock
+
+
+def test_lines_pass_up_to_the_bytes_of_a_second_and_the_others_are_counted(forwarding):
+    lines, session, timers, clock = forwarding
+    for _ in range(99):
+        lines.take("é" * 500, "worker 3")
+    assert session.texts == [("é" * 500, "worker 3")] * 61  # of 1000 bytes, and 64 besides
+    (end,) = [when for when, _function in timers.waiting]
+    clock.now = end
+    lines.take("before the note", "session")
+    timers.call()
+    assert session.texts[61:] == [("39 lines left out", "")]
+    lines.take("after it", "session")
+    assert session.texts[62:] == [("after it", "session")]
+
+
+def test_short_line_does_not_slip_in_after_a_long_one_that_did_not_pass(forwarding):
+    lines, session, timers, _clock = forwarding
+    for _ in range(2000):
+        lines.take("x" * 1000, "worker 1")
+    lines.take("x", "worker 1")
+    assert len(session.texts) == 61
+    timers.call()
+    assert session.texts[-1] == (f"{2001 - 61} lines left out", "")
+
+
+def test_session_without_room_costs_lines_and_no_time(forwarding):
+    lines, session, timers, clock = forwarding
+    session.has_room = False
+    lines.take("lost", "worker 1")
+    timers.call()
+    session.has_room = True
+    clock.now += 2.0
+    lines.take("lost, too", "worker 1")
+    timers.call()
+    lines.take("10 %\r20 %\r", "worker 1")
+    assert session.texts == [("2 lines left out", ""), ("20 %", "worker 1")]

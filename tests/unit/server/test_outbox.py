@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from rpcdataloader.server.requests import Outbox
 from rpcdataloader.wire.channel import Outgoing
 from rpcdataloader.wire.frames import MessageType
@@ -13,8 +15,23 @@ def reply(size_bytes):
     return Outgoing(MessageType.REPLY, 1, b"x" * (size_bytes // 2), [memoryview(bytes(size_bytes - size_bytes // 2))])
 
 
-def test_one_may_wait_whatever_its_size():
-    outbox = Outbox(10)
+@pytest.fixture
+def outbox():
+    """One whose sender is stuck in its first message until it is told to go on."""
+
+    def send(message):
+        goes_on.wait()
+        sent.append(message.size_bytes)
+
+    sent, goes_on = [], threading.Event()
+    outbox = Outbox(send, 10)
+    yield outbox, sent, goes_on
+    goes_on.set()
+    outbox.join()
+
+
+def test_one_may_wait_whatever_its_size(outbox):
+    outbox, _sent, _goes_on = outbox
     outbox.put(reply(1000))
     assert not outbox.is_full
     outbox.wait()
@@ -22,38 +39,33 @@ def test_one_may_wait_whatever_its_size():
     assert outbox.is_full
 
 
-def test_many_small_ones_may_wait():
-    outbox = Outbox(10)
+def test_many_small_ones_may_wait(outbox):
+    outbox, _sent, _goes_on = outbox
     for _ in range(10):
         outbox.put(reply(1))
     assert not outbox.is_full
     outbox.put(reply(1))
     assert outbox.is_full
-    outbox.done(outbox.get().size_bytes)
-    assert not outbox.is_full
 
 
-def test_message_waits_until_it_was_sent():
-    outbox = Outbox(10)
+def test_message_waits_until_it_was_sent(outbox):
+    outbox, sent, goes_on = outbox
     outbox.put(reply(1))
-    message = outbox.get()
-    assert outbox.num_waiting == 1
-    outbox.done(message.size_bytes)
-    assert outbox.num_waiting == 0
-    outbox.close()
-    assert outbox.get() is None
+    assert (outbox.num_waiting, sent) == (1, [])
+    goes_on.set()
+    outbox.join()
+    assert (outbox.num_waiting, sent) == (0, [1])
 
 
-def test_who_waits_goes_on_when_there_is_room_again():
-    outbox = Outbox(10)
+def test_who_waits_goes_on_when_there_is_room_again(outbox):
+    outbox, sent, goes_on = outbox
     for _ in range(3):
         outbox.put(reply(8))
-    went_on = threading.Event()
-    thread = threading.Thread(target=lambda: (outbox.wait(), went_on.set()))
+    thread = threading.Thread(target=outbox.wait)
     thread.start()
-    outbox.done(outbox.get().size_bytes)
     assert outbox.is_full
-    assert not went_on.is_set()
-    outbox.done(outbox.get().size_bytes)
+    goes_on.set()
     thread.join(10)
-    assert went_on.is_set()
+    assert not thread.is_alive()
+    outbox.join()
+    assert sent == [8, 8, 8]

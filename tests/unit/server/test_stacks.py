@@ -10,20 +10,28 @@ import select
 
 import pytest
 
-from rpcdataloader.server.stacks import StackFile, StackPipe
+from rpcdataloader.server.events import Link
+from rpcdataloader.server.stacks import StackFile, WorkerStacks
 
 
-class FakePipe(StackPipe):
-    """Of a worker that does not exist, so that its dump is hopeless at once."""
+class FakeStacks(WorkerStacks):
+    """Those of a worker that does not exist, so that they are hopeless at once."""
 
     def __init__(self, number):
         super().__init__()
-        self.become_session(2**30 + number, number)  # above the kernel's largest process id
+        link, theirs = Link.pair()
+        theirs.close()
+        self.watch(2**30 + number, number, link)  # above the kernel's largest process id
+        self.link = link
+
+    def close(self):
+        super().close()
+        self.link.close()
 
 
 @pytest.fixture
 def stacks():
-    made = [FakePipe(1), FakePipe(2)]
+    made = [FakeStacks(1), FakeStacks(2)]
     yield made
     for stack in made:
         stack.close()
@@ -65,7 +73,7 @@ def test_file_has_a_line_per_worker_and_ends_with_the_last(stacks):
 def test_worker_that_ends_is_waited_for_no_longer(stacks):
     with looking(stacks) as (told, is_open, _file):
         stacks[1].finish()
-        stacks[0].tell("worker 1 has ended")
+        stacks[0].answer("worker 1 has ended")
         assert told()[stacks[0].pid] == "worker 1 has ended"
         assert not is_open()
 

@@ -1,0 +1,362 @@
+"""The node server's view of its clients: their sessions and workers, a cap on workers, output, logging and clean-up."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import select
+import socket
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rpcdataloader.host.output import Output
+from rpcdataloader.server import events
+from rpcdataloader.server.counters import Row
+from rpcdataloader.server.events import Event, Link, Origin
+from rpcdataloader.server.logs import Forwarding, LimitedLog, OutputReader
+from rpcdataloader.server.processes import Loop, Process
+from rpcdataloader.server.settings import ServerContext
+from rpcdataloader.wire import transport
+from rpcdataloader.wire.messages import escaped
+
+logger = logging.getLogger("rpcdataloader.server")
+
+# Seconds in which a session whose client has gone cleans up after its datasets. One that runs user code ends at once.
+END_TIMEOUT = 2.0
+
+# Seconds for which a connection that has proved nothing holds a place that other clients may want.
+PROOF_PATIENCE = 1.0
+
+_CLIENT_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+
+@dataclass(slots=True, eq=False)
+class WorkerRecord:
+    """A worker, from the hand-over of its connection on."""
+
+    place: int  # of its row
+    row: Row
+    peer: str
+    since: float  # time of the hand-over
+    pid: int = 0  # 0 until its client has authenticated itself
+    begun: int = 0  # time of that, in nanoseconds
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Client:
+    """A client, and its session here."""
+
+    process: Process
+    link: Link
+    sock: socket.socket  # its control connection, kept to see it leave while the session is busy
+    id: str  # of the session
+    name: str
+    origin: Origin
+    folder: str
+    row: Row  # of the session
+    started: int  # time at which it came, in nanoseconds
+    workers: dict[int, WorkerRecord] = field(default_factory=dict)  # by number
+    last_number: int = 0
+    work: Counter[str] = field(default_factory=Counter)  # of ended workers
+    num_ended: int = 0  # such workers
+    failed: int = 0  # time of their last error, in nanoseconds; 0 without one
+    error: str = ""
+    report: str = ""  # JSON of its last report
+    reported: int = 0  # time of that
+    forwarding: Forwarding | None = None  # of output; None if the client wants none
+    is_gone: bool = False
+    is_asked: bool = False  # True while a request for stacks is unread
+
+    def disconnect(self) -> None:
+        """End the control connection, as the client does when it goes."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+    def forget(self, number: int) -> WorkerRecord | None:
+        """Add the work of a worker that has ended to that of all such workers; None if it had never begun."""
+        worker = self.workers.pop(number)
+        if not worker.pid:
+            return None
+        self.work.update(worker.row.work())
+        self.num_ended += 1
+        if worker.row.failed[0] > self.failed:
+            self.failed, self.error = worker.row.failed[0], worker.row.error
+        return worker
+
+
+class Clients:
+    """The clients of a node server.
+
+    Attributes:
+        work: Work for clients that have gone.
+        num_ended: Workers of these.
+    """
+
+    def __init__(self, context: ServerContext, loop: Loop, log: Output, strangers: LimitedLog) -> None:
+        self._context = context
+        self._counters = context.counters
+        self._loop = loop
+        self._log = log
+        self._strangers = strangers
+        self._readers: set[OutputReader] = set()
+        self._folders = Folders()
+        self._by_id: dict[str, Client] = {}
+        self._is_draining = False
+        self.work: Counter[str] = Counter()
+        self.num_ended = 0
+        self._look_for_vanished()
+
+    def __iter__(self) -> Iterator[Client]:
+        return iter(self._by_id.values())
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def find(self, session_id: str) -> Client | None:
+        """The client with this session, if it is here."""
+        return self._by_id.get(session_id)
+
+    def begin(
+        self,
+        process: Process,
+        link: Link,
+        sock: socket.socket,
+        peer: str,
+        row: Row,
+        begun: events.SessionBegun,
+        output: int,
+    ) -> Client:
+        """Register a gate that has become a session; ``output`` is the pipe of its output."""
+        client = Client(
+            process=process,
+            link=link,
+            sock=sock,
+            id=begun.id,
+            name=escaped(begun.name),
+            origin=begun.origin,
+            folder=self._folders.name(),
+            row=row,
+            started=time.monotonic_ns(),
+        )
+        row.since[0] = client.started
+        job = f" of job {escaped(begun.origin.job)}" if begun.origin.job else ""
+        logger.info("%s%s has come from %s", client.name, job, peer)
+        self._by_id[client.id] = client
+        self._add_output(client, output, "session")
+        # The session ends with its client, even while it is busy with user code.
+        self._loop.watch(sock.fileno(), lambda: self._on_client_gone(client), _CLIENT_GONE)
+        client.link.post(events.SessionKnown(client.folder))
+        if self._is_draining:
+            client.link.post(events.Drain())
+        return client
+
+    def receive(self, client: Client, event: Event) -> None:
+        match event:
+            case events.WantsOutput():
+                client.forwarding = Forwarding(client.link, self._loop)
+            case events.WorkerBegun():
+                worker = client.workers[event.worker]
+                worker.pid, worker.begun = event.pid, time.monotonic_ns()
+                logger.debug("worker %d of %s has come from %s", event.worker, client.name, worker.peer)
+            case events.WorkerEnded():
+                self._worker_ended(client, event)
+            case events.StacksBegun():
+                client.is_asked = False
+            case events.Reported():
+                client.report, client.reported = event.report, time.monotonic_ns()
+            case events.Refused():
+                self._strangers.refused(event)
+
+    # --- output
+
+    def _add_output(self, client: Client, descriptor: int, name: str) -> None:
+        """Log what a pipe of a session brings, and forward it to the client."""
+        prefix = f"[{self._context.node} {client.name}{'' if name == 'session' else ' ' + name}]"
+
+        def take(line: str) -> None:
+            if client.forwarding is not None:
+                client.forwarding.take(line, name)
+                # The log of an embedded pool is its client's terminal, which would show the line twice.
+                if self._context.embedded:
+                    return
+            self._log.write(f"{prefix} {line}\n")
+
+        reader = OutputReader(descriptor, take)
+        self._readers.add(reader)
+        self._loop.watch(descriptor, lambda: self._on_output(reader))
+
+    def _on_output(self, reader: OutputReader) -> None:
+        if not reader.read():
+            self._loop.unwatch(reader.fileno())
+            self._readers.discard(reader)
+
+    # --- workers
+
+    def hand_over(self, client: Client, sock: socket.socket, peer: str) -> bool:
+        """Pass the connection of a future worker to its session; returns False while that has no room for it.
+
+        A worker takes its place before it has authenticated its client, so that nothing waits for a decision.
+        """
+        number = client.last_number + 1
+        with contextlib.ExitStack() as failed, contextlib.ExitStack() as handed:
+            place, descriptors = 0, [sock.fileno()]
+            reason = "the node server is draining" if self._is_draining else self._busy(client)
+            if reason is None:
+                try:
+                    output, theirs = os.pipe()
+                    failed.callback(os.close, output)
+                    handed.callback(os.close, theirs)
+                    place = self._counters.open()
+                    failed.callback(self._counters.close, place)
+                    descriptors.append(theirs)
+                except OSError as exc:
+                    reason = str(exc.strerror)
+            if not client.link.offer(events.WorkerConnection(number, place, peer, reason), descriptors):
+                return False
+            client.last_number = number
+            if reason is None:
+                failed.pop_all()
+                client.workers[number] = WorkerRecord(place, self._counters.row(place), peer, time.monotonic())
+                self._add_output(client, output, f"worker {number}")
+            else:
+                self._strangers.log(logging.INFO, "%s gets no further worker: %s", client.name, reason)
+            return True
+
+    def _busy(self, client: Client) -> str | None:
+        """The reason for which the client gets no further worker; None if it gets one."""
+        limit, own = self._context.max_connections, len(client.workers)
+        young = time.monotonic() - PROOF_PATIENCE
+        # Ids of sessions travel in the clear: strangers who know one must not hold the places of other clients.
+        others = sum(
+            worker.pid != 0 or worker.since > young
+            for each in self
+            if each is not client
+            for worker in each.workers.values()
+        )
+        if limit is None or own + others < limit:
+            return None
+        text = f"all {limit} connections are in use (--max-connections)"
+        return f"{text}, {others} of them by other clients" if others else text
+
+    def _worker_ended(self, client: Client, event: events.WorkerEnded) -> None:
+        place = client.workers[event.worker].place
+        worker = client.forget(event.worker)
+        self._counters.close(place)
+        if worker is None:
+            return
+        received, sent = worker.row.traffic  # also of a worker that was killed
+        # The log of an embedded pool is the trainer's terminal, and the trainer reports this itself.
+        level = logging.INFO if self._context.embedded else logging.WARNING
+        if event.reason == "exited with status 0":
+            level = logging.DEBUG
+        text = "worker %d of %s %s; it received %d bytes and sent %d"
+        logger.log(level, text, event.worker, client.name, event.reason, received, sent)
+
+    def ask_for_stacks(self, descriptors: list[int]) -> None:
+        """Let every session write the stacks of its workers to the first of two descriptors."""
+        for client in self:
+            # A busy session would accumulate requests.
+            if not client.is_asked:
+                client.is_asked = client.link.offer(events.WantsStacks(), descriptors)
+
+    # --- the end
+
+    def _on_client_gone(self, client: Client) -> None:
+        self._loop.unwatch(client.sock.fileno())
+        client.is_gone = True
+        reason = "its client has gone"
+        if client.row.running[0]:
+            client.process.kill(reason)
+        else:
+            self._loop.call_at(time.monotonic() + END_TIMEOUT, lambda: client.process.kill(reason))
+
+    def _look_for_vanished(self) -> None:
+        """End the sessions of clients whose host vanished while data was under way to it; otherwise keep-alive does."""
+        for client in self:
+            if not client.is_gone and transport.is_cut_off(client.sock):
+                client.disconnect()
+        self._loop.call_at(time.monotonic() + transport.LOOK_INTERVAL, self._look_for_vanished)
+
+    def disconnect(self) -> None:
+        """End all sessions, as if their clients had gone."""
+        for client in self:
+            client.disconnect()
+
+    def drain(self) -> None:
+        """Refuse further clients and workers, and let sessions drain."""
+        self._is_draining = True
+        for client in self:
+            client.link.post(events.Drain())
+
+    def close(self) -> None:
+        """Clean up after sessions whose end was not reported, and log the last output, which is still in pipes."""
+        for client in self:
+            self._folders.remove(client.folder, wait=True)
+        for reader in self._readers:
+            reader.finish()
+
+    def forget_in_child(self) -> None:
+        for reader in self._readers:
+            os.close(reader.fileno())
+
+    def ended(self, client: Client, reason: str) -> None:
+        """Clean up after an ended session and its workers; ``reason`` is the end of its process."""
+        del self._by_id[client.id]
+        self._loop.unwatch(client.sock.fileno())
+        self._folders.remove(client.folder)
+        client.forwarding = None  # the last lines of its workers go to the log only
+        level = logging.WARNING
+        if client.is_gone or reason == "exited with status 0":
+            level = logging.INFO
+            reason = "ended: " + ("the node server is draining" if self._is_draining else "the client has gone")
+        for number, worker in list(client.workers.items()):
+            client.forget(number)
+            self._counters.close(worker.place)
+        self.work.update(client.work)
+        self.num_ended += client.num_ended
+        seconds = (time.monotonic_ns() - client.started) / 1e9
+        text = "session of %s %s after %.1f s; its workers received %d bytes and sent %d"
+        received, sent = client.work["received_bytes"], client.work["sent_bytes"]
+        logger.log(level, text, client.name, reason, seconds, received, sent)
+
+
+class Folders:
+    """The folders in which the sessions of a node server keep modules of their clients.
+
+    A session that gets modules creates its folder. The node server names it, and removes it after the session's end.
+    """
+
+    def __init__(self) -> None:
+        self._ended: set[str] = set()
+
+    def name(self) -> str:
+        """Return a path for one session; empty if there is no place for temporary files."""
+        try:
+            return os.path.join(tempfile.gettempdir(), f"rpcdataloader-{secrets.token_hex(16)}")
+        except FileNotFoundError:
+            return ""
+
+    def remove(self, path: str, *, wait: bool = False) -> None:
+        """Remove the folder of an ended session, if it exists.
+
+        A program does the work, as the client may have put any number of files there, at any depth. An orphaned worker
+        may write until the kernel has ended it: what is left then goes with the next folder.
+        """
+        self._ended = {folder for folder in {*self._ended, path} if _is_ours(folder)}
+        if self._ended:
+            command = 'exec >/dev/null 2>&1; rm -rf -- "$@"' + ("" if wait else " &")
+            with contextlib.suppress(OSError):
+                subprocess.run(["sh", "-c", command, "sh", *self._ended], stdin=subprocess.DEVNULL, check=False)
+
+
+def _is_ours(path: str) -> bool:
+    try:
+        return os.lstat(path).st_uid == os.getuid()
+    except OSError:
+        return False
