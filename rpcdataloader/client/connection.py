@@ -96,8 +96,9 @@ class Connection:
         self.has_ended = False
         # Held while a message is taken from the outbox, sealed and sent, so that messages keep their order.
         self._sending = threading.Lock()
-        # Guarded by that lock: whether a part of the last message waits for room in the kernel.
-        self._is_blocked = False
+        # Guarded by that lock: whether the sender seals a message, or a part of the last one waits for room in the
+        # kernel.
+        self._is_under_way = False
         self._receiver = threading.Thread(target=self._receive, name=f"rpcdl-recv {name}", daemon=True)
 
     def rename(self, name: str) -> None:
@@ -148,16 +149,15 @@ class Connection:
         Waking the sender costs two changes of the GIL's holder, which is more than the message does.
         """
         channel = self._channel
-        if channel is None or buffers or len(payload) > MAX_SENT_NOW_BYTES or not self._sending.acquire(False):
+        if channel is None or buffers or len(payload) > MAX_SENT_NOW_BYTES or self._is_under_way or self._outbox:
             return False
-        try:
-            if self._is_blocked or self._outbox:
+        # Not acquired in another way: Ctrl-C must not leave the lock held, which the sender takes for this connection.
+        with self._sending:
+            if self._is_under_way or self._outbox:
                 return False
             with contextlib.suppress(RPCError):  # the receiver sees the same error and reports it
-                self._is_blocked = not channel.begin(type, number, payload, buffers, flags)
-        finally:
-            self._sending.release()
-        if self._is_blocked:
+                self._is_under_way = not channel.begin(type, number, payload, buffers, flags)
+        if self._is_under_way:
             self._sender.wake(self)
         return True
 
@@ -314,12 +314,13 @@ class Connection:
         try:
             with self._sending:
                 while not self.has_ended:
-                    if self._is_blocked and not channel.go_on():
+                    if self._is_under_way and not channel.go_on():
                         return False
-                    self._is_blocked = False
+                    self._is_under_way = False
                     if (message := self._next_message()) is None:
                         return True
-                    self._is_blocked = not channel.begin(
+                    self._is_under_way = True  # callers do not wait while a large one is sealed
+                    self._is_under_way = not channel.begin(
                         message.type,
                         message.request_id,
                         message.payload,
