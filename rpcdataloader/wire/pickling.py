@@ -18,7 +18,7 @@ import pickle
 import struct
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -267,7 +267,7 @@ def _describe(error: BaseException) -> str:
 
 def _parts(obj: Any, path: str) -> Iterator[tuple[str, Any]]:
     """The items of an object, the variables of a function, and the attributes; each with its path."""
-    if isinstance(obj, Mapping):
+    if isinstance(obj, dict):
         yield from ((f"{path}[{key!r}]", value) for key, value in obj.items())
     elif isinstance(obj, (list, tuple, deque, set, frozenset)):
         yield from ((f"{path}[{i}]", item) for i, item in enumerate(obj))

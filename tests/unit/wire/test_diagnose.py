@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
 import dataclasses
 import functools
 import threading
@@ -41,6 +42,22 @@ class Sample:
 class Refuses:
     def __reduce__(self) -> str:
         raise RuntimeError("not me")
+
+
+class Open(collections.abc.Mapping):
+    """Like an open file of h5py: its items are on disk."""
+
+    def __getitem__(self, key: str) -> Any:
+        return LOCK
+
+    def __iter__(self) -> Any:
+        return iter("ab")
+
+    def __len__(self) -> int:
+        return 2
+
+    def __reduce__(self) -> str:
+        raise RuntimeError("open")
 
 
 class Constructed:
@@ -87,6 +104,7 @@ def in_a_cycle() -> Holder:
         (collections.OrderedDict(a=LOCK), "dataset['a'] is a _thread.lock"),
         (collections.defaultdict(threading.Lock, a=LOCK), "dataset['a'] is a _thread.lock"),
         (Holder(x=Refuses()), f"dataset.x is a {Refuses.__module__}.Refuses"),
+        (Holder(x=Open()), f"dataset.x is a {Open.__module__}.Open"),
         (Constructed(LOCK), "dataset.lock is a _thread.lock"),
         (closure_over(Holder(lock=LOCK)), "dataset.<closure>.captured.lock is a _thread.lock"),
         (Holder(transform=functools.partial(print, file=LOCK)), "dataset.transform.keywords['file'] is a _thread.lock"),
