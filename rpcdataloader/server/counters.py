@@ -64,7 +64,7 @@ class Row:
 
 
 class CounterTable:
-    """The rows; row 0 belongs to processes that count for nobody."""
+    """The rows; row 0 is that of refused workers."""
 
     def __init__(self, num_rows: int = NUM_ROWS) -> None:
         self._memory = memoryview(mmap.mmap(-1, num_rows * _ROW_BYTES))

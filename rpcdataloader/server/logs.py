@@ -35,7 +35,7 @@ MAX_LEFT_BYTES = 1 << 20
 MAX_BYTES_PER_SECOND = 64 << 10
 _LINE_BYTES = 64
 
-# Limit on the log lines about strangers, who can be refused at any rate: so many per period, in seconds.
+# Limit on the log lines about strangers, who can be refused at any rate: a number per period, in seconds.
 MAX_REFUSALS = 20
 REFUSALS_PERIOD = 10.0
 

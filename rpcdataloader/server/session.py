@@ -291,7 +291,7 @@ class Session:
     # --- workers
 
     def _fork_worker(self, event: events.WorkerConnection, descriptors: list[int]) -> str | None:
-        """Fork a worker for a connection; returns why there is none, and then its client sees the connection closed."""
+        """Fork a worker for a connection; returns why that failed, and then its client sees the connection closed."""
         if not descriptors:
             logger.warning("cannot accept a connection: %s", os.strerror(errno.EMFILE))
             return "there was no descriptor for its connection"

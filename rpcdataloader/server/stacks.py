@@ -4,9 +4,9 @@ The watcher, a thread of the worker, writes the stacks into a file that it share
 interpreter lock then, so no frame moves. A signal handler holds no lock: it may find half-made frames, and once in some
 hundred times ends the process by SIGSEGV.
 
-But C code may keep the lock. If the watcher has asked for it often, and in vain, while at most one thread ran, a signal
-handler of ``faulthandler`` writes the stacks, in the watcher: frames do not move while that C code runs. A stopped
-process runs no handler; the session then reports the state that the kernel gives.
+But C code may keep the lock. If the watcher has often asked for it without success, while at most one thread ran, a
+signal handler of ``faulthandler`` writes the stacks, in the watcher: frames do not move while that C code runs. A
+stopped process runs no handler; the session then reports the state that the kernel gives.
 """
 
 from __future__ import annotations

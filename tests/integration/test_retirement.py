@@ -133,7 +133,7 @@ ENDS_ARE_NOTICED_WHEN_THE_NEXT_WORKER_WAS_REFUSED = """
 from rpcdataloader.server import session
 on_worker_end = session.Session._on_worker_end
 def notice_late(self, worker):
-    if any(each.number > worker.number and each.row.began[0] for each in self._workers.values()):
+    if any(each.number > worker.number for each in self._workers.values()):
         on_worker_end(self, worker)
 session.Session._on_worker_end = notice_late
 """

@@ -432,7 +432,7 @@ def test_report_of_a_stranger_or_of_nonsense_does_not_disturb(serve, look_at):
     session = session_on(server)
     for payload in b"nonsense", b"x" * 100_000, b'{"loops": [{"bound": 1e999}]}', b"":
         session.connection.tell(MessageType.REPORT, payload)
-        assert session.call(os.getpid)() in server.processes()  # it comes after the report
+        assert session.call(os.getpid).wait() in server.processes()  # it comes after the report
         assert loops_of(look_at(server)) == []
 
 
