@@ -8,14 +8,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 import secrets
 import tempfile
-import time
 
 from rpcdataloader.errors import ConnectError
-from rpcdataloader.wire.status import RENEWAL_PERIOD, Registration
+from rpcdataloader.wire.status import Registration
 
 logger = logging.getLogger("rpcdataloader.server")
 
@@ -27,9 +25,6 @@ class Announcement:
         directory: Absolute path; created if it is missing, for its owner alone.
         registration: Content of the file; its time is replaced by that of the file system.
 
-    Attributes:
-        due: Time of the next :meth:`renew`, on the clock of :func:`time.monotonic`.
-
     Raises:
         ConnectError: The directory cannot be written.
     """
@@ -39,7 +34,7 @@ class Announcement:
         self._registration = registration
         self._path = os.path.join(directory, registration.file_name(secrets.token_hex(4)))
         self._has_failed = False
-        self.due = time.monotonic() + RENEWAL_PERIOD
+        self._is_closed = False
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory, 0o700)
@@ -49,8 +44,7 @@ class Announcement:
         logger.info("registered as %s", self._path)
 
     def renew(self) -> None:
-        """Show that the server still lives, when that is :attr:`due`; logs problems."""
-        self.due = time.monotonic() + RENEWAL_PERIOD
+        """Show that the server still lives; call this every ``RENEWAL_PERIOD``. Logs problems."""
         try:
             try:
                 os.utime(self._path)  # the clock of the file server
@@ -65,9 +59,9 @@ class Announcement:
 
     def close(self) -> None:
         """Tell clients that the server is leaving; idempotent."""
-        if self.due == math.inf:
+        if self._is_closed:
             return
-        self.due = math.inf
+        self._is_closed = True
         try:
             os.unlink(self._path)
         except FileNotFoundError:

@@ -17,7 +17,7 @@ from tests.integration.zygote import Ended, Script, Zygote
 _LAUNCH = """
 import os, sys
 from rpcdataloader import launch
-from rpcdataloader.server import announcement, clients, events, logs, node, session, status, worker
+from rpcdataloader.server import clients, events, logs, node, session, status, worker
 {before}
 os._exit(launch.main(sys.argv[1:]))  # taking torch apart takes half a second
 """

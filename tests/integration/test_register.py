@@ -93,7 +93,7 @@ def test_file_goes_when_the_drain_begins(register, fifo):
 
 
 def test_server_that_has_nothing_to_do_renews_its_file(register):
-    _server, path = register(before="announcement.RENEWAL_PERIOD = 0.05")
+    _server, path = register(before="node.RENEWAL_PERIOD = 0.05")
     for _ in range(3):
         os.utime(path, (1000.0, 1000.0))
         wait_until(lambda: path.stat().st_mtime > 1000.0)

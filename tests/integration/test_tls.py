@@ -140,7 +140,7 @@ def test_session_serves_all_requests_that_came_at_once(server, certificates, mon
     use(monkeypatch, certificates)
     session = pool.get_client().node(Address.parse(server.address)).session()
     pid = session.wait().pid
-    assert session.call(os.getpid)() == pid
+    assert session.call(os.getpid).wait() == pid
     os.kill(pid, signal.SIGSTOP)
     answers = [session.call(os.getpid) for _ in range(5)]
     [connection] = session.connections()
