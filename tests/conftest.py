@@ -61,12 +61,19 @@ def wait_until(
 
 
 def leased_bytes(pool: PageablePool) -> int:
-    """Bytes of a pool that are in use, in units of whole mappings; what has come back is among the free ones then."""
+    """Bytes of a pool that are in use, in units of whole mappings; what has come back is among the free ones then.
+
+    With the memory of workers on this machine that is in use.
+    """
+    from rpcdataloader.wire.frames import SharedBlock
+
     with pool._lock:
         pool._collect()
     # A lease holds its mapping by the finalizer that will return it.
     finalizers = list(weakref.finalize._registry.values())  # type: ignore[attr-defined]
-    return sum(len(each.args[0]) for each in finalizers if getattr(each.func, "__self__", None) is pool._returned)
+    own = sum(len(each.args[0]) for each in finalizers if getattr(each.func, "__self__", None) is pool._returned)
+    blocks = [each.args[0] for each in finalizers if each.args and isinstance(each.args[0], SharedBlock)]
+    return own + sum(block.size_bytes for block in blocks)
 
 
 def stat_of(pid: int) -> list[str]:
@@ -259,10 +266,16 @@ def second_server(zygote: Zygote) -> Iterator[QuickServer]:
     yield from _serve_to_the_end(zygote)
 
 
-def _serve_to_the_end(zygote: Zygote) -> Iterator[QuickServer]:
+@pytest.fixture(scope="session")
+def unix_server(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[QuickServer]:
+    """One on a Unix socket, which shares memory with its clients."""
+    yield from _serve_to_the_end(zygote, "--host", f"unix:{tmp_path_factory.mktemp('unix')}/socket")
+
+
+def _serve_to_the_end(zygote: Zygote, *options: str) -> Iterator[QuickServer]:
     from tests.integration.quick import quick_server  # it imports this file
 
-    with quick_server(zygote, "--num-workers", "2", "--max-connections", "64") as server:
+    with quick_server(zygote, "--num-workers", "2", "--max-connections", "64", *options) as server:
         yield server
         server.signal(signal.SIGTERM)
         assert server.wait() == 0, server.log

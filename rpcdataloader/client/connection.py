@@ -20,9 +20,10 @@ from typing import Protocol
 from rpcdataloader.client.sender import Sender
 from rpcdataloader.errors import ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel, Outgoing
-from rpcdataloader.wire.frames import Message, MessageType
-from rpcdataloader.wire.messages import pack_handles
-from rpcdataloader.wire.slabs import Allocator, Block
+from rpcdataloader.wire.frames import Buffer, Message, MessageType, SharedBlock
+from rpcdataloader.wire.messages import pack_blocks, pack_handles
+from rpcdataloader.wire.shared import Borrower
+from rpcdataloader.wire.slabs import Allocator, Block, PageablePool
 
 logger = logging.getLogger("rpcdataloader.client")
 
@@ -86,6 +87,7 @@ class Connection:
         self._listener = listener
         self._allocator = allocator
         self._channel: Channel | None = None
+        self._borrower: Borrower | None = None  # of a worker on this machine
         self._sender = sender
         # Appended to by any thread, and by finalizers: an append is atomic.
         self._outbox: deque[Outgoing] = deque()
@@ -129,6 +131,8 @@ class Connection:
         with self._lock:
             if self.has_ended:
                 raise self._reason()
+            if self._borrower is not None and (ended := self._borrower.take_ended()):
+                self._return(pack_blocks(ended), request.cancellable)
             number = self._last_request = self._last_request + 1
             self._pending[number] = request
             # Within the lock, so that numbers rise on the wire: the server's GOAWAY names the last one that it serves.
@@ -136,6 +140,11 @@ class Connection:
             if not (request.cancellable and self._send_now(type, number, payload, buffers, request.flags)):
                 self._put(Outgoing(type, number, payload, buffers, request.flags, digest_of_blocks))
         return number
+
+    def _return(self, blocks: bytes, is_sent_now: bool) -> None:
+        """Give the worker its memory back, before the next request."""
+        if not (is_sent_now and self._send_now(MessageType.RETURN, 0, blocks, (), 0)):
+            self._put(Outgoing(MessageType.RETURN, payload=blocks))
 
     def _put(self, message: Outgoing) -> None:
         self._outbox.append(message)
@@ -255,6 +264,9 @@ class Connection:
                 return
             self._channel = channel
         channel.allocate_with(self._allocate)
+        if channel.stream.is_local:
+            self._borrower = Borrower()
+            channel.borrow_with(self._borrow)
         channel.stream.read_ahead()
         self._sender.start()
         self._listener.ready()
@@ -269,6 +281,8 @@ class Connection:
                     )
                 request.complete(message)
                 del request
+            elif message.type == MessageType.MAPPING:
+                self._map(message.payload, channel)
             else:
                 self._listener.received(message)
             # This frame must not keep the batch while it waits for the next one.
@@ -279,6 +293,24 @@ class Connection:
         allocator = self._allocator if request is None else request.allocator
         return [allocator.allocate(size) for size in sizes]
 
+    def _map(self, payload: Buffer, channel: Channel) -> None:
+        """Take memory that the worker wants to share; it is told when this has succeeded."""
+        descriptor = channel.stream.take_descriptor()
+        if self._borrower is None or descriptor < 0:  # lost on the way: behind a forwarded socket, or at the limit
+            return
+        if self._borrower.map(int.from_bytes(payload, "little"), descriptor):
+            self._put(Outgoing(MessageType.MAPPING, payload=bytes(payload)))
+
+    def _borrow(self, request_id: int, shared: SharedBlock) -> Block:
+        assert self._borrower is not None
+        block = self._borrower.borrow(shared)
+        request = self._pending.get(request_id)
+        if request is None or isinstance(request.allocator, PageablePool):
+            return block
+        pinned = request.allocator.allocate(shared.size_bytes)
+        pinned.tensor.copy_(block.tensor)
+        return pinned
+
     def _fail(self, error: RPCError) -> None:
         with self._lock:
             # From now on, callers take another connection.
@@ -286,6 +318,7 @@ class Connection:
         if self.error is None:
             error = self._listener.explain(error)
         with self._lock:
+            self._borrower = None  # memory without blocks goes now
             if self.error is None:
                 self.error = error
             pending, self._pending = self._pending, {}

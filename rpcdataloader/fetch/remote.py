@@ -10,6 +10,7 @@ from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSp
 from rpcdataloader.fetch.samples import here
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.host.changes import Change, catch_up
+from rpcdataloader.wire.shared import Lender
 from rpcdataloader.wire.slabs import PageablePool
 
 
@@ -28,6 +29,13 @@ class _Failed:
 
 # Of this process, a worker.
 _loader: BatchLoader | _Failed | None = None
+_lender: Lender | None = None
+
+
+def share_batches(lender: Lender) -> None:
+    """Collate batches into memory that the trainer sees."""
+    global _lender
+    _lender = lender
 
 
 def open_loader(dataset: Any, spec: LoaderSpec, key: int = 0, changes: Sequence[Change] = ()) -> None:
@@ -41,7 +49,7 @@ def open_loader(dataset: Any, spec: LoaderSpec, key: int = 0, changes: Sequence[
     kind = StreamLoader if spec.iterable else BatchLoader
     _loader = None
     try:
-        _loader = kind(dataset, spec, PageablePool())
+        _loader = kind(dataset, spec, _lender or PageablePool())
     except BaseException as error:  # SystemExit, too: an error of this call may lose the race against those of load
         _loader = _Failed(dataset, spec, error)
 

@@ -12,6 +12,7 @@ receiving while many large requests wait. So a client that requests more than it
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import os
 import select
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rpcdataloader.errors import ConnectionLostError, RPCError, RPCTimeoutError
-from rpcdataloader.fetch.remote import load
+from rpcdataloader.fetch.remote import load, share_batches
 from rpcdataloader.fetch.samples import keep_whereabouts
 from rpcdataloader.server.counters import Row
 from rpcdataloader.server.datasets import DatasetTable
@@ -36,8 +37,9 @@ from rpcdataloader.server.stacks import WorkerStacks
 from rpcdataloader.wire.channel import Channel, Outgoing, accept_channel, local_identity, recv_preamble
 from rpcdataloader.wire.exceptions import dumps_exception
 from rpcdataloader.wire.frames import Flag, Message, MessageType
-from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, unpack_handles
+from rpcdataloader.wire.messages import Busy, Call, Goaway, Log, Welcome, pack_handles, unpack_blocks, unpack_handles
 from rpcdataloader.wire.pickling import Encoded, dumps_reply, loads
+from rpcdataloader.wire.shared import Lender
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.transport import Stream
 
@@ -141,6 +143,10 @@ class Worker:
         self._poll = select.poll()
         self._poll.register(channel.fileno(), select.POLLIN)
         self._poll.register(self._drain_read, select.POLLIN)
+        self._lender: Lender | None = None
+        if channel.stream.is_local:
+            self._lender = Lender(self._announce)
+            share_batches(self._lender)
 
     def run(self) -> None:
         """Serve until a drain or a retirement; the process exits inside when the client goes."""
@@ -242,6 +248,15 @@ class Worker:
             self._inbox.append((message, 0))
         elif message.type == MessageType.CANCEL and message.request_id > self._last_begun:
             self._cancelled.add(message.request_id)
+        elif self._lender is not None and message.type == MessageType.MAPPING:
+            for number in unpack_handles(message.payload):
+                self._lender.mapped(number)
+        elif self._lender is not None and message.type == MessageType.RETURN:
+            self._lender.returned(unpack_blocks(message.payload))
+
+    def _announce(self, mapping: int, descriptor: int) -> None:
+        with contextlib.suppress(RPCError):  # the main thread sees the same error
+            self._channel.send_descriptor(MessageType.MAPPING, pack_handles([mapping]), descriptor)
 
     # --- the sender
 
@@ -309,6 +324,9 @@ class Worker:
             if measured:
                 self._meter.encodes()
             encoded = dumps_reply(result)
+            del result  # so that a batch without other references can be lent as it is
+            if self._lender is not None and encoded.buffers:
+                self._lender.lend(encoded.buffers)
         except BaseException as exc:
             # Also SystemExit and KeyboardInterrupt: without a reply the client would wait without limit.
             self._reply_error(request_id, exc)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 from rpcdataloader import __version__
 from rpcdataloader.errors import (
@@ -35,6 +36,7 @@ from rpcdataloader.wire.frames import (
     Decoder,
     Message,
     MessageType,
+    SharedBlock,
     encode,
     heap_blocks,
 )
@@ -147,6 +149,11 @@ class Channel:
         """Let ``allocate`` choose the memory for received blocks."""
         self._decoder.allocate = allocate
 
+    def borrow_with(self, borrow: Callable[[int, SharedBlock], Any]) -> None:
+        """Accept descriptors, and blocks in shared memory, which ``borrow`` finds."""
+        self.stream.take_descriptors()
+        self._decoder.borrow = borrow
+
     @property
     def is_sending(self) -> bool:
         """Whether a thread, perhaps this one, is in the middle of a message."""
@@ -163,6 +170,12 @@ class Channel:
         """Seal and send one message; blocks until the kernel has taken all of it."""
         with self._send_lock:
             self.stream.send(encode(self._sealer, type, request_id, payload, buffers, flags))
+
+    def send_descriptor(self, type: MessageType, payload: bytes, descriptor: int) -> None:
+        """Seal and send one small message with a descriptor, over a Unix socket."""
+        with self._send_lock:
+            (message,) = encode(self._sealer, type, payload=payload)
+            self.stream.send_descriptor(message, descriptor)
 
     def send_now(
         self, type: MessageType, request_id: int, payload: bytes, buffers: Sequence[memoryview], flags: int = 0

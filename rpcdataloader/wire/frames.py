@@ -85,19 +85,23 @@ class MessageType(IntEnum):
     STACK = 25
     STATS = 26
     REPORT = 27
+    MAPPING = 28
+    RETURN = 29
 
 
 class Flag(IntFlag):
     """Bits of the ``flags`` field."""
 
     MEASURED = 1  # CALL: measure this one. REPLY to it: the payload ends with ``messages.Stages``.
+    SHARED = 2  # REPLY: the table has three numbers for each block, as some lie in memory that both sides see
 
 
 # Plain containers: a lookup in the enumerations costs more than all other checks of a header together.
 _MESSAGE_TYPES: dict[int, MessageType] = {int(member): member for member in MessageType}
 _WITH_BLOCK_DIGEST = frozenset((MessageType.CALL, MessageType.BUILD))
 _DIGEST_SIZE = 32
-_KNOWN_FLAGS = int(Flag.MEASURED)
+_KNOWN_FLAGS = int(Flag.MEASURED | Flag.SHARED)
+_SHARED = int(Flag.SHARED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,19 @@ class Sealer:
         return mac.digest()
 
 
+class SharedBlock(NamedTuple):
+    """A block that the receiver finds in memory which both sides see; none of its bytes are sent."""
+
+    mapping: int  # from 1
+    offset: int
+    size_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes to send."""
+        return 0
+
+
 def as_bytes(buffer: Buffer) -> memoryview:
     """A view of format ``"B"`` and one dimension; TypeError when the buffer is not contiguous."""
     view = memoryview(buffer)
@@ -211,7 +228,7 @@ def encode(
     type: int,
     request_id: int = 0,
     payload: Buffer = b"",
-    buffers: Sequence[Buffer] = (),
+    buffers: Sequence[Buffer | SharedBlock] = (),
     flags: int = 0,
     digest_of_blocks: bytes = b"",
     limits: Limits = DEFAULT_LIMITS,
@@ -236,14 +253,20 @@ def encode(
     """
     if not isinstance(payload, bytes):
         payload = as_bytes(payload)
-    blocks = [as_bytes(buffer) for buffer in buffers]
-    sizes = [len(block) for block in blocks]
+    blocks = [as_bytes(buffer) for buffer in buffers if not isinstance(buffer, SharedBlock)]
+    if len(blocks) < len(buffers):
+        flags |= _SHARED
+    sizes = [buffer.size_bytes if isinstance(buffer, SharedBlock) else memoryview(buffer).nbytes for buffer in buffers]
     excess = limits.find_excess(len(payload), len(sizes), sizes)
     if excess is not None:
         raise LocalProtocolError(f"this cannot be sent: {excess}; send it in parts")
     table = b""
     if sizes:
-        table = struct.pack(f"<{len(sizes)}Q", *sizes)
+        if flags & _SHARED:
+            places = (buffer[:2] if isinstance(buffer, SharedBlock) else (0, 0) for buffer in buffers)
+            table = b"".join(struct.pack("<3Q", size, *place) for size, place in zip(sizes, places, strict=True))
+        else:
+            table = struct.pack(f"<{len(sizes)}Q", *sizes)
         if type in _WITH_BLOCK_DIGEST:
             table += digest_of_blocks or digest_blocks(blocks)
     digest = hashlib.sha256(table)
@@ -280,10 +303,14 @@ class Decoder:
             messages.
         sealer: Sealer of this direction; None before the handshake has made one.
         limits: Limits for each message.
+
+    Attributes:
+        borrow: Function that returns the memory of a shared block, given the request id; None to refuse such blocks.
     """
 
     def __init__(self, allocate: Allocate, sealer: Sealer | None = None, limits: Limits = DEFAULT_LIMITS) -> None:
         self.allocate = allocate
+        self.borrow: Callable[[int, SharedBlock], Any] | None = None
         self._sealer = sealer
         self._limits = limits
         self._header = memoryview(bytearray(HEADER_SIZE))
@@ -308,7 +335,7 @@ class Decoder:
             if size < HEADER_SIZE:
                 raise EOFError
             message, payload_size, num_blocks, digest = self._read_header()
-            table_size = 8 * num_blocks
+            table_size = (24 if message.flags & _SHARED else 8) * num_blocks
             if num_blocks and message.type in _WITH_BLOCK_DIGEST:
                 table_size += _DIGEST_SIZE
             body = memoryview(bytearray(table_size + payload_size))
@@ -354,9 +381,21 @@ class Decoder:
         return Message(type, flags, request_id), payload_size, num_blocks, digest
 
     def _read_blocks(self, fill: Fill, message: Message, num_blocks: int, table: memoryview) -> None:
-        sizes = struct.unpack_from(f"<{num_blocks}Q", table)
+        borrow = self.borrow
+        shared: list[SharedBlock | None] = []
+        if message.flags & _SHARED:
+            message.flags &= ~_SHARED
+            if borrow is None or message.type in _WITH_BLOCK_DIGEST:
+                raise RemoteProtocolError("the peer sent a shared block where there is no shared memory")
+            entries = struct.iter_unpack("<3Q", table)
+            shared = [SharedBlock(mapping, offset, size) if mapping else None for size, mapping, offset in entries]
+            sizes = struct.unpack(f"<{3 * num_blocks}Q", table)[::3]
+        else:
+            sizes = struct.unpack_from(f"<{num_blocks}Q", table)
         if (excess := self._limits.find_excess(len(message.payload), num_blocks, sizes)) is not None:
             raise _too_much(excess)
+        if shared:
+            sizes = tuple(size for size, block in zip(sizes, shared, strict=True) if block is None)
         message.blocks = self.allocate(message.request_id, sizes)
         views = [block.view for block in message.blocks]
         if tuple(map(len, views)) != sizes:
@@ -364,8 +403,11 @@ class Decoder:
         if any(sizes) and fill(list(filter(None, views)), False) < sum(sizes):
             raise EOFError
         digest = table[8 * num_blocks :]
-        if digest and not hmac.compare_digest(digest_blocks(views), digest):
+        if digest and not shared and not hmac.compare_digest(digest_blocks(views), digest):
             raise RemoteProtocolError(f"the blocks of message {message.request_id} were altered on their way")
+        if shared and borrow is not None:
+            received = iter(message.blocks)
+            message.blocks = [borrow(message.request_id, block) if block else next(received) for block in shared]
 
 
 def _too_much(excess: str) -> RemoteProtocolError:

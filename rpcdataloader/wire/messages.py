@@ -178,6 +178,23 @@ def unpack_handles(payload: bytes | bytearray | memoryview) -> list[int]:
     return list(struct.unpack(f"<{len(payload) // 8}Q", payload))
 
 
+def pack_blocks(blocks: Iterable[tuple[int, int]]) -> bytes:
+    """The payload of a RETURN message: mapping and offset of each shared block."""
+    return pack_handles(number for block in blocks for number in block)
+
+
+def unpack_blocks(payload: bytes | bytearray | memoryview) -> list[tuple[int, int]]:
+    """The blocks of a RETURN message.
+
+    Raises:
+        RemoteProtocolError: The payload is not a list of pairs of 64-bit numbers.
+    """
+    numbers = unpack_handles(payload)
+    if len(numbers) % 2:
+        raise RemoteProtocolError(f"a RETURN message of {len(payload)} bytes")
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
 # Without the two that every reply carries.
 _STAGES = struct.Struct("<7f")
 STAGES_BYTES = _STAGES.size

@@ -49,6 +49,8 @@ KEEPALIVE_IDLE = 10
 KEEPALIVE_INTERVAL = 5
 KEEPALIVE_PROBES = 3
 
+_DESCRIPTOR = struct.Struct("i")
+
 # Seconds between two looks at a connection that may be cut off while keep-alive is suspended; see is_cut_off.
 LOOK_INTERVAL = 2.0
 
@@ -70,6 +72,7 @@ class Stream:
         traffic: Two counters, for the bytes received and sent.
 
     Attributes:
+        is_local: True for a Unix socket.
         unread: Bytes read ahead and not taken yet.
     """
 
@@ -80,6 +83,9 @@ class Stream:
         self._traffic: Any = [0, 0] if traffic is None else traffic
         self._sock = sock
         self._is_tcp = sock.family != socket.AF_UNIX
+        self.is_local = not self._is_tcp
+        self._takes_descriptors = False
+        self._descriptor = -1  # received, and not taken yet
         self._is_wide = False  # its window holds several times LOW_WATER_BYTES
         self._rest: Views = ()  # what the kernel did not take
         self._ahead: memoryview | None = None
@@ -150,6 +156,20 @@ class Stream:
             raise ConnectionLostError(f"connection to {self.name} lost while sending: {exc.strerror or exc}") from exc
         return pieces
 
+    def send_descriptor(self, piece: bytes | memoryview, descriptor: int) -> None:
+        """Send a small piece over a Unix socket, and a descriptor with its first byte (``SCM_RIGHTS``, unix(7)).
+
+        Raises:
+            ConnectionLostError: The peer is gone.
+        """
+        rights = socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(descriptor)
+        try:
+            sent = self._sock.sendmsg([piece[:1]], [rights])
+        except OSError as exc:
+            raise ConnectionLostError(f"connection to {self.name} lost while sending: {exc.strerror or exc}") from exc
+        self._traffic[1] += sent
+        self.send([piece[sent:]])
+
     def recv_into(self, views: Sequence[memoryview]) -> int:
         """Fill ``views`` in order; returns how many bytes arrived: all of them, fewer, or 0 at the end of file.
 
@@ -210,10 +230,21 @@ class Stream:
         """
         self._ahead = memoryview(bytearray(READ_AHEAD_BYTES))
 
+    def take_descriptors(self) -> None:
+        """From now on, keep descriptors that come with messages, instead of having the kernel close them."""
+        self._takes_descriptors = True
+
+    def take_descriptor(self) -> int:
+        """The descriptor that came with the message just received, to be closed by the caller; -1 without one."""
+        descriptor, self._descriptor = self._descriptor, -1
+        return descriptor
+
     def _recv(self, views: Sequence[memoryview], flags: int = socket.MSG_WAITALL) -> int:
         views = views[:MAX_PIECES]
         try:
-            if self._is_tcp and sum(map(len, views)) >= 4 * LOW_WATER_BYTES:
+            if self._takes_descriptors:
+                size = self._recv_with_descriptor(views, flags)
+            elif self._is_tcp and sum(map(len, views)) >= 4 * LOW_WATER_BYTES:
                 size = self._recv_large(views, flags)
             elif len(views) == 1:
                 size = self._sock.recv_into(views[0], 0, flags)
@@ -225,6 +256,19 @@ class Stream:
             if _is_limit(exc):
                 raise RPCTimeoutError(f"timed out receiving from {self.name}") from exc
             raise ConnectionLostError(f"connection to {self.name} lost: {exc.strerror or exc}") from exc
+
+    def _recv_with_descriptor(self, views: Sequence[memoryview], flags: int) -> int:
+        # The kernel closes all but the first of a message. A receive ends where another one with a descriptor begins.
+        room = socket.CMSG_LEN(_DESCRIPTOR.size)
+        size, rights, _flags, _address = self._sock.recvmsg_into(views, room, flags | socket.MSG_CMSG_CLOEXEC)
+        if rights:
+            self._drop_descriptor()
+            (self._descriptor,) = _DESCRIPTOR.unpack(rights[0][2])
+        return size
+
+    def _drop_descriptor(self) -> None:
+        if (unwanted := self.take_descriptor()) >= 0:
+            os.close(unwanted)
 
     def _recv_large(self, views: Sequence[memoryview], flags: int) -> int:
         # The kernel does not wake the receiver for an end shorter than the mark: that is received next.
@@ -269,6 +313,7 @@ class Stream:
     def close(self) -> None:
         """Close the descriptor; idempotent. Does not end a connection that another process shares."""
         self._sock.close()
+        self._drop_descriptor()
 
     def require_same_user(self) -> None:
         """Refuse a peer of another user on a Unix socket; does nothing on TCP.

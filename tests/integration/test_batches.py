@@ -25,9 +25,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def workers(shared_server):
-    return shared_server.address
+@pytest.fixture(params=["tcp", "unix"])
+def workers(request, shared_server, unix_server):
+    return {"tcp": shared_server, "unix": unix_server}[request.param].address
 
 
 def load(workers, name):

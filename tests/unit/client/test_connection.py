@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import socket
 import threading
 import weakref
@@ -15,9 +16,10 @@ from rpcdataloader.client.connection import Connection, Request
 from rpcdataloader.client.sender import Sender
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtocolError, RPCError
 from rpcdataloader.wire.channel import Channel, local_identity
-from rpcdataloader.wire.frames import Decoder, Message, MessageType
+from rpcdataloader.wire.frames import Decoder, Message, MessageType, SharedBlock
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Handshake, Preamble
-from rpcdataloader.wire.messages import unpack_handles
+from rpcdataloader.wire.messages import pack_blocks, pack_handles, unpack_handles
+from rpcdataloader.wire.shared import create_memory
 from rpcdataloader.wire.slabs import PageablePool
 from rpcdataloader.wire.transport import Stream
 from tests.conftest import TIMEOUT_SCALE, wait_until
@@ -646,3 +648,79 @@ def test_message_that_has_no_reply_is_dropped_while_others_wait_or_nobody_is_the
     assert isinstance(answer.wait(), Message)
     pair.connection.close()
     pair.connection.tell(MessageType.REPORT, b"too late")
+
+
+# --- shared memory
+
+
+def share(pair, descriptor=None):
+    """Give memory to the connection, and wait until it is mapped."""
+    descriptor = create_memory(1 << 20) if descriptor is None else descriptor
+    pair.peer.send_descriptor(MessageType.MAPPING, pack_handles([1]), descriptor)
+    return descriptor
+
+
+def test_shared_blocks_are_returned_with_the_next_request(pair):
+    descriptor = share(pair)
+    assert pair.recv() == (MessageType.MAPPING, 0, pack_handles([1]))
+    answer = pair.submit()
+    assert pair.recv()[0] == MessageType.CALL
+    os.pwrite(descriptor, b"here", 4096)
+    os.close(descriptor)
+    pair.reply(answer.number, buffers=[SharedBlock(1, 4096, 4)])
+    blocks = answer.wait().blocks
+    assert bytes(blocks[0].view) == b"here"
+    other = pair.submit()
+    assert pair.recv()[:2] == (MessageType.CALL, other.number)
+    del answer, blocks[:]
+    assert pair.submit().number
+    assert pair.recv() == (MessageType.RETURN, 0, pack_blocks([(1, 4096)]))
+    assert pair.recv()[0] == MessageType.CALL
+
+
+def test_shared_blocks_for_pinned_memory_are_copied_there(pair):
+    class Pinned:
+        def allocate(self, size_bytes):
+            allocated.append(size_bytes)
+            return POOL.allocate(size_bytes)
+
+    allocated = []
+    os.close(share(pair))
+    assert pair.recv()[0] == MessageType.MAPPING
+    answer = Answer()
+    number = pair.connection.submit(MessageType.CALL, b"", (), Request(answer, Pinned()))
+    pair.recv()
+    pair.reply(number, buffers=[SharedBlock(1, 0, 4)])
+    assert bytes(answer.wait().blocks[0].view) == bytes(4)
+    assert allocated == [4]
+    pair.submit()
+    assert pair.recv() == (MessageType.RETURN, 0, pack_blocks([(1, 0)]))
+
+
+def test_memory_whose_descriptor_is_lost_on_the_way_is_not_used(pair):
+    pair.peer.send(MessageType.MAPPING, payload=pack_handles([1]))
+    answer = pair.submit()
+    assert pair.recv()[0] == MessageType.CALL
+    pair.reply(answer.number)
+    assert bytes(answer.wait().payload) == b"reply"
+
+
+def unsealed():
+    return os.memfd_create("unsealed")
+
+
+@pytest.mark.parametrize(
+    ("make", "block", "error"),
+    [
+        (None, SharedBlock(2, 0, 64), "a block of shared memory 2, which it never gave"),
+        (None, SharedBlock(1, 1 << 19, 1 << 20), "bytes 524288 to 1572864 of shared memory 1, which has 1048576"),
+        (unsealed, None, "shared memory 1 that is not sealed against shrinking"),
+    ],
+)
+def test_hostile_memory_ends_the_connection(pair, make, block, error):
+    answer = pair.submit()
+    os.close(share(pair, make and make()))
+    if block is not None:
+        pair.reply(answer.number, buffers=[block])
+    assert error in str(pair.wait_for_loss())
+    assert isinstance(answer.wait(), RemoteProtocolError)

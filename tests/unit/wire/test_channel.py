@@ -129,6 +129,43 @@ def test_allocator_chooses_where_blocks_go(channels):
     assert bytes(blocks[0].view) == b"a" * 100_000
 
 
+def test_descriptor_comes_with_its_message(channels):
+    client, server = channels
+    client.borrow_with(lambda *_args: None)
+    server.send(MessageType.REPLY, 1, bytes(100_000))
+    reader, writer = os.pipe()
+    server.send_descriptor(MessageType.MAPPING, b"payload", writer)
+    os.close(writer)
+    server.send(MessageType.REPLY, 2, b"", [bytes(100_000)])
+    assert len(client.recv().payload) == 100_000
+    assert client.stream.take_descriptor() == -1
+    assert bytes(client.recv().payload) == b"payload"
+    descriptor = client.stream.take_descriptor()
+    assert len(client.recv().blocks[0].view) == 100_000
+    assert client.stream.take_descriptor() == -1
+    assert not os.get_inheritable(descriptor)
+    os.write(descriptor, b"here")
+    os.close(descriptor)
+    assert os.read(reader, 5) == b"here"
+    os.close(reader)
+
+
+@pytest.mark.parametrize("takes_descriptors", [False, True])
+def test_descriptors_without_an_owner_are_closed(channels, takes_descriptors):
+    client, server = channels
+    if takes_descriptors:
+        client.borrow_with(lambda *_args: None)
+    reader, writer = os.pipe()
+    for _ in range(3):
+        server.send_descriptor(MessageType.MAPPING, b"payload", writer)
+    os.close(writer)
+    for _ in range(3):
+        assert bytes(client.recv().payload) == b"payload"
+    client.stream.close()
+    assert os.read(reader, 1) == b""  # no writer is left
+    os.close(reader)
+
+
 def test_many_threads_send_whole_messages(channels, pool):
     """Sealed in the order in which they are sent, or the other side would refuse them."""
     client, server = channels

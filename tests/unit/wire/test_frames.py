@@ -22,6 +22,7 @@ from rpcdataloader.wire.frames import (
     Limits,
     MessageType,
     Sealer,
+    SharedBlock,
     encode,
 )
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, STATUS_ID, Preamble
@@ -192,6 +193,8 @@ GOLDEN_MACS = {
     MessageType.STACK: "fd8d816b100df06820070b738392bcdf",
     MessageType.STATS: "9abfc04f512d5d5a34fa38295c0ab009",
     MessageType.REPORT: "2bca2dcdb0345fc08459ff073180b4af",
+    MessageType.MAPPING: "b719d871bb03e76a0abcee54f2bbdbf4",
+    MessageType.RETURN: "38ca11299f69572202fc9b0b741cd564",
 }
 
 
@@ -224,6 +227,51 @@ def test_golden_sealed_message_of_each_type(type):
     assert [content(message) for message in feed(decoder, golden)] == [
         (type, 0, 0x0123456789ABCDEF, b"\1\2\3", [b"large", b""])
     ]
+
+
+def test_golden_reply_with_a_shared_block():
+    sealer, checker = Sealer(KEY), Sealer(KEY)
+    for _ in range(3):
+        assert checker.seal(b"") == sealer.seal(b"")
+    golden = bytes.fromhex(
+        "5250444c11025000"  # magic, type, flags, header size
+        "0700000000000000"  # request id
+        "0300000000000000"  # payload size
+        "0200000000000000"  # num blocks, reserved
+        "0b467110ef8982a6be9e756d3739db4772d4dbdb427c9649cef750669fdfb800"  # SHA-256 of the body
+        "6647758bf66d955caa7a03e1b6c81291"  # MAC
+        "05000000000000000000000000000000"
+        "0000000000000000"  # table: size, no mapping
+        "00000400000000000300000000000000"
+        "0000010000000000"  # size, mapping, offset
+        "010203"  # payload
+        "6c61726765"  # the block that is sent
+    )
+    shared = SharedBlock(3, 0x10000, 0x40000)
+    assert join(sealer, MessageType.REPLY, 7, b"\1\2\3", [b"large", shared]) == golden
+    decoder, borrowed = Decoder(allocate, checker), FakeBlock(4)
+    decoder.borrow = lambda request_id, block: borrowed if (request_id, block) == (7, shared) else None
+    (message,) = feed(decoder, golden)
+    assert (message.flags, [bytes(block.view) for block in message.blocks]) == (0, [b"large", bytes(4)])
+
+
+@pytest.mark.parametrize(("type", "can_borrow"), [(MessageType.REPLY, False), (MessageType.CALL, True)])
+def test_shared_block_where_there_is_no_shared_memory_is_an_error(type, can_borrow):
+    decoder = Decoder(allocate)
+    decoder.borrow = (lambda *_args: FakeBlock(4)) if can_borrow else None
+    with pytest.raises(RemoteProtocolError, match="a shared block where there is no shared memory"):
+        feed(decoder, join(None, type, 7, b"", [SharedBlock(1, 0, 1 << 18)]))
+
+
+def test_shared_blocks_count_for_the_limits():
+    limits = Limits(message_size_bytes=1 << 19)
+    decoder = Decoder(allocate, limits=limits)
+    decoder.borrow = lambda *_args: pytest.fail("borrowed")
+    blocks = [SharedBlock(1, 0, 1 << 19), b"x"]
+    with pytest.raises(RemoteProtocolError, match="the peer announced too much"):
+        feed(decoder, join(None, MessageType.REPLY, 7, b"", blocks))
+    with pytest.raises(LocalProtocolError, match="over the limit"):
+        join(None, MessageType.REPLY, 7, b"", blocks, limits=limits)
 
 
 def test_mac_is_what_the_documentation_says():

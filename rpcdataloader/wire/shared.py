@@ -1,0 +1,451 @@
+"""Memory that a worker and its trainer on one machine both see, so that no batch is copied between them.
+
+The worker (:class:`Lender`) makes the memory with memfd_create(2), in a few large *mappings*, and hands each descriptor
+to the trainer (:class:`Borrower`) once. A block in a message is then a mapping, an offset and a size. The trainer
+builds tensors on it, and returns it when the last of them is gone; only then does the worker use it again. Memory lives
+as long as one side maps it: batches outlive their worker.
+
+Nothing is shared until the trainer has said that it has mapped the memory. So a peer to which a descriptor does not
+get, behind a forwarded socket for example, receives the bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+import select
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from rpcdataloader.errors import RemoteProtocolError
+from rpcdataloader.wire.frames import SharedBlock
+from rpcdataloader.wire.slabs import Block, PageablePool
+
+logger = logging.getLogger("rpcdataloader.client")
+
+#: Least size of a shared block. The kernel copies smaller ones in less time than it takes to lend them.
+MIN_SHARED_BYTES = 1 << 18
+
+# Address space, no memory: the kernel gives that when it is written. Few mappings serve any number of small blocks.
+_MAPPING_BYTES = 1 << 28
+
+# Free memory kept for reuse, and how many leases may pass without its use; see ``slabs.py``.
+_MAX_KEPT_BYTES = 1 << 30
+_MAX_UNUSED_LEASES = 256
+
+# Every dtype's alignment. Pages are the unit of the worker.
+_ALIGNMENT = 64
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+# Python's mmap would keep a descriptor for each mapping.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+_libc.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
+_libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_REMOVE = 9
+
+
+def create_memory(size_bytes: int) -> int:
+    """Return the descriptor of new memory that cannot shrink, so that a process that maps it can read all of it.
+
+    Raises:
+        OSError: The kernel, or a sandbox, does not allow it.
+    """
+    descriptor = os.memfd_create("rpcdataloader", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, size_bytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def map_memory(descriptor: int, size_bytes: int) -> memoryview:
+    """Map memory for as long as the result, or a part of it, is alive; the descriptor may be closed.
+
+    Raises:
+        OSError: There is no room in the address space, or there are too many mappings.
+    """
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    address = _libc.mmap(None, size_bytes, access, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    memory = (ctypes.c_uint8 * size_bytes).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, size_bytes).atexit = False
+    return np.frombuffer(memoryview(memory), np.uint8).data
+
+
+def _address_of(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+class _Mapping:
+    """A mapping of a worker, and which ranges of it are free.
+
+    Attributes:
+        descriptor: Its descriptor, until the trainer has it; then -1.
+        is_mapped: True once the trainer has mapped it.
+    """
+
+    def __init__(self, number: int, size_bytes: int) -> None:
+        self.number = number
+        self.descriptor = create_memory(size_bytes)
+        try:
+            self.memory = map_memory(self.descriptor, size_bytes)
+        except OSError:
+            os.close(self.descriptor)
+            raise
+        self.address = _address_of(self.memory)
+        self.is_mapped = False
+        # In order: start, end, and the number of leases when it was returned; None for a range without any pages.
+        self._free: list[tuple[int, int, int | None]] = [(0, size_bytes, None)]
+
+    def take(self, size_bytes: int, *, has_pages: bool) -> int | None:
+        """The offset of a free range, from now on in use; None without one of this size."""
+        for i, (start, end, returned) in enumerate(self._free):
+            if end - start >= size_bytes and (returned is not None) == has_pages:
+                self._free[i : i + 1] = [(start + size_bytes, end, returned)] if end - start > size_bytes else []
+                return start
+        return None
+
+    def put(self, start: int, end: int, returned: int | None) -> None:
+        """Add a free range, and join it with its neighbours."""
+        at = bisect.bisect(self._free, start, key=lambda free: free[0])
+        for i in (at, at - 1):
+            if 0 <= i < len(self._free):
+                other_start, other_end, other = self._free[i]
+                if (other_end == start or end == other_start) and (other is None) == (returned is None):
+                    start, end = min(start, other_start), max(end, other_end)
+                    # The earlier time: the unused end of a range gets old, however often its beginning is used.
+                    returned = None if returned is None or other is None else min(returned, other)
+                    del self._free[i]
+                    at = min(at, i)
+        self._free.insert(at, (start, end, returned))
+
+    def free_pages(self, limit: float) -> None:
+        """Give the kernel the pages of free ranges that were returned before ``limit``."""
+        for start, end, returned in list(self._free):
+            if returned is not None and returned < limit:
+                _libc.madvise(self.address + start, end - start, _MADV_REMOVE)
+                self._free.remove((start, end, returned))
+                self.put(start, end, None)
+
+    @property
+    def kept_bytes(self) -> int:
+        """The size of free ranges that have pages."""
+        return sum(end - start for start, end, returned in self._free if returned is not None)
+
+
+@dataclass(slots=True, eq=False)
+class _Part:
+    """A range of a mapping that is in use."""
+
+    mapping: _Mapping
+    offset: int
+    size_bytes: int
+    num_uses: int = 1  # by the lease, while this process has a reference to the memory, and by the trainer
+    is_lent: bool = False
+    lease: Callable[[], memoryview | None] = field(default=lambda: None)  # weak reference
+
+
+class Lender:
+    """A worker's allocator of memory that its trainer sees too. Thread-safe; in a forked child, it lends nothing.
+
+    Args:
+        announce: Function that sends the trainer the number and the descriptor of a mapping.
+    """
+
+    def __init__(self, announce: Callable[[int, int], None]) -> None:
+        self._announce = announce
+        self._start_empty()
+        _lenders.add(self)
+
+    def _start_empty(self) -> None:
+        self._pool = PageablePool()  # where shared memory cannot be had
+        self._can_share = hasattr(os, "memfd_create")
+        self._lock = threading.Lock()
+        # Uses that have ended. Finalizers run in any thread at any point, also inside this lock: they only append here.
+        self._ended: deque[_Part] = deque()
+        # Guarded by the lock:
+        self._mappings: list[_Mapping] = []
+        self._parts: dict[int, _Part] = {}  # in use, by address
+        self._num_leases = 0
+
+    def forget(self) -> None:
+        """Begin anew in a forked child, whose parent goes on to use the memory."""
+        for mapping in self._mappings:
+            if mapping.descriptor >= 0:
+                os.close(mapping.descriptor)
+        self._start_empty()
+        self._can_share = False
+
+    def allocate(self, size_bytes: int) -> Block:
+        """Lend a block of exactly ``size_bytes`` uninitialised bytes to this process."""
+        part = self._take(size_bytes) if self._can_share and size_bytes >= MIN_SHARED_BYTES else None
+        if part is None:
+            return self._pool.allocate(size_bytes)
+        lease = part.mapping.memory[part.offset : part.offset + size_bytes]
+        part.lease = weakref.ref(lease)
+        weakref.finalize(lease, self._ended.append, part).atexit = False
+        return Block(torch.frombuffer(lease, dtype=torch.uint8))
+
+    def _take(self, size_bytes: int) -> _Part | None:
+        capacity = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            self._num_leases += 1
+            self._collect()
+            for has_pages in (True, False):
+                for mapping in self._mappings:
+                    if (offset := mapping.take(capacity, has_pages=has_pages)) is not None:
+                        return self._use(mapping, offset, capacity)
+            try:
+                mapping = _Mapping(len(self._mappings) + 1, max(capacity, _MAPPING_BYTES))
+            except OSError:
+                self._can_share = False
+                return None
+            self._mappings.append(mapping)
+            mapping.take(capacity, has_pages=False)
+            return self._use(mapping, 0, capacity)
+
+    def _use(self, mapping: _Mapping, offset: int, size_bytes: int) -> _Part:
+        part = self._parts[mapping.address + offset] = _Part(mapping, offset, size_bytes)
+        return part
+
+    def _collect(self) -> None:
+        """Free what has no user left. Called with the lock held."""
+        while self._ended:
+            part = self._ended.popleft()
+            part.num_uses -= 1
+            if not part.num_uses:
+                del self._parts[part.mapping.address + part.offset]
+                part.mapping.put(part.offset, part.offset + part.size_bytes, self._num_leases)
+        is_too_much = sum(mapping.kept_bytes for mapping in self._mappings) > _MAX_KEPT_BYTES
+        for mapping in self._mappings:
+            mapping.free_pages(self._num_leases + 1 if is_too_much else self._num_leases - _MAX_UNUSED_LEASES)
+
+    def lend(self, buffers: list[Any]) -> None:
+        """Replace the large buffers of a message that is about to be sent by shared blocks.
+
+        Memory that nothing in this process refers to but ``buffers`` is lent as it is. Everything else is copied: its
+        other owner might change it, or see the trainer's changes.
+        """
+        for i in range(len(buffers)):
+            if self._can_share and buffers[i].nbytes >= MIN_SHARED_BYTES:
+                self._lend(buffers, i)
+
+    def _lend(self, buffers: list[Any], i: int) -> None:
+        size_bytes = buffers[i].nbytes
+        part = self._part_of(buffers[i])
+        if part is not None:
+            if not self._is_mapped(part.mapping):
+                return
+            with self._lock:
+                part.num_uses += 1
+            buffers[i] = None
+            if (rest := part.lease()) is None:
+                part.is_lent = True
+                buffers[i] = SharedBlock(part.mapping.number, part.offset, size_bytes)
+                return
+            self._ended.append(part)
+            buffers[i] = rest[:size_bytes]
+            del rest
+        block = self.allocate(size_bytes)
+        part = self._part_of(block.view)
+        if part is None or not self._is_mapped(part.mapping):
+            return
+        np.copyto(np.frombuffer(block.view, np.uint8), np.frombuffer(buffers[i], np.uint8))
+        with self._lock:
+            part.num_uses += 1
+            part.is_lent = True
+        buffers[i] = SharedBlock(part.mapping.number, part.offset, size_bytes)
+
+    def _part_of(self, buffer: memoryview) -> _Part | None:
+        """The part that begins where the buffer does, if it is free to be lent."""
+        part = self._parts.get(_address_of(buffer))
+        return None if part is None or part.is_lent else part
+
+    def _is_mapped(self, mapping: _Mapping) -> bool:
+        """Whether the trainer has mapped it; if it does not know of it yet, it is told."""
+        with self._lock:
+            descriptor, mapping.descriptor = mapping.descriptor, -1
+        if descriptor >= 0:
+            try:
+                self._announce(mapping.number, descriptor)
+            finally:
+                os.close(descriptor)
+        return mapping.is_mapped
+
+    def mapped(self, number: int) -> None:
+        """Note that the trainer has mapped a mapping."""
+        if not 0 < number <= len(self._mappings):
+            raise RemoteProtocolError(f"the peer has mapped shared memory {number}, which it was never given")
+        self._mappings[number - 1].is_mapped = True
+
+    def returned(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Take back blocks from the trainer, each given by mapping and offset."""
+        for number, offset in blocks:
+            mapping = self._mappings[number - 1] if 0 < number <= len(self._mappings) else None
+            part = self._parts.get(mapping.address + offset) if mapping is not None else None
+            if part is None or not part.is_lent:
+                raise RemoteProtocolError(f"the peer returned a block of shared memory {number} that it did not have")
+            part.is_lent = False
+            self._ended.append(part)
+
+
+class _Children:
+    """Processes forked at one moment, which hold the writing end of a pipe."""
+
+    def __init__(self, pipe: int) -> None:
+        self._ended = select.poll()
+        self._ended.register(pipe, 0)
+        weakref.finalize(self, os.close, pipe).atexit = False
+
+    def have_ended(self) -> bool:
+        """Whether the children, and theirs, have ended or run other programs."""
+        return bool(self._ended.poll(0))
+
+
+class Borrower:
+    """A trainer's side of the memory of one worker. Thread-safe."""
+
+    def __init__(self) -> None:
+        # Blocks without tensors. Finalizers run in any thread at any point, also inside the lock: they only append.
+        self._ended: deque[SharedBlock] = deque()
+        self._lock = threading.Lock()
+        # Guarded by the lock:
+        self._mappings: dict[int, memoryview] = {}
+        self._used: dict[int, list[tuple[int, int]]] = {}  # per mapping, offset and end of the blocks not returned yet
+        self._children: list[tuple[_Children, frozenset[tuple[int, int]]]] = []  # and the blocks that they inherited
+        _borrowers.add(self)
+
+    def map(self, number: int, descriptor: int) -> bool:
+        """Map a worker's memory, and close the descriptor; returns False if there is no room for it.
+
+        Raises:
+            RemoteProtocolError: The memory could shrink, or has a number that was given before.
+        """
+        try:
+            if number in self._mappings:
+                raise RemoteProtocolError(f"the peer gave shared memory {number} twice")
+            try:
+                seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            except OSError:  # an ordinary file
+                seals = 0
+            size_bytes = os.fstat(descriptor).st_size
+            if seals & _SEALS != _SEALS or not size_bytes:
+                raise RemoteProtocolError(f"the peer gave shared memory {number} that is not sealed against shrinking")
+            try:
+                memory = map_memory(descriptor, size_bytes)
+            except OSError as error:
+                logger.warning("cannot map the memory of a worker, which sends batches instead: %s", error)
+                return False
+        finally:
+            os.close(descriptor)
+        with self._lock:
+            self._mappings[number], self._used[number] = memory, []
+        return True
+
+    def borrow(self, block: SharedBlock) -> Block:
+        """Return a block of the worker's memory.
+
+        Raises:
+            RemoteProtocolError: There is no such block, or it was not returned since it was last borrowed.
+        """
+        number, offset, size_bytes = block
+        if (memory := self._mappings.get(number)) is None:
+            raise RemoteProtocolError(f"the peer sent a block of shared memory {number}, which it never gave")
+        end = offset + size_bytes
+        if not 0 < size_bytes <= len(memory) - offset or offset % _ALIGNMENT:
+            raise RemoteProtocolError(
+                f"the peer sent bytes {offset} to {end} of shared memory {number}, which has {len(memory)}"
+            )
+        with self._lock:
+            used = self._used[number]
+            at = bisect.bisect(used, (offset,))
+            if (at > 0 and used[at - 1][1] > offset) or (at < len(used) and used[at][0] < end):
+                raise RemoteProtocolError(
+                    f"the peer sent bytes {offset} to {end} of shared memory {number}, which are in use"
+                )
+            used.insert(at, (offset, end))
+        lease = memory[offset:end]
+        weakref.finalize(lease, self._ended.append, block).atexit = False
+        return Block(torch.frombuffer(lease, dtype=torch.uint8))
+
+    def take_ended(self) -> list[tuple[int, int]]:
+        """The blocks to return to the worker: mapping and offset of each."""
+        if not self._ended:
+            return []
+        returned = []
+        with self._lock:
+            if self._children:
+                self._children = [each for each in self._children if not each[0].have_ended()]
+            for _ in range(len(self._ended)):
+                block = self._ended.popleft()
+                place = block.mapping, block.offset
+                if any(place in blocks for _children, blocks in self._children):
+                    self._ended.append(block)  # a child may read it
+                    continue
+                used = self._used[block.mapping]
+                del used[bisect.bisect(used, (block.offset,))]
+                returned.append(place)
+        return returned
+
+    def keep_for(self, children: _Children) -> None:
+        """Return the present blocks no sooner than these have ended."""
+        with self._lock:
+            blocks = frozenset((number, offset) for number, used in self._used.items() for offset, _end in used)
+            if blocks:
+                self._children.append((children, blocks))
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether there are blocks that were not returned."""
+        return any(self._used.values())
+
+
+_lenders: weakref.WeakSet[Lender] = weakref.WeakSet()
+_borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
+
+# A child sees its parent's memory, which the worker must not overwrite while the child lives.
+_pipe: tuple[int, int] | None = None
+
+
+def _before_fork() -> None:
+    global _pipe
+    _pipe = os.pipe() if any(borrower.has_blocks for borrower in list(_borrowers)) else None
+
+
+def _after_fork_in_parent() -> None:
+    if _pipe is not None:
+        reader, writer = _pipe
+        os.close(writer)
+        children = _Children(reader)
+        for borrower in list(_borrowers):
+            borrower.keep_for(children)
+
+
+def _after_fork_in_child() -> None:
+    if _pipe is not None:
+        os.close(_pipe[0])
+    for lender in list(_lenders):
+        lender.forget()
+    _borrowers.clear()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
