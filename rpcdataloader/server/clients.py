@@ -63,6 +63,7 @@ class Client:
     started: int  # time at which it came, in nanoseconds
     workers: dict[int, WorkerRecord] = field(default_factory=dict)  # by number
     last_number: int = 0
+    refusal: str | None = None  # reason for which it got no worker when it asked last
     work: Counter[str] = field(default_factory=Counter)  # of ended workers
     num_ended: int = 0  # such workers
     failed: int = 0  # time of their last error, in nanoseconds; 0 without one
@@ -224,8 +225,9 @@ class Clients:
                 failed.pop_all()
                 client.workers[number] = WorkerRecord(place, self._counters.row(place), peer, time.monotonic())
                 self._add_output(client, output, f"worker {number}")
-            else:
+            elif reason != client.refusal:  # while it waits, it asks every second
                 self._strangers.log(logging.INFO, "%s gets no further worker: %s", client.name, reason)
+            client.refusal = reason
             return True
 
     def _busy(self, client: Client) -> str | None:

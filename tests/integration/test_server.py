@@ -27,6 +27,7 @@ from rpcdataloader.client import node as local
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RPCError
 from rpcdataloader.wire.address import Address
 from rpcdataloader.wire.handshake import PREAMBLE_SIZE, Preamble
+from rpcdataloader.wire.messages import Busy
 from tests.conftest import TIMEOUT_SCALE, descendants, is_running, stat_of, wait_until
 from tests.integration.zygote import FORK_POOLS
 
@@ -326,14 +327,17 @@ def test_signal_for_everybody_reaches_the_server_alone(serve, fifo):
 # --- who gets a worker
 
 
-def test_full_server_is_waited_for(serve, start_client, caplog):
+def test_full_server_is_waited_for(serve, start_client, caplog, monkeypatch):
+    answers, decode = [], Busy.decode
+    monkeypatch.setattr(Busy, "decode", lambda payload: (answers.append(payload), decode(payload))[1])
     server = serve("--num-workers", "1", "--max-connections", "1")
     script, _worker, _session = start_client(IDLE, server)
     waiting = rpc_async(server.address, os.getpid)
     wait_until(lambda: f"waiting for {server.address}, which is busy: all 1 connections are in use" in caplog.text)
+    wait_until(lambda: len(answers) > 2)
     script.kill()
     assert waiting.wait() > 0
-    assert "gets no further worker: all 1 connections are in use (--max-connections)" in server.log
+    assert server.log.count("gets no further worker: all 1 connections are in use (--max-connections)") == 1
 
 
 def test_full_server_is_not_waited_for_longer_than_the_connect_timeout(serve, start_client, monkeypatch):
