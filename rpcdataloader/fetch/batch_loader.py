@@ -22,7 +22,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from rpcdataloader.errors import RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.collate import TensorCollator
-from rpcdataloader.fetch.samples import ALL, DONE, Reduced, describe_indices, here, stopped
+from rpcdataloader.fetch.samples import ALL, DONE, Reduced, describe_indices, stopped, whereabouts
 from rpcdataloader.fetch.seeding import BATCH, SAMPLE
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
@@ -40,14 +40,14 @@ MAX_RETRY_PAUSE = 30.0
 
 
 class StreamState(NamedTuple):
-    """The place of a stream, which is one worker's iterator over an iterable-style dataset."""
+    """The position in a stream, which is one worker's iterator over an iterable-style dataset."""
 
     num_samples: int = 0  # number of samples taken from it
     num_batches: int = 0  # number of batches made of them
     owner: str = ""  # owner of the ``state_dict()``: ``"iterator"`` or ``"dataset"``; empty without one
     state: Any = None  # result of that ``state_dict()``
     ended: bool = False  # True if the last batch met the end: it was incomplete
-    # Digest of some of the samples taken; None if they cannot be compared, or need not, as ``state`` has the place.
+    # Digest of some of the samples taken; None if they cannot be compared, or need not, as ``state`` has the position.
     digest: int | None = None
 
 
@@ -66,16 +66,16 @@ class LoaderSpec:
     world_size: int
     worker_id: int
     num_workers: int  # number of workers; 0 means, as in torch, no worker info and no init function
-    first_place: int = 0  # place in the epoch, over all ranks, of the first sample, where the sampler began later
+    first_position: int = 0  # position in the epoch, over all ranks, of the first sample, where the sampler began later
     stream: StreamState | None = None  # state from which an iterable-style dataset continues; None for its beginning
     resumes: bool = False  # True if that state was saved; False if it is that of a worker that was lost
     skips: bool = False  # True to leave out samples whose dataset raises an exception
     retry_on: tuple[type[BaseException], ...] = ()  # exceptions after which a sample is retried
     max_retries: int = 0  # limit on that
 
-    def at_epoch(self, epoch: int, first_place: int) -> LoaderSpec:
+    def at_epoch(self, epoch: int, first_position: int) -> LoaderSpec:
         """The same loader in another pass, from the beginning."""
-        return replace(self, epoch=epoch, first_place=first_place, stream=None, resumes=False)
+        return replace(self, epoch=epoch, first_position=first_position, stream=None, resumes=False)
 
 
 # Work of a worker on a batch: seconds to fetch, and to collate. A plain tuple: a class costs a microsecond on either
@@ -86,8 +86,8 @@ BatchMetrics = tuple[float, float]
 class BatchLoader:
     """Load the batches of one loader from a dataset.
 
-    Unlike torch's fetcher, it seeds the global generators before each sample from the sample's place in the epoch, and
-    collates plain tensors into recycled memory.
+    Unlike torch's fetcher, it seeds the global generators before each sample, from the sample's position in the epoch,
+    and collates plain tensors into recycled memory.
 
     Args:
         dataset: Map-style dataset.
@@ -133,9 +133,9 @@ class BatchLoader:
                     self._name(error, f"worker_init_fn({spec.worker_id})")
                     raise
 
-    def start_epoch(self, epoch: int, first_place: int) -> None:
+    def start_epoch(self, epoch: int, first_position: int) -> None:
         """Begin another pass: at the beginning of the dataset, with the random numbers of ``epoch``."""
-        self._spec = self._spec.at_epoch(epoch, first_place)
+        self._spec = self._spec.at_epoch(epoch, first_position)
         self._begin()
 
     def _begin(self) -> None:
@@ -146,7 +146,7 @@ class BatchLoader:
 
         Args:
             indices: List of indices or, without automatic collation, one index.
-            position: Place of the first sample in this epoch of this rank's loader, from 0.
+            position: Position of the first sample in this epoch of this rank's loader, from 0.
             batch_number: Number of the batch of this rank's loader in this epoch, from 0.
 
         Returns:
@@ -170,9 +170,9 @@ class BatchLoader:
         if default_collate_fn_map.get(torch.Tensor) is not self._collate_tensors:
             self._collate_tensors.install()
         start = time.perf_counter()
-        here.batch[0] = batch_number + 1
+        whereabouts.batch[0] = batch_number + 1
         samples = self._fetch(indices, position, batch_number)
-        here.sample[0] = DONE
+        whereabouts.sample[0] = DONE
         fetched = time.perf_counter()
         try:
             batch = self._collate_samples(samples, batch_number)
@@ -209,11 +209,11 @@ class BatchLoader:
         is_one_call = getitems or not auto_collation
         steps: Iterable[tuple[int, Any]] = ((position, indices),) if is_one_call else enumerate(indices, position)
         samples: list[Any] = []
-        for place, wanted in steps:
-            here.sample[0] = ALL if getitems else place
+        for at, wanted in steps:
+            whereabouts.sample[0] = ALL if getitems else at
             num_retries = 0
             while True:
-                self._begin_sample(place)
+                self._begin_sample(at)
                 try:
                     try:
                         samples.append(getitems(wanted) if getitems else dataset[wanted])
@@ -221,7 +221,7 @@ class BatchLoader:
                         method = "__getitems__" if getitems else "__getitem__"
                         raise stopped(f"{type(dataset).__name__}.{method}({describe_indices(wanted)})") from stop
                 except BaseException as error:
-                    what = f"{'indices' if getitems else 'index'} {describe_indices(wanted)} at position {place}"
+                    what = f"{'indices' if getitems else 'index'} {describe_indices(wanted)} at position {at}"
                     if num_retries < self._spec.max_retries and isinstance(error, self._spec.retry_on):
                         _pause(num_retries, what, error)
                         num_retries += 1
@@ -249,12 +249,12 @@ class BatchLoader:
         return self._reduced
 
     def _begin_sample(self, number: int, purpose: bytes = SAMPLE) -> None:
-        """Seed the generators for the sample at a place or, with ``BATCH``, for collating a batch."""
+        """Seed the generators for the sample at a position or, with ``BATCH``, for collating a batch."""
         spec = self._spec
         # The same number on two ranks is another sample or batch.
         number = number * spec.world_size + spec.rank
         if purpose is SAMPLE:
-            number += spec.first_place
+            number += spec.first_position
         seeding.begin_sample(seeding.derive_seeds(purpose, spec.base_seed, spec.epoch, number))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec
-from rpcdataloader.fetch.samples import here
+from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.host.changes import Change, catch_up
 from rpcdataloader.wire.shared import Lender
@@ -63,7 +63,7 @@ def load(*args: Any) -> tuple[BatchMetrics, Any]:
 
 def start_epoch(dataset: Any, key: int, changes: Sequence[Change], *args: Any) -> None:
     """Begin another pass over the open loader, after changes to its dataset; see :meth:`BatchLoader.start_epoch`."""
-    here.batch[0] = 0  # numbers restart
+    whereabouts.batch[0] = 0  # numbers restart
     catch_up(dataset, key, changes)
     if _loader is None:
         raise LocalProtocolError("no loader is open in this worker")

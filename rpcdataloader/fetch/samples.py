@@ -27,12 +27,12 @@ ALL = -1
 DONE = -2
 
 # The last batch that was begun, from 1; and the position of the sample in the epoch or, for a stream, in the stream.
-here = SimpleNamespace(batch=[0], sample=[0])
+whereabouts = SimpleNamespace(batch=[0], sample=[0])
 
 
 def keep_whereabouts(batch: memoryview, sample: memoryview) -> None:
     """Record the present sample of this process in this memory from now on."""
-    here.batch, here.sample = batch, sample
+    whereabouts.batch, whereabouts.sample = batch, sample
 
 
 def stopped(what: str) -> RuntimeError:

@@ -1,4 +1,4 @@
-"""Random numbers that depend on a sample's place in the epoch, and on nothing else.
+"""Random numbers that depend on a sample's position in the epoch, and on nothing else.
 
 Before each sample, python's, numpy's and torch's global generators are seeded from (base seed, epoch, position). So the
 augmentation of a batch depends neither on its worker nor on that worker's past.
@@ -70,7 +70,7 @@ def derive_seeds(purpose: bytes, base_seed: int, epoch: int, number: int) -> See
         purpose: :data:`SAMPLE` or :data:`BATCH`, whose seeds are never equal other than by chance.
         base_seed: Seed of 64 bits; further bits are ignored.
         epoch: Number of the epoch, from 0.
-        number: Place of the sample or number of the batch in the epoch, over all ranks: that in this rank's loader
+        number: Position of the sample or number of the batch in the epoch, over all ranks: that in this rank's loader
             times world size, plus rank. An index would repeat in sampling with replacement, and with it the
             augmentation.
     """

@@ -1,7 +1,7 @@
 """Load the batches of a stream, which is one worker's iterator over an iterable-style dataset.
 
-How to continue from a place follows torchdata's StatefulDataLoader: the state is the iterator's if it has one, else the
-dataset's. Without any state, delivered samples are taken again and thrown away.
+How to continue from a position follows torchdata's StatefulDataLoader: the state is the iterator's if it has one, else
+the dataset's. Without any state, delivered samples are taken again and thrown away.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, StreamState
 from rpcdataloader.fetch.digests import digest
-from rpcdataloader.fetch.samples import here, stopped
+from rpcdataloader.fetch.samples import stopped, whereabouts
 from rpcdataloader.fetch.seeding import SAMPLE
 
 logger = logging.getLogger("rpcdataloader.loader")
@@ -25,7 +25,7 @@ _NUM_FIRST, _EVERY = 16, 64
 class StreamLoader(BatchLoader):
     """Load the batches of one stream of an iterable-style dataset.
 
-    The seeds come from rank, stream and place in the stream.
+    The seeds come from rank, stream and position in the stream.
     """
 
     def _begin(self) -> None:
@@ -47,7 +47,7 @@ class StreamLoader(BatchLoader):
         return timings, (batch, None if self._iterator is None else self._state())
 
     def _fetch(self, indices: Any, position: int, batch_number: int) -> list[Any]:  # noqa: ARG002
-        here.sample[0] = self._num_samples
+        whereabouts.sample[0] = self._num_samples
         samples: list[Any] = []
         for _ in range(len(indices) if self._spec.auto_collation else 1):
             if self._ended:
@@ -78,7 +78,7 @@ class StreamLoader(BatchLoader):
                 self._iterator = self._open_iterator()
             except StopIteration as stop:
                 raise stopped(f"{type(self._dataset).__name__}.__iter__()") from stop
-        here.sample[0] = self._num_samples
+        whereabouts.sample[0] = self._num_samples
         self._begin_sample(self._num_samples)
         self._num_samples += 1  # failed samples count: skipping repeats them
         try:
@@ -112,7 +112,7 @@ class StreamLoader(BatchLoader):
         return f"batch {self._num_batches - 1} of stream {self._spec.worker_id}"
 
     def _open_iterator(self) -> Iterator[Any]:
-        """Iterate over the dataset from the saved place."""
+        """Iterate over the dataset from the saved position."""
         saved = self._spec.stream or StreamState()
         self._begin_sample(-1)
         _load_state("dataset", self._dataset, saved)

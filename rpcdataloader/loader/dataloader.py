@@ -23,7 +23,7 @@ from rpcdataloader.host.environment import Additions
 from rpcdataloader.loader.copying import find_device, make_carrier
 from rpcdataloader.loader.dataset import RPCDataset, access_of
 from rpcdataloader.loader.iterator import InlineIterator, PassIterator, RemoteIterator
-from rpcdataloader.loader.placement import Placement, check_min_workers, place, prepare, warn_once
+from rpcdataloader.loader.placement import Placement, check_min_workers, choose_nodes, prepare, warn_once
 from rpcdataloader.loader.settings import PassSettings, check_numbers, make_partition
 from rpcdataloader.loader.states import to_state
 from rpcdataloader.loader.tasks import Progress
@@ -260,7 +260,7 @@ class RPCDataloader(LoaderTools[_T_co]):
         share = Partition() if self.partition is None else make_partition(self.partition)
         num_streams = len(saved["streams"]) if saved is not None and not saved["finished"] else 0
         num_workers = num_streams or self.num_workers
-        placement = place(self._where, partition=share, num_workers=num_workers, min_workers=self.min_workers)
+        placement = choose_nodes(self._where, partition=share, num_workers=num_workers, min_workers=self.min_workers)
         if num_streams:
             # Each stream of an iterable-style dataset continues, on the present nodes.
             homes = itertools.islice(itertools.cycle(placement.homes), num_streams)

@@ -23,7 +23,7 @@ from rpcdataloader.diagnosis.records import Recorder
 from rpcdataloader.errors import LocalProtocolError
 from rpcdataloader.host.environment import Additions
 from rpcdataloader.loader.iterator import RemoteIterator
-from rpcdataloader.loader.placement import check_min_workers, place, prepare
+from rpcdataloader.loader.placement import check_min_workers, choose_nodes, prepare
 from rpcdataloader.loader.settings import PassSettings
 
 
@@ -101,7 +101,7 @@ class RPCDataset(Dataset[Any]):
             is_iterable = issubclass(dataset, IterableDataset) if isinstance(dataset, type) else None
             access = RemoteDataset(name, pickled, shared=build == "node", is_iterable=is_iterable)
             with get_client().additions.adding(additions):
-                prepare(access, place(where, min_workers=min_workers).homes)
+                prepare(access, choose_nodes(where, min_workers=min_workers).homes)
         # Past __setattr__, which sets attributes of the remote dataset.
         self.__dict__["_where"] = where
         self.__dict__["_access"] = access
@@ -165,7 +165,7 @@ class RPCIterableDataset(RPCDataset, IterableDataset[Any]):
         access, where = self._access, self._where
         if isinstance(access, _Inline) or isinstance(where, Inline):
             return iter(access_of(self))
-        placement = place(where, num_workers=1)
+        placement = choose_nodes(where, num_workers=1)
         prepare(access, placement.homes)
         endless = itertools.repeat(None)
         settings = PassSettings(

@@ -29,7 +29,7 @@ class Pass:
 
     source: TaskSource
     progress: Progress
-    first: int  # place at which all ranks together begin; above 0 where a sampler resumes in the middle
+    first: int  # position at which all ranks together begin; above 0 where a sampler resumes in the middle
     ranks: tuple[int, int]  # rank and world size
     resumed: tuple[StreamState, ...]  # saved states from which streams continue
 
@@ -115,7 +115,7 @@ def loader_spec(
         world_size=begun.ranks[1],
         worker_id=worker_id,
         num_workers=num_workers,
-        first_place=begun.first,
+        first_position=begun.first,
         stream=stream,
         resumes=any(stream is saved for saved in begun.resumed),
         skips=settings.skips,

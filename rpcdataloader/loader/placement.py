@@ -55,7 +55,7 @@ class Placement:
     missing: tuple[Node, ...] = ()  # nodes that have not come yet; they join when they do
 
 
-def place(
+def choose_nodes(
     where: Local | Remote,
     *,
     partition: Partition | None = None,

@@ -28,7 +28,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         drop_last: Leave out the tail that is too short for all ranks, instead of repeating samples.
 
     Attributes:
-        start: Place in the global order at which the next pass begins; 0 except after :meth:`load_state_dict`.
+        start: Position in the global order at which the next pass begins; 0 except after :meth:`load_state_dict`.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
         super().set_epoch(epoch)
 
     def state_dict(self, start: int | None = None) -> dict[str, Any]:
-        """Return the state for :meth:`load_state_dict` to begin at place ``start`` of this epoch's order.
+        """Return the state for :meth:`load_state_dict` to begin at position ``start`` of this epoch's order.
 
         The default is the start of the next pass: only the loader knows what was delivered.
         """
         return order_of(self, self._length, self.start if start is None else min(start, self._length))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass resume from the saved place.
+        """Let the next pass resume from the saved position.
 
         Raises:
             ValueError: The state belongs to a dataset of another length.
@@ -93,7 +93,7 @@ class ResumableDistributedSampler(DistributedSampler[Any]):
 
 
 def order_of(sampler: DistributedSampler[Any], length: int, start: int) -> dict[str, Any]:
-    """Return the order that all ranks of torch's sampler or ours share, with a place in it, as a state of ours."""
+    """Return the order that all ranks of torch's sampler or ours share, with a position in it, as a state of ours."""
     return {
         "epoch": sampler.epoch,
         "seed": sampler.seed,

@@ -41,7 +41,7 @@ class PassSettings:
     persistent_workers: bool = False
     prefetch_factor: int = 2
     in_order: bool = True
-    partition: Partition = field(default_factory=current_partition)  # this process's place, for the seeds
+    partition: Partition = field(default_factory=current_partition)  # this process's ranks, for the seeds
     max_in_flight_bytes: int = None  # type: ignore[assignment]  # a share of the memory
     max_retries: int = 3
     reconnect_timeout: float = 300.0
@@ -130,7 +130,7 @@ class PassSettings:
 
     @property
     def resumable(self) -> ResumableDistributedSampler | None:
-        """The distributed sampler, if it is ours: its place is computed."""
+        """The distributed sampler, if it is ours: its position is computed."""
         sampler = self.distributed
         return sampler if isinstance(sampler, ResumableDistributedSampler) else None
 

@@ -38,7 +38,7 @@ def to_state(settings: PassSettings, progress: Progress) -> dict[str, Any]:
         raise ValueError("a ResumableDistributedSampler cannot be saved with in_order=False: batches are missing")
     order, sampler = progress.start["order"], settings.distributed
     if order is not None and sampler is not None:
-        # Place of all ranks together in the order.
+        # Position of all ranks together in the order.
         consumed = order["start"] + progress.num_samples * sampler.num_replicas
         order = None if progress.ahead else {**order, "start": min(consumed, order["length"])}
     return {
@@ -239,7 +239,7 @@ def skip_delivered(
         return iter(())
     if saved["streams"]:
         return samples
-    # A ResumableDistributedSampler begins at its place, which is that of all ranks, and so does a sampler with a state.
+    # A ResumableDistributedSampler begins at the position of all ranks, and so does a sampler with a state.
     begins_there = settings.resumable is not None or progress.sampler is not None
     num_batches = 0 if begins_there else progress.num_batches
     samples, num_samples, digest = skip(samples, num_batches, auto_collation=settings.auto_collation)
@@ -296,6 +296,6 @@ def sampler_state(settings: PassSettings, samples: Iterator[Any]) -> Callable[[]
 
 
 def _is_stateful(value: Any) -> bool:
-    # Ours knows its place, or cannot know it.
+    # Ours knows its position, or cannot know it.
     is_ours = isinstance(value, ResumableDistributedSampler)
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict") and not is_ours

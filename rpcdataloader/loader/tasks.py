@@ -38,7 +38,7 @@ class Task:
 
     indices: Any
     number: int  # number in the whole pass, of which this process may have resumed only the rest
-    position: int  # place of its first sample in the epoch
+    position: int  # position of its first sample in the epoch
     num_samples: int
     sampler_state: Any = None  # state of the sampler after this batch, if it has one
     request: bytes = b""  # request to a worker; empty without workers
@@ -55,7 +55,7 @@ class TaskSource:
     auto_collation: bool
     progress: Progress | None = None  # learns where the sampler ends
     number: int = 0  # number of the next batch
-    position: int = 0  # place of its first sample
+    position: int = 0  # position of its first sample
     # Batches to leave out: the number of each, and its digest, if known.
     leave_out: Mapping[int, int | None] = field(default_factory=dict)
     # Function that gives the sampler's state after each batch; None without a state.
@@ -152,9 +152,9 @@ def describe_end(task: Task, sample: int) -> str:
     """Describe the end of a worker's last task; ``sample`` is a number of its whereabouts."""
     if sample in (ALL, DONE):
         return f"{'while it' if sample == ALL else 'after it had'} loaded batch {task.number}"
-    index, place = task.indices, sample - task.position
+    index, offset = task.indices, sample - task.position
     if isinstance(index, (list, tuple)) and len(index) == task.num_samples:
-        index = index[place] if 0 <= place < task.num_samples else None
+        index = index[offset] if 0 <= offset < task.num_samples else None
     # Batches of a stream have no indices.
     where = f"{sample} of its stream" if index is None else describe_indices(index)
     return f"while it loaded sample {where}"
@@ -242,7 +242,7 @@ def skip(samples: Iterator[Any], num_batches: int, *, auto_collation: bool) -> t
     """Skip batches; returns the iterator after them, their number of samples, and their digest.
 
     Args:
-        samples: Iterator over the sampler, at its beginning or at its own saved place.
+        samples: Iterator over the sampler, at its beginning or at its own saved position.
         num_batches: Number of batches to skip; without ``auto_collation``, of samples.
 
     Raises:

@@ -159,7 +159,7 @@ class LoaderTools(DataLoader[_T_co]):
         return to_state(*self._progress)
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Let the next iterator resume from the saved place: the remaining batches, bit for bit.
+        """Let the next iterator resume from the saved position: the remaining batches, bit for bit.
 
         Map-style datasets may have another number of workers; iterable-style ones get the same number as before.
         Delivered samples are not loaded again, and the global generators of this process stay as they are. A state from
