@@ -246,7 +246,7 @@ class Worker:
         elif message.type == MessageType.RELEASE:
             # In the order of the requests: destructors run in this thread, too.
             self._inbox.append((message, 0))
-        elif message.type == MessageType.CANCEL and message.request_id > self._last_begun:
+        elif message.type == MessageType.CANCEL and self._last_begun < message.request_id <= self._last_request:
             self._cancelled.add(message.request_id)
         elif self._lender is not None and message.type == MessageType.MAPPING:
             for number in unpack_handles(message.payload):

@@ -90,7 +90,7 @@ def test_help_explains_every_option_with_unit_and_default(capsys):
     for (option, expected), start, end in zip(options.items(), starts, ends, strict=True):
         assert expected in text[start:end], option
         assert "seconds" in text[start:end] or not option.endswith("SECONDS")
-    assert set(re.findall(r" (--[a-z-]+)", text)) == {"--help", *(option.split()[0] for option in options)}
+    assert set(re.findall(r" (--[a-z-]+)", text)) == {"--help", "--version", *(option.split()[0] for option in options)}
 
 
 @pytest.mark.parametrize("command", ["launch", "status", "check", "ssh"])
