@@ -274,7 +274,9 @@ def test_pool_of_local_and_other_workers_gives_the_same_batches(shared_server, u
 
 def test_without_shared_memory_batches_are_sent(serve, tmp_path):
     """As where a sandbox forbids memfd_create."""
-    refuse = "import os\ndef refuse(*_args): raise PermissionError\nos.memfd_create = refuse"
+    refuse = (
+        "from rpcdataloader.wire import shared\ndef refuse(_size): raise PermissionError\nshared.create_memory = refuse"
+    )
     server = serve("--host", f"unix:{tmp_path}/socket", before=refuse)
     batches = list(RPCDataloader(Images(), BATCH_SIZE, workers=server.address))
     assert [first_bytes(batch) for batch in batches] == [expected(number) for number in range(6)]
