@@ -160,11 +160,13 @@ class Engine(Generic[N]):
         It ends the pass if no worker has ever answered; otherwise the worker is replaced.
         """
         worker = self.crew.members.get(number)
-        if worker is None or worker.is_sent_away:
+        if worker is None:
             return
         if worker.has_joined:  # nothing else that it answers is a batch
             worker.has_joined = False
             self._leave(number)
+        if worker.is_sent_away:
+            return
         self._send_away(worker)
         if not self.crew.start_failed(worker, error):
             self.failure = self.failure or error

@@ -306,11 +306,13 @@ class Judge:
     def could_not_begin(self, number: int) -> bool:
         """User code raises in a worker's first request; returns whether that ends the pass."""
         member = self.members.get(number)
-        if member is None or member.sent_away:
+        if member is None:
             return False
         if member.joined:
             self._leave(number, member)
             member.joined = False
+        if member.sent_away:
+            return False
         member.sent_away = True
         self._rank(number, member)
         self.is_changed = True

@@ -68,6 +68,22 @@ def test_a_worker_that_was_closed_before_it_came_gets_nothing():
     assert engine.act(0.0) == []
 
 
+def test_a_worker_that_leaves_and_cannot_begin_gives_its_tasks_back():
+    engine = start(["a", "b"])
+    engine.act(0.0)
+    engine.worker_ready(1, 0.0)
+    begin(engine, 2)
+    fill(engine)
+    engine.act(0.0)
+    engine.remove_nodes(["a"])
+    engine.act(0.0)
+    engine.worker_failed(1, ValueError("no such file"))
+    assert of(Close, engine.act(1.0)) == [Close(1)]
+    # It still answers its requests: that it has begun nothing.
+    assert engine.answered(1, 0, size_bytes=0, task_seconds=None, now=1.0, answer="not begun") is None
+    assert engine.deliver() is None
+
+
 def test_a_stream_whose_worker_is_sent_away_waits_for_the_next_worker():
     engine = start(["a"], ["b"], is_iterable=True)
     engine.act(0.0)
