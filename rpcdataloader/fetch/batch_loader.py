@@ -22,7 +22,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from rpcdataloader.errors import RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.collate import TensorCollator
-from rpcdataloader.fetch.samples import ALL, DONE, Reduced, describe_indices, stopped, whereabouts
+from rpcdataloader.fetch.samples import ALL, DONE, Skipped, describe_indices, skipped, stopped, whereabouts
 from rpcdataloader.fetch.seeding import BATCH, SAMPLE
 from rpcdataloader.wire.exceptions import add_note, name_sample
 from rpcdataloader.wire.slabs import Allocator
@@ -78,9 +78,9 @@ class LoaderSpec:
         return replace(self, epoch=epoch, first_position=first_position, stream=None, resumes=False)
 
 
-# Work of a worker on a batch: seconds to fetch, and to collate. A plain tuple: a class costs a microsecond on either
-# side.
-BatchMetrics = tuple[float, float]
+# A worker's answer: seconds to fetch and to collate; the batch; what it lacks; and the state of the stream after it,
+# which is None at its end. Plain tuples: a class costs a microsecond on either side.
+Loaded = tuple[tuple[float, float], Any, Skipped | None, StreamState | None]
 
 
 class BatchLoader:
@@ -112,7 +112,7 @@ class BatchLoader:
         default = default_collate if spec.auto_collation else default_convert
         self._collate: Callable[[Any], Any] = default if spec.collate_fn is None else spec.collate_fn
         self._collate_tensors = TensorCollator(allocator)
-        self._reduced: Reduced | None = None  # missing samples of the present batch
+        self._missing: list[tuple[Any, Exception]] = []  # samples of the present batch, and why
         self._worker_info: Any = None
         self._begin()
         if not spec.num_workers:
@@ -141,7 +141,7 @@ class BatchLoader:
     def _begin(self) -> None:
         """Complete the beginning of a pass."""
 
-    def load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
+    def load(self, indices: Any, position: int, batch_number: int) -> Loaded:
         """Load one batch.
 
         Args:
@@ -149,13 +149,9 @@ class BatchLoader:
             position: Position of the first sample in this epoch of this rank's loader, from 0.
             batch_number: Number of the batch of this rank's loader in this epoch, from 0.
 
-        Returns:
-            Timings, and the batch; or, if samples are skipped, a :class:`Reduced` in its place.
-
         Raises:
             Exception: An exception of the dataset or the collate function; a ``RuntimeError`` for ``StopIteration``.
         """
-        self._reduced = None
         if self._inline:
             with _trainer_restored():
                 return self._load(indices, position, batch_number)
@@ -165,42 +161,47 @@ class BatchLoader:
         finally:
             seeding.end_sample()
 
-    def _load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
+    def _load(self, indices: Any, position: int, batch_number: int) -> Loaded:
         torch_worker._worker_info = self._worker_info
         if default_collate_fn_map.get(torch.Tensor) is not self._collate_tensors:
             self._collate_tensors.install()
         start = time.perf_counter()
         whereabouts.batch[0] = batch_number + 1
+        self._missing = []
         samples = self._fetch(indices, position, batch_number)
         whereabouts.sample[0] = DONE
         fetched = time.perf_counter()
+        lacks, batch = self._skipped(samples), None
         try:
-            batch = self._collate_samples(samples, batch_number)
+            if lacks is None or not lacks.is_whole:
+                batch = self._collate_samples(samples, batch_number)
         except BaseException as error:
             self._name(error, f"collating {self._describe(indices, batch_number)}")
             raise
-        return (fetched - start, time.perf_counter() - fetched), batch
+        return (fetched - start, time.perf_counter() - fetched), batch, lacks, self._state()
+
+    def _skipped(self, samples: Any) -> Skipped | None:
+        """Describe what the present batch lacks; None if it is complete."""
+        # Cleared before the next batch: exceptions refer to their frames.
+        missing, self._missing = self._missing, []
+        return skipped(missing, is_whole=not samples) if missing else None
+
+    def _state(self) -> StreamState | None:
+        """The state of the stream; None without one."""
+        return None
 
     def _describe(self, indices: Any, batch_number: int) -> str:
         """Name a batch in a message."""
         return f"batch {batch_number} of indices {describe_indices(indices)}"
 
     def _collate_samples(self, samples: Any, batch_number: int) -> Any:
-        """Collate the samples of a batch; those that are left put into the :class:`Reduced`, if others are missing."""
-        # Cleared before the next batch: it refers to this one, and to the frames of the exceptions.
-        reduced, self._reduced = self._reduced, None
-        if reduced is not None and not samples:
-            return reduced
+        """Collate the samples of a batch."""
         if self._collate not in _TORCH_COLLATE or len(default_collate_fn_map) > _NUM_TORCH_TYPES:
             self._begin_sample(batch_number, BATCH)
         try:
-            batch = self._collate(samples)
+            return self._collate(samples)
         except StopIteration as stop:
             raise stopped("collate_fn") from stop
-        if reduced is None:
-            return batch
-        reduced.batch, reduced.is_empty = batch, False
-        return reduced
 
     def _fetch(self, indices: Any, position: int, batch_number: int) -> Any:
         dataset, auto_collation = self._dataset, self._spec.auto_collation
@@ -239,14 +240,8 @@ class BatchLoader:
         """Whether samples are left out because of an exception; if so, leave them out."""
         if not self._spec.skips or not isinstance(error, Exception) or isinstance(error, RPCError):
             return False
-        self._begin_reduced().leave_out(indices, error)
+        self._missing += [(index, error) for index in indices]
         return True
-
-    def _begin_reduced(self) -> Reduced:
-        """Return the record of missing samples of the present batch."""
-        if self._reduced is None:
-            self._reduced = Reduced(self._spec.worker_id if self._spec.iterable else None)
-        return self._reduced
 
     def _begin_sample(self, number: int, purpose: bytes = SAMPLE) -> None:
         """Seed the generators for the sample at a position or, with ``BATCH``, for collating a batch."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rpcdataloader.errors import LocalProtocolError
-from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, LoaderSpec
+from rpcdataloader.fetch.batch_loader import BatchLoader, Loaded, LoaderSpec
 from rpcdataloader.fetch.samples import whereabouts
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.host.changes import Change, catch_up
@@ -20,7 +20,7 @@ class _Failed:
     def __init__(self, dataset: Any, spec: LoaderSpec, error: BaseException) -> None:
         self._dataset, self._spec, self._error, self._traceback = dataset, spec, error, error.__traceback__
 
-    def load(self, *_args: Any) -> tuple[BatchMetrics, Any]:
+    def load(self, *_args: Any) -> Loaded:
         raise self._error.with_traceback(self._traceback)
 
     def start_epoch(self, *args: Any) -> None:
@@ -54,7 +54,7 @@ def open_loader(dataset: Any, spec: LoaderSpec, key: int = 0, changes: Sequence[
         _loader = _Failed(dataset, spec, error)
 
 
-def load(*args: Any) -> tuple[BatchMetrics, Any]:
+def load(*args: Any) -> Loaded:
     """Load one batch of the open loader; see :meth:`BatchLoader.load`."""
     if _loader is None:
         raise LocalProtocolError("no loader is open in this worker")

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from rpcdataloader.fetch.batch_loader import BatchLoader, BatchMetrics, StreamState
+from rpcdataloader.fetch.batch_loader import BatchLoader, StreamState
 from rpcdataloader.fetch.digests import digest
-from rpcdataloader.fetch.samples import stopped, whereabouts
+from rpcdataloader.fetch.samples import Skipped, skipped, stopped, whereabouts
 from rpcdataloader.fetch.seeding import SAMPLE
 
 logger = logging.getLogger("rpcdataloader.loader")
@@ -25,7 +25,8 @@ _NUM_FIRST, _EVERY = 16, 64
 class StreamLoader(BatchLoader):
     """Load the batches of one stream of an iterable-style dataset.
 
-    The seeds come from rank, stream and position in the stream.
+    The stream itself knows its position; the indices of a batch only give its number of samples. The seeds come from
+    rank, stream and position in the stream.
     """
 
     def _begin(self) -> None:
@@ -35,16 +36,6 @@ class StreamLoader(BatchLoader):
         self._num_batches = 0
         self._failed_at = -1  # number of samples after the last skipped one
         self._digest: int | None = None  # as in StreamState
-
-    def _load(self, indices: Any, position: int, batch_number: int) -> tuple[BatchMetrics, Any]:
-        """Load the next batch. The stream itself knows its place; ``indices`` only gives the number of samples.
-
-        Returns:
-            Timings, and the batch with the :class:`StreamState` after it, or None in its place at the end. If samples
-            were skipped, or the stream ended after a skipped one, a :class:`Reduced` replaces the batch.
-        """
-        timings, batch = super()._load(indices, position, batch_number)
-        return timings, (batch, None if self._iterator is None else self._state())
 
     def _fetch(self, indices: Any, position: int, batch_number: int) -> list[Any]:  # noqa: ARG002
         whereabouts.sample[0] = self._num_samples
@@ -62,14 +53,7 @@ class StreamLoader(BatchLoader):
                     self._name(error, f"{sample} of stream {self._spec.worker_id}, batch {self._num_batches}")
                     raise
                 self._failed_at = self._num_samples
-        if self._ended:
-            if self._spec.drop_last:
-                samples = []
-            # The stream has ended right after a skipped sample, which is told once.
-            if self._failed_at == self._num_samples:
-                self._failed_at = -1
-                self._begin_reduced().ends_stream = True
-        return samples
+        return [] if self._ended and self._spec.drop_last else samples
 
     def _take_sample(self, samples: list[Any]) -> None:
         """Append the next sample, or note the end."""
@@ -100,13 +84,25 @@ class StreamLoader(BatchLoader):
             self._digest = digest(sample, self._digest)
         return sample
 
-    def _collate_samples(self, samples: list[Any], batch_number: int) -> Any:  # noqa: ARG002
-        if self._ended and not samples and self._reduced is None:
-            self._iterator = None
-            return None
+    def _skipped(self, samples: list[Any]) -> Skipped | None:
+        missing, self._missing = self._missing, []
+        # The stream has ended right after a skipped sample, which is told once.
+        if ends := self._ended and self._failed_at == self._num_samples:
+            self._failed_at = -1
+        if missing or ends:
+            lacks = skipped(missing, is_whole=not samples, stream=self._spec.worker_id, ends=ends)
+        else:
+            lacks = None
+            if not samples:
+                self._iterator = None
+                return None
         self._num_batches += 1
-        whole = samples if self._spec.auto_collation or not samples else samples[0]
-        return super()._collate_samples(whole, self._num_batches - 1)
+        return lacks
+
+    def _collate_samples(self, samples: list[Any], batch_number: int) -> Any:  # noqa: ARG002
+        if self._iterator is None:
+            return None
+        return super()._collate_samples(samples if self._spec.auto_collation else samples[0], self._num_batches - 1)
 
     def _describe(self, indices: Any, batch_number: int) -> str:  # noqa: ARG002
         return f"batch {self._num_batches - 1} of stream {self._spec.worker_id}"
@@ -154,7 +150,9 @@ class StreamLoader(BatchLoader):
                 return name
         return None
 
-    def _state(self) -> StreamState:
+    def _state(self) -> StreamState | None:
+        if self._iterator is None:
+            return None
         num_samples, num_batches = self._num_samples, self._num_batches
         if (name := self._owner_of_state(self._iterator)) is None:
             return StreamState(num_samples, num_batches, ended=self._ended, digest=self._digest)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.fetch.batch_loader import StreamState
-from rpcdataloader.fetch.samples import stopped
+from rpcdataloader.fetch.samples import Skipped, stopped
 from rpcdataloader.loader.copying import Carrier, Copies, find_busy_gpu, make_carrier, pin
 from rpcdataloader.loader.settings import PassSettings
 from rpcdataloader.wire.frames import Message
@@ -23,7 +23,9 @@ from rpcdataloader.wire.tensors import Movable
 class Answer:
     """A worker's answer to a task."""
 
-    result: Any = None  # batch, or a ``Reduced`` in its place
+    result: Any = None  # batch
+    lacks: Skipped | None = None  # what the batch lacks because of exceptions of the dataset
+    where: str = "this process"  # process that loaded such a batch, in words
     size_bytes: int = 0
     error: BaseException | None = None  # exception in place of a batch
     timings: tuple[float, float] | None = None  # seconds to fetch and to collate; None for an exception
@@ -36,11 +38,10 @@ class Answer:
     probe: Probe | None = None
 
 
-def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, moves: bool) -> Answer:
+def decode(reply: Message, allocator: Allocator, *, pins: bool, moves: bool) -> Answer:
     """Turn a reply into a batch.
 
     Args:
-        iterable: True if the reply includes the state of its stream.
         pins: True if ``allocator`` has pinned memory.
     """
     answer = Answer(size_bytes=len(reply.payload))
@@ -50,9 +51,7 @@ def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, 
         answer.arrived, answer.received = reply.arrival.at, time.monotonic()
     movable = Movable() if moves else None
     try:
-        answer.timings, result = result_of(reply, allocator, movable)
-        if iterable:
-            result, answer.stream = result
+        answer.timings, result, answer.lacks, answer.stream = result_of(reply, allocator, movable)
         if pins:
             # In-band data, and batch types with a pin_memory method of their own. Pinned data stays.
             result = pin(result)
@@ -60,10 +59,10 @@ def decode(reply: Message, allocator: Allocator, *, iterable: bool, pins: bool, 
     except StopIteration as exc:
         error = stopped("receiving a batch")
         error.__cause__ = exc
-        return Answer(None, answer.size_bytes, error)
+        return Answer(size_bytes=answer.size_bytes, error=error)
     except BaseException as exc:
         # A new exception: the traceback refers to this frame, and would keep the referents of the exception.
-        return Answer(None, answer.size_bytes, exc)
+        return Answer(size_bytes=answer.size_bytes, error=exc)
     return answer
 
 
@@ -91,7 +90,6 @@ class Intake:
         self.decode: Callable[[Message], Answer] = functools.partial(
             decode,
             allocator=self.allocator,
-            iterable=settings.iterable,
             pins=pinned is not None,
             moves=self.carrier is not None,
         )

@@ -21,7 +21,6 @@ from rpcdataloader.diagnosis.records import NOTED_WAIT, Probe, Recorder
 from rpcdataloader.diagnosis.verdict import Diagnosis
 from rpcdataloader.errors import ConnectionLostError, LocalProtocolError, RemoteTraceback, RPCTimeoutError
 from rpcdataloader.fetch.batch_loader import BatchLoader
-from rpcdataloader.fetch.samples import Reduced
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from rpcdataloader.loader.copying import Copies, make_carrier, pin
 from rpcdataloader.loader.driver import Driver, ToDo
@@ -85,10 +84,9 @@ class PassIterator(ABC):
             BadSamplesError: More samples were skipped than the loader allows.
         """
         # torch's loaders open a range for every batch, which takes as long as all recording.
-        while type(batch := self._profiled_next() if profiler._is_profiler_enabled else self._next()) is Reduced:
-            self.progress.account_reduced(batch, self._settings.max_skipped)
-            if not batch.is_empty:
-                batch = batch.batch
+        while (answer := self._profiled_next() if profiler._is_profiler_enabled else self._next()).lacks is not None:
+            self.progress.account_skipped(answer.lacks, answer.where, self._settings.max_skipped)
+            if not answer.lacks.is_whole:
                 break
         reported = self._reported_length
         if reported is not None and (num_yielded := self.progress.num_yielded) > reported:
@@ -100,9 +98,9 @@ class PassIterator(ABC):
                 "it is.",
                 stacklevel=2,
             )
-        return batch
+        return answer.result
 
-    def _profiled_next(self) -> Any:
+    def _profiled_next(self) -> Answer:
         self._is_shown = True
         try:
             with torch.profiler.record_function(RANGE):
@@ -111,8 +109,8 @@ class PassIterator(ABC):
             self._is_shown = False
 
     @abstractmethod
-    def _next(self) -> Any:
-        """Return the next batch, or a :class:`Reduced` in its place."""
+    def _next(self) -> Answer:
+        """Return the next batch, with what it lacks."""
 
     @property
     @abstractmethod
@@ -181,7 +179,7 @@ class RemoteIterator(PassIterator):
         self._news: tuple[tuple[float, float], float] = (-1.0, -1.0), 0.0  # last news, and their time
         get_client().reporter.add(self.report)
 
-    def _next(self) -> Any:
+    def _next(self) -> Answer:
         driver, engine = self.driver, self.driver.engine
         if os.getpid() != driver.pid:
             raise LocalProtocolError(f"this iterator belongs to process {driver.pid}, of which this one is a fork")
@@ -208,7 +206,8 @@ class RemoteIterator(PassIterator):
             # Without the condition: why the loop has waited goes to handlers of the user.
             driver.rest() if self._settings.persistent_workers else driver.close()
             raise StopIteration
-        task, answer = delivery.payload, delivery.answer
+        task: Task = delivery.payload
+        answer: Answer = delivery.answer
         if delivery.condemned is not None:
             answer = Answer(error=ConnectionLostError(delivery.condemned))
         decided = self._advance(wants_input, began)
@@ -231,7 +230,7 @@ class RemoteIterator(PassIterator):
                 raise self._explained(answer.error, task)
             finally:
                 del delivery, answer  # the traceback refers to this frame, which must not refer to the error
-        return answer.result
+        return answer
 
     def _note(self, answer: Answer, decided: float, waited: float, blocked: float) -> None:
         """Record a long sleep for a batch, before its stream waits for the copies, and the times of a probe.
@@ -377,31 +376,27 @@ class InlineIterator(PassIterator):
         self._loader = kind(dataset, loader_spec(settings, self._pass, 0, 1, stream), None, inline=True)
         self._task: Task | None = None  # from the sampler, not yet loaded
 
-    def _next(self) -> Any:
+    def _next(self) -> Answer:
         if self._task is None:
             self._task = next(self._pass.source, None)
-        task, stream = self._task, None
+        task, answer = self._task, Answer()
         if task is not None:
             number = 0 if self._settings.iterable else None
             try:
-                _seconds, batch = self._loader.load(task.indices, task.position, task.number)
-                if self._settings.iterable:
-                    batch, stream = batch
-                if type(batch) is not Reduced:
-                    batch = self._put(batch)
-                elif not batch.is_empty:
-                    batch.batch = self._put(batch.batch)
+                loaded = self._loader.load(task.indices, task.position, task.number)
+                _seconds, batch, answer.lacks, answer.stream = loaded
+                answer.result = self._put(batch)
             except Exception:
                 # The exception takes the place of the batch; an interrupt does not.
                 self.progress.delivered(task, number)
                 self._task = None
                 raise
-        if task is None or (self._settings.iterable and stream is None):
+        if task is None or (self._settings.iterable and answer.stream is None):
             self.progress.finished = True
             raise StopIteration
-        self.progress.delivered(task, number, stream)
+        self.progress.delivered(task, number, answer.stream)
         self._task = None
-        return batch
+        return answer
 
     def _put(self, batch: Any) -> Any:
         """Return a batch in the memory that the user has chosen."""

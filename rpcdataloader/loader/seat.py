@@ -15,7 +15,6 @@ from rpcdataloader.client.connection import Request
 from rpcdataloader.client.worker import RemoteWorker, WorkerOwner
 from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import ConnectError, ConnectionLostError, RemoteProtocolError, RPCError
-from rpcdataloader.fetch.samples import Reduced
 from rpcdataloader.loader.intake import Answer
 from rpcdataloader.loader.passes import Pass
 from rpcdataloader.loader.tasks import Task, describe_end
@@ -113,8 +112,8 @@ class Seat(WorkerOwner):
 
     def _answered(self, sent: Sent, answer: Answer) -> None:
         driver = self._driver
-        if type(answer.result) is Reduced:
-            answer.result.where = self.worker.name
+        if answer.lacks is not None:
+            answer.where = self.worker.name
         with driver.condition:
             if sent.begun is not driver.begun or driver.is_closed:
                 return

@@ -14,7 +14,8 @@ from rpcdataloader.diagnosis.records import Probe
 from rpcdataloader.errors import BadSamplesError, SerializationError
 from rpcdataloader.fetch.batch_loader import StreamState
 from rpcdataloader.fetch.digests import digest
-from rpcdataloader.fetch.samples import ALL, DONE, Reduced, describe_indices
+from rpcdataloader.fetch.samples import ALL, DONE, Skipped, describe_indices
+from rpcdataloader.wire.exceptions import loads_exception
 from rpcdataloader.wire.messages import Call
 from rpcdataloader.wire.pickling import NO_TENSORS, dumps
 
@@ -221,21 +222,24 @@ class Progress:
         self.num_batches, self.num_samples, self.digest = num_batches, total, found
         self.sampler, self.ahead = sampler, ahead
 
-    def account_reduced(self, reduced: Reduced, max_skipped: int) -> None:
-        """Count and report the missing samples of the last delivered batch.
+    def account_skipped(self, skipped: Skipped, where: str, max_skipped: int) -> None:
+        """Count and report what the last delivered batch lacks.
+
+        Args:
+            where: Process that loaded the batch, in words.
 
         Raises:
             BadSamplesError: More than ``max_skipped`` samples are missing in this pass.
         """
-        self.num_skipped += reduced.num_skipped
-        self.num_yielded -= reduced.is_empty
-        self.in_step &= not reduced.is_empty
-        if reduced.num_skipped and self.num_skipped > max_skipped:
+        self.num_skipped += skipped.num_samples
+        self.num_yielded -= skipped.is_whole
+        self.in_step &= not skipped.is_whole
+        if skipped.num_samples and self.num_skipped > max_skipped:
             raise BadSamplesError(
                 f"{self.num_skipped} samples were skipped in this pass, more than max_skipped={max_skipped}; at last "
-                f"{reduced.where} skipped {reduced}"
-            ) from reduced.errors[-1]
-        logger.warning("%s skipped %s" if reduced.num_skipped else "%s: %s", reduced.where, reduced)
+                f"{where} skipped {skipped.text}"
+            ) from loads_exception(skipped.error)
+        logger.warning("%s skipped %s" if skipped.num_samples else "%s: %s", where, skipped.text)
 
 
 def skip(samples: Iterator[Any], num_batches: int, *, auto_collation: bool) -> tuple[Iterator[Any], int, int]:

@@ -349,7 +349,7 @@ class Pass:
             return Answer()
         state: Any = result[1] + 1 if self.lengths and kind not in (CANCELLED, FAILED) else None
         if kind == BATCH:
-            return Answer((kind, result), self.rank.size(result), timings=(reply.seconds, 0.0), stream=state)
+            return Answer((kind, result), size_bytes=self.rank.size(result), timings=(reply.seconds, 0.0), stream=state)
         if result in self.cluster.bad:
             self.cluster.count("bad batch")
         return Answer((kind, result), error=ERROR, stream=state)

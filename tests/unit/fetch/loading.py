@@ -69,8 +69,7 @@ def make_loader(dataset, allocator=None, inline=False, **changes: Any) -> BatchL
 
 
 def load(dataset, indices=(0, 1, 2), position=0, batch_number=0, **options: Any):
-    _metrics, batch = make_loader(dataset, **options).load(list(indices), position, batch_number)
-    return batch
+    return make_loader(dataset, **options).load(list(indices), position, batch_number)[1]
 
 
 def assert_same(actual, expected):

@@ -26,7 +26,7 @@ from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_f
 from rpcdataloader.errors import ConnectionLostError, RPCError
 from rpcdataloader.fetch import seeding
 from rpcdataloader.fetch.collate import TensorCollator
-from rpcdataloader.fetch.samples import Reduced
+from rpcdataloader.wire.exceptions import loads_exception
 from tests.unit.fetch.loading import (
     Augmented,
     Bad,
@@ -54,14 +54,14 @@ def test_metrics_are_seconds_per_stage():
             time.sleep(0.1)
             return index
 
-    (fetch_seconds, collate_seconds), _batch = make_loader(Slow()).load([1], 0, 0)
+    (fetch_seconds, collate_seconds), *_rest = make_loader(Slow()).load([1], 0, 0)
     assert fetch_seconds >= 0.1 > collate_seconds > 0
 
 
 @pytest.mark.parametrize("value", [np.arange(3), {"a": np.float32(2)}, (1, np.int64(2)), "text", 4, torch.ones(2)])
 def test_single_index_without_automatic_collation(value):
     dataset = {"key": value}
-    _metrics, sample = make_loader(dataset, auto_collation=False).load("key", 0, 0)
+    _metrics, sample, *_rest = make_loader(dataset, auto_collation=False).load("key", 0, 0)
     assert_same(sample, default_convert(value))
 
 
@@ -197,7 +197,7 @@ def test_getitems_is_seeded_once_with_its_first_position():
 
 
 def test_single_samples_are_seeded_by_their_position():
-    _metrics, sample = make_loader(Augmented(), auto_collation=False).load(3, 17, 17)
+    _metrics, sample, *_rest = make_loader(Augmented(), auto_collation=False).load(3, 17, 17)
     assert sample[4] == seeding.derive_seeds(seeding.SAMPLE, 2**62 + 5, 0, 17)[0]
 
 
@@ -540,7 +540,7 @@ class ReusingBatches(Reusing):
 @pytest.mark.parametrize("dataset", [Reusing, ReusingBatches])
 def test_a_dataset_that_uses_its_memory_again_does_not_change_a_batch_on_its_way(dataset):
     loader = make_loader(dataset())
-    _metrics, batch = loader.load([0, 1, 2], 0, 0)
+    _metrics, batch, *_rest = loader.load([0, 1, 2], 0, 0)
     loader.load([3, 4, 5], 3, 1)
     assert batch[:, 0].tolist() == [0, 1, 2]
 
@@ -551,13 +551,13 @@ def test_a_dataset_that_uses_its_memory_again_does_not_change_a_batch_on_its_way
 @pytest.mark.parametrize("inline", [True, False])
 def test_samples_that_raise_are_left_out_and_change_no_others(inline):
     def of(*bad):
-        return make_loader(Bad(*bad), skips=True, inline=inline).load([3, 1, 2, 5], 8, 2)[1]
+        return make_loader(Bad(*bad), skips=True, inline=inline).load([3, 1, 2, 5], 8, 2)[1:3]
 
-    whole, reduced = of(), of(1, 5)
-    assert type(reduced) is Reduced
-    assert (reduced.num_skipped, reduced.shown, reduced.is_empty) == (2, ["1", "5"], False)
-    assert [error.args for error in reduced.errors] == [("bad 1",), ("bad 5",)]
-    assert_same(reduced.batch, [part[[0, 2]] for part in whole])
+    (whole, nothing), (batch, lacks) = of(), of(1, 5)
+    assert nothing is None
+    assert (lacks.num_samples, lacks.text, lacks.is_whole) == (2, "2 samples (indices 1, 5): ValueError: bad 1", False)
+    assert loads_exception(lacks.error).args == ("bad 5",)
+    assert_same(batch, [part[[0, 2]] for part in whole])
 
 
 def test_nothing_is_skipped_unless_asked_for():
@@ -570,7 +570,7 @@ def test_next_batch_knows_nothing_of_the_skipped_ones():
     loader.load([1], 0, 0)
     with pytest.raises(KeyboardInterrupt):
         make_interrupted(loader).load([4, 9], 1, 1)
-    _metrics, batch = loader.load([2], 3, 2)
+    _metrics, batch, *_rest = loader.load([2], 3, 2)
     assert batch[0].tolist() == [2]
 
 
@@ -603,8 +603,10 @@ def test_exceptions_of_the_collate_function_are_raised():
 
 
 def test_a_batch_without_samples_is_not_collated():
-    _metrics, reduced = make_loader(Bad(1, 2), skips=True, collate_fn=lambda _samples: 1 / 0).load([1, 2], 0, 0)
-    assert (reduced.is_empty, reduced.batch, reduced.num_skipped) == (True, None, 2)
+    _metrics, batch, lacks, _state = make_loader(Bad(1, 2), skips=True, collate_fn=lambda _samples: 1 / 0).load(
+        [1, 2], 0, 0
+    )
+    assert (lacks.is_whole, batch, lacks.num_samples) == (True, None, 2)
 
 
 def test_questions_for_a_whole_batch_are_skipped_as_a_whole():
@@ -613,15 +615,15 @@ def test_questions_for_a_whole_batch_are_skipped_as_a_whole():
             return [self[index] for index in indices]
 
     loader = make_loader(Batched(3), skips=True)
-    _metrics, reduced = loader.load([1, 3], 0, 0)
-    assert (reduced.is_empty, reduced.shown) == (True, ["1", "3"])
+    _metrics, batch, lacks, _state = loader.load([1, 3], 0, 0)
+    assert (batch, lacks.is_whole, lacks.text) == (None, True, "2 samples (indices 1, 3): ValueError: bad 3")
     assert loader.load([1, 2], 2, 1)[1][0].tolist() == [1, 2]
 
 
 def test_single_samples_are_skipped():
     loader = make_loader(Bad(3), skips=True, auto_collation=False)
-    _metrics, reduced = loader.load(3, 0, 0)
-    assert (reduced.is_empty, reduced.shown) == (True, ["3"])
+    _metrics, batch, lacks, _state = loader.load(3, 0, 0)
+    assert (batch, lacks.is_whole, lacks.text) == (None, True, "1 sample (indices 3): ValueError: bad 3")
     assert loader.load(2, 1, 1)[1][0] == 2
 
 

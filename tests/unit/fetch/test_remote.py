@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("_process_restored")
 def test_worker_opens_one_loader_and_loads():
     spec = pickle.loads(pickle.dumps(make_spec(world_size=2, rank=1)))
     remote.open_loader(Augmented(), spec)
-    metrics, batch = remote.load([1, 2], 4, 1)
+    metrics, batch, *_rest = remote.load([1, 2], 4, 1)
     assert len(metrics) == 2
     assert_same(batch, load(Augmented(), [1, 2], 4, 1, world_size=2, rank=1))
     remote.start_epoch(None, 0, (), 3, 0)

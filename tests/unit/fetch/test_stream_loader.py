@@ -7,7 +7,6 @@ import torch
 from torch.utils.data import IterableDataset
 
 from rpcdataloader.fetch import seeding
-from rpcdataloader.fetch.samples import Reduced
 from rpcdataloader.fetch.stream_loader import StreamLoader
 from tests.unit.fetch.loading import make_spec
 
@@ -35,7 +34,7 @@ class BadStream(IterableDataset):
 
 
 def stream(dataset, batch_size=3, state=None, **changes):
-    """What the batches are: lists of numbers, or what is missing; and the states after them."""
+    """The batches, each with what it lacks; and the states after them."""
     loader = StreamLoader(
         dataset,
         make_spec(
@@ -45,21 +44,18 @@ def stream(dataset, batch_size=3, state=None, **changes):
     batches, states = [], []
     while True:
         asked = [None] * batch_size if changes.get("auto_collation", True) else None
-        _metrics, (batch, after) = loader.load(asked, 0, 0)
+        _metrics, batch, lacks, after = loader.load(asked, 0, 0)
         if after is None:
-            assert batch is None
-            assert loader.load(asked, 0, 0)[1] == (None, None)
+            assert (batch, lacks) == (None, None)
+            assert loader.load(asked, 0, 0)[1:] == (None, None, None)
             return batches, states
-        batches.append(batch)
+        batches.append((batch, lacks))
         states.append(after)
 
 
 def words(batches):
-    return [
-        (batch.batch and [number for number, _ in batch.batch], str(batch)) if type(batch) is Reduced
-        else [number for number, _ in batch]
-        for batch in batches
-    ]  # fmt: skip
+    found = [(batch and [number for number, _draw in batch], lacks) for batch, lacks in batches]
+    return [numbers if lacks is None else (numbers, lacks.text) for numbers, lacks in found]
 
 
 ENDED = "stream 1 has ended right after an exception, as a generator does that raises"
@@ -74,10 +70,8 @@ def test_a_stream_goes_on_with_the_next_sample():
         [9, 10],
     ]
     whole, _states = stream(BadStream(11))
-    drawn = dict(sample for batch in whole for sample in batch)
-    for batch in batches:
-        samples = batch.batch or [] if type(batch) is Reduced else batch
-        assert all(drawn[number] == draw for number, draw in samples)
+    drawn = dict(sample for batch, _lacks in whole for sample in batch)
+    assert all(drawn[number] == draw for batch, _lacks in batches for number, draw in batch or [])
 
 
 @pytest.mark.parametrize(
@@ -121,7 +115,7 @@ def test_collating_counts_batches_whether_or_not_samples_are_missing():
 
     def seeds(dataset, state=None):
         batches, states = stream(dataset, state=state, collate_fn=lambda _samples: seeding.get_sample_seed())
-        return [batch.batch if type(batch) is Reduced else batch for batch in batches], states
+        return [batch for batch, _lacks in batches], states
 
     drawn, states = seeds(BadStream(9, 1, 4))
     assert drawn == seeds(BadStream(9))[0]
@@ -137,5 +131,5 @@ def test_other_samples_are_refused_when_resuming_and_reported_after_the_loss_of_
         stream(dataset, 50, states[1], resumes=True)
     assert not caplog.records
     batches, _states = stream(dataset, 50, states[1])
-    assert sum(map(len, batches)) == 100
+    assert sum(len(batch) for batch, _lacks in batches) == 100
     assert "on its new worker, stream 1 of BadStream gives other samples now" in caplog.text
